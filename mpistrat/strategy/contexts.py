@@ -14,6 +14,7 @@ from .. import context, random
 from .._util import nest
 from ..cluster.cores import limit_new_libraries
 from ..cluster.topology import Topology
+from ..comm.arrays import as_array
 from ..context import Frame
 from ..distributed_values import PerReplica, regroup, select_replica
 from ..errors import ContextError, explain
@@ -201,6 +202,70 @@ class ReplicaContext:
         """
         what = f"all_gather on axis {axis}"
         return self._together(what, lambda joined: self._reductions.gather(joined, axis, options), value)
+
+    def reduce_scatter(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int = 0, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Return this replica's part of the sum, or another reduction, of a value over all replicas. Collective.
+
+        The replicas divide the dimension `axis` in order, the first ones getting one more where it does not divide evenly. It
+        is half of an `all_reduce`, whose other half is `all_gather`; a nest is one exchange. Values are combined in the order
+        of the replicas, float16 and bfloat16 in float32; MEAN divides by the number of replicas. Arrays on GPUs go through the
+        host's memory (not yet run on a GPU).
+
+        Args:
+            reduce_op: ReduceOp.SUM, MEAN, MIN, MAX or PROD, or its name.
+            value: array or nest of arrays; of the same shapes and dtypes on every replica.
+            axis: 0 ≤ axis < number of dimensions.
+            options: timeout_seconds of this call.
+
+        Raises:
+            CollectiveMismatchError: replicas pass other shapes, dtypes, reductions or axes.
+            ValueError: a scalar, or an axis out of range.
+            TypeError: what cannot be reduced.
+
+        Example:
+            >>> def step():  # with 2 replicas: [0, 2, 4] on the first, [6, 8] on the second
+            ...     return ms.get_replica_context().reduce_scatter("SUM", np.arange(5))
+        """
+        op = ReduceOp.parse(reduce_op, "reduce_scatter")
+
+        def act(joined: Any) -> Any:
+            return self._reductions.reduce_scatter(op, joined, axis, options)
+
+        return self._together(f"reduce_scatter {op.value} on axis {axis}", act, value)
+
+    def all_to_all(self, value: Any, splits: Any = None, axis: int = 0) -> Any:
+        """Send each replica a part of a value, and return the parts that all of them sent, in replica order. Collective.
+
+        A nest is one exchange, each of whose arrays is cut alike. Arrays on GPUs go through the host's memory (not yet run on
+        a GPU).
+
+        Args:
+            value: array or nest of arrays; lengths along `axis` may differ between replicas, the rest may not.
+            splits: whole numbers, how much of the length along `axis` each replica gets; another list on each replica, but
+                given by all or by none. Default: equal parts.
+            axis: 0 ≤ axis < number of dimensions.
+
+        Returns:
+            The parts concatenated along `axis`. With `splits` a pair: this, and how much came from each replica (int64).
+
+        Raises:
+            CollectiveMismatchError: something else than the length along `axis` differs, or only some give splits.
+            ValueError: on every replica, for a scalar, an axis out of range, splits that do not add up to the length on one of
+                them, or without splits a length that the replicas do not divide.
+
+        Example:
+            >>> def step():  # with 2 replicas: all rows with label 0 on the first, those with label 1 on the second
+            ...     rows, labels = np.arange(4.0), np.array([0, 1, 1, 1])
+            ...     return ms.get_replica_context().all_to_all(rows, splits=np.bincount(labels, minlength=2))
+        """
+        if splits is None:
+            what = f"all_to_all on axis {axis}"
+            return self._together(what, lambda joined: self._reductions.all_to_all(joined, None, axis)[0], value)
+        posted = (value, as_array(splits, "all_to_all", "splits"))
+        what = f"all_to_all with splits on axis {axis}"
+        return self._together(what, lambda joined: self._reductions.all_to_all(joined[0], joined[1], axis), posted)
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Return one replica's value on every replica. Collective.

@@ -22,6 +22,7 @@ import numpy as np
 
 from .._util.text import named
 from ..comm.arrays import accumulation_dtype, as_array, check_movable, check_reducible, is_gpu, to_host
+from ..comm.exchange import all_gather, all_to_all
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import make_cross_device_ops
 from ..cross_device.ops import CrossDeviceOps
@@ -30,7 +31,6 @@ from ..types import ReduceOp
 from ..variables import DATA, Grid
 from ..variables.values import move_like
 from .axes import Axes
-from .axis_exchange import all_gather, all_to_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable

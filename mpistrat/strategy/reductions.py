@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import index
 from typing import Any, final
 
 import numpy as np
 
 from .._util import nest
 from ..comm.arrays import accumulation_dtype, array_module, as_array, check_reducible, mean_dtype, on_device_of
+from ..cross_device.all_to_all import all_to_all, reduce_scatter
 from ..cross_device.arithmetic import arithmetic
 from ..cross_device.ops import CrossDeviceOps
 from ..distributed_values import DistributedValues, Mirrored, PerReplica
@@ -91,6 +93,21 @@ class Reductions:
             return value
         return _each(lambda leaf, name: as_scalar(self.ops.broadcast(leaf, None, root, name)), value)
 
+    def reduce_scatter(self, op: ReduceOp, value: Any, axis: int, options: CommunicationOptions | None) -> Any:
+        """Return a nest with each local replica's parts of the reductions. Collective. See `ReplicaContext.reduce_scatter`."""
+        if self.alone:
+            return value
+        leaves, name = _leaves(value)
+        return _packed_like(value, reduce_scatter(self.ops.group, op, leaves, index(axis), self.merged(options), name))
+
+    def all_to_all(self, value: Any, splits: Any, axis: int) -> tuple[Any, Any]:
+        """Return a nest with what each local replica gets, and its lengths. Collective. See `ReplicaContext.all_to_all`."""
+        if self.alone:
+            return value, splits
+        leaves, name = _leaves(value)
+        results, received = all_to_all(self.ops.group, leaves, splits, index(axis), name)
+        return _packed_like(value, results), received
+
     def copies_of_variables(self, value: Any) -> Any:
         """Return a nest in which each variable became what the local replicas have of it.
 
@@ -105,6 +122,15 @@ class Reductions:
         if nest.is_nested(value):
             return nest.map_structure(self.copies_of_variables, value)
         return value
+
+
+def _leaves(value: Any) -> tuple[list[Any], str]:
+    """Return the leaves of a nest, and its form; of anything else itself, and no name."""
+    return (nest.flatten(value), nest.form(value)) if nest.is_nested(value) else ([value], "")
+
+
+def _packed_like(value: Any, leaves: list[Any]) -> Any:
+    return nest.pack_like(value, leaves) if nest.is_nested(value) else leaves[0]
 
 
 def _each(act: Callable[[Any, str], Any], value: Any) -> Any:

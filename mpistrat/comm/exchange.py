@@ -1,0 +1,116 @@
+"""Bytes that all ranks of a group send each other: through a node's shared memory, or by MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from .call import Call
+from .node import STAGING_BYTES
+from .process_group import ProcessGroup
+
+__all__ = ["all_gather", "all_to_all", "exchange"]
+
+_PIECE = 1 << 26  # bytes of a rank that MPI moves at a time
+_LARGE = 1 << 30  # bytes in one all-to-all, whose counts and displacements must fit MPI's
+
+
+def all_gather(group: ProcessGroup, call: Call, own: np.ndarray) -> np.ndarray:
+    """Return every rank's array, by rank; all have one shape. Collective, inside `group.collective()`, whose call is given."""
+    size = group.topology.size
+    mine, found = _bytes(own), np.empty((size, own.nbytes), np.uint8)
+
+    def write(buffer: np.ndarray, low: int, high: int) -> None:
+        buffer[: high - low] = mine[low:high]
+
+    def read(buffer: np.ndarray, rank: int, low: int, high: int) -> None:
+        found[rank, low:high] = buffer[: high - low]
+
+    if group.num_nodes == 1:
+        _stage(group, call, own.nbytes, STAGING_BYTES, write, read)
+    else:
+        for low in range(0, own.nbytes, _PIECE):
+            part = np.empty((size, min(_PIECE, own.nbytes - low)), np.uint8)
+            group.topology.comm.Allgather(mine[low : low + part.shape[1]], part)
+            found[:, low : low + part.shape[1]] = part
+    return found.view(own.dtype).reshape(size, *own.shape)
+
+
+def all_to_all(group: ProcessGroup, call: Call, parts: np.ndarray) -> np.ndarray:
+    """Return what every rank has in `parts` for this one, by rank. Collective, inside `group.collective()`, whose call is given.
+
+    `parts[rank]` goes to a rank; all have one shape.
+    """
+    size, found = group.topology.size, np.empty(parts.shape, parts.dtype)
+    nbytes = parts.nbytes // size
+    to, come = _bytes(parts).reshape(size, nbytes), _bytes(found).reshape(size, nbytes)
+    exchange(group, call, list(to), list(come), nbytes)
+    return found
+
+
+def exchange(
+    group: ProcessGroup, call: Call, to: Sequence[np.ndarray], come: Sequence[np.ndarray], largest: int
+) -> None:
+    """Send each rank some bytes. Collective, inside `group.collective()`, whose call is given.
+
+    Args:
+        group, call: the ranks, and the call that is under way.
+        to: flat uint8 arrays, what goes to each rank.
+        come: flat uint8 arrays, filled with what comes from each.
+        largest: bytes of the longest on any rank, the same on all.
+    """
+    if group.num_nodes > 1:
+        _exchange_by_mpi(group, to, come, largest)
+        return
+    size, rank = group.topology.size, group.topology.rank
+    room = STAGING_BYTES // size // 64 * 64
+
+    def write(buffer: np.ndarray, low: int, high: int) -> None:
+        for other, part in enumerate(to):
+            piece = part[low:high]
+            if other != rank:
+                buffer[other * room : other * room + piece.size] = piece
+
+    def read(buffer: np.ndarray, other: int, low: int, high: int) -> None:
+        piece = come[other][low:high]
+        if other != rank:
+            piece[:] = buffer[rank * room : rank * room + piece.size]
+
+    come[rank][:] = to[rank]
+    _stage(group, call, largest, room, write, read)
+
+
+def _exchange_by_mpi(group: ProcessGroup, to: Sequence[np.ndarray], come: Sequence[np.ndarray], largest: int) -> None:
+    from mpi4py import MPI
+
+    step = min(_PIECE, _LARGE // group.topology.size)
+    for low in range(0, largest, step):
+        pieces, places = [part[low : low + step] for part in to], [part[low : low + step] for part in come]
+        counts, expected = [piece.size for piece in pieces], [place.size for place in places]
+        part = np.empty(sum(expected), np.uint8)
+        group.topology.comm.Alltoallv([np.concatenate(pieces), counts, MPI.BYTE], [part, expected, MPI.BYTE])
+        for place, piece in zip(places, np.split(part, np.cumsum(expected)[:-1]), strict=True):
+            place[:] = piece
+
+
+def _stage(
+    group: ProcessGroup,
+    call: Call,
+    nbytes: int,
+    step: int,
+    write: Callable[[np.ndarray, int, int], None],
+    read: Callable[[np.ndarray, int, int, int], None],
+) -> None:
+    """Move bytes in steps of what staging memory has room for; of its two halves one is read while the other is written."""
+    node = group.node
+    for low in range(0, nbytes, step):
+        high, buffers = min(low + step, nbytes), node.staging()
+        write(buffers[node.rank], low, high)
+        node.barrier(call)
+        for rank, buffer in enumerate(buffers):
+            read(buffer, rank, low, high)
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

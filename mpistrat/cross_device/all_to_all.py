@@ -1,0 +1,320 @@
+"""What each replica sends every other one a part of: reduce_scatter and all_to_all, of all leaves of a nest in one exchange."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..cluster.topology import Topology
+from ..comm.agree import together
+from ..comm.arrays import array_module, as_array, check_movable, is_gpu, on_device_of, to_host
+from ..comm.call import Call
+from ..comm.exchange import all_to_all as equal_parts
+from ..comm.exchange import exchange
+from ..comm.process_group import ProcessGroup
+from ..distributed_values import PerReplica
+from ..errors import CollectiveMismatchError, explain
+from ..options import CommunicationOptions
+from ..types import ReduceOp
+from .arithmetic import Arithmetic, arithmetic, combine, finish
+from .values import local_arrays, local_values
+
+__all__ = ["all_to_all", "reduce_scatter"]
+
+_LINE = 64  # bytes to a multiple of which the parts of each leaf are filled up, for the dtype of the next
+
+
+def reduce_scatter(
+    group: ProcessGroup,
+    op: ReduceOp,
+    values: Sequence[Any],
+    axis: int,
+    options: CommunicationOptions | None,
+    name: str,
+) -> list[Any]:
+    """Return for each value the local replicas' parts of its reduction. Collective.
+
+    Args:
+        group: the ranks.
+        op: the reduction.
+        values: for each leaf a PerReplica, or the array of the only local replica.
+        axis: the dimension that the replicas divide, the first ones getting one more where it does not divide evenly.
+        options: timeout_seconds.
+        name: the form of the nest, for the contract.
+
+    Raises:
+        Exception: see `ReplicaContext.reduce_scatter`.
+    """
+    function, topology = "reduce_scatter", group.topology
+    leaves = [local_arrays(local_values(value, group, function, repeat=False), function) for value in values]
+    forms = tuple((arrays[0].dtype.name, tuple(arrays[0].shape)) for arrays in leaves)
+    timeout = None if options is None else options.timeout_seconds
+    with group.collective(function, name, detail=(op.value, "axis", axis, *forms), timeout=timeout) as call:
+        hows = [arithmetic(op, arrays[0].dtype, topology.num_replicas) for arrays in leaves]
+        for arrays in leaves:
+            _check_axis(arrays[0], axis, function)
+        own = [_summed_here(topology, arrays, how) for arrays, how in zip(leaves, hows, strict=True)]
+        cuts = [_even_cuts(array.shape[axis], topology.num_replicas) for array in own]
+        parts = [
+            [_between(array, axis, at[low], at[high]) for array, at in zip(own, cuts, strict=True)]
+            for low, high in _replicas_of_ranks(topology)
+        ]
+        mine = _forms(parts[topology.rank])
+        largest = max(_layout(_forms(part))[1] for part in parts)
+        found = _exchanged(group, call, parts, [mine] * topology.size, largest)
+    results = []
+    for index, (how, at) in enumerate(zip(hows, cuts, strict=True)):
+        total = np.empty(mine[index][0], how.accumulate)
+        combine(how.ufunc, [each[index] for each in found], total)
+        total = finish(total, how)
+        low = topology.replica_offset
+        own_cuts = [cut - at[low] for cut in at[low : low + topology.num_local_replicas + 1]]
+        results.append(_placed([_between(total, axis, *ends) for ends in itertools.pairwise(own_cuts)], leaves[index]))
+    return results
+
+
+def _summed_here(topology: Topology, arrays: Sequence[Any], how: Arithmetic) -> np.ndarray:
+    """Return what this rank sends of a leaf: its array, or where ranks have several replicas, their reduction."""
+    hosts = [to_host(array) for array in arrays]
+    if topology.num_replicas == topology.size:
+        return hosts[0]
+    total = np.empty(hosts[0].shape, how.accumulate)
+    combine(how.ufunc, hosts, total)
+    return total
+
+
+def all_to_all(
+    group: ProcessGroup,
+    values: Sequence[Any],
+    splits: Any,
+    axis: int,
+    name: str,
+) -> tuple[list[Any], Any]:
+    """Return for each value what the local replicas get of it, and the lengths that each got of every one. Collective.
+
+    Args:
+        group: the ranks.
+        values: for each leaf a PerReplica, or the array of the only local replica.
+        splits: int64 lengths of the parts of the local replica, or a PerReplica of them; None for equal parts.
+        axis: the dimension that is cut.
+        name: the form of the nest, for the contract.
+
+    Raises:
+        Exception: see `ReplicaContext.all_to_all`.
+    """
+    function, topology = "all_to_all", group.topology
+    leaves = [[as_array(v, function) for v in local_values(value, group, function, repeat=False)] for value in values]
+    forms = tuple(_form(arrays, axis) for arrays in leaves)
+    how = "equal parts" if splits is None else "splits"
+    with group.collective(function, name, detail=(how, "axis", axis, *forms)) as call:
+        for arrays in leaves:
+            _check_axis(arrays[0], axis, function)
+            check_movable(arrays[0].dtype, function)
+        with together(group.all_gather_text):
+            sent = _lengths(topology, leaves, splits, axis)
+        came = _received(group, call, sent)
+        found = _moved(group, call, leaves, sent, came, axis)
+    results = []
+    for leaf, arrays in enumerate(leaves):
+        local = _joined(topology, [each[leaf] for each in found], came[:, :, leaf], arrays[0].shape, axis)
+        results.append(_placed(local, arrays))
+    received = [came[:, local].max(axis=1, initial=0) for local in range(topology.num_local_replicas)]
+    return results, received[0] if len(received) == 1 else PerReplica(received)
+
+
+def _moved(
+    group: ProcessGroup, call: Call, leaves: Sequence[Sequence[Any]], sent: np.ndarray, came: np.ndarray, axis: int
+) -> list[list[np.ndarray]]:
+    """Return what comes from each rank of each leaf, flat: of each of its replicas the part for each local one. Collective."""
+    ranks = _replicas_of_ranks(group.topology)
+    hosts = [[to_host(array) for array in arrays] for arrays in leaves]
+    cuts = np.concatenate([np.zeros_like(sent[:, :1]), sent.cumsum(axis=1)], axis=1)
+
+    def part(leaf: int, low: int, high: int) -> np.ndarray:
+        pieces = [
+            _between(array, axis, *cuts[own, replica : replica + 2, leaf])
+            for own, array in enumerate(hosts[leaf])
+            for replica in range(low, high)
+        ]
+        flats = [np.ascontiguousarray(piece).reshape(-1) for piece in pieces]
+        return flats[0] if len(flats) == 1 else np.concatenate(flats)
+
+    parts = [[part(leaf, low, high) for leaf in range(len(hosts))] for low, high in ranks]
+    rows = [math.prod(arrays[0].shape[:axis] + arrays[0].shape[axis + 1 :]) for arrays in hosts]
+    expected = [
+        [((int(came[low:high, :, leaf].sum()) * rows[leaf],), hosts[leaf][0].dtype) for leaf in range(len(hosts))]
+        for low, high in ranks
+    ]
+    largest = max(_layout(_forms(part))[1] for part in parts)
+    return _exchanged(group, call, parts, expected, group.agree(largest, "max"))
+
+
+def _form(arrays: Sequence[Any], axis: int) -> tuple[str, ...]:
+    """Return what the arrays of all replicas must share: all but their length along the axis.
+
+    Raises:
+        CollectiveMismatchError: those of the local replicas do not.
+    """
+    forms = [
+        (array.dtype.name, *("*" if dim == axis else str(length) for dim, length in enumerate(array.shape)))
+        for array in arrays
+    ]
+    for index, form in enumerate(forms):
+        if form != forms[0]:
+            expected, got = f"{forms[0]} as on local replica 0", f"{form} on local replica {index}"
+            raise CollectiveMismatchError(explain("all_to_all", "value", expected=expected, got=got))
+    return forms[0]
+
+
+def _lengths(topology: Topology, leaves: Sequence[Sequence[Any]], splits: Any, axis: int) -> np.ndarray:
+    """Return how much each local replica sends to each replica of each leaf: int64 (local replicas, replicas, leaves).
+
+    Raises:
+        ValueError: splits that are not one length for each replica, or not all of the array; without splits, a length that the
+            replicas do not divide.
+    """
+    replicas = topology.num_replicas
+    found = np.zeros((topology.num_local_replicas, replicas, len(leaves)), np.int64)
+    given = None if splits is None else (splits.values if isinstance(splits, PerReplica) else [splits])
+    for leaf, arrays in enumerate(leaves):
+        for index, array in enumerate(arrays):
+            length = array.shape[axis]
+            if given is None:
+                if length % replicas:
+                    remedy = "Give splits, one length for each replica"
+                    expected, got = f"a length that {replicas} replicas divide, along axis {axis}", f"{length}"
+                    raise ValueError(explain("all_to_all", "value", expected=expected, got=got, remedy=remedy))
+                found[index, :, leaf] = length // replicas
+                continue
+            own = given[index]
+            if own.shape != (replicas,) or own.dtype.kind not in "iu" or (own < 0).any() or own.sum() != length:
+                expected = f"{replicas} lengths, one for each replica, that make the {length} along axis {axis}"
+                raise ValueError(explain("all_to_all", "splits", expected=expected, got=f"{own.tolist()}"))
+            found[index, :, leaf] = own
+    return found
+
+
+def _received(group: ProcessGroup, call: Call, sent: np.ndarray) -> np.ndarray:
+    """Return how much each replica sends to each local one of each leaf: int64 (replicas, local replicas, leaves). Collective."""
+    topology, most = group.topology, max(group.topology.replicas_per_rank)
+    table = np.zeros((topology.size, most, most, sent.shape[2]), np.int64)
+    for rank, (low, high) in enumerate(_replicas_of_ranks(topology)):
+        table[rank, : len(sent), : high - low] = sent[:, low:high]
+    came = equal_parts(group, call, table)
+    rows = [came[rank, :count] for rank, count in enumerate(topology.replicas_per_rank)]
+    return np.concatenate(rows)[:, : topology.num_local_replicas]
+
+
+def _joined(
+    topology: Topology, flats: Sequence[np.ndarray], came: np.ndarray, shape: tuple[int, ...], axis: int
+) -> list[np.ndarray]:
+    """Return each local replica's array of a leaf, of what came from each rank: its replicas' parts, for each local one."""
+    parts: list[list[np.ndarray]] = [[] for _ in range(came.shape[1])]
+    for flat, (low, high) in zip(flats, _replicas_of_ranks(topology), strict=True):
+        start = 0
+        for replica in range(low, high):
+            for local, length in enumerate(came[replica].tolist()):
+                part_shape = (*shape[:axis], length, *shape[axis + 1 :])
+                size = math.prod(part_shape)
+                parts[local].append(flat[start : start + size].reshape(part_shape))
+                start += size
+    return [np.concatenate(each, axis=axis) for each in parts]
+
+
+# bytes of several arrays
+
+Forms = Sequence[tuple[tuple[int, ...], np.dtype]]
+
+
+def _forms(arrays: Sequence[np.ndarray]) -> Forms:
+    return [(array.shape, array.dtype) for array in arrays]
+
+
+def _layout(forms: Forms) -> tuple[list[tuple[int, int]], int]:
+    """Return where arrays of these shapes and dtypes lie one behind the other, as bytes, and how many bytes they are."""
+    places, end = [], 0
+    for shape, dtype in forms:
+        nbytes = math.prod(shape) * dtype.itemsize
+        places.append((end, end + nbytes))
+        end += nbytes if len(forms) == 1 else -(-nbytes // _LINE) * _LINE
+    return places, end
+
+
+def _exchanged(
+    group: ProcessGroup,
+    call: Call,
+    parts: Sequence[Sequence[np.ndarray]],
+    expected: Sequence[Forms],
+    largest: int,
+) -> list[list[np.ndarray]]:
+    """Send each rank some arrays, and return those that came from each. Collective, inside a collective.
+
+    Args:
+        group, call: the ranks, and the call that is under way.
+        parts: the arrays for each rank.
+        expected: shapes and dtypes of those that come from each.
+        largest: the most bytes that any rank sends to one.
+    """
+    sent = [_packed(arrays, *_layout(_forms(arrays))) for arrays in parts]
+    layouts = [_layout(forms) for forms in expected]
+    ends = np.cumsum([nbytes for _, nbytes in layouts])
+    rows = np.split(np.empty(ends[-1], np.uint8), ends[:-1])
+    exchange(group, call, sent, rows, largest)
+    return [
+        [row[low:high].view(dtype).reshape(shape) for (low, high), (shape, dtype) in zip(places, forms, strict=True)]
+        for row, (places, _), forms in zip(rows, layouts, expected, strict=True)
+    ]
+
+
+def _packed(arrays: Sequence[np.ndarray], places: Sequence[tuple[int, int]], nbytes: int) -> np.ndarray:
+    """Return arrays as bytes, where their places say; one contiguous array is not copied."""
+    if len(arrays) == 1:
+        return np.ascontiguousarray(arrays[0]).reshape(-1).view(np.uint8)
+    packed = np.zeros(nbytes, np.uint8)
+    for array, (low, high) in zip(arrays, places, strict=True):
+        packed[low:high] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return packed
+
+
+# small things
+
+
+def _check_axis(array: Any, axis: int, function: str) -> None:
+    if array.ndim == 0:
+        remedy = "Give it a dimension: value.reshape(1)"
+        raise ValueError(explain(function, "value", expected="at least one dimension", got="a scalar", remedy=remedy))
+    if not isinstance(axis, int) or not 0 <= axis < array.ndim:
+        raise ValueError(explain(function, "axis", expected=f"0 ≤ axis < {array.ndim}", got=repr(axis)))
+
+
+def _even_cuts(length: int, parts: int) -> list[int]:
+    """Return where a length is cut into so many parts, of which the first ones are one longer where it must be.
+
+    Example:
+        >>> _even_cuts(7, 3)
+        [0, 3, 5, 7]
+    """
+    least, more = divmod(length, parts)
+    return [index * least + min(index, more) for index in range(parts + 1)]
+
+
+def _replicas_of_ranks(topology: Topology) -> list[tuple[int, int]]:
+    """Return of each rank its first replica and the one behind its last."""
+    return list(itertools.pairwise([0, *itertools.accumulate(topology.replicas_per_rank)]))
+
+
+def _between(array: np.ndarray, axis: int, low: int, high: int) -> np.ndarray:
+    return array[(slice(None),) * axis + (slice(low, high),)]
+
+
+def _placed(local: Sequence[np.ndarray], like: Sequence[Any]) -> Any:
+    """Return the local replicas' results where their values lie: an array of the only one, or a PerReplica."""
+    placed = []
+    for result, array in zip(local, like, strict=True):
+        with on_device_of(array):
+            placed.append(array_module(array).asarray(result) if is_gpu(array) else result)
+    return placed[0] if len(placed) == 1 else PerReplica(placed)
