@@ -82,6 +82,7 @@ class PreemptionCheckpointHandler:
         notes: what the restored file had, with "step"; None where there was none.
 
     Raises:
+        TypeError: `checkpoints` is something else.
         ContextError: under parameter servers, whose workers step by themselves.
         OSError, ValueError: as `Checkpoints.restore_latest`.
 
@@ -100,6 +101,16 @@ class PreemptionCheckpointHandler:
     """
 
     def __init__(self, checkpoints: Checkpoints, termination_config: TerminationConfig | None = None) -> None:
+        given: object = checkpoints
+        if not isinstance(given, Checkpoints):
+            expected, remedy = (
+                "ms.train.Checkpoints",
+                "They take the place of TensorFlow's resolver, checkpoint and folder",
+            )
+            got = f"a {type(given).__name__}"
+            raise TypeError(
+                explain("PreemptionCheckpointHandler", "checkpoints", expected=expected, got=got, remedy=remedy)
+            )
         self._checkpoints, self._strategy = checkpoints, checkpoints.strategy
         if self._strategy.extended.placement.store is not None:
             expected, got = "a strategy whose ranks step together", "one of parameter servers"

@@ -147,6 +147,12 @@ def test_not_under_parameter_servers(mpi_tmp_path):
 
 
 @pytest.mark.ranks(1)
+def test_takes_checkpoints(tmp_path):
+    with pytest.raises(TypeError, match="TensorFlow's resolver"):
+        ms.train.PreemptionCheckpointHandler(tmp_path)
+
+
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     "arguments", [{"termination_watcher_fn": 1}, {"exit_fn": 1}, {"save_fn": 1}, {"grace_period": -1}]
 )
