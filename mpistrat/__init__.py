@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from .strategy import (
         RESTART_EXIT_CODE,
         CentralStorageStrategy,
-        Mesh,
-        MeshStrategy,
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
         OneDeviceStrategy,
@@ -74,6 +72,8 @@ if TYPE_CHECKING:
     )
     from .strategy import MultiWorkerMirroredStrategy as CollectiveAllReduceStrategy
     from .strategy import set_strategy as experimental_set_strategy
+    from .strategy.mesh import Mesh
+    from .strategy.mesh_strategy import MeshStrategy
     from .strategy.show_config import show_config
     from .train.monitor import Monitor as monitor
     from .train.survive import survive

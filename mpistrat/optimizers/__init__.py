@@ -5,13 +5,19 @@ Arguments, defaults and formulae are those of Keras 3.
 
 from __future__ import annotations
 
-from . import schedules
-from .loss_scale import LossScaleOptimizer
-from .numpy_rules import Adadelta, Adamax, Ftrl, Lamb, Lion, Nadam
-from .optimizer import Optimizer
-from .rules import SGD, Adagrad, Adam, AdamW, Momentum, RMSProp
+from typing import TYPE_CHECKING
 
-RMSprop = RMSProp  # Keras's spelling
+from .._util.lazy import lazy
+
+if TYPE_CHECKING:
+    from . import schedules
+    from .loss_scale import LossScaleOptimizer
+    from .numpy_rules import Adadelta, Adamax, Ftrl, Lamb, Lion, Nadam
+    from .optimizer import Optimizer
+    from .rules import SGD, Adagrad, Adam, AdamW, Momentum, RMSProp
+    from .rules import RMSProp as RMSprop  # Keras's spelling
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "Adadelta",

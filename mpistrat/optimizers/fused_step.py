@@ -25,7 +25,6 @@ from ..variables.variable import Variable
 from .arena_step import ArenaStep, not_finite_of
 from .begun import Begun
 from .gradients import Pairs, load_gradients
-from .replica_parts import ReplicaParts
 from .rule import Rule, UpdateRun
 from .slots import SlotStore, owners
 
@@ -58,7 +57,11 @@ class FusedStep(UpdateRun):
         self._constrained = [variable for variable in variables if variable.constraint is not None]
         placement = variables[0].placement
         self._group, self._ops, self._outer = placement.group, placement.ops, slots.outer
-        self._parts = None if placement.grid is None else ReplicaParts(placement.grid, variables)
+        self._parts: ReplicaParts | None = None
+        if placement.grid is not None:
+            from .replica_parts import ReplicaParts
+
+            self._parts = ReplicaParts(placement.grid, variables)
         members: dict[Arena, list[Variable]] = {}
         for variable in variables:
             if variable.arena is not None and variable.size:

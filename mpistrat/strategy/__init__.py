@@ -3,11 +3,7 @@
 from ..environment import RESTART_EXIT_CODE
 from .contexts import ReplicaContext, ValueContext
 from .extended import StrategyExtended
-from .loss import compute_average_loss, scale_regularization_loss
-from .mesh import Mesh
-from .mesh_strategy import MeshStrategy
 from .preemption import catch_stop_signals
-from .show_config import show_config
 from .strategy import Strategy
 from .synchronous import (
     CentralStorageStrategy,
@@ -23,8 +19,6 @@ __all__ = [
     "RESTART_EXIT_CODE",
     "CentralStorageStrategy",
     "DefaultStrategy",
-    "Mesh",
-    "MeshStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
@@ -33,9 +27,6 @@ __all__ = [
     "StrategyExtended",
     "ValueContext",
     "catch_stop_signals",
-    "compute_average_loss",
-    "scale_regularization_loss",
     "set_strategy",
-    "show_config",
     "strategy_from_environment",
 ]

@@ -32,7 +32,6 @@ from ..variables import Placement
 from .checkpoint_file import ArrayForm, FileRange, complete_file, from_rank_0, key_of, ranges_of
 from .checkpoint_writer import Layout, Saving, Slice, check_space
 from .optimizer_states import OptimizerStates
-from .safetensors_file import write_safetensors
 from .snapshot import Snapshot, Snapshots
 
 if TYPE_CHECKING:
@@ -103,6 +102,8 @@ class Checkpoint:
                 array[where.start : where.start + variable.shape[0]] = value
 
         def write() -> dict[str, Any]:
+            from .safetensors_file import write_safetensors
+
             write_safetensors(Path(path), whole)
             return {}
 

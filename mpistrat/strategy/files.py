@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ContextError, explain
 from .checkpoint import Checkpoint
 from .checkpoint_writer import Saving
-from .safetensors_file import SUFFIX
 from .snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -186,6 +185,8 @@ class Files(ABC):
         """
         self._begin_file("export", path)
         self._require_alike("export")
+        from .safetensors_file import SUFFIX
+
         if Path(path).suffix != SUFFIX:
             remedy = "save writes HDF5, with optimizers"
             expected, got = f'a name that ends in "{SUFFIX}"', os.fspath(path)

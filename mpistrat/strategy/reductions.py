@@ -12,7 +12,6 @@ import numpy as np
 
 from .._util import nest
 from ..comm.arrays import accumulation_dtype, array_module, as_array, check_reducible, mean_dtype, on_device_of
-from ..cross_device.all_to_all import all_to_all, reduce_scatter
 from ..cross_device.arithmetic import arithmetic
 from ..cross_device.ops import CrossDeviceOps
 from ..distributed_values import DistributedValues, Mirrored, PerReplica
@@ -95,6 +94,8 @@ class Reductions:
 
     def reduce_scatter(self, op: ReduceOp, value: Any, axis: int, options: CommunicationOptions | None) -> Any:
         """Return a nest with each local replica's parts of the reductions. Collective. See `ReplicaContext.reduce_scatter`."""
+        from ..cross_device.all_to_all import reduce_scatter
+
         if self.alone:
             return value
         leaves, name = _leaves(value)
@@ -102,6 +103,8 @@ class Reductions:
 
     def all_to_all(self, value: Any, splits: Any, axis: int) -> tuple[Any, Any]:
         """Return a nest with what each local replica gets, and its lengths. Collective. See `ReplicaContext.all_to_all`."""
+        from ..cross_device.all_to_all import all_to_all
+
         if self.alone:
             return value, splits
         leaves, name = _leaves(value)
