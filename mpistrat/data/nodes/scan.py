@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -29,7 +30,7 @@ class State:
     def __init__(self, function: str, initial: Any) -> None:
         self._function = function
         self._spec = nest.map_structure(_any_lengths, spec_of_element(initial))
-        self.value = self._conformed("initial_state", initial)
+        self.value = copy.deepcopy(self._conformed("initial_state", initial))  # which a function may overwrite
 
     def set(self, argument: str, value: Any) -> None:
         """Go on to another state; ValueError where it does not look like the first."""

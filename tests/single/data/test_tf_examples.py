@@ -297,3 +297,16 @@ def test_wrong_distributions_are_explained() -> None:
         list(rows.rejection_resample(lambda x: x, [0.5, 0.5]))
     with pytest.raises(ValueError, match=r"rejection_resample: expected a dataset of rows"):
         rows.batch(2).rejection_resample(lambda x: 0, [1.0])
+
+
+def test_a_function_that_overwrites_its_state_begins_each_epoch_with_the_initial_one() -> None:
+    initial = np.array([10])
+
+    def add(state, x):
+        state += x
+        return state, int(state[0])
+
+    sums = Dataset.range(1, 4).scan(initial, add)
+    assert [[int(x) for x in sums] for _ in range(2)] == [[11, 13, 16]] * 2
+    assert Dataset.range(1, 4).reduce(initial, lambda state, x: add(state, x)[0]).tolist() == [16]
+    assert initial.tolist() == [10]
