@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from types import TracebackType
 from typing import Any, NoReturn, final
 
@@ -29,7 +29,8 @@ from .transport import ClientSocket, Kind, Message
 
 __all__ = ["RemoteCluster", "RemoteObject", "connect"]
 
-_PATIENCE = 0.5  # seconds between two looks at Ctrl-C
+_PATIENCE = 0.05  # seconds that a waiting thread keeps the connection from others
+_PAUSE = 0.001  # seconds that it leaves it to them then
 
 
 def connect(file: str | os.PathLike[str], *, timeout: float = 60.0) -> RemoteCluster:
@@ -74,10 +75,12 @@ class RemoteCluster:
         self._pending: set[int] = set()
         self._error: BaseException | None = None
         self._scheduled = self._ended = 0
-        self._values: dict[int, bytes | BaseException] = {}  # that were fetched, or why they cannot be sent
+        self._asked: set[int] = set()  # numbers of the fetches under way
+        self._values: dict[int, bytes | BaseException] = {}  # their answers, or why there are none
         self._socket: ClientSocket | None = ClientSocket(path, timeout)
         self.num_workers = 0
         self.coordinator = RemoteObject(self, COORDINATOR)
+        self.coordinator.status = RemoteValueStatus.READY
         try:
             self._socket.send(
                 Kind.HELLO, 0, f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}".encode()
@@ -237,6 +240,8 @@ class RemoteCluster:
                 if left <= 0:
                     raise TimeoutError(f"{what}: not ready after {timeout:g} s")
                 self._take(min(left, _PATIENCE))
+                if not until():
+                    sleep(_PAUSE)
         except KeyboardInterrupt:
             with contextlib.suppress(ClosedError):
                 self.cancel()
@@ -256,7 +261,7 @@ class RemoteCluster:
         elif message.kind == Kind.REFUSED:
             got = message.payload.decode(errors="replace")
             raise ClusterError(explain("connect", "", expected="a job that is free", got=got))
-        elif message.kind == Kind.VALUE:
+        elif message.kind == Kind.VALUE and message.number in self._asked:
             self._values[message.number] = message.payload
         elif message.kind in (Kind.DONE, Kind.FAILED):
             self._settle(message)
@@ -270,7 +275,7 @@ class RemoteCluster:
             if error is not None and self._error is None and not isinstance(error, ClosureCancelledError):
                 self._error = error
         thing = self._objects.get(message.number)
-        if thing is not None and thing.status is RemoteValueStatus.READY and error is not None:
+        if message.number in self._asked and error is not None:
             self._values[message.number] = error
         elif thing is not None:
             thing._error = error
@@ -283,11 +288,17 @@ class RemoteCluster:
             raise error
 
     def _fetch(self, thing: RemoteObject, timeout: float | None) -> Any:
-        number = thing._number
         with self._lock:
-            self._open().send(Kind.FETCH, number)
-        self._wait(lambda: number in self._values, timeout, "RemoteObject.get")
-        value = self._values.pop(number)
+            socket = self._open()
+            self._numbers += 1
+            number = self._numbers  # of its own: the answer to a fetch that was given up may be an older value
+            self._asked.add(number)
+            socket.send(Kind.FETCH, number, dumps(thing._number, _nothing))
+        try:
+            self._wait(lambda: number in self._values, timeout, "RemoteObject.get")
+        finally:
+            self._asked.discard(number)
+            value = self._values.pop(number, b"")
         if isinstance(value, BaseException):
             raise value
         return loads(value, _stays)

@@ -30,12 +30,15 @@ def serve(coordinator: ClusterCoordinator, socket: ServerSocket) -> None:
     A client that leaves, or is not there any more, takes along what it has waiting; variables and optimizers stay.
     """
     session: _Session | None = None
+    late: deque[Message] = deque()  # of clients that want to begin; what another has sent before may end its session
     look = 0.0
     while True:
-        message = socket.receive(_BUSY if session is not None and session.waits else _IDLE)
+        message = socket.receive(0 if late else _BUSY if session is not None and session.waits else _IDLE)
+        if message is None and late:
+            session = _begin(coordinator, socket, session, late.popleft())
         if message is not None:
             if session is None or message.sender != session.client:
-                session = _begin(coordinator, socket, session, message)
+                late.append(message)
             elif message.kind == Kind.END:
                 session.leave()
                 return
@@ -63,9 +66,11 @@ def _begin(
     """Take a new client, unless there is one."""
     if message.kind != Kind.HELLO:
         socket.send(message.sender, Kind.REFUSED, 0, b"this client's session has ended")
-    elif session is not None:
+    elif session is not None and socket.send(session.client, Kind.ALIVE):
         socket.send(message.sender, Kind.REFUSED, 0, f"the job serves another client, {session.who}".encode())
     else:
+        if session is not None:
+            session.leave()
         who = message.payload.decode(errors="replace")
         log.logger.info("mpistrat serve: %s", who)
         session = _Session(coordinator, socket, message.sender, who)
@@ -152,7 +157,7 @@ class _Session:
         self._send(Kind.DONE, message.number)
 
     def _fetch(self, message: Message) -> None:
-        thing = self._things[message.number]
+        thing = self._things[loads(message.payload, self._resolve)]
         value = self._coordinator.fetch(thing)
         self._send(Kind.VALUE, message.number, dumps(value, _reduce))
 

@@ -25,6 +25,7 @@ from ..errors import ClosedError, ClusterError, MissingDependencyError, explain
 __all__ = ["LARGEST", "ClientSocket", "Kind", "Message", "ServerSocket", "read_connection_file"]
 
 LARGEST: Final = 1 << 30  # bytes of a message
+_ROOM: Final = 256  # bytes that encryption adds to one, at most
 _HEAD = struct.Struct("<Bq")
 _VERSION = 1
 _HEARTBEAT, _DEAD = 2_000, 15_000  # milliseconds between heartbeats, and without one
@@ -86,7 +87,7 @@ class ServerSocket:
         try:
             self._gate = _gate(self._context, client_public)
             self._socket = self._context.socket(zmq.ROUTER)
-            options = {"maxmsgsize": LARGEST, "curve_server": True, "router_mandatory": True}
+            options = {"maxmsgsize": LARGEST + _ROOM, "curve_server": True, "router_mandatory": True}
             options |= {"heartbeat_ivl": _HEARTBEAT, "heartbeat_timeout": _DEAD, "handshake_ivl": _HANDSHAKE}
             for name, value in options.items():
                 setattr(self._socket, name, value)
@@ -118,9 +119,17 @@ class ServerSocket:
         return Message(frames[0], kind, number, frames[2])
 
     def send(self, to: bytes, kind: Kind, number: int = 0, payload: bytes = b"") -> bool:
-        """Send a message to a client; return whether the client is still there."""
+        """Send a message to a client; return whether the client is still there.
+
+        Raises:
+            ValueError: it is too large.
+        """
         import zmq
 
+        if len(payload) > LARGEST:  # which would end the connection
+            remedy = "Fetch parts of it, or let the ranks write it to a file"
+            expected, got = f"at most {LARGEST} bytes", f"{len(payload)}"
+            raise ValueError(explain("RemoteObject.get", "", expected=expected, got=got, remedy=remedy))
         try:
             self._socket.send_multipart([to, _HEAD.pack(kind, number), payload])
         except zmq.ZMQError as error:
@@ -157,7 +166,10 @@ class ClientSocket:
         self._address, self._host = said["address"], said["host"]
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        options = {"routing_id": b"c" + secrets.token_bytes(15), "maxmsgsize": LARGEST}
+        options = {"routing_id": b"c" + secrets.token_bytes(15), "maxmsgsize": LARGEST + _ROOM}
+        options |= {
+            "rcvhwm": 0
+        }  # what the job tells never waits for a program that does not look: the job would wait, too
         options |= {"heartbeat_ivl": _HEARTBEAT, "heartbeat_timeout": _DEAD, "connect_timeout": int(seconds * 1000)}
         for name, value in options.items():
             setattr(self._socket, name, value)
@@ -214,8 +226,10 @@ def read_connection_file(path: Path, seconds: float = 0.0) -> dict[str, str]:
     from time import sleep
 
     end = monotonic() + seconds
-    while not path.exists():
+    while (size := _size(path)) < 1:  # the job makes it before it writes
         if monotonic() >= end:
+            if size == 0:
+                break
             remedy = "Start `mpistrat serve FILE` in the job, and wait until it runs"
             raise TimeoutError(
                 explain("connect", str(path), expected="the file of a job that serves", got="none", remedy=remedy)
@@ -238,6 +252,14 @@ def read_connection_file(path: Path, seconds: float = 0.0) -> dict[str, str]:
         expected, got = f"the file of a job that serves, of version {_VERSION}", "something else"
         raise ClusterError(explain("connect", str(path), expected=expected, got=got))
     return said
+
+
+def _size(path: Path) -> int:
+    """Return the bytes in a file, -1 if it is not there."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1
 
 
 def _write_once(path: Path, text: str) -> None:

@@ -313,7 +313,7 @@ def test_a_message_larger_than_the_limit_is_not_sent_and_ends_a_connection(serve
     small = ServerSocket(tmp_path / "small.json", "127.0.0.1")
     monkeypatch.setattr(transport, "LARGEST", 1 << 30)
     client = ClientSocket(tmp_path / "small.json", 10)
-    client.send(Kind.CALL, 0, b"x" * 1001)
+    client.send(Kind.CALL, 0, b"x" * 1300)
     assert small.receive(0.5) is None
     client.close()
     small.close()
