@@ -65,13 +65,13 @@ class Snapshot(Stage):
 
     def bind(self, group: ProcessGroup) -> Node:
         """The rows in files, written by all ranks together where not all see them. Collective."""
-        if self._stored is None:
-            parent = self._parent.bind(group)
-            there = group.exchange("distribute_dataset", str(int(self._there)), detail="snapshot")
-            if "0" in there:
-                save(parent, 0, self._path, self._compression, group.comm)
-            with together(functools.partial(group.exchange, "distribute_dataset", detail="snapshot read")):
-                self._stored = self._load()
+        parent = self._parent.bind(group)  # also where this rank has read before, which others may not have
+        known = self._stored is not None or self._there
+        there = group.exchange("distribute_dataset", str(int(known)), detail="snapshot")
+        if "0" in there:
+            save(parent, 0, self._path, self._compression, group.comm)
+        with together(functools.partial(group.exchange, "distribute_dataset", detail="snapshot read")):
+            self._stored = self._stored or self._load()
         return self._stored
 
     def locate(self, epoch: int, position: int) -> Addresses:

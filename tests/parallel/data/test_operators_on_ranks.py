@@ -126,3 +126,32 @@ def bounds(rows, parts):
     """Blocks that differ by at most one row, the larger ones first."""
     sizes = [rows // parts + (part < rows % parts) for part in range(parts)]
     return [(sum(sizes[:part]), sum(sizes[: part + 1])) for part in range(parts)]
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("looked", ["one rank", "another rank of files that are there"])
+def test_a_rank_that_has_looked_into_a_snapshot_meets_the_others(looked, strategy, mpi_tmp_path):
+    dataset = Dataset.range(12).map(lambda x: 2 * x).snapshot(mpi_tmp_path / "set")
+    if looked != "one rank":
+        strategy.distribute_dataset(Dataset.range(12).map(lambda x: 2 * x).snapshot(mpi_tmp_path / "set").batch(6))
+    if strategy.rank == (looked != "one rank"):
+        assert int(next(iter(dataset))) == 0
+    strategy.comm.Barrier()
+    parts = [strategy.comm.allgather(batch.tolist()) for batch in strategy.distribute_dataset(dataset.batch(6))]
+    assert [sorted(sum(part, [])) for part in parts] == [[0, 2, 4, 6, 8, 10], [12, 14, 16, 18, 20, 22]]
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("order", ["random", "in order"])
+def test_a_row_that_one_rank_cannot_make_while_saving_is_an_error_on_all(order, strategy, mpi_tmp_path):
+    def half(x):
+        if x == 3:
+            raise ZeroDivisionError("row 3")
+        return x / 2
+
+    rows = Dataset.range(200).map(half)
+    if order == "in order":
+        rows = rows.filter(lambda x: True)
+    with pytest.raises((ZeroDivisionError, ms.errors.ShardError)):
+        rows.save(mpi_tmp_path / "set", comm=strategy.comm)
+    assert not list(mpi_tmp_path.glob("set/*.h5"))
