@@ -209,7 +209,7 @@ class Mesh:
             old, new: two dimensions; the axis' length divides that of `new`.
 
         Raises:
-            ValueError: there is no such axis or dimension, or it cannot be divided.
+            ValueError: there is no such axis or dimension, or it cannot be divided, or both are the same.
             CollectiveMismatchError: as `all_gather`.
         """
 
@@ -336,6 +336,8 @@ def _check_dims(
         if not isinstance(dim, int) or not 0 <= dim < len(shape):
             expected = f"a dimension of an array of shape {tuple(shape)}, from 0 on"
             raise ValueError(explain(f"Mesh.{function}", "dim", expected=expected, got=repr(dim)))
+    if len(set(dims)) < len(dims):
+        raise ValueError(explain(f"Mesh.{function}", "new", expected="another dimension than old", got=repr(dims[-1])))
     for dim in divided:
         if shape[dim] % size:
             expected = f"a dimension that the {size} ranks of axis {axis!r} divide"
