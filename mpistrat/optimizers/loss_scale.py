@@ -15,6 +15,8 @@ from .optimizer import Optimizer
 
 __all__ = ["LossScaleOptimizer"]
 
+_LEAST, _MOST = 2.0**-126, 2.0**127  # of a factor: else float32 has 0 or infinity, which no later step would change
+
 
 @final
 class LossScaleOptimizer:
@@ -132,5 +134,5 @@ class LossScaleOptimizer:
                 self._set(scale * 2)
 
     def _set(self, scale: float) -> None:
-        self.dynamic_scale.assign(scale)
+        self.dynamic_scale.assign(min(max(scale, _LEAST), _MOST))
         self._changed_at.assign(self.inner_optimizer.calls)

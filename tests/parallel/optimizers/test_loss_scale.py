@@ -113,3 +113,15 @@ def test_ranks_with_other_factors_are_told():
         optimizer = ms.optimizers.SGD(0.1, loss_scale_factor=2.0 + strategy.rank)
         with pytest.raises(ms.errors.CollectiveMismatchError, match=r"loss_scale_factor=3\.0"):
             step(strategy, optimizer, w, np.ones(3))
+
+
+def test_a_factor_stays_one_from_which_training_can_go_on():
+    with ms.MultiWorkerMirroredStrategy() as strategy, strategy.scope():
+        w = ms.Variable(np.ones(3), dtype="float64")
+        optimizer = ms.optimizers.LossScaleOptimizer(ms.optimizers.SGD(0.5), dynamic_growth_steps=1)
+        for factor, gradient in ((2.0**127, 0.0), (2.0**-126, np.inf)):
+            optimizer.dynamic_scale.assign(factor)
+            step(strategy, optimizer, w, np.full(3, gradient))
+            assert (
+                float(optimizer.dynamic_scale) == factor
+            )  # neither doubled to infinity nor, in many steps, halved to 0
