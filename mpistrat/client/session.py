@@ -21,6 +21,7 @@ __all__ = ["COORDINATOR", "serve"]
 
 COORDINATOR = 0  # the number of the coordinator among the things of a session
 _IDLE, _BUSY = 0.2, 0.002  # seconds to wait for a message while nothing runs, and while something does
+_ERROR = 1 << 24  # bytes of an error that is sent as it is; of a larger one the end of its text
 _LOOK = 2.0  # seconds between two looks after the client
 
 
@@ -181,7 +182,9 @@ class _Session:
             loads(data, self._resolve)
         except Exception:  # one that cannot be sent, or made anew
             data = None
-        self._send(Kind.FAILED, number, dumps((data, text), _reduce))
+        if data is not None and len(data) > _ERROR:
+            data = None
+        self._send(Kind.FAILED, number, dumps((data, text[-_ERROR:]), _reduce))
 
     def _send(self, kind: Kind, number: int, payload: bytes = b"") -> None:
         self._socket.send(self.client, kind, number, payload)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.client import transport
+from mpistrat.client import session, transport
 from mpistrat.client.session import serve
 from mpistrat.client.transport import ClientSocket, Kind, ServerSocket, read_connection_file
 
@@ -110,6 +110,19 @@ def test_a_result_that_is_too_large_does_not_end_the_session(chief, tmp_path, mo
         with pytest.raises(ValueError, match=r"RemoteObject.get: expected at most 50000 bytes, got 100\d\d\d"):
             large.get(timeout=10)
         assert cluster.call(len, (large,)).get() == 100_000
+
+
+def test_an_error_that_is_too_large_is_told_by_its_text(chief, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "_ERROR", 10_000)
+    monkeypatch.setattr(transport, "LARGEST", 50_000)
+
+    def fail():
+        raise ValueError("what went wrong", b"x" * 100_000)
+
+    with ms.connect(tmp_path / "serve.json", timeout=20) as cluster:
+        with pytest.raises(ms.coordinator.RemoteError, match="xxx"):
+            cluster.call(fail)
+        assert cluster.call(lambda: 1).get() == 1
 
 
 def test_who_comes_after_one_that_has_left_is_served_whatever_that_had_sent(chief, tmp_path):
