@@ -115,7 +115,7 @@ class _Session:
                 got = f"a message of kind {message.kind}"
                 raise ValueError(explain("mpistrat serve", "", expected="a message that it knows", got=got))
             act(message)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a client ends the job by shutdown() only
             if is_loss(error):
                 raise
             self._fail(message.number, error, f"the chief (rank {self._coordinator.strategy.rank})")

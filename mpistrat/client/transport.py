@@ -30,6 +30,7 @@ _HEAD = struct.Struct("<Bq")
 _VERSION = 1
 _HEARTBEAT, _DEAD = 2_000, 15_000  # milliseconds between heartbeats, and without one
 _HANDSHAKE = 5_000  # milliseconds that a connection may take to show its key
+_DOMAIN: Final = b"mpistrat"  # of those that may come in
 _LINGER = 1_000  # milliseconds that the last messages may take to leave
 
 
@@ -91,6 +92,7 @@ class ServerSocket:
             options |= {"heartbeat_ivl": _HEARTBEAT, "heartbeat_timeout": _DEAD, "handshake_ivl": _HANDSHAKE}
             for name, value in options.items():
                 setattr(self._socket, name, value)
+            self._socket.zap_domain, self._socket.zap_enforce_domain = _DOMAIN, True  # nobody comes in without the gate
             self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
             try:
                 port = self._socket.bind_to_random_port(f"tcp://{socket.gethostbyname(host)}")
@@ -288,7 +290,7 @@ def _gate(context: Any, known: bytes) -> Any:
 
     gate = ThreadAuthenticator(context)
     gate.start()
-    gate.configure_curve_callback(domain="*", credentials_provider=Keys())
+    gate.configure_curve_callback(domain=_DOMAIN.decode(), credentials_provider=Keys())
     return gate
 
 

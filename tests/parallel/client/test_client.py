@@ -81,6 +81,8 @@ def test_errors_have_their_traceback_in_the_job(job, tmp_path):
         with pytest.raises(ValueError, match="on the chief") as raised:
             cluster.call(fail, ("on the chief",))
         assert "the chief (rank 0)" in str(raised.value.__cause__)
+        with pytest.raises(SystemExit):
+            cluster.call(sys.exit)
         cluster.schedule(fail, ("of many",))
         with pytest.raises(ValueError, match="of many"):
             cluster.join()
