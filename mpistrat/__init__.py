@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from .strategy import set_strategy as experimental_set_strategy
     from .strategy.mesh import Mesh
     from .strategy.mesh_strategy import MeshStrategy
+    from .strategy.process_set import ProcessSet
     from .strategy.show_config import show_config
     from .train.monitor import Monitor as monitor
     from .train.survive import survive
@@ -98,6 +99,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
+    "ProcessSet",
     "Strategy",
     "StrategyExtended",
     "strategy_from_environment",

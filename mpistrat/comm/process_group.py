@@ -69,11 +69,13 @@ class ProcessGroup:
         replicas_of_node: number of local replicas of each rank of the domain.
         monitor: what this rank is doing.
         contacts: ranks that wait for this one outside collectives, and receive a message when it leaves the program.
+        label: which ranks it has, shown with the names of its calls; "" for all of them.
     """
 
     def __init__(self, topology: Topology, environment: Environment, private: Any = None) -> None:
         """Derive the layout and set up shared memory. `create` and `single` call it."""
         self.topology, self.environment, self.closed = topology, environment, False
+        self.label = ""
         self._comm: Any = topology.comm if private is not None else None
         self._private = private
         self.monitor = RankMonitor(topology.rank, topology.size, environment.abort_after, environment.warn_after)
@@ -136,7 +138,9 @@ class ProcessGroup:
         """Return the group of this process alone, without MPI: its collectives do nothing."""
         return cls(Topology.single(), Environment())
 
-    def subgroup(self, members: Sequence[int], function: str) -> ProcessGroup:
+    def subgroup(
+        self, members: Sequence[int], function: str, label: str = "", devices: Sequence[str] | None = None
+    ) -> ProcessGroup:
         """Return the group of some of the ranks, this one among them, in that order. Collective over all ranks.
 
         Each rank is in one subgroup, whose members pass the same; who asks for it closes it, and its topology.
@@ -144,15 +148,19 @@ class ProcessGroup:
         Args:
             members: the ranks.
             function: the public caller to name in errors.
+            label: see `label`.
+            devices: this rank's, one replica each; default those that it has.
         """
         topology = self.topology
+        devices = topology.devices if devices is None else devices
         comm = None if self._comm is None else self._comm.Split(members[0], key=list(members).index(topology.rank))
         if len(members) > 1:
-            group = ProcessGroup.create(Topology.create(comm, topology.devices, function), self.environment)
+            group = ProcessGroup.create(Topology.create(comm, devices, function), self.environment)
         else:
-            group = ProcessGroup(Topology.single(topology.devices), self.environment)
+            group = ProcessGroup(Topology.single(devices), self.environment)
         if comm is not None:
             comm.Free()
+        group.label = label
         log.set_rank(topology.rank)
         return group
 
@@ -194,12 +202,14 @@ class ProcessGroup:
         return call if call is not None else self._make_call(key)
 
     def _make_call(self, key: tuple[Any, ...]) -> Collective:
-        *what, timeout, synchronize = key
+        op, name, *what, timeout, synchronize = key
+        name = ": ".join(filter(None, (self.label, name)))
         if len(self._calls) >= _KEPT_CALLS:  # the ranks do the same, so they forget at the same time
             self._calls.clear()
         timeout = self.environment.abort_after if timeout is None else timeout
+        text, series = describe(op, name, *what), describe(op, name)
         call = self._calls[key] = Collective(
-            describe(*what), timeout, describe(*what[:2]), self.monitor, self.node, self._comparison, synchronize
+            text, timeout, series, self.monitor, self.node, self._comparison, synchronize
         )
         return call
 

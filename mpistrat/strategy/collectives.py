@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ..comm.agree import as_told, together
-from ..comm.process_group import ProcessGroup
-from ..errors import explain
+from ..errors import ContextError, explain
 
 if TYPE_CHECKING:
     from .extended import StrategyExtended
+    from .process_set import ProcessSet
 
 __all__ = ["RankCollectives"]
 
@@ -59,7 +57,9 @@ class RankCollectives(ABC):
             ValueError: there is no such rank.
         """
         self._together("broadcast_object")
-        return _broadcast(self._extended.process_group, obj, root)
+        from .objects import broadcast_object
+
+        return broadcast_object(self._extended.process_group, obj, root)
 
     def all_gather_object(self, obj: Any = None) -> list[Any]:
         """Return every rank's Python object, in order of rank. Collective over all ranks, servers too.
@@ -70,53 +70,37 @@ class RankCollectives(ABC):
             TypeError: on every rank, when one cannot be pickled.
         """
         self._together("all_gather_object")
-        return _all_gather(self._extended.process_group, obj)
+        from .objects import all_gather_object
+
+        return all_gather_object(self._extended.process_group, obj)
+
+    def process_set(self, ranks: Sequence[int]) -> ProcessSet:
+        """Return what some of the ranks do together, without the others. Collective over all ranks, those outside too.
+
+        Each set has communicators and shared memory of its own: make it once, before the steps. The strategy closes it.
+
+        Args:
+            ranks: of the strategy, the same on every rank; numbered in ascending order in the set.
+
+        Raises:
+            ValueError: on every rank, for no ranks, one twice, or one that there is not.
+            CollectiveMismatchError: on every rank, when they name other ranks.
+            ContextError: in a step; or a coordinator runs here, which the other ranks serve.
+
+        Example:
+            >>> even = strategy.process_set(range(0, strategy.size, 2))  # doctest: +SKIP
+            >>> if even.included:  # doctest: +SKIP
+            ...     total = even.all_reduce("SUM", x)
+        """
+        self._extended.require_cross("Strategy.process_set")
+        if self._extended.coordination.leads:
+            expected, got = "ranks that run the program themselves", "a coordinator, which the others serve"
+            raise ContextError(explain("Strategy.process_set", "", expected=expected, got=got))
+        from .process_set import make_process_set
+
+        return make_process_set(self, ranks)
 
     def _together(self, name: str, *args: Any) -> None:
         """Check a call that all ranks make outside of steps, and announce it to ranks without a program."""
         self._extended.require_cross(f"Strategy.{name}")
         self._extended.coordination.announce(name, *args)
-
-
-def _broadcast(group: ProcessGroup, obj: Any, root: int) -> Any:
-    function, size = "Strategy.broadcast_object", group.topology.size
-    if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < size:
-        raise ValueError(explain(function, "root", expected=f"a rank, 0 ≤ root < {size}", got=repr(root)))
-    if size == 1:
-        return obj
-    here = group.topology.rank == root
-    with group.collective("broadcast_object", detail=f"root {root}"):
-        with together(group.all_gather_text, as_told):
-            data = _pickled(group, obj, function) if here else b""
-        length = np.array([len(data)], np.int64)
-        group.broadcast(length, root)
-        buffer = np.frombuffer(data, np.uint8).copy() if here else np.empty(int(length[0]), np.uint8)
-        group.broadcast(buffer, root)
-    return obj if here else _loads(buffer)
-
-
-def _all_gather(group: ProcessGroup, obj: Any) -> list[Any]:
-    if group.topology.size == 1:
-        return [obj]
-    with group.collective("all_gather_object"):
-        with together(group.all_gather_text, as_told):
-            data = _pickled(group, obj, "Strategy.all_gather_object")
-        pickles = group.all_gather_bytes(data)
-    mine = group.topology.rank
-    return [obj if rank == mine else _loads(np.frombuffer(one, np.uint8)) for rank, one in enumerate(pickles)]
-
-
-def _pickled(group: ProcessGroup, obj: Any, function: str) -> bytes:
-    from mpi4py import MPI
-
-    try:
-        return bytes(MPI.pickle.dumps(obj))
-    except Exception as error:
-        got = f"on rank {group.topology.rank}: {type(error).__name__}: {error}"
-        raise TypeError(explain(function, "obj", expected="an object that can be pickled", got=got)) from None
-
-
-def _loads(buffer: np.ndarray) -> Any:
-    from mpi4py import MPI
-
-    return MPI.pickle.loads(buffer)

@@ -26,7 +26,7 @@ from .replica_threads import current_rendezvous
 if TYPE_CHECKING:
     from .mesh import Mesh
 
-__all__ = ["ReplicaContext", "Scope", "ValueContext", "in_step", "local_replica"]
+__all__ = ["ReplicaContext", "Scope", "ValueContext", "in_step", "local_replica", "stepping"]
 
 _NO_KWARGS: dict[str, Any] = {}
 _ALL_REDUCE = {op: f"all_reduce {op.value}" for op in ReduceOp}

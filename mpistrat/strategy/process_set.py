@@ -1,0 +1,199 @@
+"""A process set: some of the ranks of a strategy, and the collectives that they make without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from .._util.text import named
+from ..comm.agree import same, together
+from ..comm.process_group import ProcessGroup
+from ..cross_device.auto import make_cross_device_ops
+from ..errors import CollectiveMismatchError, ContextError, by_rank, explain
+from ..options import CommunicationOptions
+from ..types import ReduceOp
+from .contexts import stepping
+from .objects import all_gather_object, broadcast_object
+from .reductions import Reductions
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+__all__ = ["ProcessSet", "make_process_set"]
+
+_SHOWN = 8  # ranks of a set in errors
+
+
+@final
+class ProcessSet:
+    """Some of the ranks of a strategy (Horovod: ProcessSet). `Strategy.process_set` makes it.
+
+    Each of its collectives is made by all ranks of the set, the same number of times and in the same order; the others go on.
+    Each rank brings one value, however many replicas it has. They may be called outside of steps, and in the steps of ranks with
+    one replica. Errors name the set, and number its ranks from 0.
+
+    Attributes:
+        ranks: the strategy's ranks that are in it, in order.
+    """
+
+    def __init__(self, strategy: Any, ranks: tuple[int, ...], group: ProcessGroup) -> None:
+        """Hold what this rank has of it: the group of its ranks, or of this rank alone where it is outside."""
+        self.ranks = ranks
+        self._strategy, self._group = strategy, group
+        self._strategy_rank = strategy.rank
+        self._ops = make_cross_device_ops()
+        self._ops.bind(group)
+        self._reductions = Reductions(self._ops, None, group.topology.num_replicas, 1, alone=False)
+
+    @property
+    def included(self) -> bool:
+        """Whether this rank is in it."""
+        return self._strategy_rank in self.ranks
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in it."""
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int | None:
+        """This rank's number in the set, from 0; None outside."""
+        return self.ranks.index(self._strategy_rank) if self.included else None
+
+    @property
+    def comm(self) -> MPI.Intracomm | None:
+        """Its communicator, a duplicate for the program's own messages; None outside, and for a set of one rank."""
+        return self._group.comm if self.included and self.size > 1 else None
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
+        """Return the sum, or another reduction, of the ranks' values. Collective over the set. See `ReplicaContext.all_reduce`.
+
+        Raises:
+            ContextError: outside of the set, or in a step of a rank with several replicas. So do all that follow.
+        """
+        self._require("all_reduce")
+        return self._reductions.reduce(ReduceOp.parse(reduce_op, "all_reduce"), value, None, options)
+
+    def all_gather(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
+        """Return the ranks' arrays concatenated along an axis. Collective over the set. See `ReplicaContext.all_gather`."""
+        self._require("all_gather")
+        return self._reductions.gather(value, axis, options)
+
+    def reduce_scatter(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int = 0, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Return this rank's part of a reduction. Collective over the set. See `ReplicaContext.reduce_scatter`."""
+        self._require("reduce_scatter")
+        return self._reductions.reduce_scatter(ReduceOp.parse(reduce_op, "reduce_scatter"), value, axis, options)
+
+    def all_to_all(self, value: Any, splits: Any = None, axis: int = 0) -> Any:
+        """Return what all ranks sent to this one. Collective over the set. See `ReplicaContext.all_to_all`."""
+        self._require("all_to_all")
+        given = None if splits is None else np.asarray(splits)
+        result = self._reductions.all_to_all(value, given, axis)
+        return result[0] if splits is None else result
+
+    def broadcast(self, value: Any, root: int) -> Any:
+        """Return one rank's array, or nest of arrays, on all. Collective over the set. See `ReplicaContext.broadcast`.
+
+        Args:
+            value: of the same shapes and dtypes on every rank.
+            root: a rank of the strategy that is in the set.
+
+        Raises:
+            ValueError: it is not.
+        """
+        self._require("broadcast")
+        return self._reductions.broadcast(value, self._number(root, "broadcast"))
+
+    def broadcast_object(self, obj: Any = None, *, root: int) -> Any:
+        """Return one rank's Python object on all. Collective over the set. See `Strategy.broadcast_object`.
+
+        Args:
+            obj: the root's counts.
+            root: a rank of the strategy that is in the set.
+
+        Raises:
+            ValueError: it is not.
+        """
+        self._require("broadcast_object")
+        return broadcast_object(self._group, obj, self._number(root, "broadcast_object"))
+
+    def all_gather_object(self, obj: Any = None) -> list[Any]:
+        """Return every rank's Python object. Collective over the set. See `Strategy.all_gather_object`."""
+        self._require("all_gather_object")
+        return all_gather_object(self._group, obj)
+
+    def barrier(self, timeout: float | None = None, name: str | None = None) -> None:
+        """Wait until every rank of the set is here. Collective over the set. See `Strategy.barrier`."""
+        self._require("barrier")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(explain("ProcessSet.barrier", "timeout", expected="> 0 seconds", got=repr(timeout)))
+        self._group.barrier(name or "", timeout)
+
+    def _require(self, function: str) -> None:
+        function = f"ProcessSet.{function}"
+        if not self.included:
+            expected, got = f"a call by {named('rank', self.ranks, most=_SHOWN)}", "one outside of the set"
+            raise ContextError(explain(function, "", expected=expected, got=got, rank=self._strategy_rank))
+        replicas = len(self._strategy.extended.replicas)
+        if replicas > 1 and stepping(self._strategy):
+            expected, got = "one call of a rank", f"a call of one of its {replicas} replicas"
+            remedy = "Call it in a merge_call, or outside of the step"
+            raise ContextError(explain(function, "", expected=expected, got=got, remedy=remedy))
+
+    def _number(self, root: int, function: str) -> int:
+        if root not in self.ranks:
+            expected = f"one of {named('rank', self.ranks, most=_SHOWN)}"
+            raise ValueError(explain(f"ProcessSet.{function}", "root", expected=expected, got=repr(root)))
+        return self.ranks.index(root)
+
+    # its life
+
+    def close(self) -> None:
+        """Free its communicators and its memory before the strategy does. Collective over the set."""
+        if not self._group.closed:
+            self._ops.close()
+            self._group.close()
+            self._group.topology.close()
+
+    def leave(self) -> None:
+        """Nothing: its group reports its own end."""
+
+    def abandon(self) -> None:
+        """Nothing: its group is abandoned by itself."""
+
+    def __repr__(self) -> str:
+        return f"<ProcessSet of {named('rank', self.ranks, most=_SHOWN)}>"
+
+
+def make_process_set(strategy: Any, ranks: Sequence[int]) -> ProcessSet:
+    """Return a new set. Collective over all ranks. See `Strategy.process_set`."""
+    group = strategy.extended.process_group
+    rank = group.topology.rank
+    with together(partial(group.exchange, "process_set")):
+        found = _checked(ranks, group.topology.size)
+    same(partial(group.exchange, "process_set"), named("rank", found), _different_ranks)
+    members = found if rank in found else (rank,)
+    label = f"process set of {named('rank', found, most=_SHOWN)}"
+    one = group.topology.devices[:1]  # a value of each rank, however many replicas it has
+    made = ProcessSet(strategy, found, group.subgroup(members, "Strategy.process_set", label, one))
+    group.attach(made)
+    return made
+
+
+def _checked(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    given = list(ranks)
+    whole = all(isinstance(rank, (int, np.integer)) and 0 <= rank < size for rank in given)
+    if not given or not whole or len(set(given)) < len(given):
+        expected = f"different ranks from 0 to {size - 1}, at least one"
+        raise ValueError(explain("Strategy.process_set", "ranks", expected=expected, got=repr(given)))
+    return tuple(sorted(int(rank) for rank in given))
+
+
+def _different_ranks(texts: dict[int, str]) -> CollectiveMismatchError:
+    return CollectiveMismatchError(f"Strategy.process_set: expected the same ranks on all, got {by_rank(texts)}")
