@@ -61,7 +61,7 @@ class Adadelta(Optimizer):
 
 @final
 class Adamax(Optimizer):
-    """m += (g - m) * (1 - beta_1); u = max(beta_2 * u, |g|); w -= rate * m / ((1 - beta_1 ** t) * (u + epsilon)).
+    """m += (g - m) * (1 - beta_1); u = max(beta_2 * u, abs(g)); w -= rate * m / ((1 - beta_1 ** t) * (u + epsilon)).
 
     Args:
         learning_rate: a number, a schedule or a callable.
