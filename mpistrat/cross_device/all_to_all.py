@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .._util.partition import bounds
 from ..cluster.topology import Topology
 from ..comm.agree import together
 from ..comm.arrays import array_module, as_array, check_movable, is_gpu, on_device_of, to_host
@@ -58,7 +59,7 @@ def reduce_scatter(
         for arrays in leaves:
             _check_axis(arrays[0], axis, function)
         own = [_summed_here(topology, arrays, how) for arrays, how in zip(leaves, hows, strict=True)]
-        cuts = [_even_cuts(array.shape[axis], topology.num_replicas) for array in own]
+        cuts = [[0, *(end for _, end in bounds(array.shape[axis], topology.num_replicas))] for array in own]
         parts = [
             [_between(array, axis, at[low], at[high]) for array, at in zip(own, cuts, strict=True)]
             for low, high in _replicas_of_ranks(topology)
@@ -289,17 +290,6 @@ def _check_axis(array: Any, axis: int, function: str) -> None:
         raise ValueError(explain(function, "value", expected="at least one dimension", got="a scalar", remedy=remedy))
     if not isinstance(axis, int) or not 0 <= axis < array.ndim:
         raise ValueError(explain(function, "axis", expected=f"0 ≤ axis < {array.ndim}", got=repr(axis)))
-
-
-def _even_cuts(length: int, parts: int) -> list[int]:
-    """Return where a length is cut into so many parts, of which the first ones are one longer where it must be.
-
-    Example:
-        >>> _even_cuts(7, 3)
-        [0, 3, 5, 7]
-    """
-    least, more = divmod(length, parts)
-    return [index * least + min(index, more) for index in range(parts + 1)]
 
 
 def _replicas_of_ranks(topology: Topology) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from ..errors import explain
 from .hyperparameters import Rate, Settings
 from .optimizer import Optimizer
 from .rule import Block, Loop
+from .rules import approach, average_into
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -49,18 +50,36 @@ class Adadelta(Optimizer):
         """Update a block of weights and slots in place; the gradient may be overwritten."""
         squares, deltas = slots["accumulated_grad"], slots["accumulated_delta_var"]
         work, change = scratch[0][: gradient.size], scratch[1][: gradient.size]
-        _average(squares, np.multiply(gradient, gradient, out=work), self.rho)
+        average_into(squares, np.multiply(gradient, gradient, out=work), self.rho)
         np.sqrt(np.add(deltas, self.epsilon, out=change), out=change)
         np.multiply(change, gradient, out=change)
         np.sqrt(np.add(squares, self.epsilon, out=work), out=work)
         np.divide(change, work, out=change)
-        _average(deltas, np.multiply(change, change, out=work), self.rho)
+        average_into(deltas, np.multiply(change, change, out=work), self.rho)
         np.multiply(change, rate, out=change)
         np.subtract(weights, change, out=weights)
 
 
+class _Moments(Optimizer):
+    """What Adamax, Nadam and Lamb share: their settings, which are Adam's."""
+
+    _kept: ClassVar[tuple[str, ...]] = ("momentum", "velocity")
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        **settings: Unpack[Settings],
+    ) -> None:
+        self.beta_1, self.beta_2 = self._fraction("beta_1", beta_1), self._fraction("beta_2", beta_2)
+        self.epsilon = float(epsilon)
+        super().__init__(learning_rate, slot_names=self._kept, **settings)
+
+
 @final
-class Adamax(Optimizer):
+class Adamax(_Moments):
     """m += (g - m) * (1 - beta_1); u = max(beta_2 * u, abs(g)); w -= rate * m / ((1 - beta_1 ** t) * (u + epsilon)).
 
     Args:
@@ -75,24 +94,14 @@ class Adamax(Optimizer):
     Source: keras.optimizers.Adamax of Keras 3; Kingma and Ba, https://arxiv.org/abs/1412.6980, section 7.
     """
 
-    def __init__(
-        self,
-        learning_rate: Rate = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        **settings: Unpack[Settings],
-    ) -> None:
-        self.beta_1, self.beta_2 = self._fraction("beta_1", beta_1), self._fraction("beta_2", beta_2)
-        self.epsilon = float(epsilon)
-        super().__init__(learning_rate, slot_names=("momentum", "norm"), **settings)
+    _kept = ("momentum", "norm")
 
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
     ) -> None:
         """Update a block of weights and slots in place; the gradient may be overwritten."""
         momentum, norm, work = slots["momentum"], slots["norm"], scratch[0][: gradient.size]
-        _approach(momentum, gradient, self.beta_1, work)
+        approach(momentum, gradient, 1 - self.beta_1, work)
         np.absolute(gradient, out=gradient)
         np.maximum(np.multiply(norm, self.beta_2, out=norm), gradient, out=norm)
         np.multiply(momentum, rate / (1 - self.beta_1**step), out=gradient)
@@ -101,7 +110,7 @@ class Adamax(Optimizer):
 
 
 @final
-class Nadam(Optimizer):
+class Nadam(_Moments):
     """Adam with Nesterov's momentum: the step is along u' * m / (1 - U * u') + (1 - u) * g / (1 - U).
 
     u = beta_1 * (1 - 0.96 ** t / 2) at step t, u' that of the next step, U the product of all u so far; m, v and the divisor
@@ -119,18 +128,7 @@ class Nadam(Optimizer):
     Source: keras.optimizers.Nadam of Keras 3; Dozat, https://cs229.stanford.edu/proj2015/054_report.pdf.
     """
 
-    def __init__(
-        self,
-        learning_rate: Rate = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        **settings: Unpack[Settings],
-    ) -> None:
-        self.beta_1, self.beta_2 = self._fraction("beta_1", beta_1), self._fraction("beta_2", beta_2)
-        self.epsilon = float(epsilon)
-        self.__product = self.beta_1, 0, 1.0  # of all u until a step, which follows from the settings
-        super().__init__(learning_rate, slot_names=("momentum", "velocity"), **settings)
+    __product = -1.0, 0, 1.0  # of which beta_1, until which step, and that of all u, which follows from the two
 
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
@@ -139,11 +137,11 @@ class Nadam(Optimizer):
         momentum, velocity, work = slots["momentum"], slots["velocity"], scratch[0][: gradient.size]
         now, ahead = self._coefficient(step), self._coefficient(step + 1)
         product = self._product(step)
-        _approach(momentum, gradient, self.beta_1, work)
+        approach(momentum, gradient, 1 - self.beta_1, work)
         change = np.multiply(momentum, ahead / (1 - product * ahead), out=scratch[1][: gradient.size])
         np.add(change, np.multiply(gradient, (1 - now) / (1 - product), out=work), out=change)
         np.multiply(gradient, gradient, out=gradient)
-        _approach(velocity, gradient, self.beta_2, work)
+        approach(velocity, gradient, 1 - self.beta_2, work)
         np.sqrt(np.multiply(velocity, 1 / (1 - self.beta_2**step), out=work), out=work)
         np.divide(np.multiply(change, rate, out=change), np.add(work, self.epsilon, out=work), out=change)
         np.subtract(weights, change, out=weights)
@@ -271,11 +269,11 @@ class Lion(Optimizer):
         change = np.multiply(momentum, self.beta_1, out=scratch[1][: gradient.size])
         np.sign(np.add(change, np.multiply(gradient, 1 - self.beta_1, out=work), out=change), out=change)
         np.subtract(weights, np.multiply(change, rate, out=change), out=weights)
-        _average(momentum, gradient, self.beta_2)
+        average_into(momentum, gradient, self.beta_2)
 
 
 @final
-class Lamb(Optimizer):
+class Lamb(_Moments):
     """w -= rate * ratio * u, along Adam's u = m' / (sqrt(v') + epsilon), with ratio = norm(w) / norm(u) of each whole variable.
 
     m' = m / (1 - beta_1 ** t) and v' = v / (1 - beta_2 ** t) at step t, with Adam's m and v; the ratio is 1 where a norm is 0.
@@ -296,25 +294,13 @@ class Lamb(Optimizer):
 
     scales_by_norms = True
 
-    def __init__(
-        self,
-        learning_rate: Rate = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        **settings: Unpack[Settings],
-    ) -> None:
-        self.beta_1, self.beta_2 = self._fraction("beta_1", beta_1), self._fraction("beta_2", beta_2)
-        self.epsilon = float(epsilon)
-        super().__init__(learning_rate, slot_names=("momentum", "velocity"), **settings)
-
     def direction(self, block: Block) -> None:
         """Write u over a block of gradients, and update its slots."""
         gradient, _, slots, step, _, scratch, _ = block
         momentum, velocity, work = slots["momentum"], slots["velocity"], scratch[0][: gradient.size]
-        _approach(momentum, gradient, self.beta_1, work)
+        approach(momentum, gradient, 1 - self.beta_1, work)
         np.multiply(gradient, gradient, out=gradient)
-        _approach(velocity, gradient, self.beta_2, work)
+        approach(velocity, gradient, 1 - self.beta_2, work)
         np.sqrt(np.multiply(velocity, 1 / (1 - self.beta_2**step), out=work), out=work)
         np.multiply(momentum, 1 / (1 - self.beta_1**step), out=gradient)
         np.divide(gradient, np.add(work, self.epsilon, out=work), out=gradient)
@@ -327,15 +313,3 @@ class Lamb(Optimizer):
     ) -> None:
         """Go along a direction, scaled, which stands in the gradient's place."""
         np.subtract(weights, np.multiply(gradient, rate, out=gradient), out=weights)
-
-
-def _average(average: Any, number: Any, kept: float) -> None:
-    """average = kept * average + (1 - kept) * number; overwrites number."""
-    np.multiply(average, kept, out=average)
-    np.add(average, np.multiply(number, 1 - kept, out=number), out=average)
-
-
-def _approach(average: Any, number: Any, kept: float, work: Any) -> None:
-    """average += (number - average) * (1 - kept)."""
-    np.multiply(np.subtract(number, average, out=work), 1 - kept, out=work)
-    np.add(average, work, out=average)

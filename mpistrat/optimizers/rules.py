@@ -21,7 +21,7 @@ from .rule import Around, Block, Loop
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Momentum", "RMSProp"]
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Momentum", "RMSProp", "approach", "average_into"]
 
 
 _NOTHING_ELSE = Around()
@@ -163,13 +163,9 @@ class _Adam(_BlockRule):
         alpha, rest_1, rest_2, epsilon = self.loop(step, rate).numbers
         momentum, velocity, work = slots["momentum"], slots["velocity"], scratch[0][: gradient.size]
         largest = slots["velocity_hat"] if self.amsgrad else None
-        np.subtract(gradient, momentum, out=work)
-        np.multiply(work, rest_1, out=work)
-        np.add(momentum, work, out=momentum)
+        approach(momentum, gradient, rest_1, work)
         np.multiply(gradient, gradient, out=gradient)
-        np.subtract(gradient, velocity, out=gradient)
-        np.multiply(gradient, rest_2, out=gradient)
-        np.add(velocity, gradient, out=velocity)
+        approach(velocity, gradient, rest_2, gradient)
         if largest is not None:
             velocity = np.maximum(largest, velocity, out=largest)
         np.sqrt(velocity, out=gradient)
@@ -323,11 +319,11 @@ class RMSProp(_BlockRule):
         gradient, weights, slots, _, rate, scratch, _ = block
         work, velocity = scratch[0][: gradient.size], slots["velocity"]
         np.multiply(gradient, gradient, out=work)
-        self._average(velocity, work)
+        average_into(velocity, work, self.rho)
         if self.centered:
             mean = slots["average_gradient"]
             np.copyto(work, gradient)
-            self._average(mean, work)
+            average_into(mean, work, self.rho)
             np.multiply(mean, mean, out=work)
             np.subtract(velocity, work, out=work)
             np.add(work, self.epsilon, out=work)
@@ -343,8 +339,16 @@ class RMSProp(_BlockRule):
             gradient = momentum
         np.subtract(weights, gradient, out=weights)
 
-    def _average(self, average: Any, work: Any) -> None:
-        """average = rho * average + (1 - rho) * work; overwrites work."""
-        np.multiply(average, self.rho, out=average)
-        np.multiply(work, 1 - self.rho, out=work)
-        np.add(average, work, out=average)
+
+def average_into(average: Any, number: Any, kept: float) -> None:
+    """average = kept * average + (1 - kept) * number; overwrites number."""
+    np.multiply(average, kept, out=average)
+    np.multiply(number, 1 - kept, out=number)
+    np.add(average, number, out=average)
+
+
+def approach(average: Any, number: Any, rest: float, work: Any) -> None:
+    """average += (number - average) * rest; work may be the number."""
+    np.subtract(number, average, out=work)
+    np.multiply(work, rest, out=work)
+    np.add(average, work, out=average)

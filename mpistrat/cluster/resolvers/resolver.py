@@ -67,6 +67,15 @@ def task_url(resolver: ClusterResolver, task_type: str | None, task_id: int | No
     return master_url(address, resolver.rpc_layer if rpc_layer is None else rpc_layer)
 
 
+def task_url_of_several(
+    resolver: ClusterResolver, task_type: str | None, task_id: int | None, rpc_layer: str | None
+) -> str:
+    """Return what `task_url` does; "" if the cluster has at most one task, which has nothing to connect to."""
+    spec = resolver.cluster_spec()
+    several = sum(spec.num_tasks(job) for job in spec.jobs) > 1
+    return task_url(resolver, task_type, task_id, rpc_layer) if several else ""
+
+
 def check_task(function: str, task_type: object, task_id: object) -> None:
     """Check the types of a task's role and index, either of which may be None.
 

@@ -8,7 +8,7 @@ from typing import final
 
 from ...errors import ClusterError, explain
 from ..spec import ClusterSpec, validate
-from .resolver import ClusterResolver, check_task, task_url
+from .resolver import ClusterResolver, check_task, task_url_of_several
 
 __all__ = ["SageMakerClusterResolver"]
 
@@ -63,9 +63,7 @@ class SageMakerClusterResolver(ClusterResolver):
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """Return the address of a task, by default of this one; "" if the cluster has at most one."""
-        if sum(self._cluster_spec.num_tasks(job) for job in self._cluster_spec.jobs) <= 1:
-            return ""
-        return task_url(self, task_type, task_id, rpc_layer)
+        return task_url_of_several(self, task_type, task_id, rpc_layer)
 
 
 def _error(name: str, expected: str, got: str) -> ClusterError:

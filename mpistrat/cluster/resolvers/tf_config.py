@@ -8,7 +8,7 @@ from typing import Any, final
 
 from ...errors import ClusterError, explain
 from ..spec import ClusterSpec, validate
-from .resolver import ClusterResolver, check_task, task_url
+from .resolver import ClusterResolver, check_task, task_url_of_several
 
 __all__ = ["TFConfigClusterResolver"]
 
@@ -51,9 +51,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """Return the address of a task, by default of this one; "" if the cluster has at most one."""
-        if sum(self._cluster_spec.num_tasks(job) for job in self._cluster_spec.jobs) <= 1:
-            return ""
-        return task_url(self, task_type, task_id, rpc_layer)
+        return task_url_of_several(self, task_type, task_id, rpc_layer)
 
 
 def _error(argument: str, expected: str, got: str) -> ClusterError:
