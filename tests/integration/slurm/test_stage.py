@@ -18,7 +18,7 @@ print("rank", strategy.rank, socket.gethostname(), sys.prefix, mpi4py.__file__, 
 time.sleep(float(sys.argv[1]))
 strategy.close()
 """
-LEFT = "import os; print([name for name in os.listdir('/dev/shm') if name.startswith('mpistrat-')])"
+LEFT = "import os; print([name for name in os.listdir('/dev/shm') if name.startswith('mpistrat-{}')])"
 
 
 @pytest.fixture
@@ -48,6 +48,6 @@ def test_ranks_run_out_of_a_copy_that_goes_with_the_job(slurm, slurm_mpi, tmp_pa
         assert prefix == staged and mpi4py.startswith(staged) and numpy.startswith(staged) and float(total) == 4
 
     def left() -> list[str]:
-        return slurm.tasks(LEFT, "-N2", "-n2", "--mpi=none")
+        return slurm.tasks(LEFT.format(job.number), "-N2", "-n2", "--mpi=none")
 
     job.wait_until("the removal", lambda: left() == ["[]\n", "[]\n"], 60)

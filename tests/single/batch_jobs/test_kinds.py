@@ -1,6 +1,7 @@
 """What scripts do when they run: how ranks are started, what the program gets, when the job is requeued."""
 
 import dataclasses
+import os
 import re
 import signal
 import subprocess
@@ -432,6 +433,23 @@ def test_the_environment_is_copied_to_the_nodes_before_the_ranks_start(machine):
     assert calls[2] == [*one_each, "tar", "-C", staged, "--no-same-owner", "-xf", f"{staged}/packed"]
     assert calls[-1] == ["srun", "--kill-on-bad-exit=1", f"{staged}/bin/python", *WORDS]
     assert not list(machine.folder.glob("mpistrat-??????")), "what was packed is removed"
+
+
+def test_a_second_sigterm_does_not_end_the_removal_of_the_copy(machine):
+    machine.stub("srun", "")
+    machine.stub("sbcast", "")
+    ran = machine.run(render(job(stage=str(machine.folder)), SITE), SLURM_JOB_NUM_NODES="2")
+    (waiter,) = [call[-1] for call in ran.of("srun") if "trap" in call[-1]]
+    staged = machine.folder / "mpistrat-17-0"
+    (staged / "bin").mkdir(parents=True)
+    machine.stub("rm", 'sleep 1; exec /bin/rm "$@"')
+    process = subprocess.Popen(["bash", "-c", waiter], start_new_session=True, env=machine.environment())
+    time.sleep(0.5)
+    for _ in range(3):  # scancel's, srun's, and another scancel's: SLURM sends each to all processes of the step
+        os.killpg(process.pid, signal.SIGTERM)
+        time.sleep(0.2)
+    process.wait(20)
+    assert not staged.exists()
 
 
 @pytest.mark.parametrize(
