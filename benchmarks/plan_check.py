@@ -4,10 +4,11 @@
 
 Calibrated, by the constants of `mpistrat bench`, on one host with two ranks, one host with three (which share two cores), and two
 isolated hosts of a rank each. Held out: steps of 1, 4.2 and 16.8 M parameters on 1 to 4 ranks, and on two hosts of one and of two
-ranks. No constant is a step of one of these sizes. Each rank has the threads that it gets by default.
+ranks. No constant is a step of one of these sizes. Each rank has the threads that it gets by default. All of it is started anew a
+few times, in turns, and medians count: some layouts keep another pace from start to start.
 
 The hosts are on this machine: each has one of its cores, and they share its caches and its memory, whose speed is therefore
-that of the run on two hosts. Their messages pass through these cores. Less than four minutes; nothing else should run.
+that of the run on two hosts. Their messages pass through these cores. About four minutes for each start; nothing else should run.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import socket
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -98,40 +101,50 @@ def alone(lock: Path | None) -> Iterator[None]:
         yield
 
 
+def median_of(found: list[Any]) -> Any:
+    """Return a document whose numbers are the medians of several; what is no number is the first one's."""
+    first = found[0]
+    if isinstance(first, dict):
+        return {key: median_of([each[key] for each in found]) for key in first}
+    if isinstance(first, list):
+        return [median_of([each[index] for each in found]) for index in range(len(first))]
+    return statistics.median(found) if isinstance(first, float) else first
+
+
 def run_all(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[tuple[int, int], dict[str, Any]]]:
-    """Run this program on each layout; return what calibrates, and the steps by layout."""
+    """Run this program on each layout a few times, in turns; return what calibrates, and the steps by layout."""
     from hosts import Hosts, why_no_hosts
     from launcher import launch, mpi_env
 
     name, _, python = options.mpi_env.rpartition("=")
     env = mpi_env(python, name or None)
-    documents, measured = [], {}
+    constants: dict[tuple[int, int], list[Any]] = {}
+    steps: dict[tuple[int, int], list[Any]] = {}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) if options.output is None else options.output
         folder.mkdir(parents=True, exist_ok=True)
         reason = why_no_hosts()
+        if reason:
+            print(f"two hosts left out: {reason}", flush=True)
         two = None if reason else stack.enter_context(contextlib.closing(Hosts(2)))
-        for calibrates, layouts in ((True, CALIBRATED), (False, HELD_OUT)):
-            for hosts, ranks in layouts:
-                if hosts > 1 and two is None:
-                    print(f"two hosts left out: {reason}", flush=True)
-                    continue
-                path = (folder / f"{'constants' if calibrates else 'steps'}-{hosts}x{ranks}.json").resolve()
-                words = ["--measure", str(path), "--hosts", str(hosts), "--seconds", str(options.seconds)]
-                program = [str(Path(__file__).resolve()), *words, *["--calibrate"] * calibrates]
-                # The tests' launcher gives each rank one thread; here it has those of a user's program.
-                threads: dict[str, str | None] = {"OMP_NUM_THREADS": None}
-                with alone(options.lock):
-                    over = two if hosts > 1 else None
-                    result = launch(program, hosts * ranks, env, 300, hosts=over, cwd=ROOT, env=threads)
-                if result.returncode:
-                    raise SystemExit(str(result))
-                found = json.loads(path.read_text())
-                if calibrates:
-                    documents.append(found)
-                else:
-                    measured[hosts, ranks] = found
-    return documents, measured
+        each_start = [*((constants, layout) for layout in CALIBRATED), *((steps, layout) for layout in HELD_OUT)]
+        for start, (found, (hosts, ranks)) in itertools.product(range(options.starts), each_start):
+            if hosts > 1 and two is None:
+                continue
+            calibrates = found is constants
+            path = (folder / f"{'constants' if calibrates else 'steps'}-{hosts}x{ranks}-{start}.json").resolve()
+            words = ["--measure", str(path), "--hosts", str(hosts), "--seconds", str(options.seconds)]
+            program = [str(Path(__file__).resolve()), *words, *["--calibrate"] * calibrates]
+            # The tests' launcher gives each rank one thread; here it has those of a user's program.
+            threads: dict[str, str | None] = {"OMP_NUM_THREADS": None}
+            with alone(options.lock):
+                over = two if hosts > 1 else None
+                result = launch(program, hosts * ranks, env, 300, hosts=over, cwd=ROOT, env=threads)
+            if result.returncode:
+                raise SystemExit(str(result))
+            found.setdefault((hosts, ranks), []).append(json.loads(path.read_text()))
+    documents = [median_of(runs) for runs in constants.values()]
+    return documents, {layout: median_of(runs) for layout, runs in steps.items()}
 
 
 def main() -> None:
@@ -140,6 +153,7 @@ def main() -> None:
     parser.add_argument("--mpi-env", default=sys.executable, metavar="NAME=PYTHON")
     parser.add_argument("--output", type=Path, help="folder for what was measured")
     parser.add_argument("--seconds", type=float, default=3.0, help="of steps of one size on one layout")
+    parser.add_argument("--starts", type=int, default=3, help="of each layout, whose medians count")
     parser.add_argument("--lock", type=Path, help="a file that is locked while a layout is measured")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--hosts", type=int, default=1, help=argparse.SUPPRESS)
