@@ -13,7 +13,7 @@ from .._util.text import counted
 from ..comm.agree import Ranks
 from ..environment import RESTART_EXIT_CODE
 from ..errors import ClusterError, explain
-from ..strategy.checkpoint_file import CheckpointFile
+from ..strategy.checkpoint.hdf5_file import CheckpointFile
 from .command import DONE, PROBLEM, Command
 from .run import plan, program_of, strategy_arguments
 

@@ -2,7 +2,7 @@
 
 Launchers' statuses do not tell that alone (Open MPI's mpirun says 0 after a node was lost, and whatever happens where ranks
 survive): rank 0 says when it has ended as it should, and ranks say when they end the job by themselves. The ranks that are
-started find the state of those before in memory (strategy/snapshot.py), or in the newest checkpoint.
+started find the state of those before in memory (strategy/checkpoint/snapshot.py), or in the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..comm.agree import Ranks
 from ..comm.monitor import leftovers
 from ..environment import RANK_PROCESS, RESTART_EXIT_CODE, STANDBY
 from ..errors import MpistratError
-from ..strategy.snapshot import SnapshotFile
+from ..strategy.checkpoint.snapshot import SnapshotFile
 from .command import DONE, PROBLEM, Command
 from .standby import Standby, end_with_parent, environment_with
 

@@ -2,7 +2,7 @@
 
     mpistrat-job-UID-KEY.lock               locked while the job's supervisor lives
     mpistrat-job-UID-KEY.s5e21.g2.1.r0      snapshots of a run (a hash of its name), of the second restart, of the ranks of a
-                                            node, from 0 on; see strategy/snapshot.py
+                                            node, from 0 on; see strategy/checkpoint/snapshot.py
     mpistrat-job-UID-KEY.state              words, of which these are the numbers below: what the ranks tell the supervisor
     mpistrat-job-UID-KEY.modules            what rank 0 has imported, and put into its environment
     mpistrat-job-UID-KEY.size               with how many ranks it shall go on

@@ -15,7 +15,7 @@ import numpy as np
 from ..data import Dataset, DistributedDataset, InputContext
 from ..errors import explain
 from ..strategy import OneDeviceStrategy, Strategy, strategy_from_environment
-from ..strategy.checkpoint_file import CheckpointFile, key_of, name_of
+from ..strategy.checkpoint.hdf5_file import CheckpointFile, key_of, name_of
 from ..train import Callback, Checkpoints, JSONLogger, Loop, Trainer
 from .roles import EvaluatorSplit, split_evaluator
 from .specs import EstimatorSpec, ModeKeys, RunConfig

@@ -14,8 +14,8 @@ import numpy as np
 from .. import context
 from ..comm.arrays import accumulation_dtype, as_array, to_host
 from ..errors import explain
+from ..variables.layout import Receiver
 from ..variables.placement import ORDINAL_STEP, SlotsHere, Store
-from ..variables.receiver import Receiver
 from ..variables.sharded import ShardedVariable, each_variable
 from ..variables.values import checksum
 from ..variables.variable import Variable

@@ -15,8 +15,8 @@ from ..cross_device.pieces import PieceShare
 from ..cross_device.wire import Unsent
 from ..errors import explain
 from ..variables.arena import Arena
+from ..variables.layout import Receiver
 from ..variables.placement import Placement, SlotsHere
-from ..variables.receiver import Receiver
 from ..variables.values import move_like
 from ..variables.variable import Variable
 from .hyperparameters import AVERAGE

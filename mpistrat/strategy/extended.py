@@ -20,8 +20,8 @@ from ..errors import ClosedError, ContextError, explain
 from ..options import CommunicationOptions, LocalSteps
 from ..types import ReduceOp
 from ..variables import ArenaAllocator, Placement, ShardedVariable, Variable, create_variable, explain_foreign
+from .checkpoint.optimizer_states import OptimizerStates
 from .contexts import ReplicaContext
-from .optimizer_states import OptimizerStates
 from .reductions import Reductions, as_scalar
 from .replica_threads import ReplicaThreads, current_rendezvous
 from .tensorflow1 import TensorFlow1Extended

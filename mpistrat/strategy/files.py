@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextError, explain
-from .checkpoint import Checkpoint
-from .checkpoint_writer import Saving
-from .snapshot import Snapshot
+from .checkpoint.checkpoint import Checkpoint
+from .checkpoint.snapshot import Snapshot
+from .checkpoint.writer import Saving
 
 if TYPE_CHECKING:
     from .extended import StrategyExtended
@@ -185,7 +185,7 @@ class Files(ABC):
         """
         self._begin_file("export", path)
         self._require_alike("export")
-        from .safetensors_file import SUFFIX
+        from .checkpoint.safetensors_file import SUFFIX
 
         if Path(path).suffix != SUFFIX:
             remedy = "save writes HDF5, with optimizers"

@@ -19,7 +19,7 @@ from ..errors import explain
 from ..options import CommunicationOptions, RunOptions
 from ..types import ReduceOp
 from ..variables import Variable
-from .checkpoint import Checkpoint
+from .checkpoint.checkpoint import Checkpoint
 from .collectives import RankCollectives
 from .contexts import Scope, ValueContext
 from .extended import StrategyExtended

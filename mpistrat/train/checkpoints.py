@@ -15,7 +15,7 @@ from .._util.files import remove_dead
 from .._util.log import logger
 from ..environment import RESTART_EXIT_CODE
 from ..errors import ContextError, SharedMemoryError, explain
-from ..strategy.checkpoint_writer import Saving
+from ..strategy.checkpoint.writer import Saving
 from .random_states import gather_states, hand_back
 
 __all__ = ["Checkpoints", "checkpoints_iterator"]

@@ -3,9 +3,8 @@
 from .arena import Arena, ArenaAllocator
 from .create import create_variable
 from .kinds import MirroredVariable, SyncOnReadVariable
-from .layout import DATA, Grid, Part
+from .layout import DATA, Grid, Part, Receiver
 from .placement import Placement
-from .receiver import Receiver
 from .sharded import ShardedVariable
 from .variable import Variable, explain_foreign
 

@@ -14,10 +14,9 @@ from ..comm.process_group import ProcessGroup
 from ..errors import explain
 from ..types import VariableAggregation, VariableSynchronization
 from .kinds import MirroredVariable, SyncOnReadVariable, check_kind
-from .layout import Part
+from .layout import Part, Receiver
 from .partitioners import check_partitions
 from .placement import Description, Placement, Target
-from .receiver import Receiver
 from .sharded import ShardedVariable
 from .values import initial_array, move_like, parse_dtype
 from .variable import Variable

@@ -19,8 +19,8 @@ from ..distributed_values import DistributedValues, PerReplica
 from ..errors import ContextError, explain
 from ..types import IndexedSlices, ReduceOp, VariableAggregation, VariableSynchronization
 from .arena import Arena
+from .layout import Receiver
 from .placement import Description, Placement
-from .receiver import Receiver
 from .scatter import scatter
 from .values import as_flat, checksum, move_like, one_value, read_only, zeros
 from .variable import Variable

@@ -1,22 +1,49 @@
-"""Layouts: which part of a whole array each rank of a mesh holds, and how a whole is had from its parts."""
+"""Layouts: which part of an array each rank of a mesh holds, how the whole is had from parts, and what a rank takes of a file."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from ..comm.process_group import ProcessGroup
 from ..errors import explain
-from .receiver import Receiver
 
-__all__ = ["DATA", "Grid", "Part"]
+__all__ = ["DATA", "Grid", "Part", "Receiver"]
 
 DATA = "data"  # the axis whose coordinates are replicas
+
+
+def _nothing() -> None:
+    """Nothing is left to do."""
+
+
+class Receiver(NamedTuple):
+    """What a rank takes of an array that is read from a file, and what it does with it.
+
+    Attributes:
+        ranges: the elements that it takes, by their numbers in the flat array.
+        take: stores elements from a number on, which lie in one of the ranges.
+        finish: called when all elements of all arrays were taken; it may be collective.
+    """
+
+    ranges: Sequence[tuple[int, int]]
+    take: Callable[[int, np.ndarray], None]
+    finish: Callable[[], None] = _nothing
+
+    @classmethod
+    def whole(cls, array: np.ndarray, finish: Callable[[], None] = _nothing) -> Receiver:
+        """Return one that fills a C-contiguous array."""
+        flat = array.reshape(-1)
+
+        def take(start: int, part: np.ndarray) -> None:
+            flat[start : start + part.size] = part
+
+        return cls([(0, flat.size)], take, finish)
 
 
 @final

@@ -15,9 +15,8 @@ from ..errors import ClosedError, ContextError, explain
 from ..types import VariableAggregation, VariableSynchronization
 from .arena import Arena
 from .array_like import ArrayVariable
-from .layout import Part
+from .layout import Part, Receiver
 from .placement import Description, Placement
-from .receiver import Receiver
 
 __all__ = ["Variable", "explain_foreign"]
 

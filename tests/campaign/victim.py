@@ -24,13 +24,13 @@ import mpistrat.train.checkpoints
 from mpistrat.cluster import world
 from mpistrat.comm import job_files
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.strategy.snapshot import SnapshotFile, Snapshots
+from mpistrat.strategy.checkpoint.snapshot import SnapshotFile, Snapshots
 
 STEPS, EPOCHS, BATCH, ROWS, REPLICAS = 60, 4, 8, 120, 4
 PACKAGE = str(Path(ms.__file__).parent)
-COMMIT = ("strategy/snapshot.py", "comm/job_files.py")
+COMMIT = ("strategy/checkpoint/snapshot.py", "comm/job_files.py")
 RECOVERY = (
-    *COMMIT, "train/survive.py", "train/checkpoints.py", "cluster/world.py", "strategy/checkpoint_restore.py",
+    *COMMIT, "train/survive.py", "train/checkpoints.py", "cluster/world.py", "strategy/checkpoint/restore.py",
     "comm/process_group.py", "comm/shared_memory.py", "comm/node.py", "variables/arena.py",
 )  # fmt: skip
 LEAVING = ("train/survive.py", "cluster/world.py")

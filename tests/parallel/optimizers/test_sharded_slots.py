@@ -14,7 +14,7 @@ from process_groups import set_layout
 import mpistrat as ms
 from mpistrat._util.files import PAGE
 from mpistrat.comm import job_files
-from mpistrat.strategy.checkpoint import Checkpoint
+from mpistrat.strategy.checkpoint.checkpoint import Checkpoint
 
 SIZES = (70_001, 15, 1, 66_177)
 LAYOUTS = ("private", "nodes")

@@ -15,7 +15,7 @@ from mpistrat._util.partition import blocks
 from mpistrat.cluster.topology import Topology
 from mpistrat.cross_device.pieces import round_size
 from mpistrat.cross_device.wire import wire_named
-from mpistrat.strategy.checkpoint import Checkpoint
+from mpistrat.strategy.checkpoint.checkpoint import Checkpoint
 
 SIZES = (150_001, 15, 250_001)
 RATE = np.float32(0.25)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.strategy import checkpoint_restore
-from mpistrat.strategy.checkpoint_file import CheckpointFile
-from mpistrat.strategy.checkpoint_parts import FileParts
-from mpistrat.strategy.checkpoint_restore import Restoring
+from mpistrat.strategy.checkpoint import restore
+from mpistrat.strategy.checkpoint.hdf5_file import CheckpointFile
+from mpistrat.strategy.checkpoint.parts import FileParts
+from mpistrat.strategy.checkpoint.restore import Restoring
 
 SHAPE = (301, 217)
 
@@ -61,9 +61,7 @@ class Program:
 def sends(monkeypatch):
     """How often values were sent."""
     calls = []
-    monkeypatch.setattr(
-        checkpoint_restore, "send", lambda *args, send=checkpoint_restore.send: calls.append(1) or send(*args)
-    )
+    monkeypatch.setattr(restore, "send", lambda *args, send=restore.send: calls.append(1) or send(*args))
     return calls
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from mpistrat.comm import job_files
 from mpistrat.comm.monitor import leftovers
-from mpistrat.strategy.checkpoint_file import ArrayForm
-from mpistrat.strategy.checkpoint_writer import Slice
-from mpistrat.strategy.snapshot import SnapshotFile
+from mpistrat.strategy.checkpoint.hdf5_file import ArrayForm
+from mpistrat.strategy.checkpoint.snapshot import SnapshotFile
+from mpistrat.strategy.checkpoint.writer import Slice
 
 KEY, RUN = "0123456789abcdef", "/scratch/run"
 RANKS, SIZE = 2, 6

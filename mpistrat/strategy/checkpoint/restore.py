@@ -2,7 +2,7 @@
 
 It is read again to be taken: where that fails, the error says that variables have been changed in part.
 
-Rank 0 finds out what is in the file. Then each rank reads what it takes of it, see `checkpoint_parts`: its part of its node's
+Rank 0 finds out what is in the file. Then each rank reads what it takes of it, see `parts`: its part of its node's
 variables, and the slots of the elements that it updates. What an optimizer gets that the program has not made yet, and what
 lies on servers, all ranks take whole.
 """
@@ -18,16 +18,16 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from .._util import log
-from ..comm.arrays import accumulation_dtype
-from ..comm.process_group import ProcessGroup
-from ..errors import explain
-from ..optimizers.slots import WIRE_RESIDUAL, residual_receiver
-from ..variables import Placement, Receiver
-from ..variables.values import parse_dtype
-from .checkpoint_file import CheckpointFile, Form, from_rank_0, key_of, name_of, on_all, ranges_of
-from .checkpoint_parts import FileParts, Parts, Taken, read_own, send
+from ..._util import log
+from ...comm.arrays import accumulation_dtype
+from ...comm.process_group import ProcessGroup
+from ...errors import explain
+from ...optimizers.slots import WIRE_RESIDUAL, residual_receiver
+from ...variables import Placement, Receiver
+from ...variables.values import parse_dtype
+from .hdf5_file import CheckpointFile, Form, from_rank_0, key_of, name_of, on_all, ranges_of
 from .optimizer_states import OptimizerStates
+from .parts import FileParts, Parts, Taken, read_own, send
 from .safetensors_file import SUFFIX, SafetensorsFile
 from .snapshot import SnapshotFile
 
@@ -122,7 +122,7 @@ class Restoring:
 
     def _slots_taken(self, keys: Iterable[str]) -> dict[str, str]:
         """Return what this node's optimizers call the slots that they take of a file, by key, "" for what no node takes."""
-        from ..optimizers.node_slots import slots_for
+        from ...optimizers.node_slots import slots_for
 
         by_owner: dict[str, list[str]] = {}
         for key in keys:

@@ -27,17 +27,17 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from .._util.files import PAGE
-from .._util.log import logger
-from ..comm import job_files
-from ..comm.agree import as_told, together
-from ..comm.process_group import ProcessGroup
-from ..comm.shared_memory import ENLARGE, map_file
-from ..errors import SharedMemoryError
-from ..variables.values import parse_dtype
-from .checkpoint_file import ArrayForm, Form
-from .checkpoint_parts import Parts
-from .checkpoint_writer import Slice
+from ..._util.files import PAGE
+from ..._util.log import logger
+from ...comm import job_files
+from ...comm.agree import as_told, together
+from ...comm.process_group import ProcessGroup
+from ...comm.shared_memory import ENLARGE, map_file
+from ...errors import SharedMemoryError
+from ...variables.values import parse_dtype
+from .hdf5_file import ArrayForm, Form
+from .parts import Parts
+from .writer import Slice
 
 __all__ = ["Snapshot", "SnapshotFile", "Snapshots"]
 

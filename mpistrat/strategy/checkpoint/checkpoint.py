@@ -1,7 +1,7 @@
 """Checkpoints: all variables, what optimizers keep, and what the program adds, in one file for any layout and any strategy.
 
-Here ranks agree on what each writes; `checkpoint_writer` writes it, in threads where the program goes on, and
-`checkpoint_restore` reads.
+Here ranks agree on what each writes; `writer` writes it, in threads where the program goes on, and
+`restore` reads.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .. import context
-from .._util import log
-from .._util.files import PAGE, replacing
-from .._util.partition import aligned_block
-from ..comm.agree import as_told, same, together
-from ..comm.arrays import to_host
-from ..comm.process_group import ProcessGroup
-from ..comm.recorder import RECORDER
-from ..errors import CollectiveMismatchError, by_rank, explain
-from ..variables import Placement
-from .checkpoint_file import ArrayForm, FileRange, complete_file, from_rank_0, key_of, ranges_of
-from .checkpoint_writer import Layout, Saving, Slice, check_space
+from ... import context
+from ..._util import log
+from ..._util.files import PAGE, replacing
+from ..._util.partition import aligned_block
+from ...comm.agree import as_told, same, together
+from ...comm.arrays import to_host
+from ...comm.process_group import ProcessGroup
+from ...comm.recorder import RECORDER
+from ...errors import CollectiveMismatchError, by_rank, explain
+from ...variables import Placement
+from .hdf5_file import ArrayForm, FileRange, complete_file, from_rank_0, key_of, ranges_of
 from .optimizer_states import OptimizerStates
 from .snapshot import Snapshot, Snapshots
+from .writer import Layout, Saving, Slice, check_space
 
 if TYPE_CHECKING:
-    from .checkpoint_restore import Restoring
+    from .restore import Restoring
 
 __all__ = ["Checkpoint"]
 
@@ -254,7 +254,7 @@ class Checkpoint:
             return self._restoring().restore(words, {}, True, partial(self._snapshots.open, snapshot), snapshot.root)
 
     def _restoring(self) -> Restoring:
-        from .checkpoint_restore import Restoring
+        from .restore import Restoring
 
         return Restoring(self._group, self._placement, self._states)
 

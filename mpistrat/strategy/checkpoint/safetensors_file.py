@@ -10,9 +10,9 @@ from typing import Any, final
 
 import numpy as np
 
-from .._util.files import replacing
-from ..errors import missing_framework
-from .checkpoint_file import DamagedError, Form, key_of, name_of
+from ..._util.files import replacing
+from ...errors import missing_framework
+from .hdf5_file import DamagedError, Form, key_of, name_of
 
 __all__ = ["SUFFIX", "SafetensorsFile", "write_safetensors"]
 

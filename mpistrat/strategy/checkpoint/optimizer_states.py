@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from ..errors import explain
-from ..optimizers.slots import waiting_slots
-from ..variables.placement import SlotsHere
+from ...errors import explain
+from ...optimizers.slots import waiting_slots
+from ...variables.placement import SlotsHere
 
 if TYPE_CHECKING:
-    from ..variables import Placement
+    from ...variables import Placement
 
 __all__ = ["Kept", "OptimizerStates"]
 

@@ -27,13 +27,13 @@ from typing import Any, NamedTuple, NoReturn, final
 
 import numpy as np
 
-from .._util import log
-from .._util.files import algorithm_of, digest_of_array, digest_of_bytes
-from ..comm.agree import as_told, together
-from ..comm.process_group import ProcessGroup
-from ..data.shards.objects import Refused, check_storage, find, find_group
-from ..variables import Part, Placement, Receiver
-from ..variables.values import parse_dtype
+from ..._util import log
+from ..._util.files import algorithm_of, digest_of_array, digest_of_bytes
+from ...comm.agree import as_told, together
+from ...comm.process_group import ProcessGroup
+from ...data.shards.objects import Refused, check_storage, find, find_group
+from ...variables import Part, Placement, Receiver
+from ...variables.values import parse_dtype
 
 __all__ = [
     "ArrayForm",

@@ -1,0 +1,1 @@
+"""Files of a strategy: checkpoints, snapshots in memory, and others' weights."""
