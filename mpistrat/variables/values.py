@@ -156,7 +156,7 @@ def quick_digest(flat: Any) -> int:
     if host.dtype.char in "gG":  # long double has bytes that mean nothing
         host = host.astype(np.complex128 if host.dtype.char == "G" else np.float64)
     bits = host.view(np.uint64 if host.nbytes % 8 == 0 else np.uint8)
-    return int(bits.sum(dtype=np.uint64)) & ((1 << 63) - 1)
+    return int(np.add.reduce(bits, dtype=np.uint64)) & ((1 << 63) - 1)
 
 
 # Memory on a device

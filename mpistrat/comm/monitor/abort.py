@@ -130,12 +130,12 @@ def format_exception(kind: type[BaseException], error: BaseException | None, tra
 
 def _suggestion(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> str:
     """Return the "Did you mean" that an interpreter before 3.12 adds only where it prints an exception itself."""
-    if sys.version_info >= (3, 12) or not issubclass(kind, (AttributeError, NameError)) or error is None:
-        return ""
-    with contextlib.redirect_stderr(io.StringIO()) as printed:
-        sys.__excepthook__(kind, error, trace)
-    found = re.search(r"\. Did you mean: .*\?$", printed.getvalue().rstrip("\n"))
-    return found[0] if found else ""
+    if sys.version_info < (3, 12) and issubclass(kind, (AttributeError, NameError)) and error is not None:
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            sys.__excepthook__(kind, error, trace)
+        found = re.search(r"\. Did you mean: .*\?$", printed.getvalue().rstrip("\n"))
+        return found[0] if found else ""
+    return ""
 
 
 def _chain(error: traceback.TracebackException | None) -> Iterator[traceback.TracebackException]:

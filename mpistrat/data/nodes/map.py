@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -139,10 +140,10 @@ class Mapped(Stage):
         where = f"{self.describe()}: raised at element {position} of epoch {epoch}"
         if isinstance(error, StopIteration):  # it would look like the end
             raise RuntimeError(f"{where}: StopIteration") from error
-        if hasattr(error, "add_note"):  # Python 3.11
+        if sys.version_info >= (3, 11):
             error.add_note(where)
         else:
-            error.__notes__ = [*getattr(error, "__notes__", []), where]  # type: ignore[attr-defined]
+            error.__dict__.setdefault("__notes__", []).append(where)
         raise error
 
     def _batch(self, rows: Any, count: int, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
