@@ -252,7 +252,7 @@ def _rows(job: NodeJob, seconds: float) -> list[dict[str, Any]]:
     rows, now = [], perf_counter_ns()
     for pid, ring in job.rings().items():
         remembered, *parts, steps = shares(ring, now - int(seconds * 1e9))
-        open_ones = [ring.names[ring.name[i]][2] for i in range(max(0, len(ring) - 50), len(ring)) if ring.end[i] == 0]
+        open_ones = [ring.names[ring.name[i]][1] for i in range(max(0, len(ring) - 50), len(ring)) if ring.end[i] == 0]
         idle = (now - int(ring.end.max())) / 1e9 if len(ring) and not open_ones else 0.0
         rows.append(
             {

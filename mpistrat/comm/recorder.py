@@ -17,19 +17,22 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-__all__ = ["GROUP_MASK", "KINDS", "RECORDER", "Event", "Recorder", "Ring"]
+__all__ = ["GROUPS", "KINDS", "RECORDER", "Event", "Recorder", "Ring"]
 
 # How the memory is laid out; `monitor/exit_report_process.py`, which imports nothing, knows it, too.
-MAGIC = b"mpistrec"
+MAGIC = b"mpistre2"
 HEAD_BYTES = 64  # magic, number of events that fit, bytes of names
 NAMES_BYTES = 65536 - HEAD_BYTES
 EVENTS_AT = HEAD_BYTES + NAMES_BYTES
-EVENT_WORDS = (
-    4  # begin and end in ns of the monotonic clock (end 0 while it lasts), number << 16 | name, ns of waiting in it
-)
-_HEAD, _NAME = struct.Struct("<8sqq"), struct.Struct("<HBB")  # length, kind, group
+# begin and end in ns of the monotonic clock (end 0 while it lasts), what it is, ns of waiting in it
+EVENT_WORDS = 4
+_HEAD, _NAME = struct.Struct("<8sqq"), struct.Struct("<HBx")  # length, kind
 
-GROUP_MASK = 0xFF  # of a group's number: its 256th successor has the same one
+# What an event is: its name in the lowest bits, then the group, then the number.
+_NAME_BITS, _GROUP_BITS = 14, 12
+_NAMES, GROUPS = 1 << _NAME_BITS, 1 << _GROUP_BITS  # so many are told apart
+_NUMBER_AT = _NAME_BITS + _GROUP_BITS
+_NUMBERS = (1 << (63 - _NUMBER_AT)) - 1
 #: What events are, by the letter that stands for it.
 KINDS = {
     "r": "run", "c": "collective", "i": "input", "s": "save", "p": "parameter server", "u": "user", "o": "other",
@@ -42,7 +45,7 @@ class Event(NamedTuple):
     Attributes:
         kind: a letter of `KINDS`.
         text: what it is.
-        group: of a collective: which of this process's groups of several ranks.
+        group: of a collective: which of this process's groups of several ranks (`GROUPS`).
         number: of a collective: which one of its group.
         begin, end: in ns of the monotonic clock; end 0 where it lasts.
         waited: ns of it that passed in waiting for other ranks.
@@ -62,27 +65,29 @@ class Ring:
     """The events in a recorder's memory, as arrays in the order in which they began.
 
     Attributes:
-        names: kind, group and text of each name.
+        names: kind and text of each name.
         begin, end, waited: ns.
-        number, name: of each event; name is an index into names.
+        number, group, name: of each event; name is an index into names.
     """
 
     def __init__(self, memory: bytes | bytearray | memoryview | mmap.mmap) -> None:
         magic, capacity, used = _HEAD.unpack_from(memory, 0)
         if magic != MAGIC:
             raise ValueError("no memory of a recorder")
-        self.names: list[tuple[str, int, str]] = []
+        self.names: list[tuple[str, str]] = []
         at = HEAD_BYTES
         while at < HEAD_BYTES + used:
-            length, kind, group = _NAME.unpack_from(memory, at)
+            length, kind = _NAME.unpack_from(memory, at)
             at += _NAME.size
-            self.names.append((chr(kind), group, bytes(memory[at : at + length]).decode(errors="replace")))
+            self.names.append((chr(kind), bytes(memory[at : at + length]).decode(errors="replace")))
             at += length
         words = np.frombuffer(memory, np.int64, capacity * EVENT_WORDS, EVENTS_AT).reshape(capacity, EVENT_WORDS)
         rows = words[words[:, 0] != 0]
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
         self.begin, self.end, self.waited = rows[:, 0], rows[:, 1], rows[:, 3]
-        self.number, self.name = rows[:, 2] >> 16, np.minimum(rows[:, 2] & 0xFFFF, max(len(self.names) - 1, 0))
+        what = rows[:, 2]
+        self.number, self.group = what >> _NUMBER_AT, what >> _NAME_BITS & (GROUPS - 1)
+        self.name = np.minimum(what & (_NAMES - 1), max(len(self.names) - 1, 0))
 
     def __len__(self) -> int:
         return len(self.begin)
@@ -101,7 +106,7 @@ class Recorder:
         self.waited = 0
         self.descriptor: int | None = None
         self._next = 0
-        self._names: dict[tuple[str, int, str], int] = {}
+        self._names: dict[tuple[str, str], int] = {}
         self._use(bytearray(EVENTS_AT + 8 * EVENT_WORDS), 1)
 
     def open(self, events: int) -> None:
@@ -120,8 +125,8 @@ class Recorder:
         names = dict(self._names)
         self._names.clear()
         self._use(memory, capacity)
-        for kind, group, text in names:  # in their order, so with the same numbers
-            self.name(kind, text, group)
+        for kind, text in names:  # in their order, so with the same numbers
+            self.name(kind, text)
         os.register_at_fork(after_in_child=self._forget)
 
     def _use(self, memory: Any, capacity: int) -> None:
@@ -139,24 +144,27 @@ class Recorder:
         self._use(bytearray(EVENTS_AT + 8 * EVENT_WORDS), 1)
 
     def name(self, kind: str, text: str, group: int = 0) -> int:
-        """Return the number of a name, which the memory holds once; where half of it is used, of the name's first word.
+        """Return what `begin` needs: the number of a name, which the memory holds once for all groups, and that of a group.
 
-        So thousands of variables, each of which has collectives of its own, leave room for what comes after them. 0, "other",
-        where no more fit.
+        Where half of the memory is used, it is the number of the name's first word: so thousands of variables, each of which has
+        collectives of its own, leave room for what comes after them. Where no more fit, it is that of "other".
         """
-        key = (kind, group, text)
+        return self._number(kind, text) | (group % GROUPS) << _NAME_BITS
+
+    def _number(self, kind: str, text: str) -> int:
+        key = (kind, text)
         known = self._names.get(key)
         if known is None and self._names_used > NAMES_BYTES // 2:
             text = text.partition(" ")[0]
-            key = (kind, group, text)
+            key = (kind, text)
             known = self._names.get(key)
         if known is not None:
             return known
         shown = text.encode()[:200]
         at = HEAD_BYTES + self._names_used
-        if self._names_used + _NAME.size + len(shown) > NAMES_BYTES or len(self._names) > 0xFFFF:
+        if self._names_used + _NAME.size + len(shown) > NAMES_BYTES or len(self._names) >= _NAMES:
             return 0
-        _NAME.pack_into(self._memory, at, len(shown), ord(kind), group & GROUP_MASK)
+        _NAME.pack_into(self._memory, at, len(shown), ord(kind))
         self._memory[at + _NAME.size : at + _NAME.size + len(shown)] = shown
         self._names_used += _NAME.size + len(shown)
         _HEAD.pack_into(self._memory, 0, MAGIC, self._mask + 1, self._names_used)
@@ -170,7 +178,7 @@ class Recorder:
         at = (EVENTS_AT >> 3) + (at & self._mask) * EVENT_WORDS
         words = self._words
         words[at + 1] = 0
-        words[at + 2] = number << 16 | name
+        words[at + 2] = (number & _NUMBERS) << _NUMBER_AT | name
         words[at + 3] = -self.waited
         words[at] = clock()
         return at
@@ -210,8 +218,9 @@ class Recorder:
         for index in range(newest, max(newest - min(count, self._mask + 1), -1), -1):
             at = (EVENTS_AT >> 3) + (index & self._mask) * EVENT_WORDS
             begin, end, what, waited = self._words[at : at + EVENT_WORDS].tolist()
-            kind, group, text = names.get(what & 0xFFFF, ("o", 0, "other"))
-            found.append(Event(kind, text, group, what >> 16, begin, end, waited if end else waited + self.waited))
+            kind, text = names.get(what & (_NAMES - 1), ("o", "other"))
+            group, number = what >> _NAME_BITS & (GROUPS - 1), what >> _NUMBER_AT
+            found.append(Event(kind, text, group, number, begin, end, waited if end else waited + self.waited))
         return found
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..comm.process_group import ProcessGroup
-from ..comm.recorder import GROUP_MASK, RECORDER, Ring
+from ..comm.recorder import RECORDER, Ring
 from .clocks import clock_offset
 from .trace import process_group_of
 
@@ -88,7 +88,7 @@ def shares(ring: Ring, first: int) -> tuple[float, ...]:
     if not kept.any():
         return (0.0,) * 7
     end, begin, waits = end[kept], np.maximum(ring.begin[kept], first), ring.waited[kept] * (ring.end[kept] != 0)
-    kinds = np.array([ord(kind) for kind, _, _ in ring.names])[ring.name[kept]]
+    kinds = np.array([ord(kind) for kind, _ in ring.names])[ring.name[kept]]
     whole = max(int(end.max()) - int(begin[0]), 1)
 
     def outermost(letters: str) -> np.ndarray:
@@ -131,9 +131,8 @@ def _lateness(group: ProcessGroup, ring: Ring, since: int) -> tuple[int, int, fl
     if topology.size == 1:
         return 0, 0, 0.0
     offset = clock_offset(group)
-    own = group.monitor.group & GROUP_MASK  # as the recorder keeps it
-    ours = np.array([kind == "c" and number == own for kind, number, _ in ring.names])[ring.name]
-    ours &= ring.begin >= since
+    ours = np.array([kind == "c" for kind, _ in ring.names])[ring.name]
+    ours &= (ring.group == group.monitor.group) & (ring.begin >= since)
     begun = ring.begin[ours] + offset.ns
     known = dict(zip(ring.number[ours].tolist(), begun.tolist(), strict=True))
     table = group.all_gather_int([min(known, default=0), max(known, default=-1), offset.doubt])

@@ -16,7 +16,7 @@ import numpy as np
 from .. import context
 from .._util.files import replacing
 from ..comm.process_group import ProcessGroup
-from ..comm.recorder import GROUP_MASK, KINDS, RECORDER, Ring
+from ..comm.recorder import GROUPS, KINDS, RECORDER, Ring
 from ..errors import explain
 from .clocks import Offset, clock_offset
 
@@ -118,8 +118,8 @@ def _fragment(group: ProcessGroup, ring: Ring, offset: Offset, zero: int) -> str
         if kind in "cpi":
             row["args"] = {"number": number}
         if kind == "c":
-            apart = (group_number - group.monitor.group + GROUP_MASK // 2) & GROUP_MASK
-            row["args"]["group"] = apart - GROUP_MASK // 2  # 0 is the strategy's, on all ranks
+            apart = (group_number - group.monitor.group + GROUPS // 2) % GROUPS
+            row["args"]["group"] = apart - GROUPS // 2  # 0 is the strategy's, on all ranks
             row["args"]["waited_us"] = waited / 1000 if end else None
         if not end:
             row["args"] = {**row.get("args", {}), "unfinished": True}
@@ -128,7 +128,7 @@ def _fragment(group: ProcessGroup, ring: Ring, offset: Offset, zero: int) -> str
 
 
 def _events(ring: Ring) -> Iterator[tuple[str, int, str, int, int, int, int]]:
-    columns = (ring.name, ring.number, ring.begin, ring.end, ring.waited)
-    for name, number, begin, end, waited in zip(*(column.tolist() for column in columns), strict=True):
-        kind, group, text = ring.names[name]
+    columns = (ring.name, ring.group, ring.number, ring.begin, ring.end, ring.waited)
+    for name, group, number, begin, end, waited in zip(*(column.tolist() for column in columns), strict=True):
+        kind, text = ring.names[name]
         yield kind, group, text, number, begin, end, waited

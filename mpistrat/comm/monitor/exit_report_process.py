@@ -89,19 +89,20 @@ def last_events(descriptor: int, at: float, count: int = 4) -> str:
     """
     head = os.pread(descriptor, 65536, 0)
     magic, capacity, used = struct.unpack_from("<8sqq", head, 0)
-    if magic != b"mpistrec":
+    if magic != b"mpistre2":
         return ""
     names, place = [], 64
     while place < 64 + used:
-        length, _, _ = struct.unpack_from("<HBB", head, place)
+        (length,) = struct.unpack_from("<H", head, place)
         names.append(head[place + 4 : place + 4 + length].decode(errors="replace"))
         place += 4 + length
     rows = [row for row in struct.iter_unpack("<qqqq", os.pread(descriptor, 32 * capacity, 65536)) if row[0]]
     moment = time.perf_counter() - (time.time() - at)
     words = []
     for begin, end, what, _ in sorted(rows)[: -count - 1 : -1]:
-        name = names[what & 0xFFFF] if what & 0xFFFF < len(names) else "other"
-        number = f" #{what >> 16}" if what >> 16 else ""
+        index, count = what & 0x3FFF, what >> 26
+        name = names[index] if index < len(names) else "other"
+        number = f" #{count}" if count else ""
         if end:
             words.append(f"{name}{number} ({(end - begin) / 1e6:.3g} ms)")
         else:

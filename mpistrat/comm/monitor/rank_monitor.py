@@ -16,7 +16,7 @@ from ..._util.frames import frame_of
 from ..._util.text import plural, ranges
 from ..agree import fingerprint
 from ..call import Call
-from ..recorder import RECORDER
+from ..recorder import GROUPS, RECORDER
 from ..waiting import Backoff, wait_until
 from . import abort
 
@@ -38,6 +38,15 @@ _BLOCKING = [
     "scatter", "allgather", "alltoall", "reduce", "allreduce", "scan", "exscan", "send", "ssend", "recv",
     "sendrecv", "probe", "mprobe",
 ]  # fmt: skip
+
+
+def _free_group() -> int:
+    """Return a number for a new group: one that no other group has, and none has had for as long as can be, for events stay."""
+    taken = {0, *(monitor.group for monitor in list(_monitors))}
+    for number in itertools.islice(_groups, GROUPS):
+        if number % GROUPS not in taken:
+            break
+    return number % GROUPS
 
 
 def user_line(thread: int) -> str:
@@ -158,7 +167,7 @@ class RankMonitor:
 
     def __init__(self, rank: int, size: int, default_timeout: float, warn_after: float) -> None:
         self.rank, self.size = rank, size
-        self.group = next(_groups) if size > 1 else 0
+        self.group = _free_group() if size > 1 else 0
         self.default_timeout, self.warn_after = default_timeout, warn_after
         self.current: tuple[float, Call, int] | None = None
         self.number = 0

@@ -10,6 +10,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.comm.monitor import rank_monitor
+from mpistrat.comm.recorder import GROUPS
 
 
 def train(strategy, steps=20, slow=None, seconds=0.005):
@@ -35,7 +36,7 @@ def train(strategy, steps=20, slow=None, seconds=0.005):
 def many_groups(request, monkeypatch):
     """Whether the program has made more groups than the recorder numbers apart."""
     if request.param:
-        monkeypatch.setattr(rank_monitor, "_groups", itertools.count(1000))
+        monkeypatch.setattr(rank_monitor, "_groups", itertools.count(3 * GROUPS - 1))
 
 
 def read(path):
@@ -82,6 +83,28 @@ def test_ranks_meet_in_a_collective_on_one_clock(mpi_tmp_path, many_groups):
             assert max(begin for begin, _ in times) <= min(end for _, end in times), (
                 "nobody leaves before all have come"
             )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("more", [256, 300, GROUPS - 1])
+def test_groups_of_a_program_that_makes_many_are_told_apart(mpi_tmp_path, monkeypatch, more):
+    """Also where their numbers begin anew: not with those of groups that live."""
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        own = strategy.extended.process_group.monitor.group
+        sets = [strategy.process_set([0, 1])]
+        monkeypatch.setattr(rank_monitor, "_groups", itertools.count(own + more))
+        sets += [strategy.process_set([0, 1]) for _ in range(3)]
+        for number, some in enumerate(sets):
+            some.barrier(name=f"of {number} {more:4}")
+        strategy.barrier(name=f"of all {more:4}")
+        path = ms.timeline.save(mpi_tmp_path / "trace.json.gz", strategy)
+        strategy.barrier()
+        found = {}
+        for event in read(path):
+            if event["name"].startswith("barrier") and event["name"].endswith(f"{more:4}'"):
+                found.setdefault(event["name"].split()[-2], set()).add(event["args"]["group"])
+        assert found["all"] == {0} and len(found) == 5
+        assert len(set.union(*found.values())) == 5 and all(len(groups) == 1 for groups in found.values()), found
 
 
 @pytest.mark.ranks(3)

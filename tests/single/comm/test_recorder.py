@@ -1,15 +1,17 @@
 """The flight recorder: a ring of the last events in memory that another process can read."""
 
+import itertools
 import os
 import subprocess
 import sys
 import textwrap
 import time
+import weakref
 
 import pytest
 
-from mpistrat.comm.monitor import exit_report_process
-from mpistrat.comm.recorder import KINDS, Recorder, Ring
+from mpistrat.comm.monitor import exit_report_process, rank_monitor
+from mpistrat.comm.recorder import GROUPS, KINDS, Recorder, Ring
 
 
 @pytest.fixture
@@ -33,7 +35,8 @@ def test_events_come_back_in_their_order(recorder):
     assert ring.end[0] == 0, "it lasts"
     recorder.end(outer)
     ring = recorder.ring()
-    assert [ring.names[name] for name in ring.name] == [("c", 3, "all_reduce 'w'"), ("u", 0, "früh")]
+    assert [ring.names[name] for name in ring.name] == [("c", "all_reduce 'w'"), ("u", "früh")]
+    assert ring.group.tolist() == [3, 0]
     assert ring.number.tolist() == [41, 0] and ring.waited.tolist() == [1000, 700]
     assert before <= ring.begin[0] <= ring.begin[1] <= ring.end[1] <= ring.end[0] <= time.perf_counter_ns()
     newest, oldest = recorder.last(5)
@@ -80,7 +83,47 @@ def test_names_of_very_many_variables_leave_room_for_others(recorder):
     recorder.end(recorder.begin(names[-1]))
     recorder.end(recorder.begin(recorder.name("c", "apply_gradients 'late'", 1)))
     ring = recorder.ring()
-    assert [ring.names[name][2] for name in ring.name] == ["Variable", "apply_gradients"]
+    assert [ring.names[name][1] for name in ring.name] == ["Variable", "apply_gradients"]
+
+
+def test_groups_share_a_name_and_are_told_apart(recorder):
+    """All 4,095 that have a number, in what the memory holds once."""
+    recorder.open(8)
+    names = [recorder.name("c", "all_reduce 'w'", group) for group in range(1, GROUPS)]
+    assert len(set(names)) == GROUPS - 1
+    for group in (1, 255, 256, 257, 300, GROUPS - 1):
+        recorder.end(recorder.begin(names[group - 1], 1 << 30))
+    ring = recorder.ring()
+    assert ring.names == [("o", "other"), ("c", "all_reduce 'w'")]
+    assert ring.group.tolist() == [1, 255, 256, 257, 300, GROUPS - 1]
+    assert ring.number.tolist() == [1 << 30] * 6 and ring.name.tolist() == [1] * 6
+    assert [event.group for event in recorder.last(2)] == [GROUPS - 1, 300]
+
+
+def test_numbers_that_are_too_large_begin_anew(recorder):
+    recorder.end(recorder.begin(recorder.name("c", "barrier", GROUPS - 1), (5 << 37) + 9))
+    event = recorder.last(1)[0]
+    assert (event.number, event.group, event.text) == (9, GROUPS - 1, "barrier")
+
+
+def test_groups_get_numbers_that_no_other_has(monkeypatch):
+    """Not those that live; of the others the one that has been free the longest."""
+    monkeypatch.setattr(rank_monitor, "_monitors", weakref.WeakSet())
+    monkeypatch.setattr(rank_monitor, "_groups", itertools.count(1))
+
+    monkeypatch.setattr(rank_monitor, "GROUPS", 320)
+
+    def groups(count):
+        return [rank_monitor.RankMonitor(0, 2, 60.0, 10.0) for _ in range(count)]
+
+    living = groups(300)
+    assert [monitor.group for monitor in living] == list(range(1, 301))
+    assert [groups(1)[0].group for _ in range(20)] == [*range(301, 320), 301], "each is closed at once"
+    assert groups(1)[0].group == 302
+    del living[7]
+    others = groups(20)
+    assert sorted(monitor.group for monitor in (*living, *others)) == list(range(1, 320))
+    assert 0 <= groups(1)[0].group < 320, "there is none left"
 
 
 def test_more_names_than_fit_are_other(recorder):
@@ -89,7 +132,7 @@ def test_more_names_than_fit_are_other(recorder):
     assert recorder.name("u", "00000" + "x" * 150) == names[0] != 0
     recorder.end(recorder.begin(names[-1]))
     ring = recorder.ring()
-    assert ring.names[ring.name[0]] == ("o", 0, "other")
+    assert ring.names[ring.name[0]] == ("o", "other")
 
 
 def test_what_is_no_recorder_is_refused():
@@ -100,7 +143,7 @@ def test_what_is_no_recorder_is_refused():
 def test_the_process_that_reports_deaths_reads_it(recorder):
     for number in range(3):
         recorder.end(recorder.begin(recorder.name("r", "train_step"), number))
-    recorder.begin(recorder.name("c", "all_reduce"), 7)
+    recorder.begin(recorder.name("c", "all_reduce", 300), 7)
     text = exit_report_process.last_events(recorder.descriptor, time.time() + 2, 3)
     assert text.startswith("in all_reduce #7 for 2") and text.count("train_step") == 2
 
@@ -117,6 +160,6 @@ def test_a_forked_child_leaves_its_parents_memory_alone():
             os._exit(len(RECORDER.ring()))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
         ring = RECORDER.ring()
-        assert [ring.names[name][2] for name in ring.name] == ["parent"], ring.names
+        assert [ring.names[name][1] for name in ring.name] == ["parent"], ring.names
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60)
