@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .cross_device.hierarchical import HierarchicalAllReduce, HierarchicalCopyAllReduce
     from .cross_device.mpi import MpiAllReduce
     from .cross_device.nccl import NcclAllReduce
+    from .cross_device.nonblocking import CollectiveRequest
     from .cross_device.ops import CrossDeviceOps
     from .cross_device.ordered import OrderedAllReduce
     from .cross_device.to_one import ReductionToOneDevice
@@ -93,6 +94,7 @@ else:
 __all__ = [
     # strategies
     "CentralStorageStrategy",
+    "CollectiveRequest",
     "Mesh",
     "MeshStrategy",
     "MirroredStrategy",

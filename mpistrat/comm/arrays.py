@@ -38,6 +38,7 @@ __all__ = [
     "is_gpu",
     "mean_dtype",
     "mpi_datatype",
+    "mpi_op",
     "on_device_of",
     "pinned_empty",
     "synchronize",
@@ -315,7 +316,7 @@ def all_reduce(
         return
     from mpi4py import MPI
 
-    datatype, op = mpi_datatype(array.dtype), _mpi_op(ufunc, array.dtype.kind)
+    datatype, op = mpi_datatype(array.dtype), mpi_op(ufunc, array.dtype.kind)
     for low in range(0, target.size, CHUNK_ELEMENTS):
         chunk = slice(low, low + CHUNK_ELEMENTS)
         send: Any = MPI.IN_PLACE if part is target else [part[chunk], datatype]
@@ -323,8 +324,8 @@ def all_reduce(
 
 
 @functools.cache
-def _mpi_op(ufunc: np.ufunc, kind: str) -> MPI.Op:
-    """The MPI operation of a function for dtypes of a kind, kept as long as the program runs.
+def mpi_op(ufunc: np.ufunc, kind: str) -> MPI.Op:
+    """Return the MPI operation of a function for dtypes of a kind, kept as long as the program runs.
 
     What MPI_MIN and MPI_MAX make of NaN and of 0.0 and -0.0 depends on the order of the operands, so floats need NumPy's.
     Which zero NumPy takes depends on the order too: the operation is not commutative, and MPI keeps to the order of ranks.
@@ -352,7 +353,7 @@ def _flat(array: np.ndarray, argument: str) -> np.ndarray:
 def _all_reduce_narrow(comm: MPI.Intracomm, target: np.ndarray, part: np.ndarray, ufunc: np.ufunc) -> None:
     from mpi4py import MPI
 
-    op = _mpi_op(ufunc, "f")
+    op = mpi_op(ufunc, "f")
     wide = np.empty(min(target.size, NARROW_CHUNK_ELEMENTS), np.float32)
     for low in range(0, target.size, NARROW_CHUNK_ELEMENTS):
         chunk = slice(low, min(low + NARROW_CHUNK_ELEMENTS, target.size))

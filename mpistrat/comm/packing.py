@@ -1,7 +1,11 @@
-"""Packing (fusion) of many arrays into few flat ones: the assignment of arrays to packs, and the copies in and out."""
+"""Packing (fusion) of many arrays into few flat ones: the assignment of arrays to packs, and the copies in and out.
+
+Arrays that are computed with travel by dtype (`Pack`); those that are only moved, of whatever dtypes, as bytes (`to_bytes`).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -11,7 +15,12 @@ import numpy as np
 from ..errors import explain
 from .arrays import array_module
 
-__all__ = ["Pack", "pack_sizes", "plan_packs"]
+__all__ = ["Forms", "Pack", "forms_of", "num_bytes", "of_bytes", "pack_sizes", "plan_packs", "to_bytes"]
+
+#: Shapes and dtypes of arrays.
+Forms = Sequence[tuple[tuple[int, ...], np.dtype]]
+
+_LINE = 64  # bytes to a multiple of which each of several arrays is filled up, for the dtype of the next
 
 
 @final
@@ -90,3 +99,47 @@ def pack_sizes(total: int, num_packs: int) -> list[int]:
         raise ValueError(explain("pack_sizes", "num_packs", expected="≥ 1", got=num_packs))
     size = total // num_packs
     return [size] * (num_packs - 1) + [total - size * (num_packs - 1)]
+
+
+def forms_of(arrays: Sequence[np.ndarray]) -> Forms:
+    """Return the shapes and dtypes of arrays."""
+    return [(array.shape, array.dtype) for array in arrays]
+
+
+def _layout(forms: Forms) -> tuple[list[tuple[int, int]], int]:
+    """Where arrays lie one behind the other, as bytes, and how many bytes they are."""
+    places, end = [], 0
+    for shape, dtype in forms:
+        nbytes = math.prod(shape) * dtype.itemsize
+        places.append((end, end + nbytes))
+        end += nbytes if len(forms) == 1 else -(-nbytes // _LINE) * _LINE
+    return places, end
+
+
+def num_bytes(forms: Forms) -> int:
+    """Return how many bytes `to_bytes` makes of arrays of these shapes and dtypes.
+
+    Example:
+        >>> num_bytes([((3,), np.dtype(np.float64)), ((2, 2), np.dtype(np.int8))])
+        128
+    """
+    return _layout(forms)[1]
+
+
+def to_bytes(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return arrays one behind the other as flat uint8; one contiguous array alone is not copied."""
+    if len(arrays) == 1:
+        return np.ascontiguousarray(arrays[0]).reshape(-1).view(np.uint8)
+    places, nbytes = _layout(forms_of(arrays))
+    packed = np.zeros(nbytes, np.uint8)
+    for array, (low, high) in zip(arrays, places, strict=True):
+        packed[low:high] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return packed
+
+
+def of_bytes(packed: np.ndarray, forms: Forms) -> list[np.ndarray]:
+    """Return the arrays of these shapes and dtypes as views of what `to_bytes` made of them."""
+    return [
+        packed[low:high].view(dtype).reshape(shape)
+        for (low, high), (shape, dtype) in zip(_layout(forms)[0], forms, strict=True)
+    ]

@@ -143,6 +143,7 @@ class PeerWait:
         ranks: those it waits for.
         limited: whether there is a time limit; a server waits without one for workers that are there.
         remedy: what these ranks must do, for the warning and the error.
+        backoff: how it polls. What may have gone wrong is looked for where it sleeps.
     """
 
     def __init__(
@@ -152,10 +153,11 @@ class PeerWait:
         ranks: Sequence[int],
         limited: bool = True,
         remedy: str = "",
+        backoff: Backoff | None = None,
     ) -> None:
         self._remedy = f"\n{remedy}" if remedy else ""
         self._group, self._what, self._ranks = group, what, ranks
-        self._backoff, self._limited = Backoff(), limited
+        self._backoff, self._limited = backoff or Backoff(), limited
         self._warned = False
         self._start = monotonic()
         self._next = self._start + _CHECK

@@ -12,21 +12,20 @@ import numpy as np
 from .._util.partition import bounds
 from ..cluster.topology import Topology
 from ..comm.agree import together
-from ..comm.arrays import array_module, as_array, check_movable, is_gpu, on_device_of, to_host
+from ..comm.arrays import as_array, check_movable, to_host
 from ..comm.call import Call
 from ..comm.exchange import all_to_all as equal_parts
 from ..comm.exchange import exchange
+from ..comm.packing import Forms, forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import PerReplica
 from ..errors import CollectiveMismatchError, explain
 from ..options import CommunicationOptions
 from ..types import ReduceOp
 from .arithmetic import Arithmetic, arithmetic, combine, finish
-from .values import local_arrays, local_values
+from .values import beside, local_arrays, local_values
 
 __all__ = ["all_to_all", "reduce_scatter"]
-
-_LINE = 64  # bytes to a multiple of which the parts of each leaf are filled up, for the dtype of the next
 
 
 def reduce_scatter(
@@ -64,8 +63,8 @@ def reduce_scatter(
             [_between(array, axis, at[low], at[high]) for array, at in zip(own, cuts, strict=True)]
             for low, high in _replicas_of_ranks(topology)
         ]
-        mine = _forms(parts[topology.rank])
-        largest = max(_layout(_forms(part))[1] for part in parts)
+        mine = forms_of(parts[topology.rank])
+        largest = max(num_bytes(forms_of(part)) for part in parts)
         found = _exchanged(group, call, parts, [mine] * topology.size, largest)
     results = []
     for index, (how, at) in enumerate(zip(hows, cuts, strict=True)):
@@ -150,7 +149,7 @@ def _moved(
         [((int(came[low:high, :, leaf].sum()) * rows[leaf],), hosts[leaf][0].dtype) for leaf in range(len(hosts))]
         for low, high in ranks
     ]
-    largest = max(_layout(_forms(part))[1] for part in parts)
+    largest = max(num_bytes(forms_of(part)) for part in parts)
     return _exchanged(group, call, parts, expected, group.agree(largest, "max"))
 
 
@@ -228,22 +227,6 @@ def _joined(
 
 # bytes of several arrays
 
-Forms = Sequence[tuple[tuple[int, ...], np.dtype]]
-
-
-def _forms(arrays: Sequence[np.ndarray]) -> Forms:
-    return [(array.shape, array.dtype) for array in arrays]
-
-
-def _layout(forms: Forms) -> tuple[list[tuple[int, int]], int]:
-    """Return where arrays of these shapes and dtypes lie one behind the other, as bytes, and how many bytes they are."""
-    places, end = [], 0
-    for shape, dtype in forms:
-        nbytes = math.prod(shape) * dtype.itemsize
-        places.append((end, end + nbytes))
-        end += nbytes if len(forms) == 1 else -(-nbytes // _LINE) * _LINE
-    return places, end
-
 
 def _exchanged(
     group: ProcessGroup,
@@ -260,25 +243,11 @@ def _exchanged(
         expected: shapes and dtypes of those that come from each.
         largest: the most bytes that any rank sends to one.
     """
-    sent = [_packed(arrays, *_layout(_forms(arrays))) for arrays in parts]
-    layouts = [_layout(forms) for forms in expected]
-    ends = np.cumsum([nbytes for _, nbytes in layouts])
+    sent = [to_bytes(arrays) for arrays in parts]
+    ends = np.cumsum([num_bytes(forms) for forms in expected])
     rows = np.split(np.empty(ends[-1], np.uint8), ends[:-1])
     exchange(group, call, sent, rows, largest)
-    return [
-        [row[low:high].view(dtype).reshape(shape) for (low, high), (shape, dtype) in zip(places, forms, strict=True)]
-        for row, (places, _), forms in zip(rows, layouts, expected, strict=True)
-    ]
-
-
-def _packed(arrays: Sequence[np.ndarray], places: Sequence[tuple[int, int]], nbytes: int) -> np.ndarray:
-    """Return arrays as bytes, where their places say; one contiguous array is not copied."""
-    if len(arrays) == 1:
-        return np.ascontiguousarray(arrays[0]).reshape(-1).view(np.uint8)
-    packed = np.zeros(nbytes, np.uint8)
-    for array, (low, high) in zip(arrays, places, strict=True):
-        packed[low:high] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return packed
+    return [of_bytes(row, forms) for row, forms in zip(rows, expected, strict=True)]
 
 
 # small things
@@ -303,8 +272,5 @@ def _between(array: np.ndarray, axis: int, low: int, high: int) -> np.ndarray:
 
 def _placed(local: Sequence[np.ndarray], like: Sequence[Any]) -> Any:
     """Return the local replicas' results where their values lie: an array of the only one, or a PerReplica."""
-    placed = []
-    for result, array in zip(local, like, strict=True):
-        with on_device_of(array):
-            placed.append(array_module(array).asarray(result) if is_gpu(array) else result)
+    placed = [beside(result, array) for result, array in zip(local, like, strict=True)]
     return placed[0] if len(placed) == 1 else PerReplica(placed)

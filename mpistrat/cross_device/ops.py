@@ -171,7 +171,7 @@ class CrossDeviceOps(ABC):
     ) -> Any:
         """As `reduce`, of a value for which there is no plan. Collective."""
         options = given or _NO_OPTIONS
-        ops = self._chosen(options)
+        ops = self.chosen(options)
         ops._check_known(op, options, "reduce")
         group = ops.group
         if reduced_already(op, per_replica_value, group):
@@ -223,7 +223,7 @@ class CrossDeviceOps(ABC):
         """
         op = ReduceOp.parse(reduce_op, "batch_reduce")
         options = options or _NO_OPTIONS
-        ops = self._chosen(options)
+        ops = self.chosen(options)
         ops._check_known(op, options, "batch_reduce")
         group = ops.group
         dense: list[tuple[PerReplica, Any]] = []
@@ -298,7 +298,7 @@ class CrossDeviceOps(ABC):
         """
         check_destinations(destinations, "gather")
         options = options or _NO_OPTIONS
-        ops = self._chosen(options)
+        ops = self.chosen(options)
         values = local_values(per_replica_value, ops.group, "gather", repeat=False)
         if any(isinstance(value, IndexedSlices) for value in values):
             raise TypeError(explain("gather", "value", expected="arrays", got="IndexedSlices"))
@@ -434,8 +434,8 @@ class CrossDeviceOps(ABC):
             remedy = f"Use another CrossDeviceOps, or name it in reduce_ops of {name} if it is an algorithm of your own"
             raise ValueError(explain(function, "reduce_op", expected=expected, got=op.value, remedy=remedy))
 
-    def _chosen(self, options: CommunicationOptions) -> CrossDeviceOps:
-        """The object that carries out a call: this one, unless the options name another algorithm."""
+    def chosen(self, options: CommunicationOptions) -> CrossDeviceOps:
+        """Return the object that carries out a call: this one, unless the options name another algorithm."""
         wanted = options.implementation
         if wanted is None or wanted is CommunicationImplementation.AUTO:
             return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from ..cluster.devices import parse
 from ..comm.arrays import array_module, as_array, check_movable, import_cupy, is_gpu, on_device_of, to_host
+from ..comm.packing import forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import DistributedValues, Mirrored
 from ..errors import CollectiveMismatchError, explain
@@ -18,11 +20,14 @@ from ..types import IndexedSlices, ReduceOp
 from .arithmetic import arithmetic, finish
 
 __all__ = [
+    "beside",
     "broadcast",
+    "broadcast_all",
     "check_destinations",
     "checked_slices",
     "form",
     "gather",
+    "gather_all",
     "local_arrays",
     "local_values",
     "on_destination",
@@ -147,6 +152,7 @@ def on_destination(result: Any, destinations: Any) -> Any:
 # gather
 
 _LARGE = 1 << 30  # bytes; above, the counts of one call might not fit MPI's
+_SMALL = 1 << 18  # bytes on all ranks; up to that several arrays are one message, which costs a copy on either side
 
 
 def gather(group: ProcessGroup, values: Sequence[Any], axis: int, function: str = "gather") -> Any:
@@ -163,16 +169,43 @@ def gather(group: ProcessGroup, values: Sequence[Any], axis: int, function: str 
         ValueError: a scalar, or an axis out of range.
         TypeError: Python objects or structured arrays.
     """
-    totals = _rank_lengths(group, values, axis, function)
-    local = _join(values, axis)
+    return gather_all(group, [values], axis, [""], function)[0]
+
+
+def gather_all(
+    group: ProcessGroup, leaves: Sequence[Sequence[Any]], axis: int, paths: Sequence[str], function: str = "gather"
+) -> list[Any]:
+    """Return what `gather` would for each of several values, whose small ones are one message. Collective, inside one.
+
+    Args:
+        group, axis, function: see `gather`.
+        leaves: of each value one array for each local replica.
+        paths: where each is in the nest, to name in errors.
+    """
+    totals = _rank_lengths(group, leaves, axis, paths, function)
+    local = [_join(values, axis) for values in leaves]
     if group.topology.size == 1:
         return local
-    host = np.ascontiguousarray(to_host(local))
-    joined = _exchange(group, host, axis, totals)
-    if not is_gpu(local):
-        return joined
-    with on_device_of(local):
-        return array_module(local).asarray(joined)
+    hosts = [np.ascontiguousarray(to_host(array)) for array in local]
+    whole = [sum(total) * _row(host, axis) * host.itemsize for host, total in zip(hosts, totals, strict=True)]
+    small = [index for index, nbytes in enumerate(whole) if nbytes <= _SMALL and len(leaves) > 1]
+    joined: list[Any] = [None] * len(leaves)
+    if small:
+        found = _exchange_together(group, [hosts[i] for i in small], axis, [totals[i] for i in small])
+        for index, result in zip(small, found, strict=True):
+            joined[index] = result
+    for index, host in enumerate(hosts):
+        if joined[index] is None:
+            joined[index] = _exchange(group, host, axis, totals[index])
+    return [beside(result, array) for result, array in zip(joined, local, strict=True)]
+
+
+def beside(result: np.ndarray, array: Any) -> Any:
+    """Return a result where an array lies: on its GPU, or as it is."""
+    if not is_gpu(array):
+        return result
+    with on_device_of(array):
+        return array_module(array).asarray(result)
 
 
 def _join(values: Sequence[Any], axis: int) -> Any:
@@ -188,44 +221,55 @@ def _form_but_axis(value: Any, axis: int) -> str:
     return f"{value.dtype.name} of shape ({', '.join(shape)})"
 
 
-def _rank_lengths(group: ProcessGroup, values: Sequence[Any], axis: int, function: str) -> list[int]:
-    """Compare the forms of all replicas; return each rank's length along the axis."""
-    forms = list(dict.fromkeys(_form_but_axis(value, axis) for value in values))
-    length = sum(value.shape[axis] for value in values if 0 <= axis < value.ndim)
-    table = group.all_gather_int([zlib.crc32("; ".join(forms).encode()), length])
-    if len(forms) > 1 or len(set(table[:, 0].tolist())) > 1:
-        shapes = " and ".join(dict.fromkeys(f"{value.dtype.name} {tuple(value.shape)}" for value in values))
-        raise CollectiveMismatchError(_mismatch(function, group.all_gather_text(shapes), table[:, 0].tolist()))
-    value = values[0]
-    if value.ndim == 0:
-        remedy = "Reduce it, or give it a dimension: value.reshape(1)"
-        raise ValueError(explain(function, "value", expected="at least one dimension", got="a scalar", remedy=remedy))
-    if not 0 <= axis < value.ndim:
-        raise ValueError(explain(function, "axis", expected=f"0 ≤ axis < {value.ndim}", got=axis))
-    check_movable(value.dtype, function)
-    return [int(n) for n in table[:, 1]]
+def _rank_lengths(
+    group: ProcessGroup, leaves: Sequence[Sequence[Any]], axis: int, paths: Sequence[str], function: str
+) -> list[list[int]]:
+    """Compare the forms of all replicas; return of each value each rank's length along the axis."""
+    forms = [list(dict.fromkeys(_form_but_axis(value, axis) for value in values)) for values in leaves]
+    lengths = [sum(value.shape[axis] for value in values if 0 <= axis < value.ndim) for values in leaves]
+    prints = [zlib.crc32("; ".join(form).encode()) if len(form) == 1 else -1 for form in forms]
+    table = group.all_gather_int([*prints, *lengths])
+    for index, (values, path) in enumerate(zip(leaves, paths, strict=True)):
+        hashes, argument = table[:, index].tolist(), f"value{path}"
+        if -1 in hashes or len(set(hashes)) > 1:
+            shapes = " and ".join(dict.fromkeys(f"{value.dtype.name} {tuple(value.shape)}" for value in values))
+            raise CollectiveMismatchError(_mismatch(function, argument, group.all_gather_text(shapes), hashes))
+        value = values[0]
+        if value.ndim == 0:
+            remedy = "Reduce it, or give it a dimension: value.reshape(1)"
+            expected = "at least one dimension"
+            raise ValueError(explain(function, argument, expected=expected, got="a scalar", remedy=remedy))
+        if not 0 <= axis < value.ndim:
+            raise ValueError(explain(function, "axis", expected=f"0 ≤ axis < {value.ndim}", got=axis))
+        check_movable(value.dtype, function, argument)
+    return [[int(n) for n in table[:, len(leaves) + index]] for index in range(len(leaves))]
 
 
-def _mismatch(function: str, shapes: list[str], hashes: list[int]) -> str:
+def _mismatch(function: str, argument: str, shapes: list[str], hashes: list[int]) -> str:
     common = max(set(hashes), key=lambda h: (hashes.count(h), -hashes.index(h)))
     odd = next((rank for rank, h in enumerate(hashes) if h != common), 0)
     usual = hashes.index(common)
     if odd == usual:  # one rank, or every rank in the same way
         return explain(
-            function, "value", expected="equal shapes but for the axis on every replica", got=shapes[0], rank=0
+            function, argument, expected="equal shapes but for the axis on every replica", got=shapes[0], rank=0
         )
     return explain(
         function,
-        "value",
+        argument,
         expected=f"{shapes[usual]} as on rank {usual}, but for the length along the axis",
         got=shapes[odd],
         rank=odd,
     )
 
 
+def _row(array: np.ndarray, axis: int) -> int:
+    """How many elements lie at one place along the axis."""
+    return math.prod(array.shape[:axis] + array.shape[axis + 1 :])
+
+
 def _exchange(group: ProcessGroup, local: np.ndarray, axis: int, totals: list[int]) -> np.ndarray:
     rest = local.shape[:axis] + local.shape[axis + 1 :]
-    row = int(np.prod(rest, dtype=np.int64))
+    row = _row(local, axis)
     ends = np.cumsum([total * row for total in totals]).tolist()
     flat = np.empty(ends[-1], local.dtype)
     _all_gather(group, local.reshape(-1), flat, [0, *ends])
@@ -236,6 +280,24 @@ def _exchange(group: ProcessGroup, local: np.ndarray, axis: int, totals: list[in
         shape = (*local.shape[:axis], total, *local.shape[axis + 1 :])
         parts.append(flat[ends[rank] - total * row : ends[rank]].reshape(shape))
     return np.concatenate(parts, axis=axis)
+
+
+def _exchange_together(
+    group: ProcessGroup, local: Sequence[np.ndarray], axis: int, totals: Sequence[Sequence[int]]
+) -> list[np.ndarray]:
+    """As `_exchange` of several arrays, in one message of each rank."""
+    forms = [
+        [
+            ((*array.shape[:axis], lengths[rank], *array.shape[axis + 1 :]), array.dtype)
+            for array, lengths in zip(local, totals, strict=True)
+        ]
+        for rank in range(group.topology.size)
+    ]
+    ends = np.cumsum([num_bytes(form) for form in forms]).tolist()
+    flat = np.empty(ends[-1], np.uint8)
+    _all_gather(group, to_bytes(local), flat, [0, *ends])
+    rows = [of_bytes(part, form) for part, form in zip(np.split(flat, ends[:-1]), forms, strict=True)]
+    return [np.concatenate(parts, axis=axis) for parts in zip(*rows, strict=True)]
 
 
 def _all_gather(group: ProcessGroup, local: np.ndarray, flat: np.ndarray, borders: list[int]) -> None:
@@ -265,19 +327,29 @@ def broadcast(group: ProcessGroup, values: Sequence[Any], root: int) -> Any:
     Raises:
         TypeError: Python objects or structured arrays.
     """
-    like = values[0]
-    check_movable(like.dtype, "broadcast")
+    return broadcast_all(group, [values], root, [""])[0]
+
+
+def broadcast_all(group: ProcessGroup, leaves: Sequence[Sequence[Any]], root: int, paths: Sequence[str]) -> list[Any]:
+    """Return what `broadcast` would for each of several values, whose small ones are one message. Collective, inside one."""
+    for values, path in zip(leaves, paths, strict=True):
+        check_movable(values[0].dtype, "broadcast", f"value{path}")
     rank, index = group.topology.rank_of_replica(root)
     if rank == group.topology.rank:
-        host = np.array(to_host(values[index]), order="C")
+        hosts = [np.array(to_host(values[index]), order="C") for values in leaves]
     else:
-        host = np.empty(like.shape, like.dtype)
-    if group.topology.size > 1 and host.size:
-        group.broadcast(host, root=rank)
-    if not is_gpu(like):
-        return host
-    with on_device_of(like):
-        return array_module(like).asarray(host)
+        hosts = [np.empty(values[0].shape, values[0].dtype) for values in leaves]
+    if group.topology.size > 1:
+        small = [host for host in hosts if host.nbytes <= _SMALL and len(leaves) > 1]
+        if small:
+            packed = to_bytes(small) if rank == group.topology.rank else np.empty(num_bytes(forms_of(small)), np.uint8)
+            group.broadcast(packed, root=rank)
+            for host, sent in zip(small, of_bytes(packed, forms_of(small)), strict=True):
+                host[...] = sent
+        for host in hosts:
+            if host.nbytes > _SMALL or len(leaves) == 1:
+                group.broadcast(host, root=rank)
+    return [beside(host, values[0]) for host, values in zip(hosts, leaves, strict=True)]
 
 
 # IndexedSlices

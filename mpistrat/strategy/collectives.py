@@ -1,4 +1,4 @@
-"""Collectives of all ranks outside of steps: barriers, and Python objects, which mpi4py pickles."""
+"""Collectives of all ranks beside those of replicas in steps: barriers, Python objects, what is started and waited for later."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextError, explain
+from ..types import ReduceOp
 
 if TYPE_CHECKING:
+    from ..cross_device.nonblocking import CollectiveRequest
     from .extended import StrategyExtended
     from .process_set import ProcessSet
+    from .reductions import Reductions
 
 __all__ = ["RankCollectives"]
 
 
 class RankCollectives(ABC):
-    """The calls of a strategy that all its ranks make together, independent of steps."""
+    """The calls of a strategy that all its ranks make together, most of them outside of steps."""
 
     _extended: StrategyExtended
 
@@ -73,6 +76,62 @@ class RankCollectives(ABC):
         from .objects import all_gather_object
 
         return all_gather_object(self._extended.process_group, obj)
+
+    def all_reduce_async(self, reduce_op: ReduceOp | str, value: Any) -> CollectiveRequest:
+        """Start the sum, or another reduction, of a value over all replicas, and return what waits for it. Collective.
+
+        It is `reduce` without an axis, in two parts: `request.wait()` returns the result. All ranks start the same ones in the
+        same order, and those of a node meet for it; they wait in any order. The value may be changed at once. Leaves of a nest
+        that are combined in one dtype are one message, float16 and bfloat16 in float32. MPI moves it (MPI_Iallreduce), mostly
+        while ranks are in calls of MPI: see "Started now, waited for later" in the reference. Arrays on GPUs go through the
+        host's memory (not yet run on a GPU).
+
+        It may be called outside of steps, and in the steps of ranks with one replica.
+
+        Args:
+            reduce_op: ReduceOp.SUM, MEAN, MIN, MAX or PROD, or its name.
+            value: as for `reduce`; no IndexedSlices.
+
+        Raises:
+            CollectiveMismatchError: ranks start something else, or pass other shapes or dtypes.
+            ContextError: in a step of a rank with several replicas.
+            TypeError: what cannot be reduced; IndexedSlices; MIN or MAX of floats of more than 64 bits.
+
+        Example:
+            >>> strategy = ms.get_strategy()
+            >>> request = strategy.all_reduce_async("SUM", {"loss": 2.0, "rows": 4})
+            >>> squares = [n * n for n in range(3)]  # meanwhile
+            >>> request.wait()["rows"]
+            4
+
+        Source: MPI 4.1, section 6.12, nonblocking collective operations.
+        """
+        reductions = self._may_start("all_reduce_async")
+        op = ReduceOp.parse(reduce_op, "all_reduce_async")
+        return reductions.all_reduce_async(op, reductions.copies_of_variables(value))
+
+    def broadcast_async(self, value: Any, root: int = 0) -> CollectiveRequest:
+        """Start to send one replica's value to all, and return what waits for it. Collective. See `all_reduce_async`.
+
+        Args:
+            value: array or nest of arrays, of the same shapes and dtypes on every replica.
+            root: the replica whose value it is.
+
+        Raises:
+            ValueError: there is no such replica.
+            CollectiveMismatchError, ContextError: as for `all_reduce_async`.
+        """
+        reductions = self._may_start("broadcast_async")
+        return reductions.broadcast_async(reductions.copies_of_variables(value), root)
+
+    def _may_start(self, name: str) -> Reductions:
+        """Check that this is no call of one of several replicas in a step, nor in another strategy's."""
+        from .contexts import require_one_call, stepping
+
+        if not stepping(self):
+            self._extended.require_cross(f"Strategy.{name}")
+        require_one_call(self, f"Strategy.{name}")
+        return self._extended.reductions
 
     def process_set(self, ranks: Sequence[int]) -> ProcessSet:
         """Return what some of the ranks do together, without the others. Collective over all ranks, those outside too.

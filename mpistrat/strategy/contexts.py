@@ -26,7 +26,7 @@ from .replica_threads import current_rendezvous
 if TYPE_CHECKING:
     from .mesh import Mesh
 
-__all__ = ["ReplicaContext", "Scope", "ValueContext", "in_step", "local_replica", "stepping"]
+__all__ = ["ReplicaContext", "Scope", "ValueContext", "in_step", "local_replica", "require_one_call", "stepping"]
 
 _NO_KWARGS: dict[str, Any] = {}
 _ALL_REDUCE = {op: f"all_reduce {op.value}" for op in ReduceOp}
@@ -328,6 +328,19 @@ def stepping(strategy: Any) -> bool:
     """Return whether this call is in a step of a strategy, for one of its replicas."""
     frame = context.current()
     return frame.strategy is strategy and frame.replica is not None
+
+
+def require_one_call(strategy: Any, function: str) -> None:
+    """Do nothing where a rank, which has one value whatever its replicas, may make a call: not for one of several in a step.
+
+    Raises:
+        ContextError: it is.
+    """
+    replicas = len(strategy.extended.replicas)
+    if replicas > 1 and stepping(strategy):
+        expected, got = "one call of a rank", f"a call of one of its {replicas} replicas"
+        remedy = "Call it in a merge_call, or outside of the step"
+        raise ContextError(explain(function, "", expected=expected, got=got, remedy=remedy))
 
 
 def local_replica(strategy: Any) -> int:

@@ -15,13 +15,14 @@ from ..cross_device.auto import make_cross_device_ops
 from ..errors import CollectiveMismatchError, ContextError, by_rank, explain
 from ..options import CommunicationOptions
 from ..types import ReduceOp
-from .contexts import stepping
+from .contexts import require_one_call
 from .objects import all_gather_object, broadcast_object
 from .reductions import Reductions
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from ..cross_device.nonblocking import CollectiveRequest
 
 __all__ = ["ProcessSet", "make_process_set"]
 
@@ -78,6 +79,11 @@ class ProcessSet:
         self._require("all_reduce")
         return self._reductions.reduce(ReduceOp.parse(reduce_op, "all_reduce"), value, None, options)
 
+    def all_reduce_async(self, reduce_op: ReduceOp | str, value: Any) -> CollectiveRequest:
+        """Start an `all_reduce`, and return what waits for it. Collective over the set. See `Strategy.all_reduce_async`."""
+        self._require("all_reduce_async")
+        return self._reductions.all_reduce_async(ReduceOp.parse(reduce_op, "all_reduce_async"), value)
+
     def all_gather(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the ranks' arrays concatenated along an axis. Collective over the set. See `ReplicaContext.all_gather`."""
         self._require("all_gather")
@@ -110,6 +116,15 @@ class ProcessSet:
         self._require("broadcast")
         return self._reductions.broadcast(value, self._number(root, "broadcast"))
 
+    def broadcast_async(self, value: Any, root: int) -> CollectiveRequest:
+        """Start a `broadcast`, and return what waits for it. Collective over the set. See `Strategy.broadcast_async`.
+
+        Raises:
+            ValueError: the root is not in the set.
+        """
+        self._require("broadcast_async")
+        return self._reductions.broadcast_async(value, self._number(root, "broadcast_async"))
+
     def broadcast_object(self, obj: Any = None, *, root: int) -> Any:
         """Return one rank's Python object on all. Collective over the set. See `Strategy.broadcast_object`.
 
@@ -140,11 +155,7 @@ class ProcessSet:
         if not self.included:
             expected, got = f"a call by {named('rank', self.ranks, most=_SHOWN)}", "one outside of the set"
             raise ContextError(explain(function, "", expected=expected, got=got, rank=self._strategy_rank))
-        replicas = len(self._strategy.extended.replicas)
-        if replicas > 1 and stepping(self._strategy):
-            expected, got = "one call of a rank", f"a call of one of its {replicas} replicas"
-            remedy = "Call it in a merge_call, or outside of the step"
-            raise ContextError(explain(function, "", expected=expected, got=got, remedy=remedy))
+        require_one_call(self._strategy, function)
 
     def _number(self, root: int, function: str) -> int:
         if root not in self.ranks:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import index
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from ..errors import explain
 from ..options import CommunicationOptions
 from ..types import ReduceOp, VariableSynchronization
 from ..variables import Variable
+
+if TYPE_CHECKING:
+    from ..cross_device.nonblocking import CollectiveRequest, NonblockingCollectives
 
 __all__ = ["Axis", "Reductions", "as_scalar", "read_variables"]
 
@@ -43,6 +46,7 @@ class Reductions:
         self.ops, self.alone = ops, alone
         self._options = None if options is None else replace(options, wire=None)
         self._replicas, self._local_replicas = replicas, local_replicas
+        self._nonblocking: NonblockingCollectives | None = None
 
     def merged(self, options: CommunicationOptions | None) -> CommunicationOptions | None:
         """Return the options of a call: the strategy's, overridden by the caller's."""
@@ -83,14 +87,25 @@ class Reductions:
         """Return a nest with the arrays of all replicas concatenated. Collective. See `Strategy.gather`."""
         if self.alone:
             return value
-        ops, merged = self.ops, self.merged(options)
-        return _each(lambda leaf, name: ops.gather(leaf, None, axis, merged, name), value)
+        merged = self.merged(options)
+        if not nest.is_nested(value):
+            return self.ops.gather(value, None, axis, merged)
+        from ..cross_device.nests import gather_nest
+
+        leaves, name = _leaves(value)
+        return nest.pack_like(value, gather_nest(self.ops, leaves, axis, merged, name, nest.paths(value)))
 
     def broadcast(self, value: Any, root: int) -> Any:
         """Return a nest with the arrays of replica `root`. Collective. See `ReplicaContext.broadcast`."""
         if self.alone:
             return value
-        return _each(lambda leaf, name: as_scalar(self.ops.broadcast(leaf, None, root, name)), value)
+        if not nest.is_nested(value):
+            return as_scalar(self.ops.broadcast(value, None, root))
+        from ..cross_device.nests import broadcast_nest
+
+        leaves, name = _leaves(value)
+        found = broadcast_nest(self.ops, leaves, root, name, nest.paths(value))
+        return nest.pack_like(value, [as_scalar(leaf) for leaf in found])
 
     def reduce_scatter(self, op: ReduceOp, value: Any, axis: int, options: CommunicationOptions | None) -> Any:
         """Return a nest with each local replica's parts of the reductions. Collective. See `ReplicaContext.reduce_scatter`."""
@@ -110,6 +125,26 @@ class Reductions:
         leaves, name = _leaves(value)
         results, received = all_to_all(self.ops.group, leaves, splits, index(axis), name)
         return _packed_like(value, results), received
+
+    def all_reduce_async(self, op: ReduceOp, value: Any) -> CollectiveRequest:
+        """Start the reduction of a nest. Collective. See `Strategy.all_reduce_async`."""
+        return self._start("all_reduce_async", value, lambda started, *form: started.all_reduce(op, *form))
+
+    def broadcast_async(self, value: Any, root: int) -> CollectiveRequest:
+        """Start to send a nest of replica `root`. Collective. See `Strategy.broadcast_async`."""
+        return self._start("broadcast_async", value, lambda started, *form: started.broadcast(root, *form))
+
+    def _start(self, function: str, value: Any, start: Callable[..., CollectiveRequest]) -> CollectiveRequest:
+        """Start a collective of a nest, which the caller may change at once."""
+        from ..cross_device.nonblocking import CollectiveRequest, NonblockingCollectives
+
+        if self.alone:
+            return CollectiveRequest(function, None, (), lambda: value)
+        if self._nonblocking is None:
+            self._nonblocking = NonblockingCollectives(self.ops.group)
+        leaves, name = _leaves(value)
+        like = nest.map_structure(lambda leaf: None, value)
+        return start(self._nonblocking, leaves, name, lambda found: _packed_like(like, [*map(as_scalar, found)]))
 
     def copies_of_variables(self, value: Any) -> Any:
         """Return a nest in which each variable became what the local replicas have of it.
@@ -134,15 +169,6 @@ def _leaves(value: Any) -> tuple[list[Any], str]:
 
 def _packed_like(value: Any, leaves: list[Any]) -> Any:
     return nest.pack_like(value, leaves) if nest.is_nested(value) else leaves[0]
-
-
-def _each(act: Callable[[Any, str], Any], value: Any) -> Any:
-    """The nest of a collective's results for each leaf; its name is the leaf's path in the nest."""
-    if not nest.is_nested(value):
-        return act(value, "")
-    form = nest.form(value)
-    leaves = zip(nest.flatten(value), nest.paths(value), strict=True)
-    return nest.pack_like(value, [act(leaf, f"{path} of {form}") for leaf, path in leaves])
 
 
 def read_variables(value: Any) -> Any:

@@ -117,7 +117,7 @@ def _fragment(group: ProcessGroup, ring: Ring, offset: Offset, zero: int) -> str
         }  # fmt: skip
         if kind in "cpi":
             row["args"] = {"number": number}
-        if kind == "c":
+        if kind == "c" and group_number:  # else it is a wait for one that was started before
             apart = (group_number - group.monitor.group + GROUPS // 2) % GROUPS
             row["args"]["group"] = apart - GROUPS // 2  # 0 is the strategy's, on all ranks
             row["args"]["waited_us"] = waited / 1000 if end else None
