@@ -23,6 +23,7 @@ from launcher import MpiEnv, launch, mpi_env  # noqa: E402
 
 LAYOUTS = {  # ranks on one host
     "all_reduce": (2, 4),
+    "collectives": (2, 4),
     "training_step": (2, 4),
     "frameworks": (2, 4),
     "hdf5_input": (1, 2),
@@ -35,7 +36,16 @@ LAYOUTS = {  # ranks on one host
     "early_gradients": (),
 }
 BENCHMARKS = tuple(LAYOUTS)
-OVER_HOSTS = ("all_reduce", "training_step", "frameworks", "parameter_server", "local_steps", "wire", "early_gradients")
+OVER_HOSTS = (
+    "all_reduce",
+    "collectives",
+    "training_step",
+    "frameworks",
+    "parameter_server",
+    "local_steps",
+    "wire",
+    "early_gradients",
+)
 RANKS_OVER_HOSTS = {"early_gradients": 2}  # one on each, with a core of its own
 FRAMEWORKS = ("torch", "jax", "keras")
 PEERS = {"tensorflow": ("all_reduce", "training_step", "parameter_server"), "torch": ("parameter_server",)}

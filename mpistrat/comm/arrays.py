@@ -33,6 +33,7 @@ __all__ = [
     "check_movable",
     "check_reducible",
     "cuda_aware",
+    "dtype_name",
     "import_cupy",
     "is_bfloat16",
     "is_gpu",
@@ -205,6 +206,17 @@ def is_bfloat16(dtype: np.dtype) -> bool:
 def as_buffer(array: Any) -> Any:
     """Return an array that has Python's buffer protocol, if it lies in host memory: of bfloat16 the bits, as uint16."""
     return array.view(np.uint16) if is_bfloat16(array.dtype) else array
+
+
+@functools.cache
+def dtype_name(dtype: np.dtype) -> str:
+    """Return `dtype.name`, which NumPy makes anew each time, in 2 µs.
+
+    Example:
+        >>> dtype_name(np.dtype(np.float32))
+        'float32'
+    """
+    return dtype.name
 
 
 @functools.cache

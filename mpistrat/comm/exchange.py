@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,9 +11,10 @@ from .call import Call
 from .node import STAGING_BYTES
 from .process_group import ProcessGroup
 
-__all__ = ["all_gather", "all_to_all", "exchange"]
+__all__ = ["all_gather", "all_to_all", "exchange", "gather_parts"]
 
 _PIECE = 1 << 26  # bytes of a rank that MPI moves at a time
+_PADDED = 1 << 16  # bytes of all ranks from which parts of nearly equal lengths are filled up
 _LARGE = 1 << 30  # bytes in one all-to-all, whose counts and displacements must fit MPI's
 
 
@@ -47,6 +49,36 @@ def all_to_all(group: ProcessGroup, call: Call, parts: np.ndarray) -> np.ndarray
     to, come = _bytes(parts).reshape(size, nbytes), _bytes(found).reshape(size, nbytes)
     exchange(group, call, list(to), list(come), nbytes)
     return found
+
+
+def gather_parts(comm: Any, flat: np.ndarray, counts: Sequence[int]) -> None:
+    """Fill a flat array with every rank's elements, one behind the other; this rank's are there already. Collective over `comm`.
+
+    Not by MPI_Allgatherv where lengths are equal or nearly so: of MPICH 5.0.2 it takes 50 times as long as MPI_Allgather
+    from 1 MB on, on one node.
+
+    Args:
+        comm: the ranks.
+        flat: C-contiguous host array, of at most 2^30 bytes.
+        counts: how many elements each rank has.
+    """
+    from mpi4py import MPI
+
+    size, item, most = len(counts), flat.itemsize, max(counts)
+    all_bytes = flat.view(np.uint8)
+    ends = np.cumsum([count * item for count in counts]).tolist()
+    low, high = ends[comm.rank] - counts[comm.rank] * item, ends[comm.rank]
+    if min(counts) == most:
+        comm.Allgather(MPI.IN_PLACE, [all_bytes, MPI.BYTE])
+    elif all_bytes.size >= _PADDED and size * most * item <= 2 * all_bytes.size:
+        rows = np.empty((size, most * item), np.uint8)
+        rows[comm.rank, : high - low] = all_bytes[low:high]
+        comm.Allgather(MPI.IN_PLACE, [rows, MPI.BYTE])
+        for row, count, end in zip(rows, counts, ends, strict=True):
+            all_bytes[end - count * item : end] = row[: count * item]
+    else:
+        places = [end - count * item for end, count in zip(ends, counts, strict=True)]
+        comm.Allgatherv(MPI.IN_PLACE, [all_bytes, [count * item for count in counts], places, MPI.BYTE])
 
 
 def exchange(

@@ -12,7 +12,7 @@ import numpy as np
 from .._util.partition import bounds
 from ..cluster.topology import Topology
 from ..comm.agree import together
-from ..comm.arrays import as_array, check_movable, to_host
+from ..comm.arrays import as_array, check_movable, dtype_name, to_host
 from ..comm.call import Call
 from ..comm.exchange import all_to_all as equal_parts
 from ..comm.exchange import exchange
@@ -26,6 +26,8 @@ from .arithmetic import Arithmetic, arithmetic, combine, finish
 from .values import beside, local_arrays, local_values
 
 __all__ = ["all_to_all", "reduce_scatter"]
+
+_FAILED = -1  # in place of a number of bytes
 
 
 def reduce_scatter(
@@ -51,7 +53,7 @@ def reduce_scatter(
     """
     function, topology = "reduce_scatter", group.topology
     leaves = [local_arrays(local_values(value, group, function, repeat=False), function) for value in values]
-    forms = tuple((arrays[0].dtype.name, tuple(arrays[0].shape)) for arrays in leaves)
+    forms = tuple((dtype_name(arrays[0].dtype), tuple(arrays[0].shape)) for arrays in leaves)
     timeout = None if options is None else options.timeout_seconds
     with group.collective(function, name, detail=(op.value, "axis", axis, *forms), timeout=timeout) as call:
         hows = [arithmetic(op, arrays[0].dtype, topology.num_replicas) for arrays in leaves]
@@ -114,10 +116,8 @@ def all_to_all(
         for arrays in leaves:
             _check_axis(arrays[0], axis, function)
             check_movable(arrays[0].dtype, function)
-        with together(group.all_gather_text):
-            sent = _lengths(topology, leaves, splits, axis)
-        came = _received(group, call, sent)
-        found = _moved(group, call, leaves, sent, came, axis)
+        hosts = [[to_host(array) for array in arrays] for arrays in leaves]
+        came, found = _moved(group, call, hosts, splits, axis)
     results = []
     for leaf, arrays in enumerate(leaves):
         local = _joined(topology, [each[leaf] for each in found], came[:, :, leaf], arrays[0].shape, axis)
@@ -127,30 +127,43 @@ def all_to_all(
 
 
 def _moved(
-    group: ProcessGroup, call: Call, leaves: Sequence[Sequence[Any]], sent: np.ndarray, came: np.ndarray, axis: int
-) -> list[list[np.ndarray]]:
-    """Return what comes from each rank of each leaf, flat: of each of its replicas the part for each local one. Collective."""
-    ranks = _replicas_of_ranks(group.topology)
-    hosts = [[to_host(array) for array in arrays] for arrays in leaves]
-    cuts = np.concatenate([np.zeros_like(sent[:, :1]), sent.cumsum(axis=1)], axis=1)
+    group: ProcessGroup, call: Call, leaves: Sequence[Sequence[np.ndarray]], splits: Any, axis: int
+) -> tuple[np.ndarray, list[list[np.ndarray]]]:
+    """Return how much comes, as `_received` does, and from each rank what comes of each leaf, flat. Collective.
 
-    def part(leaf: int, low: int, high: int) -> np.ndarray:
-        pieces = [
-            _between(array, axis, *cuts[own, replica : replica + 2, leaf])
-            for own, array in enumerate(hosts[leaf])
-            for replica in range(low, high)
-        ]
-        flats = [np.ascontiguousarray(piece).reshape(-1) for piece in pieces]
-        return flats[0] if len(flats) == 1 else np.concatenate(flats)
-
-    parts = [[part(leaf, low, high) for leaf in range(len(hosts))] for low, high in ranks]
-    rows = [math.prod(arrays[0].shape[:axis] + arrays[0].shape[axis + 1 :]) for arrays in hosts]
+    Of each of its replicas that is the part for each local one.
+    """
+    topology, failure = group.topology, None
+    ranks = _replicas_of_ranks(topology)
+    try:
+        sent = _lengths(topology, leaves, splits, axis)
+        parts = [[_part(arrays, sent[:, :, i], axis, *ends) for i, arrays in enumerate(leaves)] for ends in ranks]
+        largest = max(num_bytes(forms_of(part)) for part in parts)
+    except Exception as error:  # which the others are told with their lengths
+        failure, largest = error, _FAILED
+        sent = np.zeros((topology.num_local_replicas, topology.num_replicas, len(leaves)), np.int64)
+    came, most = _received(group, call, sent, largest)
+    if most == _FAILED:
+        with together(group.all_gather_text):
+            if failure is not None:
+                raise failure
+    rows = [math.prod(arrays[0].shape[:axis] + arrays[0].shape[axis + 1 :]) for arrays in leaves]
     expected = [
-        [((int(came[low:high, :, leaf].sum()) * rows[leaf],), hosts[leaf][0].dtype) for leaf in range(len(hosts))]
+        [((int(came[low:high, :, i].sum()) * rows[i],), arrays[0].dtype) for i, arrays in enumerate(leaves)]
         for low, high in ranks
     ]
-    largest = max(num_bytes(forms_of(part)) for part in parts)
-    return _exchanged(group, call, parts, expected, group.agree(largest, "max"))
+    return came, _exchanged(group, call, parts, expected, most)
+
+
+def _part(arrays: Sequence[np.ndarray], lengths: np.ndarray, axis: int, low: int, high: int) -> np.ndarray:
+    """Return what the local replicas send of a leaf to some replicas, flat; lengths are those of each of them to all."""
+    flats = []
+    for array, own in zip(arrays, lengths, strict=True):
+        start = int(own[:low].sum())
+        for length in own[low:high].tolist():
+            flats.append(np.ascontiguousarray(_between(array, axis, start, start + length)).reshape(-1))
+            start += length
+    return flats[0] if len(flats) == 1 else np.concatenate(flats)
 
 
 def _form(arrays: Sequence[Any], axis: int) -> tuple[str, ...]:
@@ -160,7 +173,7 @@ def _form(arrays: Sequence[Any], axis: int) -> tuple[str, ...]:
         CollectiveMismatchError: those of the local replicas do not.
     """
     forms = [
-        (array.dtype.name, *("*" if dim == axis else str(length) for dim, length in enumerate(array.shape)))
+        (dtype_name(array.dtype), *("*" if dim == axis else str(length) for dim, length in enumerate(array.shape)))
         for array in arrays
     ]
     for index, form in enumerate(forms):
@@ -198,15 +211,26 @@ def _lengths(topology: Topology, leaves: Sequence[Sequence[Any]], splits: Any, a
     return found
 
 
-def _received(group: ProcessGroup, call: Call, sent: np.ndarray) -> np.ndarray:
-    """Return how much each replica sends to each local one of each leaf: int64 (replicas, local replicas, leaves). Collective."""
+def _received(group: ProcessGroup, call: Call, sent: np.ndarray, largest: int) -> tuple[np.ndarray, int]:
+    """Exchange how much each replica sends to each other one. Collective.
+
+    Returns:
+        How much comes to each local one, of each leaf: int64 (replicas, local replicas, leaves); the largest of all ranks'
+        numbers `largest`, or _FAILED if any is.
+    """
     topology, most = group.topology, max(group.topology.replicas_per_rank)
-    table = np.zeros((topology.size, most, most, sent.shape[2]), np.int64)
+    table = np.zeros((topology.size, 1 + most * most * sent.shape[2]), np.int64)
+    table[:, 0] = largest
+    lengths = table[:, 1:].reshape(topology.size, most, most, sent.shape[2])
     for rank, (low, high) in enumerate(_replicas_of_ranks(topology)):
-        table[rank, : len(sent), : high - low] = sent[:, low:high]
+        lengths[rank, : len(sent), : high - low] = sent[:, low:high]
+    table[:, 1:] = lengths.reshape(topology.size, -1)
     came = equal_parts(group, call, table)
+    numbers = came[:, 0]
+    came = came[:, 1:].reshape(lengths.shape)
     rows = [came[rank, :count] for rank, count in enumerate(topology.replicas_per_rank)]
-    return np.concatenate(rows)[:, : topology.num_local_replicas]
+    found = np.concatenate(rows)[:, : topology.num_local_replicas]
+    return found, _FAILED if (numbers == _FAILED).any() else int(numbers.max())
 
 
 def _joined(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..comm.arrays import as_array
+from ..comm.arrays import as_array, dtype_name
 from ..distributed_values import PerReplica
 from ..errors import explain
 from ..options import CommunicationOptions
@@ -65,7 +65,7 @@ def broadcast_nest(ops: CrossDeviceOps, leaves: Sequence[Any], root: int, name: 
     if not 0 <= root < total:
         raise ValueError(explain("broadcast", "root", expected=f"a replica from 0 to {total - 1}", got=root))
     arrays = [local_arrays(local_values(leaf, group, "broadcast"), "broadcast") for leaf in leaves]
-    forms = tuple((values[0].dtype.name, tuple(values[0].shape)) for values in arrays)
+    forms = tuple((dtype_name(values[0].dtype), tuple(values[0].shape)) for values in arrays)
     own = type(ops).broadcast_implementation is not CrossDeviceOps.broadcast_implementation
     with group.collective("broadcast", name, detail=("root", root, *forms)) as ops.call:
         if own:

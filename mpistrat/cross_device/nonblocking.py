@@ -10,15 +10,17 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
 
 import numpy as np
 
 from .._util import log
+from .._util.buffers import BufferPool
 from ..comm.arrays import (
     CHUNK_ELEMENTS,
     check_movable,
+    dtype_name,
     is_gpu,
     mpi_datatype,
     mpi_op,
@@ -41,6 +43,7 @@ __all__ = ["CollectiveRequest", "NonblockingCollectives"]
 _BUSY, _SLEEP = 1.0, 1e-4  # seconds
 _AT_EXIT = 5.0  # seconds that the end of a program waits for what it has left
 _CHUNK = 1 << 30  # bytes of one broadcast
+_results = BufferPool()
 _REMEDY = "All ranks must have started it; MPI moves its data while they are in calls of MPI, such as done() and wait()"
 
 
@@ -144,19 +147,19 @@ class NonblockingCollectives:
         function, group = "all_reduce_async", self._group
         leaves = [_arrays(value, group, op, function) for value in values]
         hows = [arithmetic(op, arrays[0].dtype, group.topology.num_replicas) for arrays in leaves]
-        forms = tuple((arrays[0].dtype.name, tuple(arrays[0].shape)) for arrays in leaves)
         for how in hows:
             _check_extremes(how, function)
         requests: list[Any] = []
         parts: list[Any] = [None] * len(leaves)
-        with group.collective(function, name, detail=(op.value, *forms)) as call:
+        with group.collective(function, name, *_forms([arrays[0] for arrays in leaves], op.value)) as call:
             for dtype in dict.fromkeys(how.accumulate for how in hows):
                 members = [index for index, how in enumerate(hows) if how.accumulate == dtype]
-                ends = np.cumsum([leaves[index][0].size for index in members])
-                total = np.empty(ends[-1], dtype)
-                for index, part in zip(members, np.split(total, ends[:-1]), strict=True):
+                total, low = _results.empty(sum(leaves[index][0].size for index in members), dtype), 0
+                for index in members:
+                    high = low + leaves[index][0].size
+                    part = parts[index] = total[low:high]
                     combine(hows[index].ufunc, flatten_all([to_host(array) for array in leaves[index]]), part)
-                    parts[index] = part
+                    low = high
                 requests += self._post_all_reduce(_sortable(total, hows[members[0]]), hows[members[0]])
 
         def result() -> Any:
@@ -192,9 +195,8 @@ class NonblockingCollectives:
         for _, dtype in forms:
             check_movable(dtype, function)
         rank, index = group.topology.rank_of_replica(root)
-        words = tuple((dtype.name, tuple(shape)) for shape, dtype in forms)
         requests: list[Any] = []
-        with group.collective(function, name, detail=("root", root, *words)) as call:
+        with group.collective(function, name, *_forms([arrays[0] for arrays in leaves], "root", root)) as call:
             packed = np.empty(num_bytes(forms), np.uint8)
             if rank == group.topology.rank:
                 packed[:] = to_bytes([to_host(arrays[index]) for arrays in leaves])
@@ -252,6 +254,13 @@ class NonblockingCollectives:
     def _unwanted(self) -> list[CollectiveRequest]:
         """What nobody has waited for, which is told."""
         return [request for request in list(self._known) if request.tell_unwanted()]
+
+
+def _forms(arrays: Sequence[Any], *more: Hashable) -> tuple[Any, Any, Hashable]:
+    """Return dtype, shape and detail of a call, for `ProcessGroup.collective`: of one array, or in the detail of several."""
+    if len(arrays) == 1:
+        return arrays[0].dtype, arrays[0].shape, more
+    return None, None, (*more, *((dtype_name(array.dtype), tuple(array.shape)) for array in arrays))
 
 
 def _arrays(value: Any, group: ProcessGroup, op: ReduceOp, function: str) -> list[Any]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from .._util.partition import blocks, merge
 from ..comm.arrays import is_gpu, mpi_datatype
+from ..comm.exchange import gather_parts
 from ..comm.process_group import ProcessGroup
 from ..types import ReduceOp
 from .arena import BLOCK, ArenaSum, Consume, GradientArena, node_gradients
@@ -64,10 +65,7 @@ class OrderedAllReduce(FlatAllReduce):
         first = topology.replica_offset
         for index, array in enumerate(arrays):
             out[first + index] = array
-        from mpi4py import MPI
-
-        counts = [replicas * size for replicas in topology.replicas_per_rank]
-        topology.comm.Allgatherv(MPI.IN_PLACE, [out, counts, None, mpi_datatype(dtype)])
+        gather_parts(topology.comm, out.reshape(-1), [replicas * size for replicas in topology.replicas_per_rank])
         return list(out)
 
     def node_gradients(self, arena: GradientArena) -> Sequence[np.ndarray] | None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from .._util.buffers import BufferPool
 from ..cluster.devices import parse
-from ..comm.arrays import array_module, as_array, check_movable, import_cupy, is_gpu, on_device_of, to_host
+from ..comm.arrays import array_module, as_array, check_movable, dtype_name, import_cupy, is_gpu, on_device_of, to_host
+from ..comm.exchange import gather_parts
 from ..comm.packing import forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import DistributedValues, Mirrored
@@ -152,6 +154,7 @@ def on_destination(result: Any, destinations: Any) -> Any:
 # gather
 
 _LARGE = 1 << 30  # bytes; above, the counts of one call might not fit MPI's
+_results = BufferPool()
 _SMALL = 1 << 18  # bytes on all ranks; up to that several arrays are one message, which costs a copy on either side
 
 
@@ -185,7 +188,7 @@ def gather_all(
     totals = _rank_lengths(group, leaves, axis, paths, function)
     local = [_join(values, axis) for values in leaves]
     if group.topology.size == 1:
-        return local
+        return [array.copy() if array is values[0] else array for array, values in zip(local, leaves, strict=True)]
     hosts = [np.ascontiguousarray(to_host(array)) for array in local]
     whole = [sum(total) * _row(host, axis) * host.itemsize for host, total in zip(hosts, totals, strict=True)]
     small = [index for index, nbytes in enumerate(whole) if nbytes <= _SMALL and len(leaves) > 1]
@@ -210,7 +213,7 @@ def beside(result: np.ndarray, array: Any) -> Any:
 
 def _join(values: Sequence[Any], axis: int) -> Any:
     if len(values) == 1:
-        return values[0].copy()
+        return values[0]
     with on_device_of(values[0]):
         return array_module(values[0]).concatenate(values, axis=axis)
 
@@ -218,7 +221,7 @@ def _join(values: Sequence[Any], axis: int) -> Any:
 def _form_but_axis(value: Any, axis: int) -> str:
     """The form that all replicas must share: everything but the length along the axis."""
     shape = ["*" if dim == axis else str(size) for dim, size in enumerate(value.shape)]
-    return f"{value.dtype.name} of shape ({', '.join(shape)})"
+    return f"{dtype_name(value.dtype)} of shape ({', '.join(shape)})"
 
 
 def _rank_lengths(
@@ -232,7 +235,7 @@ def _rank_lengths(
     for index, (values, path) in enumerate(zip(leaves, paths, strict=True)):
         hashes, argument = table[:, index].tolist(), f"value{path}"
         if -1 in hashes or len(set(hashes)) > 1:
-            shapes = " and ".join(dict.fromkeys(f"{value.dtype.name} {tuple(value.shape)}" for value in values))
+            shapes = " and ".join(dict.fromkeys(f"{dtype_name(value.dtype)} {tuple(value.shape)}" for value in values))
             raise CollectiveMismatchError(_mismatch(function, argument, group.all_gather_text(shapes), hashes))
         value = values[0]
         if value.ndim == 0:
@@ -271,7 +274,7 @@ def _exchange(group: ProcessGroup, local: np.ndarray, axis: int, totals: list[in
     rest = local.shape[:axis] + local.shape[axis + 1 :]
     row = _row(local, axis)
     ends = np.cumsum([total * row for total in totals]).tolist()
-    flat = np.empty(ends[-1], local.dtype)
+    flat = _results.empty(ends[-1], local.dtype)
     _all_gather(group, local.reshape(-1), flat, [0, *ends])
     if axis == 0:
         return flat.reshape(ends[-1] // row if row else sum(totals), *rest)
@@ -310,12 +313,9 @@ def _all_gather(group: ProcessGroup, local: np.ndarray, flat: np.ndarray, border
             if part.size:
                 group.broadcast(part, root=rank)
         return
-    from mpi4py import MPI
-
-    item = flat.itemsize
-    counts = [(high - low) * item for low, high in itertools.pairwise(borders)]
-    target = [flat.view(np.uint8), counts, [low * item for low in borders[:-1]], MPI.BYTE]
-    group.topology.comm.Allgatherv([local.view(np.uint8), MPI.BYTE], target)
+    low, high = borders[group.topology.rank : group.topology.rank + 2]
+    flat[low:high] = local
+    gather_parts(group.topology.comm, flat, [end - begin for begin, end in itertools.pairwise(borders)])
 
 
 # broadcast

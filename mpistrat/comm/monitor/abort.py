@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import hashlib
 import io
 import logging
@@ -107,6 +108,7 @@ def print_text(text: str) -> None:
         pass
 
 
+@functools.cache
 def is_user_code(filename: str) -> bool:
     """Return whether a file is the user's: neither of this package nor of an installed one or the standard library."""
     return filename.startswith(_EXAMPLES) or not filename.startswith((_PACKAGE, *_LIBRARIES, "<frozen"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple, final
 
@@ -54,13 +54,17 @@ def user_line(thread: int) -> str:
     frame = frame_of(thread)
     innermost = "an unknown line"
     if frame is not None:
-        innermost = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        innermost = _line(frame.f_code.co_filename, frame.f_lineno)
     while frame is not None:
         name = frame.f_code.co_filename
         if abort.is_user_code(name):
-            return f"{Path(name).name}:{frame.f_lineno}"
+            return _line(name, frame.f_lineno)
         frame = frame.f_back
     return innermost
+
+
+def _line(path: str, number: int) -> str:
+    return f"{os.path.basename(path)}:{number}"  # pathlib takes 2 µs
 
 
 class Answer(NamedTuple):

@@ -1,0 +1,167 @@
+"""Collectives beside all-reduce, each against MPI's own by mpi4py: parts of values, nests, what is started and waited for later.
+
+A figure is the least of all repetitions, of the slowest rank, or with --median the median.
+
+mpiexec -n 2 python benchmarks/collectives.py --output benchmarks/results/today
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import harness
+import numpy as np
+
+import mpistrat as ms
+
+SIZES = {"4 KB": 1 << 10, "64 KB": 1 << 14, "1 MB": 1 << 18, "16.8 MB": 1 << 22}  # float32 of a rank
+LEAVES = 8  # of a nest
+OURS, RAW = "mpistrat", "MPI"
+
+
+def timed(comm: Any, operations: dict[str, harness.Operation], options: Any) -> dict[str, float]:
+    """Return the seconds of each operation; they take turns, after a round untimed, each behind a barrier. Collective."""
+    times: dict[str, list[float]] = {name: [] for name in operations}
+    start, go_on = time.perf_counter(), True
+    while go_on:
+        for name, operation in operations.items():
+            comm.Barrier()
+            operation()
+            comm.Barrier()
+            before = time.perf_counter()
+            operation()
+            times[name].append(time.perf_counter() - before)
+        go_on = comm.bcast(len(times[name]) < 5 or time.perf_counter() - start < options.seconds)
+    one = statistics.median if options.median else min
+    return {name: harness.largest(comm, one(values)) for name, values in times.items()}
+
+
+def parts(some: ms.ProcessSet, comm: Any, count: int, options: Any) -> dict[str, dict[str, harness.Operation]]:
+    """Return what moves parts of `count` elements: ours and MPI's, by the name of the call."""
+    size = comm.size
+    count -= count % size
+    mine, out = np.full(count, comm.rank + 1.0, np.float32), np.empty(count, np.float32)
+    splits = np.full(size, count // size)
+    splits[0] += splits[-1] // 2
+    splits[-1] -= splits[-1] // 2
+    come = np.array(comm.alltoall(splits.tolist()))
+    room = np.empty(come.sum(), np.float32)
+    return {
+        "reduce_scatter": {
+            OURS: lambda: some.reduce_scatter("SUM", mine),
+            RAW: lambda: comm.Reduce_scatter_block(mine, out[: count // size]),
+        },
+        "all_to_all": {OURS: lambda: some.all_to_all(mine), RAW: lambda: comm.Alltoall(mine, out)},
+        "all_to_all with splits": {
+            OURS: lambda: some.all_to_all(mine, splits),
+            RAW: lambda: comm.Alltoallv([mine, splits], [room, come]),
+        },
+    }
+
+
+def nests(some: ms.ProcessSet, comm: Any, count: int, options: Any) -> dict[str, dict[str, harness.Operation]]:
+    """Return what moves a nest of `count` elements in all: MPI's once for each leaf, and once for as many bytes."""
+    leaf = [np.full(count // LEAVES, comm.rank + 1.0, np.float32) for _ in range(LEAVES)]
+    whole = np.concatenate(leaf)
+    outs, out = (
+        [np.empty((comm.size, each.size), np.float32) for each in leaf],
+        np.empty((comm.size, whole.size), np.float32),
+    )
+
+    def gather_each() -> None:
+        for each, there in zip(leaf, outs, strict=True):
+            comm.Allgather(each, there)
+
+    def broadcast_each() -> None:
+        for each in leaf:
+            comm.Bcast(each)
+
+    name = f"each of {LEAVES}"
+    return {
+        "all_gather": {OURS: lambda: some.all_gather(whole), RAW: lambda: comm.Allgather(whole, out)},
+        f"all_gather of {LEAVES}": {
+            OURS: lambda: some.all_gather(leaf),
+            f"{RAW}, {name}": gather_each,
+            RAW: lambda: comm.Allgather(whole, out),
+        },
+        f"broadcast of {LEAVES}": {
+            OURS: lambda: some.broadcast(leaf, 0),
+            f"{RAW}, {name}": broadcast_each,
+            RAW: lambda: comm.Bcast(whole),
+        },
+    }
+
+
+def started(some: ms.ProcessSet, comm: Any, count: int, options: Any) -> dict[str, dict[str, harness.Operation]]:
+    """Return sums of `count` elements that are started and waited for at once, or after products of NumPy."""
+    mine, out = np.full(count, comm.rank + 1.0, np.float32), np.empty(count, np.float32)
+    left, product = np.ones((128, 128), np.float32), np.empty((128, 128), np.float32)
+
+    def at_once() -> None:
+        some.all_reduce_async("SUM", mine).wait()
+
+    def compute(request: ms.CollectiveRequest | None = None) -> None:
+        for _ in range(products):
+            np.matmul(left, left, out=product)
+            if request is not None:
+                request.done()
+
+    def behind(looks: bool) -> None:
+        request = some.all_reduce_async("SUM", mine)
+        compute(request if looks else None)
+        request.wait()
+
+    def raw_behind() -> None:
+        request = comm.Iallreduce(mine, out)
+        compute()
+        request.Wait()
+
+    products = 1
+    seconds = timed(comm, {"sum": at_once, "product": compute}, options)
+    products = max(1, int(comm.bcast(1.5 * seconds["sum"] / seconds["product"])))  # which hide it, if anything does
+    return {
+        "all_reduce_async": {
+            OURS: at_once,
+            RAW: lambda: comm.Iallreduce(mine, out).Wait(),
+            "reduce": lambda: some.all_reduce("SUM", mine),
+            "MPI_Allreduce": lambda: comm.Allreduce(mine, out),
+        },
+        "behind products": {
+            OURS: lambda: behind(False),
+            RAW: raw_behind,
+            "with done()": lambda: behind(True),
+            "products alone": compute,
+        },
+    }
+
+
+def main() -> None:
+    """Run the benchmark. Collective."""
+    options = harness.arguments(__doc__, seconds=0.6, median=False)
+    strategy = ms.MultiWorkerMirroredStrategy()
+    comm = strategy.comm
+    some = strategy.process_set(range(strategy.size))  # a value of each rank, outside of steps
+    result: dict[str, Any] = {"benchmark": "collectives", "machine": harness.machine(comm), "seconds": {}}
+    for label, count in SIZES.items():
+        for make in (parts, nests, started):
+            for call, operations in make(some, comm, count, options).items():
+                times = timed(comm, operations, options)
+                result["seconds"].setdefault(call, {})[label] = times
+    if comm.rank == 0:
+        about = result["machine"]
+        print(f"{about['ranks']} ranks on {about['nodes']} node(s), {about['mpi']}; (×) MPI's time / this\n")
+        for call, sizes in result["seconds"].items():
+            names = list(next(iter(sizes.values())))
+            rows = [
+                [label, *(f"{harness.duration(times[n])} ({times[RAW] / times[n]:.2f} ×)" for n in names)]
+                for label, times in sizes.items()
+            ]
+            print(harness.table(call, ["size", *names], rows) + "\n", flush=True)
+        harness.save(options.output, result)
+    strategy.close()
+
+
+if __name__ == "__main__":
+    main()
