@@ -14,6 +14,7 @@ from .process_group import ProcessGroup
 __all__ = ["all_gather", "all_to_all", "exchange", "gather_parts"]
 
 _PIECE = 1 << 26  # bytes of a rank that MPI moves at a time
+_STAGED = 1 << 16  # bytes of a part up to which it goes through a node's memory: MPI copies larger ones once, not twice
 _PADDED = 1 << 16  # bytes of all ranks from which parts of nearly equal lengths are filled up
 _LARGE = 1 << 30  # bytes in one all-to-all, whose counts and displacements must fit MPI's
 
@@ -92,7 +93,7 @@ def exchange(
         come: flat uint8 arrays, filled with what comes from each.
         largest: bytes of the longest on any rank, the same on all.
     """
-    if group.num_nodes > 1:
+    if group.num_nodes > 1 or (largest > _STAGED and group.topology.size > 1):
         _exchange_by_mpi(group, to, come, largest)
         return
     size, rank = group.topology.size, group.topology.rank
@@ -114,16 +115,28 @@ def exchange(
 
 
 def _exchange_by_mpi(group: ProcessGroup, to: Sequence[np.ndarray], come: Sequence[np.ndarray], largest: int) -> None:
+    """By MPI_Alltoallv, but for the part that stays: MPICH 5.0.2 copies that at a tenth of the rate of memory."""
     from mpi4py import MPI
 
+    rank = group.topology.rank
+    come[rank][:] = to[rank]
     step = min(_PIECE, _LARGE // group.topology.size)
     for low in range(0, largest, step):
-        pieces, places = [part[low : low + step] for part in to], [part[low : low + step] for part in come]
+        pieces, places = ([part[low : low + step] for part in parts] for parts in (to, come))
+        pieces[rank] = places[rank] = np.empty(0, np.uint8)
         counts, expected = [piece.size for piece in pieces], [place.size for place in places]
-        part = np.empty(sum(expected), np.uint8)
-        group.topology.comm.Alltoallv([np.concatenate(pieces), counts, MPI.BYTE], [part, expected, MPI.BYTE])
-        for place, piece in zip(places, np.split(part, np.cumsum(expected)[:-1]), strict=True):
-            place[:] = piece
+        alone = [place for place in places if place.size]
+        part = alone[0] if len(alone) == 1 else np.empty(sum(expected), np.uint8)
+        group.topology.comm.Alltoallv([_in_one(pieces), counts, MPI.BYTE], [part, expected, MPI.BYTE])
+        if len(alone) > 1:
+            for place, piece in zip(places, np.split(part, np.cumsum(expected)[:-1]), strict=True):
+                place[:] = piece
+
+
+def _in_one(pieces: Sequence[np.ndarray]) -> np.ndarray:
+    """Flat bytes one behind the other; where only one has any it is not copied."""
+    filled = [piece for piece in pieces if piece.size]
+    return filled[0] if len(filled) == 1 else np.concatenate(pieces)
 
 
 def _stage(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .._util.buffers import BufferPool
 from .._util.partition import bounds
 from ..cluster.topology import Topology
 from ..comm.agree import together
@@ -28,6 +29,7 @@ from .values import beside, local_arrays, local_values
 __all__ = ["all_to_all", "reduce_scatter"]
 
 _FAILED = -1  # in place of a number of bytes
+_results = BufferPool(kept=2)
 
 
 def reduce_scatter(
@@ -67,10 +69,10 @@ def reduce_scatter(
         ]
         mine = forms_of(parts[topology.rank])
         largest = max(num_bytes(forms_of(part)) for part in parts)
-        found = _exchanged(group, call, parts, [mine] * topology.size, largest)
+        _, found = _exchanged(group, call, parts, [mine] * topology.size, largest)
     results = []
     for index, (how, at) in enumerate(zip(hows, cuts, strict=True)):
-        total = np.empty(mine[index][0], how.accumulate)
+        total = _results.empty(math.prod(mine[index][0]), how.accumulate).reshape(mine[index][0])
         combine(how.ufunc, [each[index] for each in found], total)
         total = finish(total, how)
         low = topology.replica_offset
@@ -117,10 +119,13 @@ def all_to_all(
             _check_axis(arrays[0], axis, function)
             check_movable(arrays[0].dtype, function)
         hosts = [[to_host(array) for array in arrays] for arrays in leaves]
-        came, found = _moved(group, call, hosts, splits, axis)
+        came, room, found = _moved(group, call, hosts, splits, axis)
     results = []
     for leaf, arrays in enumerate(leaves):
-        local = _joined(topology, [each[leaf] for each in found], came[:, :, leaf], arrays[0].shape, axis)
+        if len(leaves) == 1 and axis == 0 and topology.num_replicas == topology.size:  # they lie side by side
+            local = [room.view(arrays[0].dtype).reshape(int(came.sum()), *arrays[0].shape[1:])]
+        else:
+            local = _joined(topology, [each[leaf] for each in found], came[:, :, leaf], arrays[0].shape, axis)
         results.append(_placed(local, arrays))
     received = [came[:, local].max(axis=1, initial=0) for local in range(topology.num_local_replicas)]
     return results, received[0] if len(received) == 1 else PerReplica(received)
@@ -128,8 +133,8 @@ def all_to_all(
 
 def _moved(
     group: ProcessGroup, call: Call, leaves: Sequence[Sequence[np.ndarray]], splits: Any, axis: int
-) -> tuple[np.ndarray, list[list[np.ndarray]]]:
-    """Return how much comes, as `_received` does, and from each rank what comes of each leaf, flat. Collective.
+) -> tuple[np.ndarray, np.ndarray, list[list[np.ndarray]]]:
+    """Return how much comes, as `_received` does, all of it as bytes, and from each rank what comes of each leaf. Collective.
 
     Of each of its replicas that is the part for each local one.
     """
@@ -152,7 +157,7 @@ def _moved(
         [((int(came[low:high, :, i].sum()) * rows[i],), arrays[0].dtype) for i, arrays in enumerate(leaves)]
         for low, high in ranks
     ]
-    return came, _exchanged(group, call, parts, expected, most)
+    return came, *_exchanged(group, call, parts, expected, most)
 
 
 def _part(arrays: Sequence[np.ndarray], lengths: np.ndarray, axis: int, low: int, high: int) -> np.ndarray:
@@ -258,8 +263,8 @@ def _exchanged(
     parts: Sequence[Sequence[np.ndarray]],
     expected: Sequence[Forms],
     largest: int,
-) -> list[list[np.ndarray]]:
-    """Send each rank some arrays, and return those that came from each. Collective, inside a collective.
+) -> tuple[np.ndarray, list[list[np.ndarray]]]:
+    """Send each rank some arrays, and return what came as bytes, and as the arrays from each. Collective, inside a collective.
 
     Args:
         group, call: the ranks, and the call that is under way.
@@ -269,9 +274,10 @@ def _exchanged(
     """
     sent = [to_bytes(arrays) for arrays in parts]
     ends = np.cumsum([num_bytes(forms) for forms in expected])
-    rows = np.split(np.empty(ends[-1], np.uint8), ends[:-1])
+    room = _results.empty(int(ends[-1]), np.dtype(np.uint8))
+    rows = np.split(room, ends[:-1])
     exchange(group, call, sent, rows, largest)
-    return [of_bytes(row, forms) for row, forms in zip(rows, expected, strict=True)]
+    return room, [of_bytes(row, forms) for row, forms in zip(rows, expected, strict=True)]
 
 
 # small things

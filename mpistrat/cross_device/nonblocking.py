@@ -43,7 +43,7 @@ __all__ = ["CollectiveRequest", "NonblockingCollectives"]
 _BUSY, _SLEEP = 1.0, 1e-4  # seconds
 _AT_EXIT = 5.0  # seconds that the end of a program waits for what it has left
 _CHUNK = 1 << 30  # bytes of one broadcast
-_results = BufferPool()
+_results = BufferPool(kept=2)
 _REMEDY = "All ranks must have started it; MPI moves its data while they are in calls of MPI, such as done() and wait()"
 
 

@@ -154,8 +154,8 @@ def on_destination(result: Any, destinations: Any) -> Any:
 # gather
 
 _LARGE = 1 << 30  # bytes; above, the counts of one call might not fit MPI's
-_results = BufferPool()
-_SMALL = 1 << 18  # bytes on all ranks; up to that several arrays are one message, which costs a copy on either side
+_results = BufferPool(kept=2)
+_SMALL = 1 << 16  # bytes on all ranks; up to that several arrays are one message, which costs a copy on either side
 
 
 def gather(group: ProcessGroup, values: Sequence[Any], axis: int, function: str = "gather") -> Any:
@@ -338,7 +338,7 @@ def broadcast_all(group: ProcessGroup, leaves: Sequence[Sequence[Any]], root: in
     if rank == group.topology.rank:
         hosts = [np.array(to_host(values[index]), order="C") for values in leaves]
     else:
-        hosts = [np.empty(values[0].shape, values[0].dtype) for values in leaves]
+        hosts = [_results.empty(values[0].size, values[0].dtype).reshape(values[0].shape) for values in leaves]
     if group.topology.size > 1:
         small = [host for host in hosts if host.nbytes <= _SMALL and len(leaves) > 1]
         if small:

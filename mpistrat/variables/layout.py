@@ -223,11 +223,18 @@ def _exchanged(
     from mpi4py import MPI
 
     flat = [np.concatenate(parts) if parts else np.empty(0, dtype) for parts in sent]
-    data, found = np.concatenate(flat), np.empty(sum(counts), dtype)
+    rank, found = group.topology.rank, np.empty(sum(counts), dtype)
+    places = np.split(found, np.cumsum(counts)[:-1])
+    places[rank][:] = flat[rank]
+    # What stays is left out: MPICH 5.0.2 copies that at a tenth of the rate of memory.
+    starts = [sum(counts[:other]) for other in range(len(counts))]
+    flat[rank] = flat[rank][:0]
+    coming = [0 if other == rank else count for other, count in enumerate(counts)]
+    data = np.concatenate(flat)
     element = MPI.BYTE.Create_contiguous(dtype.itemsize).Commit()
     try:
         outgoing = [data.view(np.uint8), ([part.size for part in flat], None), element]
-        group.topology.comm.Alltoallv(outgoing, [found.view(np.uint8), (list(counts), None), element])
+        group.topology.comm.Alltoallv(outgoing, [found.view(np.uint8), (coming, starts), element])
     finally:
         element.Free()
     return found
