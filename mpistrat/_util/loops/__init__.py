@@ -20,6 +20,7 @@ __all__ = [
     "encode_int8",
     "gather",
     "leave_to_numpy",
+    "lzf",
     "meet",
     "narrow",
     "permute",
@@ -42,7 +43,7 @@ def leave_to_numpy(*_: Any) -> bool:
 
 
 def _unread(*_: Any) -> int:
-    """Return -1, in place of `read_version`."""
+    """Return -1, in place of `read_version` and `lzf`."""
     return -1
 
 
@@ -68,6 +69,7 @@ try:
         decode_int8,
         encode_int8,
         gather,
+        lzf,
         meet,
         narrow,
         permute,
@@ -88,7 +90,7 @@ if _reason:
     _instructions = ""
     add = copy = gather = meet = narrow = permute = unshuffle = update = _squares = leave_to_numpy
     await_difference = await_word = decode_int8 = encode_int8 = publish = rest = leave_to_numpy
-    read_version = _unread
+    lzf = read_version = _unread
     set_threads, threads = _no_threads, _one
 
 

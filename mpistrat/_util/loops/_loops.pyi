@@ -51,6 +51,9 @@ def permute(positions: Any, keys: Any, count: int, /) -> bool:
 def unshuffle(out: Any, encoded: Any, size: int, /) -> bool:
     """Undo HDF5's shuffle filter, over elements of so many bytes."""
 
+def lzf(out: Any, encoded: Any, /) -> int:
+    """Undo h5py's lzf; return how many bytes of `out` that filled, -1 where the stream is damaged, or does not fit."""
+
 def encode_int8(out: Any, values: Any, /) -> bool:
     """Write float32 as bytes, with a scale for each 4,096 of them: `cross_device.wire.Int8`."""
 

@@ -140,7 +140,7 @@ extern const Rule rules[]; /* the last one has no name */
 #define METHOD(NAME) {#NAME, (PyCFunction)(void (*)(void))NAME, METH_FASTCALL, NULL}
 
 /* The functions of each file, for the module. */
-extern PyMethodDef barrier_methods[], codecs_methods[], copies_methods[], rows_methods[];
+extern PyMethodDef barrier_methods[], codecs_methods[], copies_methods[], filters_methods[], rows_methods[];
 extern PyMethodDef shared_methods[], squares_methods[], sums_methods[], threads_methods[], update_methods[];
 
 #endif

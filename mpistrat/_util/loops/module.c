@@ -3,8 +3,8 @@
 
 static int set_up(PyObject *module) {
     PyMethodDef *const methods[] = {
-        barrier_methods, codecs_methods, copies_methods,  rows_methods,   shared_methods,
-        squares_methods, sums_methods,   threads_methods, update_methods,
+        barrier_methods, codecs_methods,  copies_methods, filters_methods, rows_methods,
+        shared_methods,  squares_methods, sums_methods,   threads_methods, update_methods,
     };
     for (size_t i = 0; i < sizeof methods / sizeof *methods; i++)
         if (PyModule_AddFunctions(module, methods[i]) < 0) return -1;

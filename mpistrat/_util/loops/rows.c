@@ -1,4 +1,4 @@
-/* Rows of input: gathered out of an array, the order of a shuffle (data/permutation.py), bytes put back behind each other. */
+/* Rows of input: gathered out of an array, and the order of a shuffle (data/permutation.py). */
 #include "loops.h"
 
 /* A copy in registers: memcpy of some KB is left to microcode, which is half as fast on some processors. */
@@ -165,53 +165,4 @@ static PyObject *permute(PyObject *Py_UNUSED(module), PyObject *const *args, Py_
     return PyBool_FromLong(able);
 }
 
-/* ---- HDF5's shuffle filter */
-
-CLONES static void unshuffle_2(char *restrict out, const char *restrict in, long count) {
-    for (long i = 0; i < count; i++)
-        for (long byte = 0; byte < 2; byte++) out[2 * i + byte] = in[byte * count + i];
-}
-
-CLONES static void unshuffle_4(char *restrict out, const char *restrict in, long count) {
-    for (long i = 0; i < count; i++)
-        for (long byte = 0; byte < 4; byte++) out[4 * i + byte] = in[byte * count + i];
-}
-
-CLONES static void unshuffle_8(char *restrict out, const char *restrict in, long count) {
-    for (long i = 0; i < count; i++)
-        for (long byte = 0; byte < 8; byte++) out[8 * i + byte] = in[byte * count + i];
-}
-
-static void unshuffle_any(char *restrict out, const char *restrict in, long count, long size) {
-    enum { SOME = 1024 }; /* elements at a time, which stay in the cache while byte after byte is put into them */
-    for (long first = 0; first < count; first += SOME) {
-        long end = first + SOME < count ? first + SOME : count;
-        for (long byte = 0; byte < size; byte++)
-            for (long i = first; i < end; i++) out[i * size + byte] = in[byte * count + i];
-    }
-}
-
-static PyObject *unshuffle(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 3) return PyErr_Format(PyExc_TypeError, "unshuffle(out, encoded, size)");
-    Py_ssize_t size = PyLong_AsSsize_t(args[2]);
-    if (size == -1 && PyErr_Occurred()) return NULL;
-    Py_buffer views[2];
-    Py_ssize_t got = get(args, 2, 1, views);
-    int able = got == 2 && size > 0 && views[0].len == views[1].len && !overlap(&views[0], &views[1]);
-    if (able) {
-        char *out = views[0].buf;
-        const char *in = views[1].buf;
-        long count = (long)(views[0].len / size), whole = count * (long)size;
-        PyThreadState *state = PyEval_SaveThread();
-        if (size == 2) unshuffle_2(out, in, count);
-        else if (size == 4) unshuffle_4(out, in, count);
-        else if (size == 8) unshuffle_8(out, in, count);
-        else unshuffle_any(out, in, count, (long)size);
-        memcpy(out + whole, in + whole, (size_t)(views[0].len - whole));
-        PyEval_RestoreThread(state);
-    }
-    release(views, got);
-    return PyBool_FromLong(able);
-}
-
-PyMethodDef rows_methods[] = {METHOD(gather), METHOD(permute), METHOD(unshuffle), {NULL, NULL, 0, NULL}};
+PyMethodDef rows_methods[] = {METHOD(gather), METHOD(permute), {NULL, NULL, 0, NULL}};

@@ -32,6 +32,7 @@ Decoder = Callable[[Bytes, Bytes], int]  # (encoded bytes, buffer) -> how many b
 # HDF5's numbers of the filters (H5Zpublic.h, and h5py's for lzf).
 DEFLATE, SHUFFLE, FLETCHER32, LZF = 1, 2, 3, 32000
 
+COMPILED = "mpistrat"  # among the names of packages
 _CHECKSUM = 4  # bytes that fletcher32 appends
 _WORDS = 256  # 16-bit words summed in one go: 255 * 65535 * 256 / 2 stays below 2**32
 
@@ -75,6 +76,18 @@ def _zlib(module: str) -> Decoder:
     return into
 
 
+def _compiled(decode: Callable[[Bytes, Bytes], int]) -> Decoder:
+    """One of the compiled loops, which decodes into the buffer itself, too."""
+
+    def into(encoded: Bytes, out: Bytes) -> int:
+        filled = decode(out, encoded)
+        if filled < 0:
+            raise DecodeError("the compressed data is damaged, ends early, or is longer than a chunk")
+        return filled
+
+    return into
+
+
 def _copy(decoded: bytes, out: Bytes) -> int:
     if len(decoded) <= out.size:
         out[: len(decoded)] = np.frombuffer(decoded, np.uint8)
@@ -88,11 +101,14 @@ _DEFLATE: dict[str, Callable[[], Decoder]] = {
     "zlib_ng": lambda: _zlib("zlib_ng.zlib_ng"),
     "zlib": lambda: _zlib("zlib"),
 }
-_LZF: dict[str, Callable[[], Decoder]] = {"imagecodecs": lambda: _imagecodecs("lzf_decode")}
+_LZF: dict[str, Callable[[], Decoder]] = {
+    COMPILED: lambda: _compiled(loops.lzf),
+    "imagecodecs": lambda: _imagecodecs("lzf_decode"),
+}
 
 
 def _installed(table: dict[str, Callable[[], Decoder]]) -> list[str]:
-    return [name for name in table if importlib.util.find_spec(name) is not None]
+    return [name for name in table if (loops.used()[0] if name == COMPILED else importlib.util.find_spec(name))]
 
 
 @functools.cache
@@ -103,13 +119,13 @@ def deflate_decoders() -> Sequence[str]:
 
 @functools.cache
 def lzf_decoders() -> Sequence[str]:
-    """The installed packages that undo lzf."""
+    """What undoes lzf here, the preferred one first."""
     return tuple(_installed(_LZF))
 
 
 @functools.cache
 def decoder_of(code: int, package: str) -> Decoder:
-    """Return a package's decoder for the filter of that number."""
+    """Return the decoder of that name for the filter of that number."""
     return (_DEFLATE if code == DEFLATE else _LZF)[package]()
 
 
@@ -209,7 +225,7 @@ class Pipeline:
             return Pipeline(tuple(filters), None, "")
         names = deflate_decoders() if compressed[0] == DEFLATE else lzf_decoders()
         if not names:
-            return "lzf, for which imagecodecs is not installed"
+            return "lzf, without compiled loops or imagecodecs"
         return Pipeline(tuple(filters), decoder_of(compressed[0], names[0]), names[0])
 
     def decode(self, raw: Bytes, mask: int, out: Bytes) -> None:

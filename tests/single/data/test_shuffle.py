@@ -324,4 +324,4 @@ def test_data_in_chunks_has_one_order_whoever_reads_it(
     monkeypatch.setattr(codecs, "deflate_decoders", tuple)
     text, order = _order(tmp_path, fields, "auto")
     assert order == expected
-    assert ("imagecodecs is not installed" in text) == bool(options)
+    assert ("without compiled loops or imagecodecs" in text) == bool(options)
