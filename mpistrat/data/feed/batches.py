@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,19 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._util import nest
+from ..nodes.parts import Part, rows_of_parts
 from ..permutation import by_locality
 from ..spec import row_nbytes
 
 if TYPE_CHECKING:
     from ..nodes.node import Addresses, Node
 
-__all__ = ["LOOK_AHEAD", "Located", "LookAhead", "Part", "successive_batches"]
+__all__ = ["LOOK_AHEAD", "Located", "LookAhead", "successive_batches"]
 
 _LOCATED = 1 << 14  # rows whose places are found out at a time
 TOGETHER_BYTES = 1 << 19  # of batches that are gathered at a time
 TOGETHER_SECONDS = 1e-3
-
-Part = Callable[[int], tuple[int, int]]  # which rows of a batch of so many are ours
 
 
 def successive_batches(dataset: Node, epoch: int, start: int, part: Part | None = None) -> Iterator[tuple[int, Any]]:
@@ -91,16 +90,13 @@ def _located(dataset: Node, epoch: int, start: int, part: Part | None, pace: _Pa
     position, together = start, 1
     while length < 0 or position < length:
         stop = position + together if length < 0 else min(position + together, length)
-        (epochs, positions), counts = dataset.locate_range(epoch, position, stop)
-        ends = list(itertools.accumulate(counts))
-        if part is not None:
-            if sort and (numbers := dataset.locality(epochs, positions)) is not None:
-                order = by_locality(numbers, counts)
-                epochs, positions = epochs[order], positions[order]
-            ranges = {count: part(count) for count in set(counts)}
-            if any(own != (0, count) for count, own in ranges.items()):
-                own, ends = _parts(counts, ranges)
-                epochs, positions = epochs[own], positions[own]
+        if part is None:
+            (epochs, positions), counts = dataset.locate_range(epoch, position, stop)
+            ends = list(itertools.accumulate(counts))
+        elif sort:
+            (epochs, positions), counts, ends = _sorted_parts(dataset, epoch, range(position, stop), part)
+        else:
+            (epochs, positions), counts, ends = dataset.locate_parts(epoch, position, stop, part)
         source, epochs, positions = dataset.read_plan(epochs, positions)
         most = functools.partial(pace.batches, _rows_together(source), max(1, ends[-1] // len(ends)))
         for some in _groups(ends, epochs, most):
@@ -112,13 +108,14 @@ def _located(dataset: Node, epoch: int, start: int, part: Part | None, pace: _Pa
         position, together = stop, max(1, min(2 * together, _LOCATED * (stop - position) // max(1, located)))
 
 
-def _parts(counts: Sequence[int], ranges: Mapping[int, tuple[int, int]]) -> tuple[NDArray[np.int64], list[int]]:
-    """Which of the rows of successive batches are ours, and behind which of them our part of each batch ends."""
-    lows, highs = np.array([ranges[count] for count in counts], np.int64).T
-    sizes = highs - lows
-    ends = np.cumsum(sizes)
-    firsts = np.cumsum(counts) - counts + lows
-    return np.arange(ends[-1]) + np.repeat(firsts - (ends - sizes), sizes), ends.tolist()
+def _sorted_parts(dataset: Node, epoch: int, batches: range, part: Part) -> tuple[Addresses, list[int], list[int]]:
+    """As `Node.locate_parts`, of batches whose rows stand in the order of their locality."""
+    (epochs, positions), counts = dataset.locate_range(epoch, batches.start, batches.stop)
+    own, ends = rows_of_parts(np.cumsum([0, *counts[:-1]], dtype=np.int64), counts, part)
+    numbers = dataset.locality(epochs, positions)
+    if numbers is not None:
+        own = by_locality(numbers, counts)[own]
+    return (epochs[own], positions[own]), counts, ends
 
 
 def _groups(ends: Sequence[int], epochs: NDArray[np.int64], most: Callable[[], int]) -> Iterator[slice]:

@@ -19,6 +19,7 @@ from ..options import number_of_calls
 from ..spec import ArraySpec, empty_rows, is_ragged, row_count, stack_rows, unstack_rows
 from .node import INFINITE, UNKNOWN, Addresses, Batching, Node, ReadPlan
 from .padding import FUNCTION, Padding
+from .parts import Part, rows_of_parts
 from .stage import Stage, cut_chunks
 
 __all__ = ["Batched", "Batches", "Padded", "Ragged", "Unbatched", "batch", "padded_batch", "ragged_batch", "refuse_batches",
@@ -61,9 +62,21 @@ class Batches(Stage):
         rows, size = self._parent.cardinality(), self._batching.size
         first, end = start * size, stop * size
         positions = np.arange(first, end if rows < 0 else min(end, rows), dtype=np.int64)
-        counts = [size] * (stop - start)
-        counts[-1] -= end - first - positions.size  # the last of an epoch may be smaller
-        return (np.full(positions.size, epoch, np.int64), positions), counts
+        return (np.full(positions.size, epoch, np.int64), positions), self._counts(start, stop)
+
+    def locate_parts(self, epoch: int, start: int, stop: int, part: Part) -> tuple[Addresses, list[int], list[int]]:
+        counts = self._counts(start, stop)
+        if all(part(count) == (0, count) for count in set(counts)):  # one worker, for whom a range is quicker
+            return *self.locate_range(epoch, start, stop), list(itertools.accumulate(counts))
+        firsts = np.arange(start, stop, dtype=np.int64) * self._batching.size
+        positions, ends = rows_of_parts(firsts, counts, part)
+        return (np.full(positions.size, epoch, np.int64), positions), counts, ends
+
+    def _counts(self, start: int, stop: int) -> list[int]:
+        """How many rows successive batches have: the last of an epoch may have fewer."""
+        rows, size = self._parent.cardinality(), self._batching.size
+        last = size if rows < 0 else min(size, rows - (stop - 1) * size)
+        return [size] * (stop - start - 1) + [last]
 
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         size = self._batching.size

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .parts import Part, rows_of_parts
+
 if TYPE_CHECKING:
     from ...comm.process_group import ProcessGroup
     from ..stats import StageStats
@@ -142,6 +144,12 @@ class Node(ABC):
         each = [self.locate(epoch, position) for position in range(start, stop)]
         epochs, positions = (np.concatenate(parts) for parts in zip(*each, strict=True))
         return (epochs, positions), [positions.size for _, positions in each]
+
+    def locate_parts(self, epoch: int, start: int, stop: int, part: Part) -> tuple[Addresses, list[int], list[int]]:
+        """Return the addresses of a part of each of successive elements, how many rows each has, and where its part ends."""
+        (epochs, positions), counts = self.locate_range(epoch, start, stop)
+        own, ends = rows_of_parts(np.cumsum([0, *counts[:-1]], dtype=np.int64), counts, part)
+        return (epochs[own], positions[own]), counts, ends
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         """Return the rows at addresses that `locate` gave, stacked along a first axis."""

@@ -14,6 +14,7 @@ from ...errors import explain
 from ..feed.batches import LookAhead, successive_batches
 from ..spec import unstack_rows
 from .node import Addresses, Batching, Node, Outcome, ReadPlan, Traits
+from .parts import Part
 
 __all__ = ["Combined", "InOrder", "InputRows", "SameElements", "Stage", "cut_chunks", "gather_rows", "one_address"]
 
@@ -177,6 +178,9 @@ class SameElements(Stage):
 
     def locate_range(self, epoch: int, start: int, stop: int) -> tuple[Addresses, list[int]]:
         return self._parent.locate_range(epoch, start, stop)
+
+    def locate_parts(self, epoch: int, start: int, stop: int, part: Part) -> tuple[Addresses, list[int], list[int]]:
+        return self._parent.locate_parts(epoch, start, stop, part)
 
     def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
         return self._parent.elements(epoch, start)

@@ -342,3 +342,24 @@ def test_a_step_locates_batches_of_its_own_worker_only(policy: str, monkeypatch:
         assert len(list(distribute(dataset, Workers([1] * workers, 2)))) == 5
         assert located == [0, 1, 2, 3, 4]
         located.clear()
+
+
+@pytest.mark.parametrize("workers", [4, 64])
+def test_data_locates_rows_of_its_own_worker_only(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    located: list[int] = []
+    locate_parts = Batches.locate_parts
+
+    def spy(self: Batches, *arguments: Any) -> Any:
+        found = locate_parts(self, *arguments)
+        located.extend(found[0][1].tolist())
+        return found
+
+    monkeypatch.setattr(Batches, "locate_parts", spy)
+    monkeypatch.delattr(Batches, "locate_range")  # of whole batches, which grow with the number of workers
+    rows = 7 * 3 * workers + 2 * workers  # seven batches of three rows each, and one of two
+    data = distribute(from_arrays(np.arange(rows)).batch(3 * workers), Workers([1] * workers, 2))
+    expected = [3 * workers * batch + 6 + row for batch in range(7) for row in range(3)] + [
+        21 * workers + 4,
+        21 * workers + 5,
+    ]
+    assert [row for batch in data for row in batch.tolist()] == located == expected
