@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from ...errors import explain
 from ..files.hdf5 import HDF5Rows
 from ..nodes.batch import Batches
-from ..nodes.node import Node
+from ..nodes.node import UNKNOWN, Node
 from ..nodes.order import Reindexed, Shard, options_of, with_shard
-from ..nodes.stage import InputRows
+from ..nodes.stage import InputRows, Stage
 from ..options import AutoShardPolicy
 from ..stats import StageStats
-from .plan import GlobalPlan, NoPlan, Plan, WorkerPlan, Workers
+from .plan import GlobalPlan, NoPlan, Plan, SuccessiveBatches, WorkerPlan, Workers
 
 __all__ = ["FileShard", "auto_shard", "round_robin", "serve_only"]
 
@@ -35,7 +35,11 @@ def auto_shard(dataset: Node, workers: Workers) -> Plan:
                 "the same elements in the same order on every worker", "a map that is free to choose", remedy
             )
         return GlobalPlan(dataset, workers)
-    return WorkerPlan(_of_workers(dataset, policy, workers), workers, policy.name)
+    own = _own_shard(dataset, policy, workers.count, workers.index)
+    shares = [_shares(stage, workers, policy.name) for stage in _batch_stages(own)]
+    own = _resized(own, shares, workers.index)
+    kinds = _kinds(dataset, own, policy, workers, shares) if own.random_access else []
+    return WorkerPlan(own, kinds, workers, policy.name)
 
 
 def round_robin(dataset: Node, workers: Workers, within: Workers) -> Plan:
@@ -123,24 +127,56 @@ def _sources(dataset: Node) -> Sequence[Node]:
     return [source for parent in dataset.parents for source in _sources(parent)] or [dataset]
 
 
-def _of_workers(dataset: Node, policy: AutoShardPolicy, workers: Workers) -> Iterator[Node]:
-    """Each worker's dataset in batches of its share, made one after the other; equal ones are one object."""
-    made: dict[tuple[int, ...], Node] = {}  # by shares, where all workers have the same rows
-    shares: dict[int, list[int]] = {}  # by rows of a batch
-    for worker in range(workers.count):
-        own = _own_shard(dataset, policy, workers.count, worker)
-        stages = _batch_stages(own)
-        for stage in stages:
-            size = stage.batching.size if stage.batching is not None else 0
-            if size not in shares:
-                shares[size] = _shares(stage, workers, policy.name)
-        sizes = tuple(shares[stage.batching.size][worker] for stage in stages)
-        resized = made.get(sizes) if own is dataset else None
-        if resized is None:
-            resized = _replaced(own, {stage: stage.resized(size) for stage, size in zip(stages, sizes, strict=True)})
-            if own is dataset:
-                made[sizes] = resized
-        yield resized
+def _resized(dataset: Node, shares: Sequence[NDArray[np.int64]], worker: int) -> Node:
+    """The chain with batches of a worker's share."""
+    sizes = zip(_batch_stages(dataset), shares, strict=True)
+    return _replaced(dataset, {stage: stage.resized(int(share[worker])) for stage, share in sizes})
+
+
+def _kinds(
+    dataset: Node, own: Node, policy: AutoShardPolicy, workers: Workers, shares: Sequence[NDArray[np.int64]]
+) -> Iterator[tuple[Node | SuccessiveBatches, int]]:
+    """What workers read, or its form, and how many read one with as many rows at each step; `own` is this worker's.
+
+    Of the same chain those have that take as many rows of each batch, out of as many elements of what is divided. Each may
+    have another number of rows of files, of which the form is computed, without a dataset.
+    """
+    numbers = np.stack([*shares, *_divided(dataset, policy, workers.count)])
+    columns, firsts, counts = np.unique(numbers, axis=1, return_index=True, return_counts=True)
+    form = SuccessiveBatches.of(own) if policy is AutoShardPolicy.FILE else None
+    rows = _batch_stages(own)[0].parents[0]
+    for column, worker, count in zip(columns.T.tolist(), firsts.tolist(), counts.tolist(), strict=True):
+        below = UNKNOWN if form is None else _length_over_files(rows, column[-1])
+        if form is not None and below != UNKNOWN:
+            yield form._replace(below=below, size=column[0]), count
+        else:
+            yield _resized(_own_shard(dataset, policy, workers.count, worker), shares, worker), count
+
+
+def _length_over_files(node: Node, rows: int) -> int:
+    """The number of elements of a chain over files of so many rows; UNKNOWN where there must be files to tell."""
+    if isinstance(node, FileShard):
+        return rows
+    return node.length_over(_length_over_files(node.parents[0], rows)) if isinstance(node, Stage) else UNKNOWN
+
+
+def _divided(dataset: Node, policy: AutoShardPolicy, workers: int) -> Iterator[NDArray[np.int64]]:
+    """How many elements each worker has, or what tells those apart that have more, of each thing that is divided."""
+    numbers = np.arange(workers)
+    if policy is AutoShardPolicy.FILE:
+        lengths = np.diff(cast(HDF5Rows, _sources(dataset)[0]).file_starts())
+        yield np.bincount(np.arange(lengths.size) % workers, lengths, workers).astype(np.int64)
+    elif policy is AutoShardPolicy.HINT:
+        for below in _below_hints(dataset):
+            yield numbers if below.traits.shard_hinted else (numbers < below.cardinality() % workers).astype(np.int64)
+
+
+def _below_hints(dataset: Node) -> Iterator[Node]:
+    """What is divided by each `shard` that has SHARD_HINT."""
+    if isinstance(dataset, Reindexed) and dataset.order.hinted:
+        yield dataset.parents[0]
+    for parent in dataset.parents:
+        yield from _below_hints(parent)
 
 
 def _batch_stages(dataset: Node) -> list[Any]:
@@ -150,12 +186,12 @@ def _batch_stages(dataset: Node) -> list[Any]:
     return [stage for parent in dataset.parents for stage in _batch_stages(parent)]
 
 
-def _shares(stage: Node, workers: Workers, policy: str) -> list[int]:
+def _shares(stage: Node, workers: Workers, policy: str) -> NDArray[np.int64]:
     """The rows that each worker takes of each batch."""
     if stage.batching is None or not isinstance(stage, Batches):
         raise _refusal(f"batch() under {policy}", stage.describe(), "Use AutoShardPolicy.DATA.")
     shares = workers.shares(stage.batching.size)
-    if 0 in shares:
+    if not shares.all():
         expected = f"at least a row for each of the {workers.count} workers in a batch under {policy}"
         raise _refusal(expected, stage.describe(), "A worker without a part in the batches would never read its rows.")
     return shares

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +23,18 @@ from ..nodes.stage import SameElements
 from ..spec import row_count
 from .batches import successive_batches
 
-__all__ = ["GlobalPlan", "NoPlan", "Step", "Plan", "WorkerPlan", "Workers", "cut", "has_element", "rows_in"]
+__all__ = [
+    "GlobalPlan",
+    "NoPlan",
+    "Step",
+    "SuccessiveBatches",
+    "Plan",
+    "WorkerPlan",
+    "Workers",
+    "cut",
+    "has_element",
+    "rows_in",
+]
 
 
 class Step(NamedTuple):
@@ -161,7 +173,7 @@ class NoPlan(Plan):
         return "read by workers only"
 
 
-class _Batches(NamedTuple):
+class SuccessiveBatches(NamedTuple):
     """Successive batches of so many rows, of which the last may be smaller, or be left out."""
 
     below: int
@@ -169,7 +181,7 @@ class _Batches(NamedTuple):
     drop_remainder: bool
 
     @classmethod
-    def of(cls, dataset: Node) -> _Batches | None:
+    def of(cls, dataset: Node) -> SuccessiveBatches | None:
         """Return what a dataset with random access consists of; None where its batches stand in another order."""
         while isinstance(dataset, (SameElements, Mapped)):
             dataset = dataset.parents[0]
@@ -183,6 +195,10 @@ class _Batches(NamedTuple):
             return self.below
         return self.below // self.size if self.drop_remainder else -(-self.below // self.size)
 
+    def whole(self) -> int:
+        """How many of them have all their rows."""
+        return sys.maxsize if self.below < 0 else self.below // self.size
+
     def rows(self, number: int) -> int:
         """How many rows one of them has; 0 behind the last."""
         rest = self.size if self.below < 0 else min(self.size, max(0, self.below - number * self.size))
@@ -193,32 +209,37 @@ class WorkerPlan(Plan):
     """FILE, OFF and HINT: each worker reads a dataset of its own, in batches of its share of the global batch.
 
     A worker that has come to its end gets zero rows until none has any; with drop_remainder the steps end with the
-    first. With random access every worker computes all workers' numbers of rows, by arithmetic of few kinds of workers where
-    nothing reorders batches; in order, they ask each other.
+    first. With random access every worker computes all workers' numbers of rows, of few kinds of workers, and by arithmetic
+    where nothing reorders batches; in order, they ask each other.
+
+    Args:
+        own: what this worker reads.
+        kinds: what the workers read, or its form, and how many read one with as many rows at each step; none where those are
+            not known.
+        workers, policy: who reads, and what it is called.
     """
 
-    def __init__(self, of_workers: Iterable[Node], workers: Workers, policy: str) -> None:
-        different: dict[int, Node] = {}  # held, so that no two have one id
-        readers: Counter[int] = Counter()
-        forms: Counter[_Batches] = Counter()
-        self._known = True
-        for worker, dataset in enumerate(of_workers):
-            if worker == workers.index:
-                self._own = dataset
-            self._known = self._known and dataset.random_access
-            batches = _Batches.of(dataset) if self._known else None
-            if batches is not None:
-                forms[batches] += 1
-            elif self._known:
-                different[id(dataset)] = dataset
-                readers[id(dataset)] += 1
-        batching = self._own.batching
+    def __init__(
+        self, own: Node, kinds: Iterable[tuple[Node | SuccessiveBatches, int]], workers: Workers, policy: str
+    ) -> None:
+        batching = own.batching
         self._whole = batching is not None and batching.drop_remainder
-        super().__init__(workers, [self._own], quorum=workers.count if self._whole else 1)
-        self._policy = policy
+        super().__init__(workers, [own], quorum=workers.count if self._whole else 1)
+        self._own, self._known, self._policy = own, own.random_access, policy
         # How many workers read batches of each form, of which arithmetic tells the rows; and how many each other dataset.
+        forms: Counter[SuccessiveBatches] = Counter()
+        self._others: list[tuple[Node, int]] = []
+        for kind, count in kinds:
+            form = kind if isinstance(kind, SuccessiveBatches) else SuccessiveBatches.of(kind)
+            if form is not None:
+                forms[form] += count
+            elif isinstance(kind, Node):
+                self._others.append((kind, count))
         self._forms = list(forms.items())
-        self._others = [(dataset, readers[key]) for key, dataset in different.items()]
+        self._whole_steps = min(
+            (form.whole() for form in forms), default=0
+        )  # in which no batch of these has fewer rows
+        self._whole_rows = sum(n * form.size for form, n in self._forms)
         self._length: int | None = None
 
     def cardinality(self) -> int:
@@ -250,7 +271,9 @@ class WorkerPlan(Plan):
 
     def _read(self, own: Iterator[tuple[int, Any]], epoch: int, step: int) -> Step:
         """A step of the next of this worker's batches."""
-        count = sum(n * batches.rows(step) for batches, n in self._forms)
+        count = self._whole_rows
+        if step >= self._whole_steps:
+            count = sum(n * batches.rows(step) for batches, n in self._forms)
         count += sum(n * rows_in(dataset, epoch, step) for dataset, n in self._others)
         rows, batch = next(own, (0, None))
         return Step(count, None if batch is None else self.workers.split(batch, rows))
@@ -321,15 +344,16 @@ class Workers:
         first = self.replica_offset
         return [partition.block(rows, self.num_replicas, r) for r in range(first, first + self.num_local_replicas)]
 
-    def shares(self, global_batch_size: int) -> list[int]:
+    def shares(self, global_batch_size: int) -> NDArray[np.int64]:
         """Return how many rows of a whole global batch each worker gets.
 
         Example:
-            >>> Workers([2, 2]).shares(7)
+            >>> Workers([2, 2]).shares(7).tolist()
             [4, 3]
         """
-        replicas = iter(partition.bounds(global_batch_size, self.num_replicas))
-        return [sum(high - low for low, high in (next(replicas) for _ in range(n))) for n in self.replicas]
+        ends = np.cumsum([0, *self.replicas])
+        rows, more = divmod(global_batch_size, self.num_replicas)
+        return np.diff(ends * rows + np.minimum(ends, more))  # as `partition.block` has it
 
     def split(self, rows: Any, count: int) -> list[Any]:
         """Return what each local replica gets of this worker's own rows, as views."""

@@ -49,11 +49,11 @@ class Batches(Stage):
         rows = self._parent.prefetch_depth
         return None if rows is None else -(-rows // self._batching.size)
 
-    def cardinality(self) -> int:
-        rows, size = self._parent.cardinality(), self._batching.size
-        if rows < 0:
-            return rows
-        return rows // size if self._batching.drop_remainder else -(-rows // size)
+    def length_over(self, below: int) -> int:
+        size = self._batching.size
+        if below < 0:
+            return below
+        return below // size if self._batching.drop_remainder else -(-below // size)
 
     def locate(self, epoch: int, position: int) -> Addresses:
         return self.locate_range(epoch, position, position + 1)[0]
@@ -217,14 +217,15 @@ class Unbatched(Stage):
         depth, batching = self._parent.prefetch_depth, self._parent.batching
         return depth if depth is None or batching is None else depth * batching.size
 
+    def length_over(self, below: int) -> int:
+        return below if below in (0, INFINITE) else UNKNOWN
+
     def cardinality(self) -> int:
-        batches = self._parent.cardinality()
-        if batches in (0, INFINITE):
-            return batches
-        if self._rows is None or self._rows.cardinality() == UNKNOWN:
-            return UNKNOWN
+        length = super().cardinality()
+        if length != UNKNOWN or self._rows is None or self._rows.cardinality() == UNKNOWN:
+            return length
         size, rows = self._parent.batching.size, self._rows.cardinality()  # type: ignore[union-attr]
-        return min(batches * size, rows)
+        return min(self._parent.cardinality() * size, rows)
 
     def locate(self, epoch: int, position: int) -> Addresses:
         return self._rows_below().locate(epoch, position)

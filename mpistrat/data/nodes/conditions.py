@@ -23,8 +23,8 @@ _filter = filter  # Python's: the operator of that name comes below
 class _Kept(InOrder):
     """Some of the elements. Which these are is known in order only."""
 
-    def cardinality(self) -> int:
-        return 0 if self._parent.cardinality() == 0 else UNKNOWN
+    def length_over(self, below: int) -> int:
+        return 0 if below == 0 else UNKNOWN
 
 
 class _Chosen(_Kept):

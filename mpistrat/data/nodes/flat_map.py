@@ -79,8 +79,8 @@ class FlatMap(InOrder):
         known, below = self._known(), self._parent.traits
         return below._replace(deterministic=below.deterministic and (known is None or known.traits.deterministic))
 
-    def cardinality(self) -> int:
-        return 0 if self._parent.cardinality() == 0 else UNKNOWN
+    def length_over(self, below: int) -> int:
+        return 0 if below == 0 else UNKNOWN
 
 
 @final

@@ -163,8 +163,8 @@ class Bucketed(InOrder):
         require_one_shape("Dataset.bucket_by_sequence_length", spec)
         return spec
 
-    def cardinality(self) -> int:
-        return 0 if self._parent.cardinality() == 0 else UNKNOWN
+    def length_over(self, below: int) -> int:
+        return 0 if below == 0 else UNKNOWN
 
     def _bucket(self, row: Any) -> int:
         length = _answer("Dataset.bucket_by_sequence_length", "element_length_func", call(self._length_func, row))

@@ -259,8 +259,8 @@ class Reindexed(Reordered):
         super().__init__(parent, order)
         self.order = order
 
-    def cardinality(self) -> int:
-        return self.order.cardinality(self._parent.cardinality())
+    def length_over(self, below: int) -> int:
+        return self.order.cardinality(below)
 
     @property
     def traits(self) -> Traits:

@@ -47,11 +47,10 @@ class CycledBatches(Stage):
         rows = self._parent.prefetch_depth
         return None if rows is None else -(-rows // max(self._sizes))
 
-    def cardinality(self) -> int:
-        rows = self._parent.cardinality()
-        if rows < 0:
-            return rows
-        rounds, rest = divmod(rows, self._ends[-1])
+    def length_over(self, below: int) -> int:
+        if below < 0:
+            return below
+        rounds, rest = divmod(below, self._ends[-1])
         whole = sum(end <= rest for end in self._ends)
         more = not self._drop_remainder and rest > (self._ends[whole - 1] if whole else 0)
         return rounds * len(self._sizes) + whole + more

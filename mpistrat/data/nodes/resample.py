@@ -76,8 +76,8 @@ class Resampled(InOrder):
     def row_spec(self) -> Any:
         return ArraySpec((), np.int64), self._parent.row_spec
 
-    def cardinality(self) -> int:
-        return 0 if self._parent.cardinality() == 0 else UNKNOWN
+    def length_over(self, below: int) -> int:
+        return 0 if below == 0 else UNKNOWN
 
     def _classified(self, epoch: int) -> Iterator[tuple[np.int64, Any]]:
         for position, row in enumerate(self._parent.elements(epoch)):

@@ -149,7 +149,11 @@ class Stage(_Readable):
         return self._parent.row_spec
 
     def cardinality(self) -> int:
-        return self._parent.cardinality()
+        return self.length_over(self._parent.cardinality())
+
+    def length_over(self, below: int) -> int:
+        """Return the number of elements over a parent of so many; `UNKNOWN` where that is not all that it depends on."""
+        return below
 
     def locate(self, epoch: int, position: int) -> Addresses:
         return self._parent.locate(epoch, position)

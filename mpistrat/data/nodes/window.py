@@ -88,8 +88,7 @@ class Windows(Stage):
             spec = batch_spec(spec, batching.size if batching.drop_remainder else None)
         return nest.map_structure(DatasetSpec, spec)
 
-    def cardinality(self) -> int:
-        below = self._parent.cardinality()
+    def length_over(self, below: int) -> int:
         if below < 0:
             return below
         begin = below - self._span + 1 if self._drop_remainder else below  # places where one may begin

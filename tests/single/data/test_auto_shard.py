@@ -324,6 +324,41 @@ def test_every_worker_knows_the_rows_of_all(tmp_path: Path, policy: str, drop_re
         assert [worker.global_batch_size for worker in workers] == [sum(own)] * 3
 
 
+@pytest.mark.parametrize(("policy", "made"), [("off", 3), ("hint", 4), ("file", 1)])
+def test_few_datasets_tell_the_rows_of_all_workers(
+    tmp_path: Path, policy: str, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resized: list[int] = []
+    resize = Batches.resized
+
+    def spy(self: Batches, size: int) -> Any:
+        resized.append(size)
+        return resize(self, size)
+
+    monkeypatch.setattr(Batches, "resized", spy)
+    files = [3 + number % 7 for number in range(64)]
+    rows: Dataset = shards(tmp_path, files)
+    for workers in (4, 64):
+        # one row more than all have: the first worker has it; of the elements the first three have one more
+        source = from_arrays(np.arange(5 * workers + 3)).shard(SHARD_HINT, SHARD_HINT) if policy == "hint" else rows
+        dataset = source.shuffle(9, seed=1).take(30).batch(2 * workers + 1).with_options(Options(policy))
+        data = iter(distribute(dataset, Workers([1] * workers, 1)))
+        assert len(resized) == made
+        resized.clear()
+        shares = np.array([3] + [2] * (workers - 1))
+        lengths = {
+            "off": np.full(workers, sum(files)),
+            "hint": np.array([6] * 3 + [5] * (workers - 3)),
+            "file": np.array([sum(files[worker::workers]) for worker in range(workers)]),
+        }[policy]
+        left = np.minimum(lengths, 30)
+        for _ in data:
+            taken = np.minimum(left, shares)
+            assert data.global_batch_size == taken.sum()
+            left = left - taken
+        assert not left.any()
+
+
 @pytest.mark.parametrize("policy", ["off", "hint"])
 def test_a_step_locates_batches_of_its_own_worker_only(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     located: list[int] = []
