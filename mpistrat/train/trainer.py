@@ -122,13 +122,12 @@ class Trainer:
             got = "None, and max_steps"
             raise ValueError(explain("Trainer.fit", "steps_per_epoch", expected="a number of steps", got=got))
         loop, strategy = self.loop, self.strategy
-        loop.stop_training, self._taken = False, 0
+        loop.stop_training, self._taken, self._endless = False, 0, bool(steps_per_epoch)
         notes = None if self._checkpoints is None else self._checkpoints.restore_latest()
         first, taken, position = (initial_epoch, 0, None) if notes is None else self._go_on(notes)
         begun = loop.step if notes is None else notes["step"] - self._taken  # the step at which the epoch began
         reached = max_steps is not None and loop.step >= max_steps
         last = first if loop.stop_training or reached else epochs  # nothing is left to do after a callback's stop
-        self._endless = bool(steps_per_epoch)
         if self._endless:
             self._batches = iter(data)
         elif first and hasattr(data, "set_epoch"):
@@ -148,36 +147,17 @@ class Trainer:
                 self._taken, taken = taken, 0
                 if steps_per_epoch and max_steps is not None:
                     count, reached = min(steps_per_epoch, max_steps - begun), begun + steps_per_epoch >= max_steps
-                batches = self._epoch(count)
-                for batch in batches:
-                    self._run("fit", batch)
-                    self._taken += 1
-                    loop.step += 1
-                    self._call("on_step_end")
-                    if self._checkpoints is not None and not self._servers:
-                        self._checkpoints.step(loop.step, self._notes)
-                    if strategy.should_stop() and not strategy.nodes_differ:
-                        batches.close()
-                        self._close()
-                        break
+                self._take_steps(count)
                 if strategy.should_stop() and not strategy.nodes_differ:
                     self._save()
                     break
                 loop.step = begun + count if count else loop.step  # of servers, too, which take no batches
-                logs = self._results()
-                if validation_data is not None and (loop.epoch + 1) % validation_freq == 0:
-                    logs |= {f"val_{name}": value for name, value in self.evaluate(validation_data).items()}
-                self._note(logs)
-                self._call("on_epoch_end", logs)
-                loop.agree()
+                self._end_epoch(validation_data if (loop.epoch + 1) % validation_freq == 0 else None)
                 self._taken, begun = 0, loop.step
                 over = loop.stop_training or reached or loop.epoch + 1 == last
                 if over:
                     strategy.outer_step()
-                if self._checkpoints is not None and (over or not self._checkpoints.periodic):
-                    self._save(next_epoch=True)
-                elif self._checkpoints is not None and self._servers:
-                    self._checkpoints.step(loop.step, partial(self._notes, next_epoch=True))
+                self._save_epoch(over)
                 if over:
                     break
         finally:
@@ -186,6 +166,30 @@ class Trainer:
         if self._checkpoints is not None:
             self._checkpoints.wait()
         return self.history
+
+    def _take_steps(self, count: int | None) -> None:
+        """Take the steps of an epoch that are left, or those until `should_stop` says so."""
+        loop, strategy, batches = self.loop, self.strategy, self._epoch(count)
+        for batch in batches:
+            self._run("fit", batch)
+            self._taken += 1
+            loop.step += 1
+            self._call("on_step_end")
+            if self._checkpoints is not None and not self._servers:
+                self._checkpoints.step(loop.step, self._notes)
+            if strategy.should_stop() and not strategy.nodes_differ:
+                batches.close()
+                self._close()
+                break
+
+    def _end_epoch(self, validation_data: Iterable[Any] | None) -> None:
+        """Note an epoch's results, those of validation with them, and let callbacks decide."""
+        logs = self._results()
+        if validation_data is not None:
+            logs |= {f"val_{name}": value for name, value in self.evaluate(validation_data).items()}
+        self._note(logs)
+        self._call("on_epoch_end", logs)
+        self.loop.agree()
 
     def _close(self) -> None:
         """End reading; with parameter servers a worker leaves the pass so."""
@@ -200,6 +204,13 @@ class Trainer:
         elif self._checkpoints is not None:
             step = self.strategy.broadcast_object(self.loop.step, self.loop.first)  # workers of servers have their own
             self._checkpoints.save(step, self._notes(next_epoch))
+
+    def _save_epoch(self, over: bool) -> None:
+        """Save behind an epoch where nothing says when else, and behind the last one."""
+        if self._checkpoints is not None and (over or not self._checkpoints.periodic):
+            self._save(next_epoch=True)
+        elif self._checkpoints is not None and self._servers:
+            self._checkpoints.step(self.loop.step, partial(self._notes, next_epoch=True))
 
     def _notes(self, next_epoch: bool = False) -> dict[str, Any]:
         """Return what a run that goes on needs beside variables and optimizers, the same on all ranks. Collective."""

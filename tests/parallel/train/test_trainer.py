@@ -1,5 +1,7 @@
 """The loop: the same results, decisions and rows under every strategy, on every layout."""
 
+import itertools
+
 import numpy as np
 import pytest
 from linear_trainer import dataset, rows, trainer
@@ -99,6 +101,18 @@ def test_training_ends_with_the_step_that_is_told(mpi_tmp_path):
         work, _ = trainer(strategy)
         with pytest.raises(ValueError, match=r"steps_per_epoch: expected a number of steps, got None, and max_steps"):
             work.fit(strategy.distribute_dataset(dataset()), max_steps=3)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("ends", [[8, 12], [6, 12], [4, 11]])
+def test_data_without_an_end_or_a_position_go_on_behind_what_was_taken(mpi_tmp_path, ends):
+    seen = []
+    for end in ends:
+        with ms.MultiWorkerMirroredStrategy() as strategy:
+            checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path)
+            work = ms.train.Trainer(strategy, seen.append, checkpoints=checkpoints)
+            work.fit(itertools.count(), 100, steps_per_epoch=4, max_steps=end)
+    assert seen == list(range(ends[-1]))
 
 
 @pytest.mark.ranks(2, 3)
