@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import jax
@@ -15,22 +16,38 @@ from ..errors import DeviceError, explain
 from ..optimizers import Optimizer
 from ..strategy.loss import check_loss
 from ..variables import Variable
+from ..variables.layout import check_layouts
 from .arrays import Link, flatten, is_array, is_parameter, link_of, names_of
 from .rule import JaxRule
 
 __all__ = ["distribute"]
 
 T = TypeVar("T")
+Layouts = Mapping[str, Sequence[str | None]]
 _FUNCTION = "ms.jax.distribute"
 
 
 @overload
-def distribute(tree: T, optimizer: None = None, *, loss: str = "mean", max_norm: None = None) -> T: ...
+def distribute(
+    tree: T, optimizer: None = None, *, loss: str = "mean", max_norm: None = None, layouts: Layouts | None = None
+) -> T: ...
 @overload
 def distribute(
-    tree: T, optimizer: optax.GradientTransformation, *, loss: str = "mean", max_norm: float | None = None
+    tree: T,
+    optimizer: optax.GradientTransformation,
+    *,
+    loss: str = "mean",
+    max_norm: float | None = None,
+    layouts: Layouts | None = None,
 ) -> tuple[T, Optimizer]: ...
-def distribute(tree: Any, optimizer: Any = None, *, loss: str = "mean", max_norm: float | None = None) -> Any:
+def distribute(
+    tree: Any,
+    optimizer: Any = None,
+    *,
+    loss: str = "mean",
+    max_norm: float | None = None,
+    layouts: Layouts | None = None,
+) -> Any:
     """Put a tree of parameters into the current strategy. Collective.
 
     A tree of the same structure is returned. Its floating arrays have rank 0's numbers, and lie once on each node; they are
@@ -45,10 +62,13 @@ def distribute(tree: Any, optimizer: Any = None, *, loss: str = "mean", max_norm
             rows where the batch is a distributed dataset's, else equally. Or "sum": a part of the whole loss, as
             `ms.nn.compute_average_loss` makes it; then gradients are summed as they are.
         max_norm: scale the gradients down together so that their norm over all parameters, after the sum, does not exceed it.
+        layouts: under a MeshStrategy, by name of a leaf, as "first/w" of {"first": {"w": …}}, how the ranks of a replica divide
+            it, as `ms.Variable`'s layout: the leaf of the tree that is returned is this rank's part.
 
     Raises:
         ContextError: outside of a strategy's scope.
-        ValueError: an argument is wrong; no floating array; max_norm where servers sum the gradients of workers.
+        ValueError: an argument is wrong; no floating array; max_norm where servers sum the gradients of workers; a layout that
+            does not fit, or without a mesh.
         TypeError: float64 where JAX has it not enabled; complex numbers; an optimizer that looks at several numbers together.
         RuntimeError: the tree was distributed already.
         DeviceError: JAX computes on another kind of device than the strategy's; several GPUs on a rank.
@@ -68,12 +88,15 @@ def distribute(tree: Any, optimizer: Any = None, *, loss: str = "mean", max_norm
         _check_devices(placement)
         for leaf, name in zip(leaves, names, strict=True):
             _check(leaf, name)
+        given = layouts or {}
+        check_layouts(_FUNCTION, given, [n for n, leaf in zip(names, leaves, strict=True) if is_parameter(leaf)])
         if not any(map(is_parameter, leaves)):
             raise ValueError(explain(_FUNCTION, "tree", expected="floating arrays in it", got="none"))
         rule = None if optimizer is None else _rule(optimizer, tree, max_norm)
     arrays = [f"{name} {leaf.dtype}{leaf.shape}" for leaf, name in zip(leaves, names, strict=True) if is_array(leaf)]
     agree.same(exchange, ", ".join([f"{_FUNCTION} of a tree with loss={loss!r}", *arrays]), agree.mismatch)
-    made = [_put(placement, leaf, name, loss == "mean") for leaf, name in zip(leaves, names, strict=True)]
+    pairs = zip(leaves, names, strict=True)
+    made = [_put(placement, leaf, name, loss == "mean", given.get(name)) for leaf, name in pairs]
     params = structure.unflatten(made)
     return params if rule is None else (params, rule)
 
@@ -126,12 +149,12 @@ def _canonical(leaf: Any) -> str:
     return str(jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
-def _put(placement: Any, leaf: Any, name: str, mean: bool) -> Any:
+def _put(placement: Any, leaf: Any, name: str, mean: bool, layout: Sequence[str | None] | None) -> Any:
     """Return the leaf of the distributed tree. Collective."""
     if not is_array(leaf) or not leaf.size:
         return leaf
     if is_parameter(leaf):
-        return Link(name, Variable(np.asarray(leaf), name=name), mean).make()
+        return Link(name, Variable(np.asarray(leaf), name=name, layout=layout), mean).make()
     value, group = np.array(leaf), placement.creators
     with group.collective(_FUNCTION, name, value.dtype.name, value.shape):
         group.broadcast(value)

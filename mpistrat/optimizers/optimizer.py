@@ -24,7 +24,7 @@ from .fused_step import FusedStep
 from .gradients import ReplicaPairs, check_variables, pairs_of
 from .hyperparameters import AVERAGE, GRADIENT_SUM, Rate
 from .rule import Block, Rule, UpdateRun
-from .slots import SlotStore
+from .slots import SlotStore, whole_slots
 
 __all__ = ["Optimizer", "find", "known"]
 
@@ -337,28 +337,30 @@ class Optimizer(Rule):
         for variable in var_list:
             average = self.slots(variable).get(AVERAGE)
             if average is not None:
-                variable.assign(average.astype(variable.dtype))
+                part = None if isinstance(variable, ShardedVariable) else variable.part
+                variable.assign((average if part is None else part.cut(average)).astype(variable.dtype))
 
     def slots(self, variable: Variable | ShardedVariable) -> dict[str, np.ndarray]:
         """Return new arrays with a variable's slots, whole, on the host; {} if it was never updated. Collective.
 
         After `restore` they are those of the file, also before the first step. Slots of 16-bit variables are float32. A
-        ShardedVariable has slots when all its parts have.
+        ShardedVariable has slots when all its parts have. Of one that is divided by a layout they are whole, too.
         """
         if isinstance(variable, ShardedVariable):
             parts = [self.slots(part) for part in variable.variables]
             return {name: np.concatenate([part[name] for part in parts]) for name in self.slot_names if all(parts)}
         if variable.placement.store is None and not any(variable is known for known in self._variables):
             waiting = self._slots.pending.get(variable.name, {}) if self.may_join(variable.placement.strategy) else {}
-            return {name: np.array(array) for name, array in waiting.items() if name in self.slot_names}
-        return self._slots.read(variable)
+            known = {name: np.array(array) for name, array in waiting.items() if name in self.slot_names}
+            return whole_slots(variable.part, known)
+        return whole_slots(variable.part, self._slots.read(variable))
 
     def set_slots(self, variable: Variable | ShardedVariable, values: Mapping[str, Any]) -> None:
         """Overwrite a variable's slots; each rank takes its part. Every rank must do it.
 
         Args:
             variable: of the strategy that this optimizer serves.
-            values: arrays of the variable's shape, one for each of `slot_names`.
+            values: arrays of the variable's shape, or of the whole's if it has a layout; one for each of `slot_names`.
 
         Raises:
             ValueError: names or shapes do not fit.
@@ -369,8 +371,9 @@ class Optimizer(Rule):
                 self.set_slots(part, {name: rows[index] for name, rows in cut.items()})
             return
         self._slots.write(variable, values)
-        given = [as_array(values[name], "Optimizer.set_slots", name) for name in self.slot_names]
-        mine = checksum(*(np.ascontiguousarray(to_host(array)).reshape(-1) for array in given))
+        given = {name: to_host(as_array(values[name], "Optimizer.set_slots", name)) for name in self.slot_names}
+        wholes = whole_slots(variable.part, given)  # what is compared, by the ranks of a replica, too
+        mine = checksum(*(np.ascontiguousarray(array).reshape(-1) for array in wholes.values()))
         self._slots_words = f", slots set #{zlib.crc32(f'{self._slots_words} {variable.name} {mine}'.encode()):08x}"
         self._describe_steps()
         if not any(variable is known for known in self._variables):
@@ -393,6 +396,17 @@ class Optimizer(Rule):
         if store is not None:
             yield from store.each_slots(self)
             return
+        strategy = self._strategy
+        variables = [] if strategy is None else strategy.extended.placement.variables
+        parts = {variable.name: variable.part for variable in variables}
+        for name, slots in self.slots_of_parts():
+            yield name, whole_slots(parts.get(name), slots)
+
+    def slots_of_parts(self) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+        """Yield what `each_slots` does, but of what a replica's ranks divide this rank's part. Collective; for files.
+
+        What waits for a first update may be whole.
+        """
         yield from self._slots.pending.items()
         for variable in self._variables:
             if self._slots.stored_of(variable):

@@ -15,7 +15,7 @@ from ..cross_device.pieces import PieceShare
 from ..cross_device.wire import Unsent
 from ..errors import explain
 from ..variables.arena import Arena
-from ..variables.layout import Receiver
+from ..variables.layout import Part, Receiver
 from ..variables.placement import Placement, SlotsHere
 from ..variables.values import move_like
 from ..variables.variable import Variable
@@ -26,7 +26,7 @@ from .rule import Rule
 if TYPE_CHECKING:
     from .outer_step import OuterSteps
 
-__all__ = ["WIRE_RESIDUAL", "ArenaSlots", "SlotStore", "owners", "residual_receiver", "waiting_slots"]
+__all__ = ["WIRE_RESIDUAL", "ArenaSlots", "SlotStore", "owners", "residual_receiver", "waiting_slots", "whole_slots"]
 
 WIRE_RESIDUAL = "wire_residual"  # what a weight lacks of what was meant, where changes travel in fewer bytes
 
@@ -141,7 +141,7 @@ class SlotStore:
             slots.forget_unsent()
 
     def read(self, variable: Variable) -> dict[str, np.ndarray]:
-        """Return a variable's slots, whole, on every rank; the first node's where nodes have their own. Collective."""
+        """Return a variable's slots on every rank, as much as it is; the first node's where nodes differ. Collective."""
         store = variable.placement.store
         if store is not None:
             return store.read_slots(self._owner, variable)
@@ -181,11 +181,13 @@ class SlotStore:
         if store is not None:
             store.write_slots(self._owner, variable, values)
             return
-        arena, low = _arena_of(variable), variable.offset
+        arena, low, part = _arena_of(variable), variable.offset, variable.part
         if arena.wire is not None and residual is not None:
             values[WIRE_RESIDUAL] = residual
         for name in values:
             array = as_array(values[name], "Optimizer.set_slots", name)
+            if part is not None and array.shape == part.whole_shape:
+                array = part.cut(array)
             if array.shape != variable.shape:
                 expected, got = f"{name} of shape {variable.shape}", f"shape {tuple(array.shape)}"
                 raise ValueError(explain("Optimizer.set_slots", variable.name, expected=expected, got=got))
@@ -217,6 +219,15 @@ class SlotStore:
             values = self.pending.pop(variable.name, None)
             if values is not None:
                 self.write(variable, values)
+
+
+def whole_slots(part: Part | None, slots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return slots whole, of each rank's part or the whole. Collective over the replica, where its ranks divide a variable."""
+    if part is None:
+        return dict(slots)
+    return {
+        name: array if array.shape == part.whole_shape else part.whole(to_host(array)) for name, array in slots.items()
+    }
 
 
 def residual_receiver(variable: Variable) -> Receiver:

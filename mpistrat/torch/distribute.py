@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -11,6 +12,7 @@ from .. import context
 from ..cluster.devices import parse
 from ..errors import explain
 from ..strategy.loss import check_loss
+from ..variables.layout import check_layouts
 from .module import link_of, put_into
 from .optimizer import distribute_optimizer
 from .rule import check_kind
@@ -25,7 +27,13 @@ O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 @overload
 def distribute(
-    module: M, optimizer: None = None, *, loss: str = "mean", max_norm: None = None, sync_batch_norm: bool = False
+    module: M,
+    optimizer: None = None,
+    *,
+    loss: str = "mean",
+    max_norm: None = None,
+    sync_batch_norm: bool = False,
+    layouts: Mapping[str, Sequence[str | None]] | None = None,
 ) -> M: ...
 @overload
 def distribute(
@@ -36,6 +44,7 @@ def distribute(
     max_norm: float | None = None,
     sync_batch_norm: bool = False,
     overlap: bool = False,
+    layouts: Mapping[str, Sequence[str | None]] | None = None,
 ) -> tuple[M, O]: ...
 def distribute(
     module: Any,
@@ -45,6 +54,7 @@ def distribute(
     max_norm: float | None = None,
     sync_batch_norm: bool = False,
     overlap: bool = False,
+    layouts: Mapping[str, Sequence[str | None]] | None = None,
 ) -> Any:
     """Put a module's parameters into the current strategy, and have its optimizer step for all replicas. Collective.
 
@@ -63,11 +73,14 @@ def distribute(
         sync_batch_norm: replace BatchNorm layers by ones whose statistics are of all replicas.
         overlap: on several nodes, start to sum gradients within backward passes, as DDP does: see `Optimizer.begin`. Then
             all ranks must call backward equally often, and compute gradients of the same parameters.
+        layouts: under a MeshStrategy, by name of a parameter, how the ranks of a replica divide it, as `ms.Variable`'s layout:
+            it has this rank's part, also where the module was made whole. `state_dict` and `load_state_dict` of module and
+            optimizer have it whole.
 
     Raises:
         ContextError: outside of a strategy's scope.
         ValueError: an argument is wrong; a parameter that is not the module's, or without memory, or complex; SyncBatchNorm,
-            where workers do not step together.
+            where workers do not step together; a layout that does not fit, or without a mesh.
         TypeError: a rule that does not work element by element.
         RuntimeError: the module was distributed already.
         CollectiveMismatchError: on every rank, when their modules differ.
@@ -85,6 +98,7 @@ def distribute(
     names = {parameter: name for name, parameter in module.named_parameters()}
     if any(link_of(parameter) is not None for parameter in names):
         raise RuntimeError(explain(function, "module", expected="one call for a module", got="a second one"))
+    check_layouts(function, layouts or {}, list(names.values()))
     strategy = context.get_strategy()
     if sync_batch_norm or any(isinstance(layer, SyncBatchNorm) for layer in module.modules()):
         _check_in_sync(strategy)
@@ -100,7 +114,7 @@ def distribute(
         order = chosen + [name for name in order if name not in left]
     if sync_batch_norm:
         convert(module)
-    put_into(strategy, module, order, loss == "mean")
+    put_into(strategy, module, order, loss == "mean", layouts or {})
     _seed(strategy)
     if optimizer is None:
         return module
@@ -167,8 +181,14 @@ def _check_in_sync(strategy: Any) -> None:
 
 
 def _seed(strategy: Any) -> None:
-    """Let each rank draw other random numbers, which repeat with the program's seed. Collective."""
-    group = strategy.extended.process_group
-    first = int(group.all_gather_int([torch.initial_seed() & ((1 << 62) - 1)])[0][0])
-    if strategy.rank:
-        torch.manual_seed(int(np.random.SeedSequence([first, strategy.rank]).generate_state(1, np.uint64)[0] >> 1))
+    """Let replicas draw other random numbers, which repeat with the program's seed, and ranks of one the same. Collective."""
+    group, served = strategy.extended.process_group, strategy.extended.placement.store is not None
+    number = strategy.rank if served else strategy.extended.sync_topology.rank
+    state = torch.get_rng_state().numpy()
+    with group.collective("ms.torch.distribute", "random numbers"):
+        first = int(group.all_gather_int([torch.initial_seed() & ((1 << 62) - 1)])[0][0])
+        group.broadcast(state)
+    if number:
+        torch.manual_seed(int(np.random.SeedSequence([first, number]).generate_state(1, np.uint64)[0] >> 1))
+    else:
+        torch.set_rng_state(torch.from_numpy(state))

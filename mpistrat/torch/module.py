@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -17,6 +17,7 @@ from ..strategy.contexts import local_replica
 from ..strategy.loss import share_of_batch, summed_replicas
 from ..types import VariableAggregation, VariableSynchronization
 from ..variables import Variable
+from ..variables.layout import Part
 from .sync_batch_norm import SyncBatchNorm
 from .tensors import LocalGradient, array_of, slices_of, tensor_of
 
@@ -48,12 +49,13 @@ class Link:
         adds: whether the next gradient is added to what lies there though `parameter.grad` is None.
         share: by what this replica's gradients are multiplied before the sum.
         address: of the variable's memory; torch itself may move a tensor's, as `share_memory` does.
+        divided: which part of it this rank has, where the ranks of a replica divide it; else None.
         noted: called with the link when a backward pass has completed the gradient, if anything is.
     """
 
     __slots__ = (
-        *("_present", "adds", "address", "gradient", "name", "parameter", "replicas", "share", "shown", "tensor"),
-        *("noted", "variable"),
+        *("_present", "adds", "address", "divided", "gradient", "name", "parameter", "replicas", "share", "shown"),
+        *("noted", "tensor", "variable"),
     )
 
     def __init__(self, name: str, variable: Variable, parameter: torch.nn.Parameter, replica: int) -> None:
@@ -61,6 +63,7 @@ class Link:
         self.replicas: Sequence[Link] = (self,)
         self.adds, self.share = False, 1.0
         self.noted: Callable[[Link], None] | None = None
+        self.divided: Part | None = None
         self.gradient: torch.Tensor | None = None
         self.shown: torch.Tensor | None = None
         self.tensor: torch.Tensor | None = None
@@ -71,6 +74,7 @@ class Link:
             if parameter.requires_grad:
                 parameter.register_hook(self._weigh)
             return
+        self.divided = variable.part if variable.part is not None and variable.part.split else None
         self.tensor = tensor_of(variable.storage(replica))
         self.address = self.tensor.data_ptr()
         parameter.data = self.tensor
@@ -123,6 +127,10 @@ class Link:
     @torch.compiler.disable
     def _take_untraced(self, parameter: torch.nn.Parameter) -> None:
         self._take(parameter)
+
+    def whole(self) -> torch.Tensor:
+        """Return a copy of the whole parameter. Collective, where ranks divide it."""
+        return tensor_of(self.variable.gathered()) if self.divided is not None else self.parameter.data.clone()
 
     def attach(self) -> None:
         """Give the parameter the variable's memory; of a variable on a server, what is read of it now."""
@@ -267,11 +275,19 @@ class DistributedModule(torch.nn.Module):
             variable.assign(variable.numpy())
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's state, as plain torch has it. Of several parameter servers none may call it."""
+        """Return the module's state, as plain torch has it. Of several parameter servers none may call it.
+
+        Collective where ranks divide parameters.
+        """
         for link in self.mpistrat_links:
             if link.tensor is None:
                 link.attach()
-        return super().state_dict(*args, **kwargs)
+        state = super().state_dict(*args, **kwargs)
+        divided = {link.address: link for link in self.mpistrat_links if link.divided is not None}
+        for name, tensor in state.items() if divided else ():
+            if torch.is_tensor(tensor) and tensor.data_ptr() in divided:
+                state[name] = divided[tensor.data_ptr()].whole()
+        return state
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load a module's state, of plain torch too. Collective: every rank loads the same.
@@ -281,7 +297,7 @@ class DistributedModule(torch.nn.Module):
         """
         links = self.mpistrat_links
         for link in links:
-            link.parameter.data = link.parameter.data.clone()  # private: ranks of a node share the other memory
+            link.parameter.data = link.whole()  # private: ranks of a node share the other memory
         try:
             found = super().load_state_dict(state_dict, strict)
         except BaseException:
@@ -291,7 +307,8 @@ class DistributedModule(torch.nn.Module):
         for link in links:
             loaded = link.parameter.data
             link.attach()
-            link.variable.assign(array_of(loaded))
+            array = array_of(loaded)
+            link.variable.assign(array if link.divided is None else link.divided.cut(array))
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -308,7 +325,13 @@ class DistributedModule(torch.nn.Module):
         return copy.deepcopy(self).__reduce_ex__(1)  # from protocol 2 on pickle looks for this object's class in it
 
 
-def put_into(strategy: Any, module: torch.nn.Module, order: Iterable[str], weighs: bool) -> None:
+def put_into(
+    strategy: Any,
+    module: torch.nn.Module,
+    order: Iterable[str],
+    weighs: bool,
+    layouts: Mapping[str, Sequence[str | None]],
+) -> None:
     """Make a module a distributed one. Collective, in the strategy's scope.
 
     Args:
@@ -316,13 +339,15 @@ def put_into(strategy: Any, module: torch.nn.Module, order: Iterable[str], weigh
         module: any.
         order: names of parameters, in which their variables are made: those of a group side by side.
         weighs: whether gradients are weighted by rows.
+        layouts: of parameters that the ranks of a replica divide, by name.
     """
     replicas = [module, *(copy.deepcopy(module) for _ in strategy.extended.replicas[1:])]
     parameters = [dict(each.named_parameters()) for each in replicas]
     links: list[list[Link]] = [[] for _ in replicas]
     for name in order:
         own = parameters[0][name]
-        variable = Variable(array_of(own), trainable=own.requires_grad, name=name)
+        layout = layouts.get(name)
+        variable = Variable(array_of(own), trainable=own.requires_grad, name=name, layout=layout)
         copies = tuple(Link(name, variable, each[name], replica) for replica, each in enumerate(parameters))
         for link, of_replica in zip(copies, links, strict=True):
             link.replicas = copies

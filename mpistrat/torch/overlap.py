@@ -30,7 +30,8 @@ class Overlap:
         self._rule, self._strategy = rule, strategy
         self._buckets: list[list[Link]] = []
         extended = strategy.extended
-        if extended.placement.store is None and len(extended.replicas) == 1 and extended.process_group.num_nodes > 1:
+        placement = extended.placement
+        if placement.store is None and len(extended.replicas) == 1 and placement.group.num_nodes > 1:
             self._fill([link for link in reversed(links) if link.gradient is not None])
         self._versions: dict[Link, int] = {}  # of what was begun
         self._reset()

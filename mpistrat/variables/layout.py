@@ -13,7 +13,7 @@ import numpy as np
 from ..comm.process_group import ProcessGroup
 from ..errors import explain
 
-__all__ = ["DATA", "Grid", "Part", "Receiver"]
+__all__ = ["DATA", "Grid", "Part", "Receiver", "check_layouts"]
 
 DATA = "data"  # the axis whose coordinates are replicas
 
@@ -148,16 +148,16 @@ class Part:
         return Receiver(ranges, take, own.finish)
 
     def elements(self, own: Any, wanted: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Return elements of the whole, flat, of which each rank has its part. Collective over the replica.
+        """Return elements of the whole, flat, of which each rank has its part, or all of it. Collective over the replica.
 
         Args:
-            own: this rank's part, flat.
+            own: this rank's part, flat; or the whole, on all ranks.
             wanted: for each rank of the replica which elements it gets.
         """
         group = self._grid.replica
         rank = group.topology.rank
         low, high = wanted[rank]
-        if not self.split:
+        if own.size == self.size:
             return own[low:high]
         holders, corners = self.holders, {r: self._corner(self._grid.coordinates(r)) for r in range(len(wanted))}
         sent: list[list[Any]] = [[] for _ in wanted]
@@ -175,6 +175,10 @@ class Part:
                 result[start - low : start - low + count] = found[at : at + count]
                 at += count
         return result
+
+    def cut(self, whole: Any) -> Any:
+        """Return the part of a whole array that every rank has: a view. No message."""
+        return whole[self.slices]
 
     def whole(self, own: Any) -> np.ndarray:
         """Return the whole on every rank, of the part that each has. Collective over the replica."""
@@ -214,6 +218,22 @@ class Part:
             starts = np.array(starts, np.int64)
             self._first[corner] = starts.reshape(-1)
         return self._first[corner]
+
+
+def check_layouts(function: str, layouts: Any, names: Sequence[str]) -> None:
+    """Check the layouts that `distribute` of a framework gets for parameters, by name; making the variables checks the rest.
+
+    Raises:
+        TypeError: no dict.
+        ValueError: a name that no parameter has.
+    """
+    if not isinstance(layouts, Mapping):
+        expected = 'a dict of names and layouts, such as {"fc1.weight": ("model", None)}'
+        raise TypeError(explain(function, "layouts", expected=expected, got=type(layouts).__name__))
+    for name in layouts:
+        if name not in names:
+            expected = f"names of parameters: {', '.join(names[:8])}{', …' if len(names) > 8 else ''}"
+            raise ValueError(explain(function, "layouts", expected=expected, got=repr(name)))
 
 
 def _exchanged(

@@ -58,7 +58,8 @@ class Kept:
             each_node: whether the ranks of each node give all.
         """
         if self.placement is not None and self.placement.grid is not None:
-            every = self.optimizer.each_slots() if self.optimizer is not None else self.state.get("slots", {}).items()
+            one = self.optimizer
+            every = self.state.get("slots", {}).items() if one is None else one.slots_of_parts()
             for name, slots in every:
                 yield from waiting_slots(None, name, slots, writers, True, each_node)
             return

@@ -41,14 +41,19 @@ def expected():
 
 
 class Network:
-    """The network under a MeshStrategy."""
+    """The network under a MeshStrategy, with an optimizer or without one."""
 
-    def __init__(self, strategy, values=None):
+    def __init__(self, strategy, values=None, trained=True):
         self.strategy = strategy
         values = start() if values is None else values
         with strategy.scope():
             self.variables = {n: ms.Variable(v, name=n, layout=LAYOUTS[n]) for n, v in values.items()}
-            self.optimizer = ms.optimizers.Adam(0.01, global_clipnorm=CLIP)
+        if trained:
+            self.make_optimizer()
+
+    def make_optimizer(self, **settings):
+        with self.strategy.scope():
+            self.optimizer = ms.optimizers.Adam(0.01, global_clipnorm=CLIP, **settings)
 
     def step(self, x, y):
         mesh = ms.get_replica_context().mesh
@@ -79,7 +84,7 @@ class Network:
         found = {name: variable.gathered() for name, variable in self.variables.items()}
         for name, variable in self.variables.items():
             for slot, array in self.optimizer.slots(variable).items():
-                found[f"{name} {slot}"] = variable.part.whole(array)
+                found[f"{name} {slot}"] = array
         return found
 
 

@@ -180,3 +180,57 @@ def test_slots_that_hosts_divide(mpi_tmp_path):
                 key = f"optimizers/0/slots/{name}/{slot}"
                 assert np.array_equal(one[key], two[key])
                 assert np.asarray(one[key]).all()
+
+
+@pytest.mark.ranks(4)
+def test_what_waits_for_an_optimizer_that_is_made_later_is_whole(mpi_tmp_path):
+    """A file is restored and saved before the optimizer is made, and goes on in another mesh."""
+    with ms.MeshStrategy(axes={"data": 2, "model": 2}) as strategy:
+        network = meshes.Network(strategy)
+        network.train()
+        strategy.save(mpi_tmp_path / "0.h5")
+        network.train()
+        wanted = network.wholes()
+    for number, axes in enumerate(meshes.meshes(4)):
+        with ms.MeshStrategy(axes=axes) as strategy:
+            network = meshes.Network(strategy, other_values(), trained=False)
+            strategy.restore(mpi_tmp_path / f"{number}.h5")
+            strategy.save(mpi_tmp_path / f"{number + 1}.h5")
+            network.make_optimizer()
+            network.train()
+            found = network.wholes()
+            for name, array in wanted.items():
+                np.testing.assert_allclose(found[name], array, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("averages", [False, True])
+def test_states_of_optimizers_are_whole(averages):
+    """What one mesh's optimizer gives another's takes, before its first step and after, averages of weights too."""
+
+    def network_of(strategy):
+        network = meshes.Network(strategy, trained=False)
+        network.make_optimizer(use_ema=averages)
+        return network
+
+    with ms.MeshStrategy(axes={"data": 2, "model": 2}) as strategy:
+        network = network_of(strategy)
+        network.train()
+        state = network.optimizer.get_state()
+        shapes = {slot: array.shape for slot, array in state["slots"]["w1"].items()}
+        assert set(shapes.values()) == {(12, 16)}
+    for applied in (False, True):
+        with ms.MeshStrategy(axes={"model": 4}) as strategy:
+            network = network_of(strategy)
+            if applied:
+                network.train()
+            network.optimizer.set_state(state)
+            equal(network.optimizer.get_state()["slots"]["w1"], state["slots"]["w1"])
+            if applied:
+                for name, variable in network.variables.items():
+                    network.optimizer.set_slots(variable, state["slots"][name])
+            network.train()  # set_slots has made no difference between ranks
+            if averages:
+                average = network.optimizer.slots(network.variables["w1"])["average"]
+                network.optimizer.finalize_variable_values(network.variables.values())
+                equal({"w1": network.variables["w1"].gathered()}, {"w1": average})
