@@ -45,14 +45,17 @@ class Agreement(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Let `stop_training` be what all ranks have agreed on: the sum of the next step's gradients carries a wish along."""
         link = self._link
-        if link.size == 1 or link.served:
+        if link.strategy.size == 1 or link.served:
             return
         if self.model.stop_training and not link.stops:
             link.wants_stop = True
+        link.stop_together()
         self.model.stop_training = link.stops
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Agree on `stop_training`, and compare the learning rates. Collective."""
+        """Agree on `stop_training`, and compare the learning rates, and of a replica's ranks the weights. Collective."""
+        weights = (keras.ops.convert_to_numpy(weight.value) for weight in self.model.trainable_weights)
+        self._link.compare_replicas("fit", "weights after an epoch", weights)
         self.model.stop_training = self._link.agree_on_stop(bool(self.model.stop_training))
         rate = getattr(self.model.optimizer, "learning_rate", None)
         if rate is not None:

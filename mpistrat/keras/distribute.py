@@ -23,7 +23,7 @@ def distribute(model: M) -> M:
     The same object is returned, compiled before or after. Each step, gradients are averaged over all ranks before Keras's
     optimizer updates; metrics are those of all ranks before callbacks see them at an epoch's end; `predict` returns all rows.
     Weights begin as rank 0's; random numbers, as of dropout, differ from rank to rank. Files are written by rank 0, and are
-    Keras's own.
+    Keras's own. Under a MeshStrategy every rank has the whole model: replicas divide batches, the ranks of one compute alike.
 
     Args:
         model: a keras.Model: functional, Sequential or of a class of yours; built or not; on the CPU.

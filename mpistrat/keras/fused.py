@@ -117,7 +117,7 @@ class FusedUpdate:
         self.spans = [(start, start + size) for start, size in zip(self._starts, sizes, strict=False)]
         total = self._starts[-1] + 1  # the last one tells whether a rank wants to stop
         extended = link.strategy.extended
-        self._group, self._ops = extended.process_group, extended.placement.ops
+        self._group, self._ops = extended.placement.group, extended.placement.ops
         theirs = {name: getattr(optimizer, where, []) for name, where in rule.slots.items()}
         theirs = {name: variables for name, variables in theirs.items() if variables}
         arenas, what = ArenaAllocator(self._group), f"the updates of {optimizer.name}"

@@ -26,7 +26,7 @@ from ..errors import CollectiveMismatchError, explain
 from ..strategy.input import Distributor, Division
 from .link import Link
 
-__all__ = ["Batches", "batches_of"]
+__all__ = ["Batches", "ServedBatches", "arrays_in", "batches_of"]
 
 _COMPARED = 64  # rows of an array that ranks compare
 
@@ -269,6 +269,7 @@ class OwnBatches(Batches):
                 self._check(number, self.link.numbers("batch", state)[:, 0].tolist())
             if state == _END:
                 return
+            self.link.compare_replicas("fit, evaluate or predict", f"batch {number}", arrays_in(batch))
             number += 1
             yield batch, None, 0
 
@@ -341,6 +342,11 @@ class ServedBatches(Batches):
         """End reading, which belongs to a pass."""
         if self._reading is not None:
             self._reading.close()
+
+
+def arrays_in(batch: Any) -> Iterator[np.ndarray]:
+    """Yield the arrays of a batch of any library, on the host."""
+    return (keras.ops.convert_to_numpy(leaf) for leaf in keras.tree.flatten(batch) if leaf is not None)
 
 
 def batches_of(

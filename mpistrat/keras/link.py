@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
 
 import keras
@@ -17,9 +17,11 @@ from .. import global_batch
 from .._util import log
 from .._util.text import named
 from ..comm.agree import only_differences, same, together
+from ..comm.process_group import ProcessGroup
 from ..distributed_values import PerReplica
 from ..errors import CollectiveMismatchError, by_rank, explain
 from ..strategy.loss import share_of_batch, summed_replicas
+from ..variables.values import checksum
 
 __all__ = ["Link", "subclass"]
 
@@ -30,10 +32,11 @@ class Link:
 
     Attributes:
         strategy: the strategy. A rank computes for all of its replicas at once.
-        rank: this one.
-        size: number of ranks.
+        rank: this one, among those that divide batches: all; under a MeshStrategy those along "data".
+        size: how many these are.
         root: whose weights, files and output are everybody's: rank 0, under parameter servers the first worker.
         writes: whether this rank is it.
+        first: whether it computes what that rank does: under a MeshStrategy the ranks of a replica do alike.
         served: whether parameter servers hold the weights; then ranks meet after each epoch, not in each step.
         alone: whether it has one replica.
         counts: whether this rank computes; a server does not in training, nor does a worker without a batch.
@@ -52,10 +55,15 @@ class Link:
     """
 
     def __init__(self, strategy: Any) -> None:
-        self.strategy, self.rank, self.size = strategy, int(strategy.rank), int(strategy.size)
-        self.served = strategy.extended.placement.store is not None
+        self.strategy, extended = strategy, strategy.extended
+        self.served = extended.placement.store is not None
+        self._group: ProcessGroup = extended.process_group
+        self._readers: ProcessGroup = self._group if self.served else extended.placement.group
+        self.rank, self.size = self._readers.topology.rank, self._readers.topology.size
         self.root = int(strategy.workers[0]) if self.served else 0
-        self.writes = self.rank == self.root
+        self.writes, self.first = strategy.rank == self.root, self.rank == self.root
+        grid = extended.placement.grid
+        self._replica = None if grid is None or grid.replica.topology.size == 1 else grid.replica
         self.counts = True
         self.share, self.rowless = 1.0 / self.size, False
         self.in_step = self.in_sum = self.in_epoch = False
@@ -65,8 +73,7 @@ class Link:
         self.current = False
         self.steps = 1
         self.update: Any = None
-        self._group = strategy.extended.process_group
-        self.alone = len(strategy.extended.replicas) == 1
+        self.alone = len(extended.replicas) == 1
         self._staging: dict[np.dtype, np.ndarray] = {}  # memory used again: new pages cost as much as the sum
 
     # a step
@@ -197,19 +204,19 @@ class Link:
         return total
 
     def gather(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """Return arrays of all ranks, concatenated by rank. Collective."""
+        """Return arrays of all ranks that divide batches, concatenated by rank. Collective."""
         _settle()
         gathered = []
         for array in arrays:
-            with self._group.collective("keras gather", dtype=str(array.dtype), shape=array.shape[1:]):
-                parts = self._group.all_gather_bytes(np.ascontiguousarray(array).tobytes())
+            with self._readers.collective("keras gather", dtype=str(array.dtype), shape=array.shape[1:]):
+                parts = self._readers.all_gather_bytes(np.ascontiguousarray(array).tobytes())
             rows = [np.frombuffer(part, array.dtype).reshape(-1, *array.shape[1:]) for part in parts]
             gathered.append(np.concatenate(rows))
         return gathered
 
     def broadcast(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the root's arrays, of the same shapes and dtypes everywhere. Collective, one call for all."""
-        if self.size == 1 or not arrays:
+        if self._group.topology.size == 1 or not arrays:
             return list(arrays)
         _settle()
         ends = list(itertools.accumulate(array.nbytes for array in arrays))
@@ -256,11 +263,38 @@ class Link:
 
         same(functools.partial(self._group.exchange, f"keras {function}"), mine, error)
 
+    def stop_together(self) -> None:
+        """Let the ranks of a replica stop after the same step, whichever of them wants to. Collective over the replica."""
+        if self._replica is not None:
+            _settle()
+            wish = self.stops or (self.size == 1 and self.wants_stop)  # else the gradients' sum has brought it
+            with self._replica.collective("keras stop"):
+                self.stops = bool(self._replica.agree(int(wish), "max"))
+
+    def compare_replicas(self, function: str, what: str, arrays: Iterable[Any]) -> None:
+        """Check that the ranks of each replica have the same arrays. Collective, where replicas have several ranks.
+
+        Raises:
+            CollectiveMismatchError: on every rank.
+        """
+        if self._replica is None:
+            return
+        digest = checksum(*(np.ascontiguousarray(array).reshape(-1) for array in arrays))
+        table = self.numbers(f"{what} of a replica", self.rank, digest)
+        for replica in range(self.size):
+            found = {rank: int(number) for rank, (one, number) in enumerate(table) if one == replica}
+            if len(set(found.values())) > 1:
+                got = by_rank({rank: f"#{number:08x}" for rank, number in found.items()})
+                expected = f"the same {what} on the ranks of a replica, which compute alike"
+                remedy = "Let what ranks do depend on strategy.mesh.at['data'], not on strategy.rank"
+                text = explain(function, "", expected=expected, got=got, remedy=remedy)
+                raise CollectiveMismatchError(text)
+
     def agree_on_stop(self, wanted: bool) -> bool:
         """Return whether any rank wants to stop. Collective; where only some do, the log says which."""
         table = self.numbers("stop", int(wanted or self.wants_stop))[:, 0]
         who = [rank for rank, wants in enumerate(table) if wants]
-        if who and len(who) < self.size and not self.stops:
+        if who and len(who) < len(table) and not self.stops:
             log.logger.info("keras: stop_training was set by %s: all ranks stop", named("rank", who))
         return bool(who)
 

@@ -14,7 +14,7 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
 from ..errors import explain
 from .callbacks import on_this_rank
-from .inputs import Batches, ServedBatches, batches_of
+from .inputs import Batches, ServedBatches, arrays_in, batches_of
 from .jax_step import JaxStep
 from .link import Link
 from .optimizer import distribute_optimizer, not_in_fit
@@ -223,6 +223,9 @@ class DistributedModel(keras.Model):
         as_dict = given.pop("return_dict")
         with link.errors():
             link.begin_batch()
+            link.compare_replicas(
+                function.__name__, "batches", arrays_in((given["x"], given["y"], given["sample_weight"]))
+            )
             if not link.current:
                 with link.together(function.__name__):
                     self._symbolic_build(data_batch=(given["x"], given["y"], given["sample_weight"]))
@@ -308,7 +311,7 @@ def _arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str
 
 def _part(link: Link, variable: Any, array: np.ndarray) -> np.ndarray:
     """What this rank adds to a metric's variable over all ranks."""
-    if variable.aggregation == "only_first_replica" and not link.writes:
+    if variable.aggregation == "only_first_replica" and not link.first:
         return np.zeros_like(array)
     return array
 
@@ -321,7 +324,7 @@ def _in_order(link: Link, outputs: Any, counts: list[int]) -> Any:
     """Return the rows of all ranks, batch by batch. A rank without a row of a batch has one that does not count."""
     leaves = [np.asarray(leaf) for leaf in keras.tree.flatten(outputs)]
     kept = np.repeat(np.array(counts) > 0, np.maximum(counts, 1))
-    table = link.numbers("counts", *counts)
+    (table,) = link.gather([np.array([counts], np.int64)])
     everything = link.gather([leaf[kept] for leaf in leaves])
     starts = np.cumsum(np.concatenate([[0], table.reshape(-1)[:-1]])).reshape(table.shape)
     order = np.concatenate(

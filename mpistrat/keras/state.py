@@ -1,4 +1,4 @@
-"""Variables of a model over all ranks: rank 0's weights and slots, a seed for each rank, means of running statistics."""
+"""Variables of a model over all ranks: rank 0's weights and slots, seeds of the replicas, means of running statistics."""
 
 from __future__ import annotations
 
@@ -65,20 +65,20 @@ def _without_names(config: Any) -> Any:
 
 
 def take_from_root(link: Link, model: Any) -> None:
-    """Give the variables of the model and its optimizers the root's numbers, and each rank seeds of its own. Collective."""
+    """Give the variables of the model and its optimizers the root's numbers, and replicas other seeds. Collective."""
     variables = [variable for variable in _all(model) if variable.dtype != "string"]
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
     common = seed_generator.global_seed_generator().state
-    theirs = link.broadcast([*arrays, *arrays_of([common]), np.array([_state_of_torch()])])
+    *theirs, state = link.broadcast([*arrays, *arrays_of([common]), _state_of_torch()])
     if link.writes:
         return
     own_seeds = (
         int(seed) >> 1
         for index in itertools.count()
-        for seed in np.random.SeedSequence([int(theirs[-1][0]), link.rank, index]).generate_state(1)
+        for seed in np.random.SeedSequence([zlib.crc32(state.data), link.rank, index]).generate_state(1)
     )
-    for variable, mine, array in zip([*variables, common], [*arrays, None], theirs[:-1], strict=True):
-        if is_seed(variable):
+    for variable, mine, array in zip([*variables, common], [*arrays, None], theirs, strict=True):
+        if is_seed(variable) and not link.first:
             array = array.copy()
             array[0] = next(own_seeds) ^ int(array[0])
         elif mine is not None and np.array_equal(_bits(mine), _bits(array)):
@@ -87,7 +87,10 @@ def take_from_root(link: Link, model: Any) -> None:
     if keras.backend.backend() == "torch":
         import torch
 
-        torch.manual_seed(next(own_seeds))
+        if link.first:
+            torch.set_rng_state(torch.from_numpy(state))
+        else:
+            torch.manual_seed(next(own_seeds))
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
@@ -95,13 +98,13 @@ def _bits(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _state_of_torch() -> int:
-    """A number that changes with what torch has drawn: Keras's dropout draws by torch's own generator there."""
+def _state_of_torch() -> np.ndarray:
+    """The state of torch's generator, by which Keras's dropout draws there; of other backends nothing that changes."""
     if keras.backend.backend() != "torch":
-        return 0
+        return np.zeros(1, np.uint8)
     import torch
 
-    return zlib.crc32(torch.get_rng_state().numpy())
+    return np.array(torch.get_rng_state())
 
 
 def statistics_of(model: Any) -> list[Any]:
