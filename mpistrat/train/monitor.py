@@ -120,13 +120,14 @@ class Monitor(Callback):
         logger.addHandler(self._warnings)
         strategy = loop.strategy
         topology = strategy.extended.topology
+        sync = strategy.extended.placement.store is None
         here = f"{strategy.rank}: {topology.hostname or platform.node()} {', '.join(topology.devices)}"
         every = strategy.all_gather_object(here)
         self.record.facts = {
             "strategy": repr(strategy),
             "ranks": str(strategy.size),
             "nodes": str(topology.num_nodes),
-            "replicas": str(topology.num_replicas),
+            "replicas": str(strategy.num_replicas_in_sync if sync else topology.num_replicas),
             "devices by rank": "; ".join(every[:64]) + ("; …" if len(every) > 64 else ""),
             "program": " ".join(sys.argv),
             "started": time.strftime("%Y-%m-%d %H:%M:%S"),

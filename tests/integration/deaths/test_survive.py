@@ -3,6 +3,7 @@
 import re
 import time
 
+import numpy as np
 import pytest
 
 from kills import sample
@@ -97,6 +98,52 @@ def at(job, strategy, step):
     assert re.search(r"rank 1 lost: 3 ranks go on, after 0\.\d\d s", done.stderr)
     assert re.search(r"rank 1 of 4 .* (was ended by SIGKILL|ended without a word)", done.stderr)
     assert re.search(r"rank 1 of 3 .* (was ended by SIGKILL|ended without a word)", done.stderr)
+
+
+def test_a_mesh_goes_on_as_another_one(run):
+    """Of 2 × 2 ranks one dies, of those that are left another one: each time parts of variables and slots are divided anew."""
+    done = run(
+        """
+def make(job):
+    model = 1 if job.comm.size == 3 else 2
+    strategy = ms.MeshStrategy(axes={"data": -1, "model": model})
+    with strategy.scope():
+        w = ms.Variable(np.zeros((4, 6)), name="w", layout=(None, "model"))
+        optimizer = ms.optimizers.SGD(1.0, momentum=0.5)
+    return strategy, w, optimizer, ms.train.Checkpoints(strategy, "checkpoints", snapshot_seconds=0.005)
+
+def train(job):
+    strategy, w, optimizer, checkpoints = make(job)
+    notes = checkpoints.restore_latest() or {"step": 0}
+    if strategy.rank == 0:
+        say("from", job.generation, notes["step"], strategy.size, w.shape[1])
+    data = strategy.distribute_dataset(ms.data.from_arrays(np.ones((12, 6))).batch(12))
+    for step in range(notes["step"] + 1, 41):
+        for rows in data:
+            part = strategy.mesh.shard(rows, "model", 1)
+            strategy.run(lambda: optimizer.apply_gradients([(np.full(w.shape, len(part) / 12), w)]))
+        checkpoints.step(step)
+        time.sleep(0.005)
+        if (step, job.generation) in ((15, 0), (30, 1)) and strategy.rank == 1:
+            die()
+    value = w.gathered()
+    strategy.close()
+    return value
+
+say("ends", *set(ms.survive(train).ravel().tolist()))
+""",
+        4,
+    )
+    first, second, third = froms(done)
+    assert first == [0, 0, 4, 3]
+    assert second[0::2] == [1, 3] and second[3] == 6 and 0 < second[1] <= 15
+    assert third[0::2] == [2, 2] and third[3] == 3 and 15 < third[1] <= 30
+    velocity = value = 0.0
+    for _ in range(40):
+        velocity = 0.5 * velocity - 1.0
+        value += velocity
+    found = [float(word) for line in done.stdout.splitlines() if line.startswith("ends") for word in line.split()[1:]]
+    assert len(found) >= 2 and np.allclose(found, value, rtol=1e-12)
 
 
 def test_rank_0_dies(run):
