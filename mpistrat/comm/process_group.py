@@ -17,7 +17,7 @@ from .._util import log
 from ..cluster.topology import Topology
 from ..cluster.world import survives
 from ..environment import Environment
-from ..errors import ClosedError, CollectiveMismatchError, RanksLostError, by_rank
+from ..errors import ClosedError, CollectiveMismatchError, RanksLostError, by_rank, explain
 from . import agree
 from .call import describe
 from .contract import Collective, Comparison
@@ -305,7 +305,13 @@ class ProcessGroup:
         return int(result[0])
 
     def barrier(self, name: str = "", timeout: float | None = None) -> None:
-        """Wait until every rank is here, at most `timeout` seconds. Collective."""
+        """Wait until every rank is here, at most `timeout` seconds. Collective.
+
+        Raises:
+            ValueError: a timeout that is not positive.
+        """
+        if timeout is not None and not timeout > 0:
+            raise ValueError(explain("barrier", "timeout", expected="> 0 seconds", got=repr(timeout)))
         with self.collective("barrier", name, timeout=timeout):
             if self.num_nodes > 1:
                 self._comm.Barrier()

@@ -42,8 +42,6 @@ class RankCollectives(ABC):
             >>> ms.get_strategy().barrier(name="shards are written")
         """
         self._together("barrier", None, name or "")
-        if timeout is not None and not timeout > 0:
-            raise ValueError(explain("Strategy.barrier", "timeout", expected="> 0 seconds", got=repr(timeout)))
         self._extended.process_group.barrier(name or "", timeout)
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:

@@ -31,6 +31,7 @@ from ..types import ReduceOp
 from ..variables import DATA, Grid
 from ..variables.values import move_like
 from .axes import Axes
+from .objects import check_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -285,9 +286,8 @@ class Mesh:
         """Free the groups but that of "data", which the strategy closes. Collective; the group of all ranks calls it."""
         for ops in self._ops.values():
             ops.close()
-        for group in {
-            id(g): g for g in [*self._groups.values(), self.grid.replica] if g is not self.data_group
-        }.values():
+        own = [group for axis, group in self._groups.items() if axis != DATA]
+        for group in own if self.grid.replica in own else (*own, self.grid.replica):
             group.close()
             group.topology.close()
 
@@ -318,10 +318,9 @@ def _joined(parts: np.ndarray, dim: int) -> np.ndarray:
 
 def _broadcast(group: ProcessGroup, x: Any, root: int, words: str) -> Any:
     """Return the array of one rank of a group on all. Collective."""
-    size, array = group.topology.size, as_array(x, "Mesh.broadcast", "x")
+    array = as_array(x, "Mesh.broadcast", "x")
     check_movable(array.dtype, "Mesh.broadcast", "x")
-    if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < size:
-        raise ValueError(explain("Mesh.broadcast", "root", expected=f"from 0 to {size - 1}", got=repr(root)))
+    check_root("Mesh.broadcast", group, root)
     with group.collective("mesh.broadcast", words, array.dtype, array.shape, f"root {root}"):
         found = np.array(to_host(array), order="C")
         group.broadcast(found, int(root))

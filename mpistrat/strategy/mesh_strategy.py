@@ -39,7 +39,7 @@ class MeshStrategy(Strategy):
     it is a MultiWorkerMirroredStrategy: `num_replicas_in_sync` is its length, and `reduce`, `gather` and `apply_gradients` work
     along it. What the ranks of a replica do together is written in the step, by `ms.get_replica_context().mesh`.
 
-    A variable without a layout is equal on all ranks of a replica, and so must be its gradient be: the same bits, since each rank
+    A variable without a layout is equal on all ranks of a replica, and so must its gradient be: the same bits, since each rank
     does the same with them. Both are compared at the first step, and every MPISTRAT_CHECK_EVERY steps.
 
     Args:

@@ -10,15 +10,14 @@ from ..comm.agree import as_told, together
 from ..comm.process_group import ProcessGroup
 from ..errors import explain
 
-__all__ = ["all_gather_object", "broadcast_object"]
+__all__ = ["all_gather_object", "broadcast_object", "check_root"]
 
 
 def broadcast_object(group: ProcessGroup, obj: Any, root: int) -> Any:
     """Return the object of one rank of a group on all. Collective. See `Strategy.broadcast_object`."""
-    function, size = "Strategy.broadcast_object", group.topology.size
-    if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < size:
-        raise ValueError(explain(function, "root", expected=f"a rank, 0 ≤ root < {size}", got=repr(root)))
-    if size == 1:
+    function = "Strategy.broadcast_object"
+    check_root(function, group, root)
+    if group.topology.size == 1:
         return obj
     here = group.topology.rank == root
     with group.collective("broadcast_object", detail=f"root {root}"):
@@ -29,6 +28,13 @@ def broadcast_object(group: ProcessGroup, obj: Any, root: int) -> Any:
         buffer = np.frombuffer(data, np.uint8).copy() if here else np.empty(int(length[0]), np.uint8)
         group.broadcast(buffer, root)
     return obj if here else _loads(buffer)
+
+
+def check_root(function: str, group: ProcessGroup, root: Any) -> None:
+    """Raise ValueError unless it is the number of a rank of a group."""
+    size = group.topology.size
+    if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < size:
+        raise ValueError(explain(function, "root", expected=f"0 ≤ root < {size}", got=repr(root)))
 
 
 def all_gather_object(group: ProcessGroup, obj: Any) -> list[Any]:

@@ -146,8 +146,6 @@ class ProcessSet:
     def barrier(self, timeout: float | None = None, name: str | None = None) -> None:
         """Wait until every rank of the set is here. Collective over the set. See `Strategy.barrier`."""
         self._require("barrier")
-        if timeout is not None and not timeout > 0:
-            raise ValueError(explain("ProcessSet.barrier", "timeout", expected="> 0 seconds", got=repr(timeout)))
         self._group.barrier(name or "", timeout)
 
     def _require(self, function: str) -> None:

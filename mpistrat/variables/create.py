@@ -204,7 +204,7 @@ def _fill_arena(group: ProcessGroup, flat: np.ndarray, value: np.ndarray | None,
 def _fill(group: ProcessGroup, targets: list[Target], value: np.ndarray | None, what: Description) -> None:
     """Store global rank 0's numbers in the part [low, high) of each target, chunk by chunk. Collective, inside one."""
     flat = None if value is None else value.reshape(-1)
-    size = math.prod(what.shape) if what.part is None else what.part.size
+    size = math.prod(what.shape) if what.part is None else what.part.whole_size
     step = max(1, CHUNK // what.dtype.itemsize) if group.topology.size > 1 else max(1, size)
     receivers = [_receiver(target, what.part) for target in targets]
     for start in range(0, size, step):

@@ -110,7 +110,7 @@ class Part:
         return tuple(slice(low, low + n) for low, n in zip(lows, self.shape, strict=True))
 
     @property
-    def size(self) -> int:
+    def whole_size(self) -> int:
         """Number of elements of the whole."""
         return math.prod(self.whole_shape)
 
@@ -136,8 +136,8 @@ class Part:
         corner = self._corner(self._grid.at)
         ranges = []
         for low, high in own.ranges:
-            found = list(self._spans(corner, 0, self.size, low, low + 1))
-            found += self._spans(corner, 0, self.size, high - 1, high)
+            found = list(self._spans(corner, 0, self.whole_size, low, low + 1))
+            found += self._spans(corner, 0, self.whole_size, high - 1, high)
             ranges.append((found[0][0], found[-1][0] + 1))
 
         def take(start: int, flat: np.ndarray) -> None:
@@ -157,7 +157,7 @@ class Part:
         group = self._grid.replica
         rank = group.topology.rank
         low, high = wanted[rank]
-        if own.size == self.size:
+        if own.size == self.whole_size:
             return own[low:high]
         holders, corners = self.holders, {r: self._corner(self._grid.coordinates(r)) for r in range(len(wanted))}
         sent: list[list[Any]] = [[] for _ in wanted]
@@ -182,7 +182,7 @@ class Part:
 
     def whole(self, own: Any) -> np.ndarray:
         """Return the whole on every rank, of the part that each has. Collective over the replica."""
-        every = [(0, self.size)] * self._grid.replica.topology.size
+        every = [(0, self.whole_size)] * self._grid.replica.topology.size
         return np.array(self.elements(own.reshape(-1), every)).reshape(self.whole_shape)
 
     def _corner(self, at: Mapping[str, int]) -> tuple[int, ...]:

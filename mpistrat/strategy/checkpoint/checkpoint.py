@@ -296,10 +296,9 @@ class Checkpoint:
 
         def add(where: FileRange, key: str, dtype: np.dtype, size: int, parts: Iterable[tuple[int, Any]]) -> int:
             forms.setdefault(key, ArrayForm(key, where.shape, dtype))
-            if (
-                grid is not None and where.part is not None
-            ):  # each rank of a replica gives its part, and gets what it writes
-                size = where.part.size
+            if grid is not None and where.part is not None:
+                # Each rank of a replica gives its part, and gets what it writes.
+                size = where.part.whole_size
                 wanted = [block_of(size, dtype, other) for other in grid.replica_ranks]
                 own = _flat(next(iter(parts))[1])
                 parts = [(block_of(size, dtype, rank)[0], where.part.elements(own, wanted))]
