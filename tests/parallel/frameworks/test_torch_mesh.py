@@ -119,3 +119,16 @@ def test_wrong_layouts_are_told():
     refused = pytest.raises(ValueError, match="a strategy with a mesh")
     with ms.MultiWorkerMirroredStrategy() as strategy, strategy.scope(), refused:
         ms.torch.distribute(torch.nn.Linear(2, 2), layouts={"weight": ("model", None)})
+
+
+@pytest.mark.hosts(2, ranks_per_host=2)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_replicas_on_two_hosts(overlap):
+    """Ranks of a replica share a host; the sums between hosts may begin within backward passes."""
+    with ms.MeshStrategy(axes={"data": 2, "model": 2}) as strategy:
+        module = Pair(strategy.mesh)
+        optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+        with strategy.scope():
+            ms.torch.distribute(module, optimizer, layouts=LAYOUTS, max_norm=CLIP, overlap=overlap)
+        distributed(strategy, module, optimizer, epochs=EPOCHS)
+        check(module, optimizer, EPOCHS)

@@ -76,7 +76,9 @@ def test_a_run_that_was_stopped_goes_on_in_any_mesh(mpi_tmp_path):
     folder = mpi_tmp_path / "checkpoints"
     for stop, axes in zip((3, 9), (every * 2)[:2], strict=True):
         with ms.MeshStrategy(axes=axes) as strategy:
-            run = Run(strategy, callbacks=[Stop(stop)], checkpoints=ms.train.Checkpoints(strategy, folder, every_steps=2))
+            run = Run(
+                strategy, callbacks=[Stop(stop)], checkpoints=ms.train.Checkpoints(strategy, folder, every_steps=2)
+            )
             with pytest.raises(Interrupt):
                 run.trainer.fit(strategy.distribute_dataset(dataset()), EPOCHS)
     with ms.MeshStrategy(axes=every[-1]) as strategy:
