@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from . import keras as keras
     from . import torch as torch
     from .cli.launch import launch  # for programs that are no ranks
+    from .cli.multi_process_runner import MultiProcessRunner
     from .client.cluster import connect
     from .cluster import ClusterSpec
     from .context import (
@@ -148,6 +149,7 @@ __all__ = [
     "InputOptions",
     "InputReplicationMode",
     "LocalSteps",
+    "MultiProcessRunner",
     "RunOptions",
     "__version__",
     "cluster_resolver",

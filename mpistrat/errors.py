@@ -48,7 +48,7 @@ class JobError(MpistratError, OSError):
 
 
 class LaunchError(MpistratError, RuntimeError):
-    """A rank that `ms.launch` has started failed, or the ranks could not be started."""
+    """A rank that `ms.launch` or `ms.MultiProcessRunner` has started failed, or died."""
 
 
 class ContextError(MpistratError, RuntimeError):

@@ -1,32 +1,47 @@
-"""What a rank of `ms.launch` runs: it calls the function in a folder, and leaves there what it returns."""
+"""What a rank of `ms.MultiProcessRunner` runs: it calls the function in a folder, and leaves there what it returns."""
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import signal
+import socket
 import sys
 import traceback
 from pathlib import Path
 
-__all__: list[str] = []
+__all__ = ["STACKS"]
+
+STACKS = signal.SIGUSR2  # at which a rank prints where it is
 
 
 def main(folder: Path) -> None:
     """Call the function. An error goes on, so that it ends the job."""
+    faulthandler.register(STACKS)
     import cloudpickle
     from mpi4py import MPI
 
+    path, call = cloudpickle.loads((folder / "call").read_bytes())
+    sys.path += [place for place in path if place not in sys.path]
     rank = MPI.COMM_WORLD.rank
+    for kind in ("failure", "result"):  # of ranks that were started before these
+        (folder / f"{kind}-{rank}").unlink(missing_ok=True)
+    _write(folder, f"process-{rank}", f"{socket.gethostname()} {os.getpid()}".encode())
     try:
-        f, args, kwargs = cloudpickle.loads((folder / "call").read_bytes())
+        f, args, kwargs = cloudpickle.loads(call)
         result = f(*args, **kwargs)
         data = cloudpickle.dumps(result)
     except BaseException:
-        beside = folder / f".failure-{rank}"
-        beside.write_text(traceback.format_exc())
-        beside.rename(folder / f"failure-{rank}")
+        _write(folder, f"failure-{rank}", traceback.format_exc().encode())
         raise
-    (folder / f"result-{rank}").write_bytes(data)
-    if rank == 0:
-        (folder / "size").write_text(str(MPI.COMM_WORLD.size))
+    _write(folder, f"result-{rank}", data)
+
+
+def _write(folder: Path, name: str, data: bytes) -> None:
+    """Write a file that is whole when it is there."""
+    beside = folder / f".{name}"
+    beside.write_bytes(data)
+    beside.rename(folder / name)
 
 
 if __name__ == "__main__":

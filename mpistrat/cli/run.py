@@ -45,11 +45,13 @@ class Start:
 
     Attributes:
         command: the words; no shell reads them.
+        ranks: how many it starts.
         environment: what is added to this process's.
         notes: what a person should know.
     """
 
     command: list[str]
+    ranks: int
     environment: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -207,7 +209,7 @@ def _by_mpiexec(
     if given and launcher.where != USER:
         why = next((mismatch(library, one) for one in launchers if one.where == USER), "there is no such program")
         notes.append(f"$MPIEXEC ({given}) is left out: {why}")
-    return Start([*command, "-n", str(ranks)], environment, notes)
+    return Start([*command, "-n", str(ranks)], ranks, environment, notes)
 
 
 def _by_srun(library: MPILibrary, ranks: int, nodes: Allocation) -> Start:
@@ -235,7 +237,7 @@ def _by_srun(library: MPILibrary, ranks: int, nodes: Allocation) -> Start:
         notes.append(f"{settings}: over UCX the lines of {library} are too long for SLURM's PMI2, and MPI_Init fails")
     elif setting := unset_variable(library):
         notes.append(f"{library} may need: export {setting}")
-    return Start(command, environment, notes)
+    return Start(command, ranks, environment, notes)
 
 
 def _network_cards() -> bool:

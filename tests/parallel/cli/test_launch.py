@@ -94,7 +94,7 @@ def test_a_time_limit_ends_all_ranks(mpi):
             print(error)
         """,
     )
-    assert "within 4 s, got ranks that still ran; they were ended" in result.stdout, result
+    assert "within 4 s, got ranks 0, 1 that still ran; they were ended" in result.stdout, result
     assert time.monotonic() - began < 30
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert "mpistrat.cli.launched" not in left

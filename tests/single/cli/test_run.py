@@ -224,7 +224,7 @@ def test_a_rank_starts_no_ranks(machine, monkeypatch):
 
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=1))
 def test_what_is_shown_means_the_same_to_a_shell(words):
-    start = Start(["mpiexec", *words], {"A": words[0]})
+    start = Start(["mpiexec", *words], 2, {"A": words[0]})
     assert shlex.split(str(start)) == [f"A={words[0]}", "mpiexec", *words]
 
 

@@ -1,0 +1,299 @@
+"""`ms.MultiProcessRunner`: a function on ranks that a program starts, which is none of them; what each does, and killing one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import IO, Any, NamedTuple, final
+
+from .._util.text import named
+from ..errors import LaunchError, explain
+from ..parameter_server.coordinator.registry import load_cloudpickle
+from .launched import STACKS
+from .run import Start, plan
+
+__all__ = ["MultiProcessRunner", "RankResult"]
+
+_GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+_LOOK = 0.02  # seconds between two looks for what a rank has written
+_STACKS = 1.0  # seconds that ranks have to print where they are
+_TAGGED = re.compile(r"\[(\d+)\] (.*)", re.DOTALL)
+
+
+class RankResult(NamedTuple):
+    """What became of a rank of `MultiProcessRunner`.
+
+    Attributes:
+        return_value: what the function returned; None where it did not.
+        returned: whether it did.
+        error: the traceback, where it raised.
+        output: the lines that it printed, to both streams.
+    """
+
+    return_value: Any
+    returned: bool
+    error: str | None
+    output: list[str]
+
+
+@final
+class MultiProcessRunner:
+    """Ranks of this machine that call a function, for tests of your own program: start them, kill one, see what each does.
+
+    They start at once, and end with the `with` statement, whatever happens in it. This process is no rank. They get the function
+    and its arguments as they are now, by cloudpickle; what they print is shown here, too. In a SLURM job they are on all of its
+    nodes, as by `mpistrat run`. `ms.launch` does the same where nothing happens in between.
+
+    Args:
+        f: makes the strategy, and does all that uses it. What it returns must be picklable.
+        args, kwargs: its arguments.
+        ranks: how many; default one for each GPU, without GPUs for each core.
+        restarts: how often they are started again when one dies, as by `mpistrat run --restarts`.
+        survive: they go on when one dies, as by `mpistrat run --survive`; needs Open MPI 5.
+
+    Raises:
+        ClusterError: no launcher fits the MPI that mpi4py loads, or it cannot survive.
+        MissingDependencyError: cloudpickle is not installed.
+        ValueError: this process is a rank already.
+
+    Source: `multi_process_runner` of TensorFlow's own tests, `tf.__internal__.distribute`.
+
+    Example:
+        >>> def train():  # doctest: +SKIP
+        ...     with ms.MultiWorkerMirroredStrategy() as strategy:
+        ...         print("ready")
+        ...         while True:
+        ...             strategy.barrier()
+        >>> with ms.MultiProcessRunner(train, ranks=3) as runner:  # doctest: +SKIP
+        ...     runner.wait_for("ready", rank=1)
+        ...     runner.terminate(1)
+        ...     with pytest.raises(ms.errors.LaunchError):
+        ...         runner.join(timeout=30)
+        ...     print(runner.results()[0].output)
+    """
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        ranks: int | None = None,
+        restarts: int = 0,
+        survive: bool = False,
+    ) -> None:
+        cloudpickle = load_cloudpickle("ms.MultiProcessRunner")
+        # Nobody else may enter the folder. Nodes of a SLURM job share that of the job, rarely the one for temporary files.
+        shared = os.getcwd() if int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1 else None
+        self._folder = tempfile.TemporaryDirectory(
+            prefix=".mpistrat-launch-" if shared else "mpistrat-launch-", dir=shared
+        )
+        self._path, self._loads, self._survives = Path(self._folder.name), cloudpickle.loads, survive
+        self._lines = dict[int, list[str]]()
+        self._job: subprocess.Popen[bytes] | None = None
+        try:
+            _send_whole(f, cloudpickle)
+            call = cloudpickle.dumps((f, tuple(args), dict(kwargs or {})))
+            (self._path / "call").write_bytes(cloudpickle.dumps((sys.path, call)))
+            start = _start(self._path, ranks, restarts, survive)
+            self._ranks = start.ranks
+            self._job = subprocess.Popen(
+                start.command,
+                env={"PYTHONUNBUFFERED": "1", **os.environ, **start.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except BaseException:
+            self._folder.cleanup()
+            raise
+        assert self._job.stdout is not None
+        self._reader = threading.Thread(target=self._read, args=(self._job.stdout,), daemon=True)
+        self._reader.start()
+
+    def join(self, timeout: float | None = 60.0) -> list[RankResult]:
+        """Wait until all ranks have ended, and return what became of each, by rank.
+
+        Args:
+            timeout: seconds after which all ranks are ended; None for as long as they take.
+
+        Raises:
+            LaunchError: a rank failed, with its traceback; or died, unless they survive that; or returned what cannot be pickled.
+            TimeoutError: they took longer. Where each was is among what it printed.
+        """
+        assert self._job is not None
+        try:
+            status = self._job.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._print_stacks()
+            still = named("rank", [rank for rank in range(self._ranks) if not self._has_ended(rank)])
+            self.terminate_all()
+            expected, got = f"all ranks to return within {timeout:g} s", f"{still} that still ran; they were ended"
+            remedy = "Their output ends with where they were"
+            raise TimeoutError(explain("ms.launch", "timeout", expected=expected, got=got, remedy=remedy)) from None
+        except BaseException:
+            self.terminate_all()
+            raise
+        self._reader.join(_GRACE)
+        failures = sorted(self._path.glob("failure-*"), key=lambda path: path.stat().st_mtime_ns)
+        if failures:
+            rank = failures[0].name.partition("-")[2]
+            raise LaunchError(f"ms.launch: rank {rank} failed:\n{failures[0].read_text()}")
+        results = self.results()
+        died = [rank for rank, result in enumerate(results) if not result.returned]
+        if len(died) == len(results) or (died and not self._survives) or (status and not died):
+            got = f"exit status {status}" + (f", and nothing of {named('rank', died)}" if died else "")
+            remedy = "See what they have printed"
+            raise LaunchError(explain("ms.launch", "", expected="all ranks to return", got=got, remedy=remedy))
+        return results
+
+    def results(self) -> list[RankResult]:
+        """Return what is known of each rank now, by rank; also after `join` has raised."""
+        return [self._result(rank) for rank in range(self._ranks)]
+
+    def wait_for(self, text: str, *, rank: int | None = None, timeout: float = 60.0) -> None:
+        """Wait until a rank, or any rank, has printed a line with this text.
+
+        Raises:
+            LaunchError: the ranks have ended without.
+            TimeoutError: none has within so many seconds; all were ended.
+        """
+        wanted = [*range(self._ranks)] if rank is None else [self._known(rank)]
+
+        def printed() -> bool | None:
+            return any(text in line for one in wanted for line in self._lines.get(one, [])) or None
+
+        self._wait(printed, f"a line with {text!r} of {'any rank' if rank is None else f'rank {rank}'}", timeout)
+
+    def get_process_id(self, rank: int) -> int:
+        """Return the process of a rank, which has then begun.
+
+        Raises:
+            LaunchError, TimeoutError: it does not begin.
+            ValueError: it is on another node.
+        """
+        path = self._path / f"process-{self._known(rank)}"
+        node, number = self._wait(
+            lambda: path.read_text().split() if path.exists() else None, f"rank {rank} to begin", 60.0
+        )
+        if node != socket.gethostname():
+            expected, got = f"a rank of this node ({socket.gethostname()})", f"rank {rank} on {node}"
+            raise ValueError(explain("MultiProcessRunner", "rank", expected=expected, got=got))
+        return int(number)
+
+    def terminate(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Kill a rank, or send it another signal.
+
+        Raises:
+            LaunchError, TimeoutError, ValueError: as for `get_process_id`.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.get_process_id(rank), number)
+
+    def terminate_all(self) -> None:
+        """End the launcher and the ranks, which are in its process group or, elsewhere, end with it."""
+        assert self._job is not None
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._job.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._job.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._job.wait(_GRACE)
+        self._reader.join(_GRACE)
+
+    def __enter__(self) -> MultiProcessRunner:
+        """Return the runner."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End all ranks, and forget what they returned."""
+        self.terminate_all()
+        self._folder.cleanup()
+
+    def _known(self, rank: int) -> int:
+        if not 0 <= rank < self._ranks:
+            raise ValueError(explain("MultiProcessRunner", "rank", expected=f"0 to {self._ranks - 1}", got=f"{rank}"))
+        return rank
+
+    def _result(self, rank: int) -> RankResult:
+        value, failure = self._path / f"result-{rank}", self._path / f"failure-{rank}"
+        error = failure.read_text() if failure.exists() else None
+        returned = value.exists()
+        return RankResult(
+            self._loads(value.read_bytes()) if returned else None, returned, error, [*self._lines.get(rank, [])]
+        )
+
+    def _wait(self, look: Callable[[], Any], expected: str, seconds: float) -> Any:
+        """Return what `look` returns once that is not None."""
+        assert self._job is not None
+        end, ended = time.monotonic() + seconds, False
+        while (found := look()) is None:
+            if ended:
+                got = f"the end of all ranks, with exit status {self._job.returncode}"
+                raise LaunchError(explain("MultiProcessRunner", "", expected=expected, got=got))
+            if time.monotonic() > end:
+                self._print_stacks()
+                self.terminate_all()
+                got = f"none within {seconds:g} s; all ranks were ended"
+                remedy = "Their output ends with where they were"
+                raise TimeoutError(explain("MultiProcessRunner", "", expected=expected, got=got, remedy=remedy))
+            if self._job.poll() is not None:
+                self._reader.join(_GRACE)
+                ended = True  # and one look more
+            else:
+                time.sleep(_LOOK)
+        return found
+
+    def _has_ended(self, rank: int) -> bool:
+        return any((self._path / f"{kind}-{rank}").exists() for kind in ("result", "failure"))
+
+    def _print_stacks(self) -> None:
+        """Have ranks of this node that still run print where they are."""
+        for path in self._path.glob("process-*"):
+            node, number = path.read_text().split()
+            if node == socket.gethostname() and not self._has_ended(int(path.name.partition("-")[2])):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(number), STACKS)
+        time.sleep(_STACKS)
+
+    def _read(self, stream: IO[bytes]) -> None:
+        """Show what comes, and keep what ranks have printed."""
+        for data in stream:
+            line = data.decode(errors="replace")
+            if found := _TAGGED.fullmatch(line):
+                line = found[2]
+                self._lines.setdefault(int(found[1]), []).append(line.rstrip("\n"))
+            sys.stdout.write(line)  # that of a notebook's cell has no buffer
+            sys.stdout.flush()
+
+
+def _start(folder: Path, ranks: int | None, restarts: int, survive: bool) -> Start:
+    """Return how to start the ranks."""
+    program = ["-m", "mpistrat.cli.launched", str(folder)]
+    start = plan([sys.executable, *program], ranks, None, None, survive=survive, tag=True)
+    if restarts or survive:  # then a supervisor is between
+        options = [*(["--restarts", str(restarts)] if restarts else []), *(["--survive"] if survive else [])]
+        words = [sys.executable, "-m", "mpistrat", "run", "-n", str(start.ranks), "--tag", *options, *program]
+        return Start(words, start.ranks)
+    return start
+
+
+def _send_whole(f: Callable[..., Any], cloudpickle: Any) -> None:
+    """Have a function that ranks could not import, as of a module of tests that is on no path, travel with all that it has."""
+    name = getattr(f, "__module__", None) or "__main__"
+    first = name.partition(".")[0]
+    found = name == "__main__" or first in sys.builtin_module_names or PathFinder.find_spec(first) is not None
+    if not found and name in sys.modules:
+        cloudpickle.register_pickle_by_value(sys.modules[name])
