@@ -93,12 +93,13 @@ campaign: $(ENV_mpich)/.test-$(KEY) $(ENV_openmpi)/.test-$(KEY)  ## kill ranks 2
 frameworks: .venv-frameworks/.test-$(KEY) .venv-tensorflow/.test-$(KEY)  ## the environments with PyTorch, JAX, Keras, and with TensorFlow and Keras
 
 # Keras takes its backend from the environment when it is imported: one run for each.
-test-frameworks: frameworks  ## the tests of PyTorch, JAX and Keras, with MPICH, in environments of their own; NP=2: on so many ranks only
+test-frameworks: frameworks  ## the tests of PyTorch, JAX, Keras and TensorFlow, with MPICH, in environments of their own; NP=2: on so many ranks only
 	KERAS_BACKEND=torch .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) \
 	  tests/parallel/frameworks tests/parallel/docs tests/integration/hosts/test_frameworks.py \
 	  -k "frameworks $(if $(NP),and (np$(NP) or docs or hosts))"
 	KERAS_BACKEND=jax .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))"
 	KERAS_BACKEND=tensorflow .venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))"
+	.venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks/test_tf_distribute.py tests/single/docs/test_migrating.py
 
 lint: $(ENV)/.lint-$(KEY)  ## ruff: rules and format
 	$(ENV)/bin/python -m ruff check

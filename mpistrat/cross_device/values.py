@@ -229,7 +229,7 @@ def _rank_lengths(
 ) -> list[list[int]]:
     """Compare the forms of all replicas; return of each value each rank's length along the axis."""
     forms = [list(dict.fromkeys(_form_but_axis(value, axis) for value in values)) for values in leaves]
-    lengths = [sum(value.shape[axis] for value in values if 0 <= axis < value.ndim) for values in leaves]
+    lengths = [sum(value.shape[axis] for value in values if _is_axis(axis, value)) for values in leaves]
     prints = [zlib.crc32("; ".join(form).encode()) if len(form) == 1 else -1 for form in forms]
     table = group.all_gather_int([*prints, *lengths])
     for index, (values, path) in enumerate(zip(leaves, paths, strict=True)):
@@ -242,10 +242,14 @@ def _rank_lengths(
             remedy = "Reduce it, or give it a dimension: value.reshape(1)"
             expected = "at least one dimension"
             raise ValueError(explain(function, argument, expected=expected, got="a scalar", remedy=remedy))
-        if not 0 <= axis < value.ndim:
-            raise ValueError(explain(function, "axis", expected=f"0 ≤ axis < {value.ndim}", got=axis))
+        if not _is_axis(axis, value):
+            raise ValueError(explain(function, "axis", expected=f"0 ≤ axis < {value.ndim}", got=repr(axis)))
         check_movable(value.dtype, function, argument)
     return [[int(n) for n in table[:, len(leaves) + index]] for index in range(len(leaves))]
+
+
+def _is_axis(axis: Any, value: Any) -> bool:
+    return isinstance(axis, (int, np.integer)) and 0 <= axis < value.ndim
 
 
 def _mismatch(function: str, argument: str, shapes: list[str], hashes: list[int]) -> str:
