@@ -28,3 +28,31 @@ def test_the_tasks_of_the_job_are_the_ranks(slurm, slurm_mpi, tmp_path) -> None:
     assert ranks == [f"{rank} 4 h{1 + rank // 2} (3,) 1" for rank in range(4)], said
     dry = (tmp_path / "dry").read_text()
     assert f"srun --ntasks=4 --mpi={mpi_type(slurm_mpi)} --kill-on-bad-exit=1 --cpus-per-task=1 " in dry
+
+
+LAUNCH = """
+import os
+import socket
+import mpistrat as ms
+
+
+def where():
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        return strategy.rank, socket.gethostname()
+
+
+if __name__ == "__main__":
+    print(ms.launch(where, ranks=4, timeout=60))
+    print([name for name in os.listdir() if "launch-" in name])
+"""
+LAUNCH_JOB = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=2 --output=job.out
+{python} launch.py
+"""
+
+
+def test_launch_has_ranks_on_all_nodes(slurm, slurm_mpi, tmp_path):
+    (tmp_path / "launch.py").write_text(LAUNCH)
+    (tmp_path / "job.sh").write_text(LAUNCH_JOB.format(python=slurm_mpi.python))
+    output = slurm.submit(tmp_path / "job.sh").completed().splitlines()
+    assert output == ["[(0, 'h1'), (1, 'h1'), (2, 'h2'), (3, 'h2')]", "[]"]
