@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 import struct
 from pathlib import Path
 from time import monotonic
@@ -31,6 +32,7 @@ _VERSION = 1
 _HEARTBEAT, _DEAD = 2_000, 15_000  # milliseconds between heartbeats, and without one
 _HANDSHAKE = 5_000  # milliseconds that a connection may take to show its key
 _DOMAIN: Final = b"mpistrat"  # of those that may come in
+_EXPECTED: Final = "your own file, which nobody else may read"
 _LINGER = 1_000  # milliseconds that the last messages may take to leave
 
 
@@ -237,31 +239,63 @@ def read_connection_file(path: Path, seconds: float = 0.0) -> dict[str, str]:
                 explain("connect", str(path), expected="the file of a job that serves", got="none", remedy=remedy)
             )
         sleep(0.1)
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
-        state = os.fstat(file.fileno())
-        if state.st_uid != os.getuid() or state.st_mode & 0o077:
-            expected, got = (
-                "your own file, which nobody else may read",
-                f"owner {state.st_uid}, mode {state.st_mode & 0o777:o}",
-            )
-            raise ClusterError(explain("connect", str(path), expected=expected, got=got))
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:  # it has changed meanwhile
+        raise ClusterError(explain("connect", str(path), expected=_EXPECTED, got=str(error.strerror))) from None
+    with open(number, encoding="utf-8") as file:
+        _check(path, os.fstat(file.fileno()))
         try:
             said = json.loads(file.read(1 << 16))
-        except ValueError:
+        except (ValueError, RecursionError):
             said = None
     wanted = {"version", "address", "server_key", "client_key", "client_secret", "host"}
-    if not isinstance(said, dict) or not wanted <= set(said) or said["version"] != _VERSION:
+    if (
+        not isinstance(said, dict)
+        or not wanted <= set(said)
+        or said["version"] != _VERSION
+        or not all(isinstance(said[name], str) for name in wanted - {"version"})
+    ):
         expected, got = f"the file of a job that serves, of version {_VERSION}", "something else"
         raise ClusterError(explain("connect", str(path), expected=expected, got=got))
     return said
 
 
 def _size(path: Path) -> int:
-    """Return the bytes in a file, -1 if it is not there."""
+    """Return the bytes in a file, -1 if it is not there. Looks before anything is opened: who opens a pipe waits.
+
+    Raises:
+        ClusterError: it is no plain file, or not the user's alone.
+    """
     try:
-        return path.stat().st_size
+        state = path.lstat()
     except FileNotFoundError:
         return -1
+    except OSError as error:
+        raise ClusterError(explain("connect", str(path), expected=_EXPECTED, got=str(error.strerror))) from None
+    _check(path, state)
+    return state.st_size
+
+
+def _check(path: Path, state: os.stat_result) -> None:
+    if not stat.S_ISREG(state.st_mode):
+        remedy = "Name the file itself" if stat.S_ISLNK(state.st_mode) else ""
+        got = _kind(state.st_mode)
+        raise ClusterError(explain("connect", str(path), expected=_EXPECTED, got=got, remedy=remedy))
+    if state.st_uid != os.getuid() or state.st_mode & 0o077:
+        got = f"owner {state.st_uid}, mode {state.st_mode & 0o777:o}"
+        raise ClusterError(explain("connect", str(path), expected=_EXPECTED, got=got))
+
+
+def _kind(mode: int) -> str:
+    """Return what there is at a path."""
+    kinds = {
+        stat.S_IFREG: "a file",
+        stat.S_IFLNK: "a symbolic link",
+        stat.S_IFDIR: "a directory",
+        stat.S_IFIFO: "a pipe",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a device or a socket")
 
 
 def _write_once(path: Path, text: str) -> None:
@@ -269,9 +303,15 @@ def _write_once(path: Path, text: str) -> None:
     try:
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except FileExistsError:
-        remedy = "Another job serves by it, or has ended without removing it: then remove it"
-        text = explain("mpistrat serve", str(path), expected="no such file", got="one", remedy=remedy)
+        got, remedy = _kind(os.lstat(path).st_mode), "Name another file"
+        if got == "a file":
+            remedy = "Another job serves by it, or has ended without removing it: then remove it"
+        text = explain("mpistrat serve", str(path), expected="nothing there", got=got, remedy=remedy)
         raise FileExistsError(text) from None
+    except OSError as error:
+        expected = "a file that can be made"
+        text = explain("mpistrat serve", str(path), expected=expected, got=str(error.strerror))
+        raise type(error)(text) from None
     with open(number, "w", encoding="utf-8") as file:
         os.fchmod(number, 0o600)
         file.write(text)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, final
 
 from .. import context
+from .._util.log import logger
 from ..errors import explain
 from ..variables.sharded import ShardedVariable, each_variable
 from ..variables.variable import Variable
@@ -15,6 +16,7 @@ from .optimizer import Optimizer
 
 __all__ = ["LossScaleOptimizer"]
 
+_WORRYING = 50  # steps left out in a row: far more than it takes to find a factor
 _LEAST, _MOST = 2.0**-126, 2.0**127  # of a factor: else float32 has 0 or infinity, which no later step would change
 
 
@@ -24,7 +26,8 @@ class LossScaleOptimizer:
 
     A step with a NaN or an infinity in the sums of any rank changes no weight on any rank, and halves the factor; after
     `dynamic_growth_steps` steps that were finite it is doubled. The factor and the step at which it changed are variables: files
-    have them as they have the weights. Make it in the scope of the strategy whose variables it updates. `v.grad` is overwritten.
+    have them as they have the weights. When 50 steps in a row were left out, the log says so, once: a NaN that stays is none that
+    a smaller factor mends. Make it in the scope of the strategy whose variables it updates. `v.grad` is overwritten.
 
     Args:
         inner_optimizer: takes the steps; of `ms.optimizers`, without `loss_scale_factor`. All settings are its.
@@ -71,7 +74,7 @@ class LossScaleOptimizer:
             raise ValueError(
                 explain("LossScaleOptimizer", "dynamic_growth_steps", expected="≥ 1", got=dynamic_growth_steps)
             )
-        self.inner_optimizer, self.name = inner_optimizer, name
+        self.inner_optimizer, self.name, self._left_out = inner_optimizer, name, 0
         self.initial_scale, self.dynamic_growth_steps = float(initial_scale), int(dynamic_growth_steps)
         inner_optimizer.check_numerics = True
         self.dynamic_scale = Variable(
@@ -129,7 +132,12 @@ class LossScaleOptimizer:
             inner.take_step(strategy, pairs, True)
         except FloatingPointError:  # on every rank
             self._set(scale / 2)
+            self._left_out += 1
+            if self._left_out == _WORRYING and strategy.rank == 0:
+                text = "LossScaleOptimizer: %d steps in a row were left out, for sums that are not finite: the factor is %g now"
+                logger.warning(text, _WORRYING, float(self.dynamic_scale))
         else:
+            self._left_out = 0
             if self.step_counter >= self.dynamic_growth_steps:
                 self._set(scale * 2)
 

@@ -206,10 +206,7 @@ class Unbatched(Stage):
         spec = self._parent.row_spec
         if self._parent.batching is not None:
             return spec
-        for name, leaf in zip(nest.paths(spec), nest.flatten(spec), strict=True):
-            if not leaf.shape:
-                got = f"a scalar{name and ' at ' + name}"
-                raise ValueError(explain("Dataset.unbatch", "", expected="arrays with a first axis", got=got))
+        _refuse_scalars([len(leaf.shape) for leaf in nest.flatten(spec)], spec)
         return nest.map_structure(lambda leaf: ArraySpec(leaf.shape[1:], leaf.dtype), spec)
 
     @property
@@ -250,6 +247,7 @@ class Unbatched(Stage):
 
     def _all(self, epoch: int) -> Iterator[Any]:
         for batch in self._parent.elements(epoch):
+            _refuse_scalars([np.ndim(leaf) for leaf in nest.flatten(batch)], batch)
             counts = {len(leaf) for leaf in nest.flatten(batch)}
             if len(counts) > 1:
                 expected, got = "arrays with equally long first axes", f"lengths {sorted(counts)}"
@@ -259,6 +257,15 @@ class Unbatched(Stage):
 
     def describe(self) -> str:
         return "unbatch()"
+
+
+def _refuse_scalars(dimensions: list[int], element: Any) -> None:
+    """Raise an error where an array of an element has no rows."""
+    if 0 in dimensions:
+        name = nest.paths(element)[dimensions.index(0)]
+        got = f"a scalar{name and ' at ' + name}"
+        remedy = "Batch the rows first: batch(n)"
+        raise ValueError(explain("Dataset.unbatch", "", expected="arrays with a first axis", got=got, remedy=remedy))
 
 
 def batch(

@@ -52,6 +52,21 @@ def test_one_ranks_infinity_leaves_the_step_out_everywhere():
         assert (w.numpy() == 1).all()
 
 
+def test_a_nan_that_stays_is_told_once(caplog):
+    with ms.MultiWorkerMirroredStrategy() as strategy, strategy.scope():
+        w, optimizer = made(initial_scale=8.0)
+        for count, told in ((49, 0), (1, 1), (60, 1)):
+            for _ in range(count):
+                step(strategy, optimizer, w, np.full(SIZE, np.nan, np.float16))
+            lines = [record.getMessage() for record in caplog.records if "LossScaleOptimizer" in record.getMessage()]
+            assert len(lines) == (told if strategy.rank == 0 else 0)
+            assert all(
+                f"50 steps in a row were left out, for sums that are not finite: the factor is {2.0**-47:g}" in line
+                for line in lines
+            )
+        assert optimizer.iterations == 0
+
+
 def test_an_infinity_of_one_local_replica_counts_once():
     with ms.MultiWorkerMirroredStrategy(replicas=8) as strategy, strategy.scope():
         w = ms.Variable(np.ones(3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import time
 
 import pytest
 
+import mpistrat as ms
 from mpistrat.client import transport
 from mpistrat.client.transport import ClientSocket, Kind, Message, ServerSocket, read_connection_file
 from mpistrat.errors import ClosedError, ClusterError
@@ -61,7 +63,7 @@ def test_the_file_is_its_owners_alone_and_goes_with_the_job(tmp_path):
     path = tmp_path / "serve.json"
     server = ServerSocket(path, "127.0.0.1")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with pytest.raises(FileExistsError, match="expected no such file, got one"):
+    with pytest.raises(FileExistsError, match="expected nothing there, got a file. Another job serves by it"):
         ServerSocket(path, "127.0.0.1")
     assert path.exists()  # that the second one did not remove
     server.close()
@@ -81,6 +83,25 @@ def test_another_nodes_address_is_told(tmp_path):
     assert not (tmp_path / "serve.json").exists()
 
 
+@pytest.mark.timeout(20)  # who opens a pipe waits
+def test_what_is_no_file_is_told(tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    (tmp_path / "folder").mkdir(0o700)
+    with contextlib.closing(sockets.socket(sockets.AF_UNIX)) as end:
+        end.bind(str(tmp_path / "end"))
+    for name, kind in (("pipe", "a pipe"), ("folder", "a directory"), ("end", "a device or a socket")):
+        with pytest.raises(ClusterError, match=f"expected your own file, which nobody else may read, got {kind}"):
+            ms.connect(tmp_path / name, timeout=5)
+        with pytest.raises(FileExistsError, match=f"expected nothing there, got {kind}. Name another file"):
+            ServerSocket(tmp_path / name, "127.0.0.1")
+    with pytest.raises(ClusterError, match="got Not a directory"):
+        ms.connect(tmp_path / "pipe" / "serve.json", timeout=5)
+    with pytest.raises(
+        FileNotFoundError, match="mpistrat serve: .*: expected a file that can be made, got No such file"
+    ):
+        ServerSocket(tmp_path / "absent" / "serve.json", "127.0.0.1")
+
+
 def test_a_file_is_not_followed_nor_believed(tmp_path, server):
     path = tmp_path / "serve.json"
     for mode in (0o640, 0o604, 0o666):
@@ -90,16 +111,17 @@ def test_a_file_is_not_followed_nor_believed(tmp_path, server):
     path.chmod(0o600)
     link = tmp_path / "link.json"
     link.symlink_to(path)
-    with pytest.raises(OSError):
+    with pytest.raises(ClusterError, match="expected your own file, .*, got a symbolic link. Name the file itself"):
         read_connection_file(link)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="expected nothing there, got a symbolic link. Name another file"):
         ServerSocket(link, "127.0.0.1")
     dangling = tmp_path / "dangling.json"
     dangling.symlink_to(tmp_path / "elsewhere.json")
     with pytest.raises(FileExistsError):
         ServerSocket(dangling, "127.0.0.1")
     assert not (tmp_path / "elsewhere.json").exists()
-    for text in ("", "[]", "{}", json.dumps({**said(tmp_path), "version": 99}), "\0" * 100):
+    wrong = [{**said(tmp_path), "version": 99}, {**said(tmp_path), "address": 3}]
+    for text in ("", "[]", "{}", *map(json.dumps, wrong), "\0" * 100, "[" * 60_000):
         other = tmp_path / "other.json"
         other.write_text(text)
         other.chmod(0o600)

@@ -207,6 +207,17 @@ def test_ragged_batch() -> None:
         ragged().ragged_batch(2).ragged_batch(2)
 
 
+@pytest.mark.parametrize("sizes", [2, [2, 1]])
+def test_rows_that_are_scalars_are_no_batches(sizes) -> None:
+    pairs = from_arrays((np.zeros((4, 3)), np.arange(4)))
+    for dataset, got in ((Dataset.range(8), "a scalar"), (pairs, r"a scalar at \[1\]")):
+        for made in (dataset.rebatch(sizes), dataset.map(lambda *row: row).rebatch(sizes), dataset.unbatch()):
+            with pytest.raises(
+                ValueError, match=f"expected arrays with a first axis, got {got}.* Batch the rows first"
+            ):
+                list(made)
+
+
 def test_rebatch() -> None:
     def batched(rows: int, size: int) -> Dataset:
         return Dataset.range(rows).batch(size)
