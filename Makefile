@@ -99,7 +99,8 @@ test-frameworks: frameworks  ## the tests of PyTorch, JAX, Keras and TensorFlow,
 	  -k "frameworks $(if $(NP),and (np$(NP) or docs or hosts))"
 	KERAS_BACKEND=jax .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))"
 	KERAS_BACKEND=tensorflow .venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))"
-	.venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks/test_tf_distribute.py tests/single/docs/test_migrating.py
+	.venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) \
+	  tests/parallel/frameworks/test_tf_distribute.py tests/single/docs/test_migrating.py tests/single/data/test_beside_tensorflow.py
 
 lint: $(ENV)/.lint-$(KEY)  ## ruff: rules and format
 	$(ENV)/bin/python -m ruff check

@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 __all__ = ["Dataset"]
 
 
-def _nodes(function: str, datasets: Sequence[Any]) -> list[Node]:
+def _nodes(function: str, datasets: Iterable[Any]) -> list[Node]:
+    datasets = list(datasets)
     for value in datasets:
         if not isinstance(value, Dataset):
             raise TypeError(explain(function, "datasets", expected="Datasets", got=type(value).__name__))

@@ -82,7 +82,8 @@ def counter(start: Any = 0, step: Any = 1, dtype: Any = np.int64) -> Node:
         dtype: of the numbers.
 
     Raises:
-        TypeError: for a start or step that is no number.
+        TypeError: for a start or step that is no number, and a dtype of none.
+        ValueError: for one that is no number of this dtype.
 
     Example:
         >>> [int(x) for x in ms.data.Dataset.counter(start=2, step=5).take(4)]
@@ -91,7 +92,20 @@ def counter(start: Any = 0, step: Any = 1, dtype: Any = np.int64) -> Node:
     for argument, value in (("start", start), ("step", step)):
         if np.ndim(value) or np.asarray(value).dtype.kind not in "iuf":
             raise TypeError(explain("Dataset.counter", argument, expected="a number", got=repr(value)))
-    return _Counter(start, step, np.dtype(dtype))
+    dtype = np.dtype(dtype)
+    if dtype.kind not in "iuf":
+        raise TypeError(explain("Dataset.counter", "dtype", expected="one of integers or floats", got=str(dtype)))
+    if dtype.kind != "f":
+        limits = np.iinfo(dtype)
+        for argument, value in (("start", start), ("step", step)):
+            within = argument == "step" or limits.min <= value <= limits.max
+            if not np.isfinite(value) or value != int(value) or not within:
+                remedy = "Give another dtype."
+                raise ValueError(
+                    explain("Dataset.counter", argument, expected=f"a {dtype}", got=repr(value), remedy=remedy)
+                )
+        start, step = int(start), int(step)
+    return _Counter(start, step, dtype)
 
 
 def random(seed: int | None = None, rerandomize_each_iteration: bool | None = None) -> Node:

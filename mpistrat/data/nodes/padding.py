@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._util import nest
+from ..._util.arguments import integer
 from ...errors import explain
 from ..buffers import RowBuffers
 from ..spec import ArraySpec
@@ -68,7 +69,7 @@ def _pad_leaf(rows: NDArray[Any], spec: ArraySpec, value: Any, name: str, buffer
         got = f"{tuple(int(n) for n in shapes[row])} in row {row} of a batch"
         raise ValueError(explain(FUNCTION, f"padded_shapes{name}", expected=f"rows of at most {shape}", got=got))
     if (shapes == np.array(shape, np.int64)).all() and rows.shape[1:] == shape:
-        return rows
+        return rows.astype(spec.dtype, copy=False)
     out = buffers.empty(name, (len(rows), *shape), spec.dtype)
     out[...] = value
     for i, row in enumerate(rows):
@@ -106,16 +107,26 @@ def _leaf(spec: ArraySpec, name: str, shape: Any, value: Any) -> tuple[ArraySpec
         shape = spec.shape
     elif not isinstance(shape, (tuple, list)) or len(shape) != len(spec.shape):
         raise ValueError(explain(FUNCTION, place, expected=f"a shape of {len(spec.shape)} axes", got=repr(shape)))
-    shape = tuple(None if length == -1 else length for length in shape)
+    shape = tuple(None if length in (None, -1) else integer(FUNCTION, place, length, 0) for length in shape)
     for here, wanted in zip(spec.shape, shape, strict=True):
         if here is not None and wanted is not None and wanted < here:
             raise ValueError(explain(FUNCTION, place, expected=f"at least the rows' {spec}", got=shape))
     # Where all rows have the same length, it is known.
     shape = tuple(here if wanted is None else wanted for here, wanted in zip(spec.shape, shape, strict=True))
-    if spec.dtype == object:
-        value = "" if value is None else value
-    elif value is None:
-        value = np.zeros((), spec.dtype)[()]
-    elif not np.can_cast(np.min_scalar_type(value), spec.dtype, "same_kind"):
-        raise ValueError(explain(FUNCTION, f"padding_values{name}", expected=f"a {spec.dtype}", got=repr(value)))
-    return ArraySpec(shape, spec.dtype), value
+    if value is None:
+        return ArraySpec(shape, spec.dtype), "" if spec.dtype == object else np.zeros((), spec.dtype)[()]
+    if not _is_value(spec.dtype, value):
+        expected = "a string" if spec.dtype.kind in "OUS" else f"a {spec.dtype}"
+        raise ValueError(explain(FUNCTION, f"padding_values{name}", expected=expected, got=repr(value)))
+    wide = spec.dtype.kind in "US"  # a string may be longer than all of the rows
+    dtype = np.promote_types(spec.dtype, np.asarray(value, spec.dtype.kind).dtype) if wide else spec.dtype
+    return ArraySpec(shape, dtype), value
+
+
+def _is_value(dtype: np.dtype[Any], value: Any) -> bool:
+    """Whether arrays of a dtype can have a value."""
+    if dtype.kind in "OUS":
+        return isinstance(value, (str, bytes) if dtype.kind == "O" else str if dtype.kind == "U" else bytes)
+    if np.ndim(value) or not np.can_cast(np.min_scalar_type(value), dtype, "same_kind"):
+        return False
+    return dtype.kind not in "iu" or bool(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from ..._util.arguments import integer
 from ...errors import explain
@@ -101,8 +101,12 @@ def rebatch(parent: Node, global_batch_size: int | Sequence[int], drop_remainder
         >>> [batch.tolist() for batch in batches.rebatch([2, 1, 1])]
         [[0, 1], [2], [3], [4, 5], [6], [7]]
     """
-    given: ArrayLike = global_batch_size
-    sizes = [integer(FUNCTION, "global_batch_size", size, 1) for size in np.atleast_1d(np.asarray(given)).tolist()]
+    given: Any = global_batch_size
+    if isinstance(given, np.ndarray):
+        given = np.atleast_1d(given).tolist()
+    elif not isinstance(given, Sequence) or isinstance(given, str):
+        given = [given]
+    sizes = [integer(FUNCTION, "global_batch_size", size, 1) for size in given]
     if not sizes:
         raise ValueError(explain(FUNCTION, "global_batch_size", expected="at least one size", got="none"))
     rows = Unbatched(parent)

@@ -155,7 +155,10 @@ def rejection_resample(
 
 
 def _distribution(argument: str, given: Any) -> Distribution:
-    shares = np.asarray(given, np.float64)
+    try:
+        shares = np.asarray(given, np.float64)
+    except (ValueError, TypeError):
+        shares = np.empty(0)
     if shares.ndim != 1 or not shares.size or not (shares >= 0).all() or abs(shares.sum() - 1) > 1e-3:
         expected = "numbers of at least 0 that add up to 1"
         raise ValueError(explain(FUNCTION, argument, expected=expected, got=repr(given)))

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
+import numpy as np
+
 from ..._util import nest
 from ...errors import explain
 from ..spec import ArraySpec, conform, spec_of_element
@@ -29,7 +31,11 @@ class State:
 
     def __init__(self, function: str, initial: Any) -> None:
         self._function = function
-        self._spec = nest.map_structure(_any_lengths, spec_of_element(initial))
+        try:
+            self._spec = nest.map_structure(_any_lengths, spec_of_element(initial))
+        except ValueError as error:
+            text = str(error).removeprefix("element: ")
+            raise ValueError(f"{function}: initial_state: {text}") from None
         self.value = copy.deepcopy(self._conformed("initial_state", initial))  # which a function may overwrite
 
     def set(self, argument: str, value: Any) -> None:
@@ -52,9 +58,9 @@ def _any_lengths(spec: ArraySpec) -> ArraySpec:
 class _Pass(Mapped):
     """One pass of a function with a state over elements."""
 
-    def __init__(self, parent: Node, initial: Any, function: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, parent: Node, initial: Any, function: Callable[[Any, Any], Any], row_spec: Any) -> None:
         self._function, self._state = function, State("Dataset.scan", initial)
-        super().__init__(parent, Calls(self._step, None, True, False))
+        super().__init__(parent, Calls(self._step, None, True, False), row_spec)
 
     @functools.cached_property
     def _of_tuples(self) -> bool:
@@ -66,23 +72,36 @@ class _Pass(Mapped):
             expected, got = "a function that returns the new state and the new element", f"{result!r:.60}"
             raise TypeError(explain("Dataset.scan", "scan_func", expected=expected, got=got))
         self._state.set("scan_func", result[0])
-        return result[1]
+        return _apart(result[1], self._state.value)
 
     def describe(self) -> str:
         return f"scan({name_of(self._function)})"
+
+
+def _apart(element: Any, state: Any) -> Any:
+    """The element, without what is a part of the state, too: the next call may change that in place."""
+    held = [leaf for leaf in nest.flatten(state) if isinstance(leaf, np.ndarray)]
+
+    def own(leaf: Any) -> Any:
+        shared = isinstance(leaf, np.ndarray) and any(np.may_share_memory(leaf, other) for other in held)
+        return leaf.copy() if shared else leaf
+
+    return nest.map_structure(own, element) if held else element
 
 
 @final
 class Scanned(InOrder):
     """What a function with a state makes of the elements, one after the other."""
 
-    def __init__(self, parent: Node, initial_state: Any, function: Callable[[Any, Any], Any]) -> None:
-        super().__init__(parent, initial_state, function)
-        self._initial_state, self._function = initial_state, function
+    def __init__(
+        self, parent: Node, initial_state: Any, function: Callable[[Any, Any], Any], element_spec: Any = None
+    ) -> None:
+        super().__init__(parent, initial_state, function, element_spec)
+        self._initial_state, self._function, self._given = initial_state, function, element_spec
         self._first = self._begin()  # which only learns what elements look like
 
     def _begin(self) -> _Pass:
-        return _Pass(self._parent, self._initial_state, self._function)
+        return _Pass(self._parent, self._initial_state, self._function, self._given)
 
     @property
     def traits(self) -> Traits:
@@ -99,7 +118,9 @@ class Scanned(InOrder):
         return self._first.describe()
 
 
-def scan(parent: Node, initial_state: Any, scan_func: Callable[[Any, Any], Any]) -> Node:
+def scan(
+    parent: Node, initial_state: Any, scan_func: Callable[[Any, Any], Any], *, element_spec: Any = None
+) -> Node:  # fmt: skip
     """Apply a function with a state to every element, one after the other.
 
     It reads in order, like `filter`: every rank makes all elements. Each epoch begins with the initial state. After
@@ -109,7 +130,8 @@ def scan(parent: Node, initial_state: Any, scan_func: Callable[[Any, Any], Any])
         initial_state: a nest of arrays or numbers.
         scan_func: returns the new state and the new element, of a state and an element; a tuple is one argument. The
             state keeps its structure and dtypes. It is called once more, with the first element, to learn what elements
-            look like.
+            look like. It may change the state in place.
+        element_spec: the spec of a new element, a nest of `ArraySpec`, where the first does not tell it, as for `map`.
 
     Raises:
         TypeError: for what cannot be called; while reading, for a function that does not return two things.
@@ -121,4 +143,4 @@ def scan(parent: Node, initial_state: Any, scan_func: Callable[[Any, Any], Any])
         [0, 1, 3, 6, 10]
     """
     check_callable("Dataset.scan", "scan_func", scan_func)
-    return Scanned(parent, initial_state, scan_func)
+    return Scanned(parent, initial_state, scan_func, element_spec)

@@ -6,6 +6,7 @@ A part of a dict is a group, or a field, of its key; of a tuple "(0)", "(1)" and
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -80,8 +81,8 @@ def _names(structure: Any, above: tuple[str, ...]) -> Any:
     """The names of the fields, in the structure of the rows."""
     if isinstance(structure, Mapping):
         for key in structure:
-            if not isinstance(key, str) or "/" in key or _PLACE.fullmatch(key):
-                expected = "keys that are names of HDF5, without a slash, and are not like '(0)'"
+            if not isinstance(key, str) or not key or "/" in key or _PLACE.fullmatch(key):
+                expected = "keys that are names of HDF5, not empty, without a slash, and are not like '(0)'"
                 raise ValueError(explain(_SAVE, "", expected=expected, got=repr(key)))
         return {key: _names(part, (*above, key)) for key, part in structure.items()}
     if isinstance(structure, (tuple, list)):
@@ -94,7 +95,11 @@ def _names(structure: Any, above: tuple[str, ...]) -> Any:
 
 def load(path: PathLike, element_spec: Any) -> Node:
     """The rows of a saved set; see `Dataset.load`."""
-    manifest = read_manifest(manifest_path(set_pattern(_LOAD, path)))
+    try:
+        manifest = read_manifest(manifest_path(set_pattern(_LOAD, path)))
+    except (FileNotFoundError, NotADirectoryError):
+        expected, got = "a path at which Dataset.save has written", f"{os.fspath(path)!r}, where there is no such set"
+        raise FileNotFoundError(explain(_LOAD, "path", expected=expected, got=got)) from None
     structure = _structure(list(manifest.fields))
     if element_spec is not None:
         saved = nest.map_structure(lambda name: _spec(manifest.fields[name]), structure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
+import os
 import re
 import shutil
 import stat
@@ -54,6 +55,8 @@ def set_pattern(function: str, target: PathLike) -> Path:
         ValueError: for what is neither a directory nor such a pattern.
     """
     path = Path(target)
+    if not os.fspath(target):
+        raise ValueError(explain(function, "target", expected="a path", got="an empty one"))
     if re.fullmatch(r"[^*]*\*\.(h5|hdf5)", path.name) and not glob.has_magic(str(path).replace("*", "", 1)):
         return path
     if glob.has_magic(str(path)) or path.suffix in (".h5", ".hdf5"):
@@ -147,7 +150,7 @@ class SetWriter:
         try:
             with self.ranks.together():
                 empty = self._finish()
-                self._pattern.parent.mkdir(parents=True, exist_ok=True)
+                self._make_folder()
             self.paths = publish(self.ranks, self._function, self._pattern, self._fields, self._files, empty)
         finally:
             self._discard()
@@ -166,6 +169,13 @@ class SetWriter:
                 tell(self.ranks.exchange, error)  # the others wait in `close`
             finally:
                 self._discard()
+
+    def _make_folder(self) -> None:
+        try:
+            self._pattern.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            expected, got = f"a folder {self._pattern.parent}", str(error.strerror)
+            raise type(error)(explain(self._function, "target", expected=expected, got=got)) from None
 
     def _require_open(self, where: str) -> None:
         if self._closed:
@@ -237,9 +247,8 @@ class SetWriter:
     def _open_shard(self, capacity: int | None) -> NewShard:
         assert self._fields is not None
         if self._aside is None:
-            directory = self._pattern.parent
-            directory.mkdir(parents=True, exist_ok=True)
-            self._aside = Path(tempfile.mkdtemp(prefix=".shards-", suffix=".tmp", dir=directory))
+            self._make_folder()
+            self._aside = Path(tempfile.mkdtemp(prefix=".shards-", suffix=".tmp", dir=self._pattern.parent))
             # For a writer that is not closed: only files, no communication.
             weakref.finalize(self, shutil.rmtree, self._aside, ignore_errors=True)
         path = self._aside / f"{len(self._files):05d}.h5"

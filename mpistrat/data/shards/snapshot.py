@@ -14,7 +14,6 @@ from ..._util import nest
 from ...comm.agree import together
 from ...errors import explain
 from ..nodes.batch import refuse_batches
-from ..nodes.combine import compare_specs
 from ..nodes.node import Addresses, Node
 from ..nodes.stage import Stage, one_address
 from ..spec import ArraySpec
@@ -46,10 +45,13 @@ class Snapshot(Stage):
 
     def _load(self) -> Node:
         stored, parent = load(self._path, None), self._parent
-        compare_specs(FUNCTION, nest.map_structure(_as_stored, parent.row_spec), stored.row_spec, 1)
+        remedy = "The files are of another dataset: remove them, or name another path."
+        wanted, found = nest.map_structure(_as_stored, parent.row_spec), stored.row_spec
+        if (nest.paths(wanted), nest.flatten(wanted)) != (nest.paths(found), nest.flatten(found)):
+            expected, got = f"rows of {wanted} in {self._path}", f"{found}"
+            raise ValueError(explain(FUNCTION, "path", expected=expected, got=got, remedy=remedy))
         counts = parent.cardinality(), stored.cardinality()
         if counts[0] >= 0 and counts[0] != counts[1]:
-            remedy = "The files are of another dataset: remove them, or name another path."
             expected, got = f"{counts[0]} rows in {self._path}", f"{counts[1]}"
             raise ValueError(explain(FUNCTION, "path", expected=expected, got=got, remedy=remedy))
         return stored

@@ -50,6 +50,10 @@ def numbers(kind: Any) -> Any:
     return kind.from_tensor_slices(np.array([1, 2, 0, 4, 0, 8], np.float32))
 
 
+def total(state: Any, x: Any) -> Any:
+    return state + x
+
+
 CHAINS: dict[str, Callable[[Any], Any]] = {
     "window": lambda kind: kind.range(7).window(3),
     "window, shift": lambda kind: kind.range(7).window(3, 1, 1, True),
@@ -89,6 +93,56 @@ CHAINS: dict[str, Callable[[Any], Any]] = {
     "ignore_errors": lambda kind: numbers(kind).map(one_over).ignore_errors(),
     "ignore_errors of batches": lambda kind: numbers(kind).map(one_over).batch(2).ignore_errors(),
     "ignore_errors of filter": lambda kind: numbers(kind).filter(lambda x: one_over(x) < 9).ignore_errors(),
+    "windows of batches": lambda kind: kind.range(10).filter(lambda x: x != 4).batch(2).window(2),
+    "windows of windows": lambda kind: (
+        kind.range(12).window(6).flat_map(lambda w: w.window(2).flat_map(lambda v: v.batch(2)))
+    ),
+    "windows padded": lambda kind: sequences(kind).window(3).flat_map(lambda w: w.padded_batch(3)),
+    "windows of pairs": lambda kind: (
+        kind.from_tensor_slices((np.arange(4), np.arange(4) * 2))
+        .window(3)
+        .map(lambda a, b: (a.reduce(np.int64(0), total), b.reduce(np.int64(0), total)))
+    ),
+    "windows enumerated": lambda kind: kind.range(5).window(2).enumerate(),
+    "windows over epochs": lambda kind: kind.range(4).repeat(2).window(3).flat_map(lambda w: w.concatenate(w)),
+    "windows interleaved": lambda kind: kind.range(8).window(4).interleave(lambda w: w, cycle_length=2, block_length=1),
+    "group of parts": lambda kind: kind.range(10).group_by_window(lambda x: x % 2, lambda k, d: d.take(1), 3),
+    "group without end": lambda kind: (
+        kind.range(3).repeat().group_by_window(lambda x: x % 2, lambda k, d: d.batch(2), 2).take(5)
+    ),
+    "group of windows": lambda kind: kind.range(12).group_by_window(
+        lambda x: x % 2, lambda k, d: d.window(2).flat_map(lambda w: w.batch(2)), 6
+    ),
+    "group of batches": lambda kind: kind.range(12).batch(2).group_by_window(lambda x: x[0] % 4, lambda k, d: d, 2),
+    "group scanned": lambda kind: kind.range(8).group_by_window(
+        lambda x: x % 2, lambda k, d: d.scan(np.int64(0), lambda s, x: (s + x, s + x)), 4
+    ),
+    "scan of scan": lambda kind: (
+        kind.range(5).scan(np.int64(0), lambda s, x: (s + x, s)).scan(np.int64(0), lambda s, x: (s + x, s))
+    ),
+    "scan of a list": lambda kind: kind.range(4).scan(
+        [np.int64(0), np.int64(1)], lambda s, x: ([s[0] + 1, s[1] * 2], s[1])
+    ),
+    "scan of batches": lambda kind: kind.range(6).batch(2).scan(np.int64(0), lambda s, x: (s + x[0], x + s)),
+    "scan over epochs": lambda kind: kind.range(3).repeat(2).scan(np.int64(0), lambda s, x: (s + x + 1, s)).repeat(2),
+    "choose from batches": lambda kind: kind.choose_from_datasets(
+        [kind.range(6).batch(2), kind.range(10, 16).batch(2)], kind.range(2).repeat(3)
+    ),
+    "choose of nothing": lambda kind: kind.choose_from_datasets(
+        [kind.range(0), kind.range(2)], kind.from_tensor_slices(CHOICES), False
+    ),
+    "rebatch of rebatch": lambda kind: kind.range(10).batch(3).rebatch([2, 1]).rebatch([1, 3]),
+    "rebatch, divided": lambda kind: kind.range(10).batch(3).rebatch([2, 1]).shard(2, 1),
+    "rebatch, windows": lambda kind: kind.range(10).batch(3).rebatch(2).window(2).flat_map(lambda w: w),
+    "rebatch of padded": lambda kind: sequences(kind).padded_batch(3, (9,)).rebatch(5),
+    "rebatch, concatenated": lambda kind: kind.range(5).batch(3).rebatch([2, 1]).concatenate(kind.range(4).batch(2)),
+    "padded over epochs": lambda kind: sequences(kind).repeat(2).padded_batch(5).repeat(2),
+    "padded strings": lambda kind: kind.from_tensor_slices(np.array([[b"a"], [b"b"]])).padded_batch(2, (2,), b"long"),
+    "counter, divided": lambda kind: kind.counter().shard(3, 1).batch(2).take(3),
+    "take_while without end": lambda kind: kind.counter().take_while(lambda x: x < 5).repeat(2),
+    "buckets without end": lambda kind: (
+        sequences(kind).repeat().bucket_by_sequence_length(length, [3, 5], [2, 2, 2]).take(5)
+    ),
 }
 
 
