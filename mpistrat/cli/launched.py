@@ -10,6 +10,8 @@ import sys
 import traceback
 from pathlib import Path
 
+from .end_with_parent import end_with_parent
+
 __all__ = ["STACKS"]
 
 STACKS = signal.SIGUSR2  # at which a rank prints where it is
@@ -18,6 +20,9 @@ STACKS = signal.SIGUSR2  # at which a rank prints where it is
 def main(folder: Path) -> None:
     """Call the function. An error goes on, so that it ends the job."""
     faulthandler.register(STACKS)
+    end_with_parent(
+        signal.SIGKILL
+    )  # Open MPI's launcher leaves ranks behind where nobody reads what it says at its end
     import cloudpickle
     from mpi4py import MPI
 

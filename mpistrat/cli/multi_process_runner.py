@@ -20,6 +20,7 @@ from typing import IO, Any, NamedTuple, final
 from .._util.text import named
 from ..errors import LaunchError, explain
 from ..parameter_server.coordinator.registry import load_cloudpickle
+from . import end_with_parent
 from .launched import STACKS
 from .run import Start, plan
 
@@ -51,9 +52,10 @@ class RankResult(NamedTuple):
 class MultiProcessRunner:
     """Ranks of this machine that call a function, for tests of your own program: start them, kill one, see what each does.
 
-    They start at once, and end with the `with` statement, whatever happens in it. This process is no rank. They get the function
-    and its arguments as they are now, by cloudpickle; what they print is shown here, too. In a SLURM job they are on all of its
-    nodes, as by `mpistrat run`. `ms.launch` does the same where nothing happens in between.
+    They start at once, and end with the `with` statement, whatever happens in it, and when this process is killed. It is no
+    rank itself. They get the function and its arguments as they are now, by cloudpickle; what they print is shown here, too.
+    In a SLURM job they are on all of its nodes, as by `mpistrat run`. `ms.launch` does the same where nothing happens in
+    between.
 
     Args:
         f: makes the strategy, and does all that uses it. What it returns must be picklable.
@@ -109,7 +111,7 @@ class MultiProcessRunner:
             start = _start(self._path, ranks, restarts, survive)
             self._ranks = start.ranks
             self._job = subprocess.Popen(
-                start.command,
+                [sys.executable, "-S", "-I", end_with_parent.__file__, str(os.getpid()), *start.command],
                 env={"PYTHONUNBUFFERED": "1", **os.environ, **start.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -8,13 +8,11 @@ has died is an end of the connection.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import importlib.util
 import json
 import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
@@ -26,11 +24,10 @@ from typing import Any, final
 
 from ..comm import job_files
 from ..environment import RANK_PROCESS, STANDBY
+from .end_with_parent import end_with_parent
 
-__all__ = ["Standby", "end_with_parent", "environment_with", "main", "words_of"]
+__all__ = ["Standby", "environment_with", "main", "words_of"]
 
-_PR_SET_PDEATHSIG = 1  # Linux's prctl(2)
-_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # looked up before a fork
 _PLACE = "MPISTRAT_STANDBY_AT"
 _GIVEN = "MPISTRAT_STANDBY_GIVEN"  # what the environment had where the program had put something else, as JSON
 _LOOK, _ENDING = 0.02, 5.0  # seconds: between two looks for a message; that a launcher has to end
@@ -43,12 +40,6 @@ def environment_with(*added: dict[str, str]) -> dict[str, str]:
         whole |= one
     whole.pop(RANK_PROCESS, None)
     return whole
-
-
-def end_with_parent() -> None:
-    """Have a launcher, which calls this before it begins, end when its parent is killed: nobody would look after it."""
-    if _PRCTL is not None:
-        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @final

@@ -28,7 +28,8 @@ from ..environment import RANK_PROCESS, RESTART_EXIT_CODE, STANDBY
 from ..errors import MpistratError
 from ..strategy.checkpoint.snapshot import SnapshotFile
 from .command import DONE, PROBLEM, Command
-from .standby import Standby, end_with_parent, environment_with
+from .end_with_parent import end_with_parent
+from .standby import Standby, environment_with
 
 __all__ = ["COMMAND", "supervise"]
 

@@ -1,5 +1,7 @@
 """ms.MultiProcessRunner: ranks that a test of the user's own starts, watches and kills, under plain pytest."""
 
+import json
+import os
 import subprocess
 import textwrap
 import time
@@ -201,3 +203,23 @@ def test_ranks_that_survive(mpi, tmp_path):
             assert [result.returned for result in results] == [True, True, False]
         """,
     )
+
+
+def test_ranks_end_when_who_started_them_is_killed(mpi, tmp_path):
+    program = """
+        import time
+        import mpistrat as ms
+
+        with ms.MultiProcessRunner(time.sleep, (300,), ranks=2) as runner:
+            print([runner.get_process_id(rank) for rank in range(2)], flush=True)
+            runner.join(timeout=None)
+        """
+    command = [mpi.python, "-c", textwrap.dedent(program)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    ranks = json.loads(process.stdout.readline())
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{rank}") for rank in ranks):
+        assert time.monotonic() < end
+        time.sleep(0.05)
