@@ -75,6 +75,10 @@ class GradientArena(Protocol):
         """Return the pieces of all slices, by node; where none is cut, none."""
         ...
 
+    def by_owner(self) -> list[tuple[int, int]]:
+        """Return what each of this node's ranks reduces and updates, of those that do."""
+        ...
+
 
 @final
 @dataclass(frozen=True)

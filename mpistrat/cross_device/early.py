@@ -16,26 +16,28 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from .._util.partition import aligned_bounds, cut, inside, merge, without
+from .._util.partition import aligned_bounds, blocks, cut, inside, merge, without
+from ..comm.arrays import all_reduce
 from ..comm.process_group import ProcessGroup
 from ..comm.waiting import Backoff
 from ..errors import ClosedError
-from .arithmetic import Arithmetic
-from .pieces import PieceSum, Range
+from .arithmetic import Arithmetic, combine
+from .pieces import PieceSum, Range, wait
 from .wire import Wire
 
-__all__ = ["EarlySums"]
+__all__ = ["EarlySums", "Memory"]
 
 _CEILING = 2e-4  # seconds that the thread sleeps between two looks at its messages, at most
 _END = 5.0  # seconds that its end may take
 
 
 @final
-class _Memory:
-    """The sums of one arena that this node owns, by owner."""
+class Memory:
+    """The sums of one arena that this node owns, by owner; also `memory[low:high]`, of elements that one rank owns."""
 
     def __init__(self, pieces: Sequence[Range], arrays: Sequence[np.ndarray]) -> None:
-        self._lows, self._arrays = [low for low, _ in pieces], arrays
+        self.pieces, self._arrays = pieces, arrays
+        self._lows = [low for low, _ in pieces]
         self.begun: list[Range] = []  # element ranges
 
     def of(self, low: int, high: int) -> np.ndarray:
@@ -44,6 +46,9 @@ class _Memory:
         first = self._lows[owner]
         return self._arrays[owner][low - first : high - first]
 
+    def __getitem__(self, where: slice) -> np.ndarray:
+        return self.of(where.start, where.stop)
+
     def put(self, low: int, high: int, block: np.ndarray) -> None:
         self.of(low, high)[...] = block
 
@@ -51,7 +56,7 @@ class _Memory:
 class _Job(NamedTuple):
     """What the thread shall sum: arrays, the pieces of each node, and where the sums of this node's go."""
 
-    arrays: Sequence[np.ndarray]
+    arrays: Sequence[Any]  # array[low:high] are elements of the arena
     pieces: Sequence[Sequence[Range]]
     how: Arithmetic
     wire: Wire | None
@@ -61,13 +66,19 @@ class _Job(NamedTuple):
 
 @final
 class EarlySums:
-    """The sums that were begun on the ranks of a group, and the thread that carries them. Needs MPI_THREAD_MULTIPLE."""
+    """The sums that were begun on the ranks of a group, and the thread that carries them between nodes."""
 
-    def __init__(self, group: ProcessGroup, block: int) -> None:
-        """Make what it needs. Collective over all ranks. `block` is the number of elements that are summed in cache."""
-        self._group, self._block = group, block
+    def __init__(self, group: ProcessGroup, block: int, threads: bool = True) -> None:
+        """Make what it needs. Collective over all ranks.
+
+        Args:
+            group: the ranks.
+            block: the number of elements that are summed in cache.
+            threads: whether MPI was started with MPI_THREAD_MULTIPLE on all ranks; else `begin` sums at once.
+        """
+        self._group, self._block, self._threads = group, block, threads
         self._inter = None if group.inter is None else group.inter.Dup()  # messages of steps go over the other one
-        self._memories: dict[str, _Memory] = {}
+        self._memories: dict[str, Memory] = {}
         self._sums: dict[tuple[np.dtype, Wire | None], PieceSum] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._last: _Job | None = None
@@ -79,7 +90,7 @@ class EarlySums:
         self._thread: threading.Thread | None = None
         group.attach(self)
 
-    def begin(self, arena: Any, arrays: Sequence[np.ndarray], ranges: Sequence[Range], how: Arithmetic) -> None:
+    def begin(self, arena: Any, arrays: Sequence[Any], ranges: Sequence[Range], how: Arithmetic) -> None:
         """Begin to sum ranges of an arena, whose gradients are final on all ranks of the node. Collective, inside one."""
         self._wait_for_dropped()
         self._open = True
@@ -87,27 +98,47 @@ class EarlySums:
         if memory is None:
             memory = self._memories[arena.key] = self._allocate(arena, how.accumulate)
         memory.begun = merge([*memory.begun, *ranges])
-        index, inter = self._group.slice_index, self._inter
-        if index is None or inter is None:
+        index, nodes = self._group.slice_index, arena.node_pieces()
+        if index is None:
             return
-        by_node = [[part for piece in node for part in inside(ranges, *piece)] for node in arena.node_pieces()]
+        if not nodes:
+            self._sum_whole(memory, arrays, ranges, how)
+            return
+        if self._inter is None:
+            return
+        by_node = [[part for piece in node for part in inside(ranges, *piece)] for node in nodes]
         parts = [aligned_bounds(sum(high - low for low, high in node), self._group.slices)[index] for node in by_node]
         pieces = [cut(node, *part) for node, part in zip(by_node, parts, strict=True)]
-        self._last = _Job(arrays, pieces, how, arena.wire, memory.put, threading.Event())
-        self._jobs.put(self._last)
+        job = _Job(arrays, pieces, how, arena.wire, memory.put, threading.Event())
+        if not self._threads:
+            self._sum(job)
+            return
+        self._last = job
+        self._jobs.put(job)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="mpistrat-sums", daemon=True)
             self._thread.start()
 
-    def _allocate(self, arena: Any, dtype: np.dtype) -> _Memory:
+    def _sum_whole(self, memory: Memory, arrays: Sequence[Any], ranges: Sequence[Range], how: Arithmetic) -> None:
+        """Sum this rank's part of ranges of an arena that every node sums whole. Collective over its peers."""
+        index, total = self._group.slice_index, sum(high - low for low, high in ranges)
+        mine = cut(ranges, *aligned_bounds(total, self._group.slices)[index or 0])
+        for piece in memory.pieces:
+            for low, high in blocks(inside(mine, *piece), self._block):
+                sums = memory.of(low, high)
+                combine(how.ufunc, [array[low:high] for array in arrays], sums)
+                if self._inter is not None:
+                    all_reduce(self._inter, sums, ufunc=how.ufunc)
+
+    def _allocate(self, arena: Any, dtype: np.dtype) -> Memory:
         node = self._group.node
-        pieces = arena.node_pieces()[self._group.node_index]
+        pieces = arena.by_owner()
         sizes = [(high - low) * dtype.itemsize for low, high in pieces]
         block = node.allocate([*sizes, *[0] * (node.size - len(sizes))], "the sums that Optimizer.begin starts")
         mine = node.rank
         populated = mine >= len(sizes) or block.populate(mine, 0, sizes[mine])
         node.agree_populated(populated, block.what)
-        return _Memory(pieces, [segment.view(dtype) for segment in block.segments[: len(sizes)]])
+        return Memory(pieces, [segment.view(dtype) for segment in block.segments[: len(sizes)]])
 
     def missing(self, arena: Any, ranges: Sequence[Range]) -> list[Range] | None:
         """Return what of element ranges was not begun; None where nothing of them was."""
@@ -122,10 +153,25 @@ class EarlySums:
         if memory is not None:
             memory.begun = without(memory.begun, ranges)
 
-    def memory(self, arena: Any) -> _Memory:
+    def memory(self, arena: Any) -> Memory:
         """Return where the sums of an arena are; of those not begun, this rank's may be put there. Collective, inside one."""
         self._wait_for_dropped()
         return self._memories[arena.key]
+
+    def catch_up(self) -> None:
+        """Wait until what this rank has begun to sum is summed. Inside a collective.
+
+        Raises:
+            Exception: what went wrong in the thread.
+        """
+        self._hurry = True
+        try:
+            if self._last is not None:
+                self._last.done.wait()
+            if self._error is not None:
+                raise self._error
+        finally:
+            self._hurry = False
 
     def wait(self) -> None:
         """Wait until all that was begun is summed, on all ranks of the node. Collective, inside one.
@@ -133,16 +179,9 @@ class EarlySums:
         Raises:
             Exception: what went wrong in the thread.
         """
-        self._hurry = True
-        try:
-            with self._group.collective("sums that Optimizer.begin has started", synchronize=False) as call:
-                if self._last is not None:
-                    self._last.done.wait()
-                if self._error is not None:
-                    raise self._error
-                self._group.node.barrier(call)
-        finally:
-            self._hurry = False
+        with self._group.collective("sums that Optimizer.begin has started", synchronize=False) as call:
+            self.catch_up()
+            self._group.node.barrier(call)
         self._open = self._dropped = False
 
     def _wait_for_dropped(self) -> None:
@@ -167,7 +206,8 @@ class EarlySums:
         key = job.how.accumulate, job.wire
         summed = self._sums.get(key)
         if summed is None:
-            summed = self._sums[key] = PieceSum(self._inter, job.how.accumulate, self._block, job.wire, self._finish)
+            finish = self._finish if self._threads else wait
+            summed = self._sums[key] = PieceSum(self._inter, job.how.accumulate, self._block, job.wire, finish)
         summed.hand_out(job.arrays, job.pieces, job.how, job.put)
 
     def _finish(self, requests: Sequence[Any]) -> None:

@@ -19,7 +19,7 @@ from ..comm.arrays import mpi_datatype
 from .arithmetic import Arithmetic, combine
 from .wire import Unsent, Wire
 
-__all__ = ["PieceShare", "PieceSum", "Pieces", "Range", "leave", "round_size", "rounds_of", "wait"]
+__all__ = ["PieceShare", "PieceSum", "Pieces", "Range", "leave", "round_size", "rounds_of", "summed_blocks", "wait"]
 
 Range = tuple[int, int]
 Pieces = Sequence[Sequence[Range]]  # element ranges by node
@@ -43,6 +43,12 @@ def round_size(nodes: int, dtype: np.dtype) -> int:
 def rounds_of(pieces: Pieces, size: int) -> list[tuple[Range | None, ...]]:
     """Return the block of each node's piece in each round, None where it has none any more."""
     return list(zip_longest(*(blocks(piece, size) for piece in pieces)))
+
+
+def summed_blocks(ranges: Sequence[Range], nodes: int, dtype: np.dtype, block: int) -> list[Range]:
+    """Return the blocks in which the sums of ranges are handed out."""
+    size = round_size(nodes, dtype)
+    return blocks(blocks(ranges, size), min(block, size))
 
 
 def wait(requests: Sequence[Any]) -> None:
@@ -180,7 +186,7 @@ class PieceSum:
 
     def consumed(self, ranges: Sequence[Range]) -> list[Range]:
         """Return the blocks in which the sums of this node's ranges are handed out."""
-        return self._cached(blocks(ranges, self._size))
+        return summed_blocks(ranges, self._inter.size, self._sums.dtype, self._block)
 
     def _cached(self, ranges: Sequence[Range]) -> list[Range]:
         return blocks(ranges, len(self._total))

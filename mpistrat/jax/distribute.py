@@ -72,6 +72,7 @@ def distribute(
         TypeError: float64 where JAX has it not enabled; complex numbers; an optimizer that looks at several numbers together.
         RuntimeError: the tree was distributed already.
         DeviceError: JAX computes on another kind of device than the strategy's; several GPUs on a rank.
+        LayoutError: a strategy with sharded_gradients.
         CollectiveMismatchError: on every rank, when their trees differ.
 
     Example:
@@ -80,6 +81,7 @@ def distribute(
     """
     context.expect_scope(_FUNCTION, "params = ms.jax.distribute(params)")
     placement = context.get_strategy().extended.placement
+    placement.require_kept_gradients(_FUNCTION)
     exchange = functools.partial(placement.creators.exchange, _FUNCTION)
     leaves, structure = flatten(tree)
     names = names_of(tree)

@@ -66,9 +66,11 @@ def _check_layout(function: str, strategy: Any) -> None:
     """Check that a rank can compute for all of its replicas at once.
 
     Raises:
-        LayoutError: it has several GPUs, or several replicas of a worker that steps for itself; or nodes take local steps.
+        LayoutError: it has several GPUs, or several replicas of a worker that steps for itself; or nodes take local steps, or
+            gradients are handed over.
     """
     extended = strategy.extended
+    extended.placement.require_kept_gradients(function)
     if extended.placement.local_steps is not None:
         got = f"one with {extended.placement.local_steps}"
         expected, remedy = "a strategy whose nodes step together", "Leave local_steps out: Keras's models train in sync"

@@ -12,7 +12,7 @@ from .._util.buffers import BufferPool
 from .._util.partition import blocks, merge, spans_within
 from ..cross_device.arena import BLOCK, Consume
 from ..cross_device.arithmetic import combine
-from ..cross_device.pieces import PieceShare
+from ..cross_device.pieces import PieceShare, summed_blocks
 from ..cross_device.wire import Unsent
 from ..variables.arena import Arena, padded
 from ..variables.values import move_like, quick_digest
@@ -22,6 +22,7 @@ from .rule import BlockUpdate, Rule, Span, form_mean
 from .slots import SlotStore
 
 if TYPE_CHECKING:
+    from ..cross_device.early import Memory
     from ..cross_device.encoded import EncodedShare
 
 __all__ = ["LARGE_BLOCK", "ArenaStep", "not_finite_of"]
@@ -53,6 +54,7 @@ class ArenaStep:
         self._optimizer, self._mean, self._each, self._apart = optimizer, 0, False, False
         self._factor = 1.0
         self._slots = slots.of(arena)
+        self._sums: np.ndarray | None = None  # of what this rank updates, where they are in memory while a step goes on
         self._share: PieceShare | EncodedShare | None = None  # of the weights, while a step goes on
         self._messages = BufferPool(kept=16)
         self._rule = BlockUpdate(optimizer, arena.dtype, self._slots.scratch)
@@ -108,12 +110,14 @@ class ArenaStep:
 
     def finish_share(self) -> None:
         """Wait until the weights of all nodes are here."""
+        self._sums = None
         if self._share is not None:
             self._share.finish()
             self._share = None  # memory with references cannot be freed
 
     def leave_share(self) -> None:
         """Leave what is under way after an error."""
+        self._sums = None
         if self._share is not None:
             self._share.leave()
             self._share = None
@@ -122,6 +126,17 @@ class ArenaStep:
         """Hand out what this rank updates of gradients whose sum it needs, as a reduction would: the parts instead of the sum."""
         for low, high in self._large_blocks():
             consume(low, high, [array[low:high] for array in arrays])
+
+    def take_sums(self, memory: Memory, consume: Consume) -> None:
+        """Hand out sums that are in memory, in the blocks in which a reduction hands them out; `keep` leaves them there."""
+        if self._slots.low < self._slots.high:
+            self._sums = memory[self._slots.low : self._slots.high]
+        if not self.arena.sharded:
+            self.sum([memory], consume)
+            return
+        dtype = self._slots.scratch[0].dtype
+        for low, high in summed_blocks(self.arena.owned(self.ranges), self.arena.group.num_nodes, dtype, BLOCK):
+            consume(low, high, memory[low:high])
 
     def _large_blocks(self) -> list[tuple[int, int]]:
         """Return what this rank updates in blocks: large ones, where no copies of weights are made in scratch memory."""
@@ -197,7 +212,8 @@ class ArenaStep:
             sums = kept[begin - base : end - base]
             # The owner's gradient memory may be a part itself, and a sum may be written over one of its first two parts only.
             total = sums if len(parts) <= 2 else self._rule.block[: end - begin]
-            combine(np.add, [move_like(part[begin - low : end - low], sums) for part in parts], total)
+            if self._sums is None:
+                combine(np.add, [move_like(part[begin - low : end - low], sums) for part in parts], total)
             if self._factor != 1:
                 np.multiply(total, self._factor, out=total)
             if self._mean and self._updates:
@@ -257,6 +273,8 @@ class ArenaStep:
 
     def _store(self) -> tuple[Any, int]:
         """Return where sums are kept, and which element of the arena comes first there."""
+        if self._sums is not None:
+            return self._sums, self._slots.low
         if not self._rule.narrow and not self._apart:
             return self.gradients.local[0], 0
         return self._slots.kept(), self._slots.low

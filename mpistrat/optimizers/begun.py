@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from time import perf_counter_ns
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -15,9 +15,13 @@ from ..comm.process_group import ProcessGroup
 from ..cross_device.arena import ArenaSum
 from ..errors import explain
 from ..variables.arena import Arena, padded
+from ..variables.own_gradients import HandedOver
 from ..variables.values import checksum
 from ..variables.variable import Variable, explain_foreign
-from .gradients import Pairs, in_place
+from .gradients import Pairs, flat_gradient, in_place
+
+if TYPE_CHECKING:
+    from ..cross_device.buckets import BucketSums
 
 __all__ = ["Begun", "Choice"]
 
@@ -99,6 +103,7 @@ class Begun:
         self._marks: dict[int, int] = {}  # checksums of gradients
         self._steps = 0
         self._able: bool | None = None  # whether sums can start early; None: not asked yet
+        self._buckets: BucketSums | None = None  # what they were handed over to
         self.choice = Choice()
 
     @property
@@ -137,6 +142,10 @@ class Begun:
         names = ", ".join(variable.name for variable in variables)
         self._names.append(names)
         self.words = f", begun: {'; '.join(self._names)}"
+        buckets, replicas = strategy.extended.placement.buckets, range(len(strategy.extended.placement.devices))
+        if buckets is not None:
+            self._hand_over(buckets, [(v, [v.gradient(i).reshape(-1) for i in replicas]) for v in variables])
+            return
         group = strategy.extended.placement.group
         if self._steps % group.environment.check_every == 0:
             self._marks.update((id(variable), _mark(variable)) for variable in variables)
@@ -173,12 +182,39 @@ class Begun:
                     self._sent.append((sums, arena.key, ranges))
         self._waiting = []
 
-    def check(self, replicas: Sequence[Pairs], aggregate: bool) -> None:
+    def _hand_over(self, buckets: BucketSums, gradients: Sequence[tuple[Variable, Sequence[Any]]]) -> None:
+        """Hand over the gradients of variables, flat, of each local replica. Collective."""
+        self._buckets = buckets
+        for variable, flat in sorted(gradients, key=lambda pair: -pair[0].offset):
+            arena, offset = variable.arena, variable.offset
+            if arena is not None and arena.gradients is not None and variable.size:
+                buckets.put(arena.gradients, offset, padded(arena, [variable])[offset], flat, variable.name)
+            if variable.own_gradients is not None:
+                variable.own_gradients.hand_over()
+
+    def add_rest(self, buckets: BucketSums, replicas: Sequence[Pairs]) -> None:
+        """Hand over the gradients of a step that were not begun, and have all of it summed. Collective.
+
+        Raises:
+            ValueError, TypeError: gradients that do not fit.
+        """
+        rest = [
+            (pairs[0][1], [flat_gradient(gradient, variable) for gradient, variable in pairs])
+            for pairs in zip(*replicas, strict=True)
+            if pairs[0][0] is not None and id(pairs[0][1]) not in self._variables
+        ]
+        self._variables.update((id(variable), variable) for variable, _ in rest)
+        self._hand_over(buckets, rest)
+        buckets.send()
+
+    def check(self, strategy: Any, replicas: Sequence[Pairs], aggregate: bool) -> None:
         """Check what `apply_gradients` was called with.
 
         Raises:
             ValueError: variables that were begun are missing; their gradients were changed, or are elsewhere.
         """
+        if strategy.extended.placement.buckets is not None and not aggregate:
+            raise _unfit("", "gradients that sharded_gradients sums", "experimental_aggregate_gradients=False")
         if not self:
             return
         if not aggregate:
@@ -188,7 +224,9 @@ class Begun:
             for key, variable in self._variables.items():
                 if found.get(key) is None:
                     raise _unfit(variable.name, "a gradient for each variable that was begun", "none")
-                if not in_place(found[key], variable.gradient(replica)):
+                own = variable.gradient(replica)
+                handed_over = isinstance(own, HandedOver) and own.stands_for(found[key])
+                if not (handed_over or in_place(found[key], own)):
                     raise _unfit(variable.name, "its gradient in v.grad", "one elsewhere")
         for key, mark in self._marks.items():
             if _mark(self._variables[key]) != mark:
@@ -207,9 +245,23 @@ class Begun:
             return
         for sums, key, ranges in self._sent:
             sums.forget(key, ranges)
+        if self._buckets is not None:
+            self._renew(self._buckets)
         self._variables.clear()
         self._marks.clear()
         self._names, self._waiting, self._sent, self.words = [], [], [], ""
+
+    def _renew(self, buckets: BucketSums) -> None:
+        """Let variables have gradients again, and forget the sums of those that were handed over."""
+        members: dict[Arena, list[Variable]] = {}
+        for variable in self._variables.values():
+            if variable.own_gradients is not None:
+                variable.own_gradients.renew()
+            if variable.arena is not None and variable.size:
+                members.setdefault(variable.arena, []).append(variable)
+        for arena, some in members.items():
+            if arena.gradients is not None:
+                buckets.forget(arena.gradients, merge(list(padded(arena, some).items())))
 
 
 def _is_able(group: ProcessGroup, ops: Any, arenas: Sequence[Arena]) -> bool:

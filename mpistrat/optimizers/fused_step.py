@@ -24,7 +24,7 @@ from ..variables.values import checksum
 from ..variables.variable import Variable
 from .arena_step import ArenaStep, not_finite_of
 from .begun import Begun
-from .gradients import Pairs, load_gradients
+from .gradients import Pairs, check_same, load_gradients
 from .rule import Rule, UpdateRun
 from .slots import SlotStore, owners
 
@@ -57,6 +57,7 @@ class FusedStep(UpdateRun):
         self._constrained = [variable for variable in variables if variable.constraint is not None]
         placement = variables[0].placement
         self._group, self._ops, self._outer = placement.group, placement.ops, slots.outer
+        self._buckets = placement.buckets
         self._parts: ReplicaParts | None = None
         if placement.grid is not None:
             from .replica_parts import ReplicaParts
@@ -85,8 +86,12 @@ class FusedStep(UpdateRun):
         self._detail = f"of {names}{absent} by {self._optimizer.describe()}{decaying}{which}"
 
     def load(self, replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
-        """Copy the local replicas' gradients into the arenas."""
-        load_gradients(replicas, key)
+        """Copy the local replicas' gradients into the arenas, or hand over those that were not begun."""
+        if self._buckets is None:
+            load_gradients(replicas, key)
+        else:
+            check_same(replicas, key)
+            self._begun.add_rest(self._buckets, replicas)
 
     def run(self, aggregate: bool) -> None:
         """Take the step. Collective; in cross-replica context."""
@@ -109,6 +114,8 @@ class FusedStep(UpdateRun):
         with group.collective("apply_gradients", detail=detail).stamp(words) as call:
             self._ops.call = call
             self._begin(due, number)
+            if self._buckets is not None:
+                self._buckets.finish()
             for step in self._arena_steps:
                 step.begin(optimizer.iterations + 1, rate, number, self._two_passes, factor)
             scales: dict[str, float] = {}
@@ -189,6 +196,9 @@ class FusedStep(UpdateRun):
 
     def _sum(self, step: ArenaStep, aggregate: bool, consume: Consume) -> None:
         gradients = step.gradients
+        if self._buckets is not None:
+            step.take_sums(self._buckets.memory(gradients), consume)
+            return
         if not aggregate:
             arrays = gradients.local[:1]
         elif self._outer is not None:
@@ -267,7 +277,7 @@ class FusedStep(UpdateRun):
             variable.name: not_finite_of(*(variable.gradient(i).reshape(-1) for i in range(len(step.gradients.local))))
             for step in self._arena_steps
             for variable in step.variables
-        }
+        }  # none where they were handed over
         summed = {name: count for step in self._arena_steps for name, count in step.not_finite().items()}
         counted = [json.loads(text) for text in self._group.all_gather_text(json.dumps([own, summed]))]
         for variable in self._variables:
@@ -279,7 +289,8 @@ class FusedStep(UpdateRun):
             if not counts and not overflown:
                 continue
             got = by_rank({rank: f"{count} that are not" for rank, count in counts.items()})
-            got = got or f"{overflown} that are not in the sum over all replicas, of finite ones on each"
+            got = got or f"{overflown} that are not in the sum over all replicas"
+            got += ", of finite ones on each" * (not counts and self._buckets is None)
             remedy = "Look at the loss and the learning rate; no variable was changed by this step"
             expected, got = "finite numbers", f"{got}, of {variable.size}, in step {number}"
             raise FloatingPointError(

@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from .._util import loops
-from ..comm.arrays import array_module, as_array, as_buffer, is_gpu, on_device_of
+from ..comm.arrays import array_module, as_array, as_buffer, is_gpu, on_device_of, to_host
 from ..distributed_values import DistributedValues
 from ..errors import explain
 from ..types import IndexedSlices
@@ -16,7 +16,10 @@ from ..variables.scatter import checked_slices
 from ..variables.values import move_like
 from ..variables.variable import Variable, explain_foreign
 
-__all__ = ["Pairs", "ReplicaPairs", "check_variables", "checked", "in_place", "load_gradients", "pairs_of"]
+__all__ = [
+    "Pairs", "ReplicaPairs", "check_same", "check_variables", "checked", "flat_gradient", "in_place", "load_gradients",
+    "pairs_of",
+]  # fmt: skip
 
 _FUNCTION = "apply_gradients"
 Pairs = Sequence[tuple[Any, Variable]]
@@ -65,6 +68,19 @@ def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[s
     return list(chosen.values()), left_out
 
 
+def check_same(replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
+    """Do nothing if all local replicas have gradients for the same variables; `key` as in `load_gradients`.
+
+    Raises:
+        ValueError: they do not.
+    """
+    for replica, pairs in enumerate(replicas):
+        if replica and tuple([id(v) if g is not None else -id(v) for g, v in pairs]) != key:
+            got = f"others on local replica {replica}"
+            expected = "gradients for the same variables on all replicas"
+            raise ValueError(explain(_FUNCTION, "grads_and_vars", expected=expected, got=got))
+
+
 def load_gradients(replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
     """Copy the local replicas' gradients into the arenas; those that are there stay.
 
@@ -74,16 +90,27 @@ def load_gradients(replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
         ValueError: the replicas have gradients for other variables; a shape that is not the variable's.
         TypeError: numbers that do not fit.
     """
+    check_same(replicas, key)
     for replica, pairs in enumerate(replicas):
-        if replica and tuple([id(v) if g is not None else -id(v) for g, v in pairs]) != key:
-            got = f"others on local replica {replica}"
-            expected = "gradients for the same variables on all replicas"
-            raise ValueError(explain(_FUNCTION, "grads_and_vars", expected=expected, got=got))
         for gradient, variable in pairs:
             if gradient is not None:
                 target = variable.gradient(replica)
                 if gradient is not target:
                     _load(gradient, target, variable)
+
+
+def flat_gradient(gradient: Any, variable: Variable) -> Any:
+    """Return a gradient as a flat array, of a variable whose gradients are handed over.
+
+    Raises:
+        ValueError, TypeError: as `checked`.
+    """
+    array = checked(gradient, variable)
+    if isinstance(array, IndexedSlices):
+        dense = np.zeros(variable.shape, variable.dtype)
+        _scatter(array, dense)
+        array = dense
+    return to_host(array).reshape(-1)
 
 
 def checked(gradient: Any, variable: Variable) -> Any:

@@ -246,6 +246,9 @@ class Optimizer(Rule):
         `apply_gradients` takes the sums: the same bits as without this call. Until then these gradients, in `v.grad`, must not
         be changed. A thread carries them between nodes; whether that takes less time is measured in the first steps, and logged.
 
+        Under `sharded_gradients` the gradients are handed over: `v.grad` cannot be read or written until the step has ended, and
+        its memory is free.
+
         Raises:
             ContextError, ValueError: outside of `strategy.run`; a variable twice, without gradients, or of another strategy.
             CollectiveMismatchError: on every rank, when they begin others.
@@ -267,7 +270,7 @@ class Optimizer(Rule):
                 self._steps.clear()
             step = self._steps[key] = self._new_step(strategy, replicas[0])
         try:
-            self.begun.check(replicas, aggregate)
+            self.begun.check(strategy, replicas, aggregate)
             step.load(replicas, key)
             step.run(aggregate)
             self._iterations += 1

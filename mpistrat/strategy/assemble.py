@@ -128,6 +128,7 @@ def assemble(
     replicas: int | None = None,
     sharded_slots: bool | None = None,
     local_steps: LocalSteps | int | None = None,
+    sharded_gradients: bool = False,
     axes: Any = None,
 ) -> StrategyExtended:
     """Return the inner parts of a new strategy. Collective over `comm`.
@@ -147,6 +148,7 @@ def assemble(
         sharded_slots: whether each node keeps its part of the slots only; default: where nodes are few, reductions send each
             its part, and the job keeps no snapshots, of which each node must have all.
         local_steps: how nodes train by themselves, or after how many updates they take an outer step.
+        sharded_gradients: whether gradients are handed over, and each rank keeps its part of the sums only.
         axes: of a mesh, as they were given.
 
     Raises:
@@ -174,6 +176,7 @@ def assemble(
     group = ProcessGroup.create(topology, environment)
 
     given = {"sharded_slots": sharded_slots, "local_steps": local_steps, "axes": axes}
+    given |= {"sharded_gradients": sharded_gradients or None}
     told = {name: value for name, value in given.items() if value is not None}
     settings = options, parameter_device, replicas, told or None
 
@@ -202,20 +205,23 @@ def assemble(
         topology.close()
         raise
 
+    nodes = (sync_group or group).num_nodes
+
     def bind() -> None:
         if group.num_nodes > 1:
             _check_wire(kind, options, ops, sharded_slots, local_steps is not None)
+        if sharded_gradients:
+            _check_sharded_gradients(kind, options, ops, sharded_slots, local_steps is not None, topology, nodes)
         ops.bind(sync_group or group)
 
     _agree(group, kind, settings, bind)
     wire = None if options is None else wire_named(options.wire)
-    if wire is not None:
+    if wire is not None or sharded_gradients:
         sharded_slots = True
     if local_steps is not None and not isinstance(local_steps, LocalSteps):
         local_steps = LocalSteps(local_steps)
     if group.num_nodes == 1:
         local_steps = None
-    nodes = (sync_group or group).num_nodes
     few = 1 < nodes <= MOST_NODES and kind is not PARAMETER_SERVER
     unasked = few and ops.sums_pieces and not environment.job and local_steps is None
     return StrategyExtended(
@@ -230,6 +236,7 @@ def assemble(
         sharded_slots=unasked if sharded_slots is None else sharded_slots and nodes > 1,
         local_steps=local_steps,
         wire=wire,
+        sharded_gradients=sharded_gradients,
     )
 
 
@@ -284,6 +291,41 @@ def _check_wire(
     if got:
         expected = f"what divides sums among nodes, for wire={options.wire!r}"
         raise ValueError(explain(kind.name, "communication_options", expected=expected, got=got, remedy=remedy))
+
+
+def _check_sharded_gradients(
+    kind: StrategyKind,
+    options: CommunicationOptions | None,
+    ops: CrossDeviceOps,
+    sharded_slots: bool | None,
+    local: bool,
+    topology: Topology,
+    nodes: int,
+) -> None:
+    """Do nothing if gradients can be handed over.
+
+    Raises:
+        ValueError: with what they cannot be combined with.
+        DeviceError: this rank has GPUs.
+    """
+    if any(parse(device)[0] != "cpu" for device in topology.devices):
+        expected, got = "variables on CPUs", f"devices {', '.join(topology.devices)}"
+        remedy = "Leave sharded_gradients out: GPUs sum and update all weights"
+        raise DeviceError(explain(kind.name, "sharded_gradients", expected=expected, got=got, remedy=remedy))
+    remedy, got = "Leave sharded_gradients out", ""
+    if local:
+        got, remedy = "local_steps, by which each node sums for itself", "Leave local_steps or sharded_gradients out"
+    elif sharded_slots is False and nodes > 1:
+        got, remedy = "sharded_slots=False", "Leave sharded_slots out: a sum goes to the node that keeps its slots"
+    elif not ops.sums_pieces:
+        got = f"{type(ops).__name__}, which has an order of its own"
+        remedy = "Leave cross_device_ops, replicas and implementation out, or use HierarchicalAllReduce"
+    elif nodes > 1 and options is not None and (wire := wire_named(options.wire)) is not None and wire.feeds_back:
+        got = f"wire={options.wire!r}, which sends with each sum what it lost of the last one of the same step"
+        remedy = 'Use wire="bfloat16"'
+    if got:
+        expected = "what sums gradients bucket by bucket"
+        raise ValueError(explain(kind.name, "sharded_gradients", expected=expected, got=got, remedy=remedy))
 
 
 def _check_evaluator(kind: StrategyKind, topology: Topology) -> None:

@@ -80,6 +80,7 @@ class StrategyExtended(TensorFlow1Extended):
         sharded_slots: bool = False,
         local_steps: LocalSteps | None = None,
         wire: Wire | None = None,
+        sharded_gradients: bool = False,
         is_default: bool = False,
         shared: bool = False,
     ) -> None:
@@ -92,7 +93,7 @@ class StrategyExtended(TensorFlow1Extended):
             options: defaults of every reduction.
             sync_group: the ranks whose replicas step together, where these are not all.
             parameter_devices: where variables lie; default this rank's devices.
-            distributed, central, sharded_slots, local_steps, wire: see `Placement` and `ArenaAllocator`.
+            distributed, central, sharded_slots, local_steps, wire, sharded_gradients: see `Placement` and `ArenaAllocator`.
             is_default: whether this is the strategy that holds outside every scope.
             shared: whether the group belongs to another strategy, which closes it.
         """
@@ -101,9 +102,13 @@ class StrategyExtended(TensorFlow1Extended):
         self.sync_topology: Topology = sync_group.topology
         self.num_input_pipelines = self.topology.size
         self.process_group, self.cross_device_ops = group, ops
-        arenas = ArenaAllocator(sync_group, parameter_devices, central, sharded_slots, wire)
+        arenas = ArenaAllocator(sync_group, parameter_devices, central, sharded_slots, wire, sharded_gradients)
         devices = self.sync_topology.devices
         self.placement = Placement(sync_group, ops, arenas, strategy, devices, distributed, local_steps=local_steps)
+        if sharded_gradients:
+            from ..cross_device.buckets import BucketSums
+
+            self.placement.buckets = BucketSums(sync_group)
         self.is_default, self.closed = is_default, False
         self.coordination = Coordination()
         self._strategy = strategy
@@ -130,6 +135,7 @@ class StrategyExtended(TensorFlow1Extended):
             sharded_slots=placement.arenas.sharded,
             local_steps=placement.local_steps,
             wire=placement.arenas.wire,
+            sharded_gradients=placement.arenas.sharded_gradients,
             is_default=self.is_default,
             shared=True,
         )

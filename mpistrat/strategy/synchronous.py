@@ -150,6 +150,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             ranks in sync, before all nodes average what they have learned. These are other numbers than those of synchronous
             training: see "Local steps" in the guide. On CPUs, without `replicas` and sharded_slots=True; on one node it has no
             effect. None: all nodes step together.
+        sharded_gradients: True: gradients are handed over bucket by bucket, by `optimizer.begin`, and what is left of them by
+            `apply_gradients`; a rank keeps its part of the sums only, see "Sharded gradients" in the guide. It divides slots,
+            too. On CPUs, without `replicas`, `local_steps`, sharded_slots=False and wire="int8".
 
     Raises:
         ValueError: on every rank: a wire on several nodes with `local_steps`, `replicas`, `sharded_slots=False`, or another
@@ -157,7 +160,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         ClusterError: on every rank, when the resolver's cluster does not fit the ranks, or differs between them, or two
             ranks are the same task.
         DeviceError: on every rank, for a device that is not there; for GPUs with local_steps.
-        TypeError, ValueError: on every rank, for local_steps that are none, or with what they cannot be combined with.
+        TypeError, ValueError: on every rank, for local_steps that are none, or with what they, or sharded_gradients, cannot be
+            combined with.
     """
 
     def __init__(
@@ -171,6 +175,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         replicas: int | None = None,
         sharded_slots: bool | None = None,
         local_steps: LocalSteps | int | None = None,
+        sharded_gradients: bool = False,
     ) -> None:
         resolver = cluster_resolver
 
@@ -191,6 +196,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             assemble(
                 self, MULTI_WORKER_MIRRORED, comm, devices, cross_device_ops, communication_options,
                 order=order, replicas=replicas, sharded_slots=sharded_slots, local_steps=local_steps,
+                sharded_gradients=sharded_gradients,
             )
         )  # fmt: skip
         self.cluster_resolver = resolver or MPIClusterResolver(self.comm)

@@ -83,6 +83,7 @@ def distribute(
             where workers do not step together; a layout that does not fit, or without a mesh.
         TypeError: a rule that does not work element by element.
         RuntimeError: the module was distributed already.
+        LayoutError: a strategy with sharded_gradients.
         CollectiveMismatchError: on every rank, when their modules differ.
 
     Example:
@@ -93,6 +94,7 @@ def distribute(
     context.expect_scope(function, "model, optimizer = ms.torch.distribute(model, optimizer)")
     if not isinstance(module, torch.nn.Module):
         raise TypeError(explain(function, "module", expected="a torch.nn.Module", got=type(module).__name__))
+    context.get_strategy().extended.placement.require_kept_gradients(function)
     check_loss(context.get_strategy(), function, loss, max_norm, optimizer)
     check_tensors(module, _device_of(context.get_strategy()))
     names = {parameter: name for name, parameter in module.named_parameters()}

@@ -38,12 +38,15 @@ class Gradients:
     Attributes:
         local: one flat array for each replica of this rank.
         node: those of all replicas of the node, in replica order; None where the node shares no memory.
+        handed_over: whether there are no such arrays, as variables have their own ones, until they are handed over.
     """
 
-    __slots__ = ("_arena", "local", "node")
+    __slots__ = ("_arena", "handed_over", "local", "node")
 
-    def __init__(self, arena: Arena, local: Sequence[Any], node: Sequence[np.ndarray] | None) -> None:
-        self._arena = arena
+    def __init__(
+        self, arena: Arena, local: Sequence[Any], node: Sequence[np.ndarray] | None, handed_over: bool = False
+    ) -> None:
+        self._arena, self.handed_over = arena, handed_over
         self.local: list[Any] = list(local)
         self.node = None if node is None else list(node)
 
@@ -75,6 +78,10 @@ class Gradients:
     def node_pieces(self) -> list[list[tuple[int, int]]]:
         """Return the pieces of all slices, by node; where none is cut, none."""
         return self._arena.node_pieces()
+
+    def by_owner(self) -> list[tuple[int, int]]:
+        """Return what each of this node's ranks reduces and updates, of those that do."""
+        return self._arena.by_owner()
 
 
 @final
@@ -225,6 +232,10 @@ class Arena:
         """Return the pieces of all slices, by node; where none is cut, none. All ranks call it."""
         return [list(pieces) for pieces in zip(*self._pieces, strict=True)] if self.sharded else []
 
+    def by_owner(self) -> list[tuple[int, int]]:
+        """Return what each of this node's ranks updates, of those that do. All ranks call it."""
+        return self.node_pieces()[self.group.node_index] if self.sharded else self.bounds()
+
     def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the parts that this rank updates: in its piece of its slice, or all of that. All ranks call it."""
         pieces, inter = self.pieces(ranges), self.group.inter
@@ -260,6 +271,7 @@ class ArenaAllocator:
         central: whether the first rank of a node writes and updates all variables, instead of each its part.
         sharded: whether each node keeps the slots of a part only, see `Arena`.
         wire: the form in which parts travel between nodes, see `Arena`.
+        sharded_gradients: whether gradients get no memory here, as they are handed over, see `Gradients`.
     """
 
     def __init__(
@@ -269,9 +281,11 @@ class ArenaAllocator:
         central: bool = False,
         sharded: bool = False,
         wire: Wire | None = None,
+        sharded_gradients: bool = False,
     ) -> None:
         self.group = group
         self.central, self.sharded, self.wire = central, sharded, wire
+        self.sharded_gradients = sharded_gradients
         self.devices = tuple(group.topology.devices if devices is None else devices)
         on_gpu = [parse(device)[0] == "gpu" for device in self.devices]
         if any(on_gpu) and not all(on_gpu):
@@ -327,7 +341,9 @@ class ArenaAllocator:
         weights = [values.segments[0].view(dtype)]
         arena = Arena(self.group, self._key(key), weights, True, self.central, self.sharded and trainable, self.wire)
         self._blocks[arena] = [values]
-        if trainable:
+        if trainable and self.sharded_gradients:
+            arena.gradients = Gradients(arena, (), None, handed_over=True)
+        elif trainable:
             block = node.allocate([size * count for count in counts], f"the gradients of {what}")
             replicas = [
                 [block.segments[rank][size * i : size * (i + 1)].view(dtype) for i in range(count)]
@@ -344,7 +360,7 @@ class ArenaAllocator:
     def _slab_bytes(self, key: tuple[np.dtype, bool], needed: int, trainable: bool) -> int:
         wanted = self._next_slab.get(key, FIRST_SLAB)
         self._next_slab[key] = min(2 * wanted, LARGEST_SLAB)
-        copies = 1 + (sum(self.group.replicas_of_node) if trainable else 0)
+        copies = 1 + (sum(self.group.replicas_of_node) if trainable and not self.sharded_gradients else 0)
         limit = self.group.agree(self._free_bytes() // 4 // copies, "min")
         return -(-max(needed, min(wanted, limit), 1) // PAGE) * PAGE
 

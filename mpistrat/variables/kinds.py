@@ -20,6 +20,7 @@ from ..errors import ContextError, explain
 from ..types import IndexedSlices, ReduceOp, VariableAggregation, VariableSynchronization
 from .arena import Arena
 from .layout import Receiver
+from .own_gradients import OwnGradients
 from .placement import Description, Placement
 from .scatter import scatter
 from .values import as_flat, checksum, move_like, one_value, read_only, zeros
@@ -118,7 +119,9 @@ class MirroredVariable(OnWriteVariable):
         where = slice(offset, offset + self.size)
         self._views: tuple[Any, ...] = tuple(read_only(copy[where].reshape(self.shape)) for copy in arena.copies)
         local = arena.gradients.local if arena.gradients else []
-        self._gradients: tuple[Any, ...] = tuple(flat[where].reshape(self.shape) for flat in local)
+        self._gradients: Any = tuple(flat[where].reshape(self.shape) for flat in local)
+        if arena.gradients is not None and arena.gradients.handed_over:
+            self._gradients = OwnGradients(self.name, self.shape, self.dtype, len(placement.devices))
 
     @property
     def array(self) -> Any:
@@ -156,6 +159,11 @@ class MirroredVariable(OnWriteVariable):
         copies = self.arena.copies
         copy = copies[local_replica if len(copies) > 1 else 0]
         return copy[self.offset : self.offset + self.size].reshape(self.shape)
+
+    @property
+    def own_gradients(self) -> OwnGradients | None:
+        """What its gradients are where they are handed over; else None."""
+        return self._gradients if isinstance(self._gradients, OwnGradients) else None
 
     def gradient(self, local_replica: int) -> Any:
         if self._gradients:

@@ -6,16 +6,20 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from ..comm.process_group import ProcessGroup
 from ..cross_device.ops import CrossDeviceOps
+from ..errors import LayoutError, explain
 from ..options import LocalSteps
 from ..types import VariableAggregation, VariableSynchronization
 from .arena import ArenaAllocator
 from .layout import Grid, Part
+
+if TYPE_CHECKING:
+    from ..cross_device.buckets import BucketSums
 
 __all__ = ["ORDINAL_STEP", "Description", "Placement", "Store", "Target"]
 
@@ -132,6 +136,7 @@ class Placement:
         local_steps: how nodes train by themselves; None where they do not, and on one node.
         partitioner: returns into how many shards a variable is cut, see `partitioners`; default: none is cut.
         grid: the ranks over which each replica is divided; None where it is not.
+        buckets: what sums gradients that are handed over; None where they stay.
 
     Attributes:
         variables: every `Variable`, in the order of creation, the same on every rank.
@@ -151,6 +156,7 @@ class Placement:
     local_steps: LocalSteps | None = None
     partitioner: Callable[..., Sequence[int]] | None = None
     grid: Grid | None = None
+    buckets: BucketSums | None = None
     variables: list[Any] = field(default_factory=list)
     sharded: list[Any] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
@@ -180,6 +186,20 @@ class Placement:
         self.made.append(weakref.ref(optimizer))
         return len(self.made) - 1
 
+    def require_kept_gradients(self, function: str) -> None:
+        """Do nothing where variables keep their gradients, as what adapts a framework needs it.
+
+        Raises:
+            LayoutError: they are handed over.
+        """
+        if self.buckets is not None:
+            got, remedy = (
+                "one with sharded_gradients=True",
+                "Leave sharded_gradients out: gradients lie in the framework's arrays",
+            )
+            expected = "a strategy that keeps gradients until the step"
+            raise LayoutError(explain(function, "strategy", expected=expected, got=got, remedy=remedy))
+
     def unique_name(self, name: str) -> str:
         """Return the name, with "_1", "_2", ... where it was given before. All ranks call it alike."""
         candidate = name
@@ -196,4 +216,6 @@ class Placement:
         for variable in self.variables:
             variable.close()
         self.optimizers.clear()
+        if self.buckets is not None:
+            self.buckets.close()
         self.arenas.close()

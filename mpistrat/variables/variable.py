@@ -16,6 +16,7 @@ from ..types import VariableAggregation, VariableSynchronization
 from .arena import Arena
 from .array_like import ArrayVariable
 from .layout import Part, Receiver
+from .own_gradients import OwnGradients
 from .placement import Description, Placement
 
 __all__ = ["Variable", "explain_foreign"]
@@ -178,6 +179,11 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
     def gradient(self, local_replica: int) -> Any:
         self._require_open()
         raise self._without_gradients()
+
+    @property
+    def own_gradients(self) -> OwnGradients | None:
+        """What its gradients are where they are handed over; else None."""
+        return None
 
     def require_gradient(self) -> None:
         """Raise an error if the variable has no gradients; no memory is taken for them.

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import mpistrat as ms
 
-with ms.MultiWorkerMirroredStrategy() as strategy:
+with ms.MultiWorkerMirroredStrategy(sharded_gradients=sys.argv[2:] == ["sharded"]) as strategy:
     with strategy.scope():
         variables = [ms.Variable(np.zeros(2_000_000, np.float32), name=f"v{i}") for i in range(2)]
         optimizer = ms.optimizers.Adam(0.1)
@@ -46,3 +46,13 @@ def test_on_a_node(mpi_run, fault, hosts):
 @pytest.mark.parametrize("fault", ["others", "another order", "nothing"])
 def test_on_the_only_node(mpi_run, fault):
     check(mpi_run(["-c", PROGRAM, fault], 2, timeout=40))
+
+
+@pytest.mark.parametrize("fault", ["others", "another order", "nothing"])
+def test_of_sharded_gradients(mpi_run, fault):
+    check(mpi_run(["-c", PROGRAM, fault, "sharded"], 2, timeout=40))
+
+
+@pytest.mark.parametrize("fault", ["others", "another order", "nothing"])
+def test_of_sharded_gradients_between_nodes(mpi_run, fault):
+    check(mpi_run(["-c", PROGRAM, fault, "sharded"], 2, timeout=40, env={"MPISTRAT_SHARED_MEMORY": "0"}))

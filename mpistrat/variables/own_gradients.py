@@ -1,0 +1,77 @@
+"""Gradients that a program hands over: an array for each replica, made when it is asked for, and given up when it is summed."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NoReturn, final
+
+import numpy as np
+
+from ..errors import explain
+
+__all__ = ["HandedOver", "OwnGradients"]
+
+
+@final
+class OwnGradients:
+    """The gradients of one variable, by local replica: `gradients[replica]`."""
+
+    __slots__ = ("_arrays", "_dtype", "_name", "_shape")
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype, replicas: int) -> None:
+        self._name, self._shape, self._dtype = name, shape, dtype
+        self._arrays: list[np.ndarray | HandedOver | None] = [None] * replicas
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __getitem__(self, replica: int) -> Any:
+        """Return a replica's gradient: zeros when it is first asked for in a step, `HandedOver` after it was handed over."""
+        found = self._arrays[replica]
+        if found is None:
+            found = self._arrays[replica] = np.zeros(self._shape, self._dtype)
+        return found
+
+    def hand_over(self) -> None:
+        """Give the arrays up until the end of the step."""
+        self._arrays = [HandedOver(self._name, array) for array in self._arrays]
+
+    def renew(self) -> None:
+        """Have none, as at the start of a step."""
+        self._arrays = [None] * len(self._arrays)
+
+
+@final
+class HandedOver:
+    """What stands in `v.grad` for a gradient that was handed over: `apply_gradients` takes it, everything else is an error."""
+
+    __slots__ = ("_array", "_name")
+
+    def __init__(self, name: str, array: Any) -> None:
+        self._name = name
+        self._array = weakref.ref(array) if isinstance(array, np.ndarray) else None
+
+    def stands_for(self, gradient: Any) -> bool:
+        """Return whether a gradient is what was handed over, or this object in its place."""
+        return gradient is self or (self._array is not None and gradient is not None and gradient is self._array())
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        remedy = "Read it before, or make the strategy without sharded_gradients"
+        expected, got = "no use of a gradient after Optimizer.begin, in a step of sharded_gradients", "one"
+        raise ValueError(explain("Variable.grad", self._name, expected=expected, got=got, remedy=remedy))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in ("__array_interface__", "__array_struct__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def __repr__(self) -> str:
+        return f"<the gradient of {self._name!r}, handed over>"
+
+    __array__ = __array_ufunc__ = __array_function__ = __getitem__ = __setitem__ = __len__ = __iter__ = __float__ = (
+        _refuse
+    )
+    __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __isub__ = __neg__ = __pow__ = __matmul__ = __rmatmul__ = (
+        _refuse
+    )
+    __mul__ = __rmul__ = __imul__ = __truediv__ = __rtruediv__ = __itruediv__ = __abs__ = __dlpack__ = _refuse
