@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         data,
         errors,
         estimator,
+        lookup,
         nn,
         optimizers,
         partitioners,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .client.cluster import connect
     from .cluster import ClusterSpec
     from .context import (
+        cache_variable_reads,
         get_replica_context,
         get_strategy,
         global_batch_size,
@@ -109,6 +111,7 @@ __all__ = [
     # contexts
     "ReplicaContext",
     "ValueContext",
+    "cache_variable_reads",
     "context",
     "coordinator",
     "get_replica_context",
@@ -157,6 +160,7 @@ __all__ = [
     "errors",
     "estimator",
     "launch",
+    "lookup",
     "monitor",
     "nn",
     "optimizers",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from .global_batch import global_batch_size, set_global_batch_size
 
 __all__ = [
     "Frame",
+    "cache_variable_reads",
     "current",
     "default_strategy",
     "expect_cross",
@@ -40,6 +42,7 @@ __all__ = [
     "in_sync_on_read_context",
     "in_update_context",
     "leave",
+    "number_of_cache",
     "pop",
     "push",
     "set_default",
@@ -66,6 +69,8 @@ Stack = tuple[Frame, ...]
 
 _stack: ContextVar[Stack] = ContextVar("mpistrat_frames", default=())
 _sync_on_read: ContextVar[bool] = ContextVar("mpistrat_sync_on_read", default=False)
+_cache: ContextVar[int] = ContextVar("mpistrat_cache", default=0)
+_caches = itertools.count(1)
 _global_frame: Frame | None = None  # experimental_set_strategy
 _default_factory: Callable[[], Frame] | None = None
 _default_frame: Frame | None = None
@@ -248,6 +253,39 @@ def variable_sync_on_read_context() -> Iterator[None]:
         yield
     finally:
         _sync_on_read.reset(token)
+
+
+@contextlib.contextmanager
+def cache_variable_reads() -> Iterator[None]:
+    """Inside, a variable on a parameter server is read from it once, and then from this rank's memory (TF: CachingVariable).
+
+    Writes go to the server, and reads inside do not see them, not even this rank's own. The next such context reads anew. Rows
+    that `sparse_read` gets before the whole variable was read are not kept. Variables that are no further away than this node's
+    memory are read as ever.
+
+    Raises:
+        ValueError: in another one.
+
+    Example:
+        >>> with ms.cache_variable_reads():      # doctest: +SKIP
+        ...     for batch in batches:            # ten steps on what the first one has read
+        ...         strategy.run(step, args=(batch,))
+
+    Source: tensorflow/python/distribute/distribute_utils.py, cache_variable_reads.
+    """
+    if _cache.get():
+        expected, got = "one at a time", "one inside another"
+        raise ValueError(explain("cache_variable_reads", "", expected=expected, got=got))
+    token = _cache.set(next(_caches))
+    try:
+        yield
+    finally:
+        _cache.reset(token)
+
+
+def number_of_cache() -> int:
+    """Return the number of the `cache_variable_reads` that the call is inside; 0 outside."""
+    return _cache.get()
 
 
 def in_sync_on_read_context() -> bool:

@@ -64,6 +64,7 @@ class ServerStore(Store):
     ) -> None:
         self.group, self.first_worker = connections.group, connections.workers[0]
         self.with_first_worker = getattr(strategy, "worker_index", None) in range(settings.workers_in_sync)
+        self.is_worker = connections.server is None
         self.dropped: Sequence[int] = ()
         self._strategy, self._connections = strategy, connections
         self._check_numerics = settings.check_numerics

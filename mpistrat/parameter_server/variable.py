@@ -32,8 +32,9 @@ class ParameterServerVariable(OnWriteVariable):
 
     Reading gets the whole variable from its server, as it was between two writes, with all that this worker wrote before; a
     large one on this node is not copied. In a step (`strategy.run`) the first read does so, and later ones of the step give
-    the same numbers; outside every read asks the server. Writing returns when the value was handed over; the server applies
-    it once. Neither is collective. In replica context what the worker's own replicas write is aggregated first.
+    the same numbers, as do all reads in `cache_variable_reads`; outside every read asks the server. Writing returns when the
+    value was handed over; the server applies it once. Neither is collective. In replica context what the worker's own
+    replicas write is aggregated first.
 
     Attributes:
         number: of the variable among all that the servers hold.
@@ -51,7 +52,7 @@ class ParameterServerVariable(OnWriteVariable):
         self.number, self.server, self.version = number, server, 0
         self._access: Access | None = access
         self._snapshot: Any = None
-        self._seen = self._read_in = 0  # numbers of steps: of the snapshot, of the last read
+        self._seen = self._read_in = 0  # the period of the snapshot, the step of the last read
         self._gradients: list[Any] | None = None
 
     @property
@@ -63,7 +64,7 @@ class ParameterServerVariable(OnWriteVariable):
 
     @property
     def array(self) -> Any:
-        """The numbers, read-only: as this step saw them first, or outside of a step as they are now."""
+        """The numbers, read-only: as this step or cache saw them first, or outside of both as they are now."""
         access = self._access
         if access is not None and access.step and self._seen == access.step:
             return self._snapshot
@@ -81,13 +82,14 @@ class ParameterServerVariable(OnWriteVariable):
             self._require_open()
         assert access is not None
         with access.lock:
-            step = access.step
-            if step and self._seen == step:  # another replica was quicker
+            period = access.period()
+            if period and self._seen == period:  # in a cache, or another replica was quicker
+                self._read_in = access.step
                 return self._snapshot
             self._snapshot = None  # its memory may be used again
-            (self.version, out), self._read_in = access.pull(self.number), step
-            if step:
-                self._snapshot, self._seen = out, step
+            (self.version, out), self._read_in = access.pull(self.number), access.step
+            if period:
+                self._snapshot, self._seen = out, period
             return out
 
     @property
@@ -106,7 +108,7 @@ class ParameterServerVariable(OnWriteVariable):
         """Return a new array of the rows with these numbers, in their order; only they travel."""
         rows, shape = row_numbers(self.shape, indices, "sparse_read")
         access = self._access
-        if access is None or (access.step and self._seen == access.step):
+        if access is None or ((period := access.period()) and self._seen == period):
             return self.array[rows].reshape(shape)
         out = np.empty((rows.size, *self.shape[1:]), self.dtype)
         with access.lock:
@@ -120,7 +122,7 @@ class ParameterServerVariable(OnWriteVariable):
         assert access is not None
         with access.lock:
             access.write(self.number, _OPERATIONS[op], np.ascontiguousarray(flat).reshape(self.shape))
-            self._seen = 0  # the step reads anew, and sees it
+            self._seen = min(self._seen, 0)  # the step reads anew, and sees it; a cache keeps what it has
 
     def _store_rows(
         self, op: str, depth: int, delta: IndexedSlices, only: int | None = None, given: bool = False
@@ -130,7 +132,7 @@ class ParameterServerVariable(OnWriteVariable):
         rows = np.asarray(delta.indices, np.int64)
         with access.lock:
             access.write_rows(self.number, _SCATTERS[op], rows, np.ascontiguousarray(delta.values), depth)
-            self._seen = 0
+            self._seen = min(self._seen, 0)
 
     # gradients
 

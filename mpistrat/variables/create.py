@@ -37,6 +37,7 @@ def create_variable(
     aggregation: VariableAggregation = VariableAggregation.NONE,
     constraint: Callable[[Any], Any] | None = None,
     layout: Sequence[str | None] | None = None,
+    per_worker_variable: bool = False,
     beside: Variable | None = None,
 ) -> Variable | ShardedVariable:
     """Return a new variable of a strategy. Collective over its ranks. Arguments and errors: see `Variable`.
@@ -51,6 +52,11 @@ def create_variable(
     unique = placement.unique_name(name or "Variable")
     value, form = _initial_value(placement, initial_value, parsed, unique)
     _check_shape(form[0], shape)
+    if per_worker_variable:
+        from .per_worker import check_per_worker  # few programs need it
+
+        check_per_worker(synchronization, aggregation, trainable)
+        synchronization = VariableSynchronization.ON_READ
     synchronization, trainable = check_kind(synchronization, aggregation, trainable, form[1])
     near = None if beside is None else next(i for i, known in enumerate(placement.variables) if known is beside)
     on_read = synchronization is VariableSynchronization.ON_READ
@@ -58,7 +64,19 @@ def create_variable(
 
     def make(name: str, shape: tuple[int, ...], value: np.ndarray | None) -> Variable:
         index, own = len(placement.variables), shape if part is None else part.shape
-        what = Description(index, name, own, form[1], trainable, synchronization, aggregation, constraint, near, part)
+        what = Description(
+            index,
+            name,
+            own,
+            form[1],
+            trainable,
+            synchronization,
+            aggregation,
+            constraint,
+            near,
+            part,
+            bool(per_worker_variable),
+        )
         variable = _make(placement, what, value)
         placement.variables.append(variable)
         return variable
@@ -152,6 +170,7 @@ def _make(placement: Placement, what: Description, value: np.ndarray | None) -> 
         what.beside,
     )
     detail += () if layout is None else (layout,)
+    detail += ("per worker",) if what.per_worker else ()
     with group.collective("Variable", what.name, what.dtype.name, what.shape, detail) as call:
         if what.synchronization is VariableSynchronization.ON_READ:
             variable, targets = _make_copies(placement, what)
@@ -169,6 +188,11 @@ def _make(placement: Placement, what: Description, value: np.ndarray | None) -> 
 
 
 def _make_copies(placement: Placement, what: Description) -> tuple[Variable, list[Target]]:
+    if what.per_worker:
+        from .per_worker import PerWorkerVariable
+
+        own = PerWorkerVariable(placement, what)
+        return own, [(own.storage().reshape(-1), 0, own.size)]
     variable = SyncOnReadVariable(placement, what)
     return variable, [(copy.reshape(-1), 0, variable.size) for copy in variable.copies]
 

@@ -43,6 +43,7 @@ class Description:
     constraint: Callable[[Any], Any] | None
     beside: int | None = None  # the index of the variable that it is placed with
     part: Part | None = None  # of a whole array, whose shape then is that of the part
+    per_worker: bool = False  # each worker has a copy of its own
 
 
 class Store(ABC):
@@ -55,11 +56,13 @@ class Store(ABC):
         group: all ranks of the strategy, which make variables together.
         first_worker: the first of them that has replicas.
         with_first_worker: whether this rank's replicas step together with that one's.
+        is_worker: whether this rank has replicas.
     """
 
     group: ProcessGroup
     first_worker: int
     with_first_worker: bool
+    is_worker: bool
 
     @abstractmethod
     def make(self, placement: Placement, what: Description) -> tuple[Any, list[Target]]:

@@ -35,7 +35,7 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
     """An array of a fixed shape and dtype that the current strategy keeps (TF: tf.Variable). Creation is collective.
 
     `Variable(initial_value, trainable=None, name=None, dtype=None, shape=None, synchronization=AUTO, aggregation=NONE,
-    constraint=None, layout=None)` makes it in the strategy whose scope holds.
+    constraint=None, layout=None, per_worker_variable=False)` makes it in the strategy whose scope holds.
 
     Reading: wherever NumPy takes an array it takes a variable: `np.tanh(v @ x)`, `v[0]`, `np.asarray(v)`. What comes
     without computing (`v.array`, `np.asarray(v)`, `v[0:2]`) is a read-only view that shows later writes; `v.numpy()`,
@@ -62,6 +62,8 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
         layout: under a MeshStrategy, for each dimension the axis over which it is divided, or None; default: each rank has all.
             The variable is this rank's part then: `shape`, `array`, `grad`, and what is assigned, are the part's, see `part`.
             Initial values are those of the whole, whatever the layout.
+        per_worker_variable: let each worker have a copy of its own, which it reads and writes without the others, in and
+            outside of steps. `v.read_all()`, which all ranks call, returns a list of the copies, in the order of the workers.
 
     Raises:
         ValueError: synchronization NONE; MEAN of integers; a trainable ON_READ variable; another shape than `shape`; a layout
@@ -92,6 +94,7 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
             aggregation: VariableAggregation = ...,
             constraint: Callable[[Any], Any] | None = None,
             layout: Sequence[str | None] | None = None,
+            per_worker_variable: bool = False,
         ) -> Variable: ...
 
     def _hold(self, placement: Placement, description: Description) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ..._util import nest
 from ...errors import ClosedError, ContextError, explain
+from ...lookup import StaticHashTable
 from .closures import Closure, PerWorkerValues, RemoteValue
 from .cluster import Cluster, check_workers
 from .dispatcher import FIRST, Dispatcher
@@ -67,6 +68,8 @@ class ClusterCoordinator:
         self._strategy = strategy
         self._closed = False
         self._per_worker = 0
+        self._tables: weakref.WeakKeyDictionary[StaticHashTable, PerWorkerValues] = weakref.WeakKeyDictionary()
+        self._new_tables: deque[tuple[int, StaticHashTable]] = deque()  # that no worker has yet
         self._dropped: deque[int] = deque()  # numbers of per-worker values that nobody has any more
         self._cluster.open(self, queue_size)
 
@@ -146,6 +149,7 @@ class ClusterCoordinator:
     def cancel(self) -> None:
         """Cancel the functions that wait; those that run end. Their values raise ClosureCancelledError. For the chief."""
         self._dispatcher("cancel").cancel("cancelled by the chief")
+        self._tables.clear()  # perhaps not all workers have got them
 
     def join(self) -> None:
         """Wait until all scheduled functions have run. For the chief.
@@ -302,17 +306,39 @@ class ClusterCoordinator:
             raise TypeError(explain(function, "fn", expected=expected, got=got, remedy=remedy)) from error
         kept, registry.kept = registry.kept, []
         self._cluster.prepare(registry.used)
+        while self._new_tables:
+            number, table = self._new_tables.popleft()
+            self._make_number(dispatcher, number, StaticHashTable, table.arguments, function)
         return dispatcher.submit(Closure(what, data, RemoteValue(self), tuple(inputs.values()), kept=kept, **how))
 
     def _make_on_workers(self, fn: Callable[..., Any], args: tuple[Any, ...], function: str) -> PerWorkerValues:
         dispatcher = self._dispatcher(function)
+        values, number = self._new_values()
+        self._make_number(dispatcher, number, fn, args, function)
+        return values
+
+    def _new_values(self) -> tuple[PerWorkerValues, int]:
+        """Return what stands for values that are yet to be made on the workers, and their number."""
         self._per_worker += 1
         number = self._per_worker
-        for worker in dispatcher.alive():
-            keep = (self._cluster.registry, number, fn, args)
-            self._submit(dispatcher, function, _keep, keep, None, worker=worker, priority=FIRST)
         values = PerWorkerValues(self, number, lambda own: self._make_on_workers(iter, (own,), "iter"))
         weakref.finalize(values, self._dropped.append, number).atexit = False
+        return values, number
+
+    def _make_number(
+        self, dispatcher: Dispatcher, number: int, fn: Callable[..., Any], args: tuple[Any, ...], function: str
+    ) -> None:
+        keep = (self._cluster.registry, number, fn, args)
+        for worker in dispatcher.alive():
+            self._submit(dispatcher, function, _keep, keep, None, worker=worker, priority=FIRST)
+
+    def copies_of(self, table: StaticHashTable) -> PerWorkerValues:
+        """Return what stands for the workers' copies of a table, which are sent before the function that refers to it."""
+        values = self._tables.get(table)
+        if values is None:
+            values, number = self._new_values()
+            self._tables[table] = values
+            self._new_tables.append((number, table))
         return values
 
     def _drop(self, dispatcher: Dispatcher, number: int) -> None:

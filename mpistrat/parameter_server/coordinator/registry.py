@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 from ..._util import log
 from ..._util.text import binary_size
 from ...errors import MissingDependencyError, explain
+from ...lookup import StaticHashTable
 from ...optimizers import Optimizer
 from ...optimizers import optimizer as optimizers
 from ...variables import Variable
@@ -82,9 +83,11 @@ class ObjectRegistry:
         return None
 
     def reduce_with(self, inputs: dict[int, RemoteValue]) -> Reducer:
-        """Return what makes tokens, of RemoteValues too, and notes these."""
+        """Return what makes tokens, of RemoteValues and tables too, and notes them."""
 
         def reduce(thing: Any) -> Reduced | None:
+            if isinstance(thing, StaticHashTable):
+                return self.reduce(self.coordinator.copies_of(thing))
             if not isinstance(thing, RemoteValue):
                 return self.reduce(thing)
             self._check_own(thing._coordinator, "a RemoteValue")

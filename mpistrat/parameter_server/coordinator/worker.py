@@ -281,6 +281,7 @@ class Commands:
             "variable": self._make_variable,
             "optimizer": self._make_optimizer,
             "show_config": lambda: show_config(self._strategy),
+            "read_all": lambda variable: variable.read_all(),
         }
         try:
             (own.get(name) or getattr(self._strategy, name))(*args)

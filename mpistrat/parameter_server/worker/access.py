@@ -11,6 +11,7 @@ import numpy as np
 
 from ...comm.process_group import ProcessGroup
 from ...comm.recorder import RECORDER
+from ...context import number_of_cache
 from ...errors import ContextError, explain
 from ..connections import ParameterServers
 from ..operations import Operation, apply_operation, pack, sum_duplicate_rows
@@ -34,6 +35,20 @@ class Access(ABC):
         self.step = 0
         self.lock = threading.RLock()
         self._servers, self._addresses = servers, servers.addresses
+
+    @property
+    def together(self) -> bool:
+        """Whether this rank reads in a step together with others, and outside of steps alone."""
+        return False
+
+    @final
+    def period(self) -> int:
+        """Return the number of the period in which reads give the same: a step's, or less than 0 in `cache_variable_reads`.
+
+        It is 0 where each read asks the server. What workers in sync keep they have all read, together.
+        """
+        cache = number_of_cache()
+        return -cache if cache and (self.step or not self.together) else self.step
 
     @final
     def holder(self, variable: int) -> int:
@@ -236,6 +251,11 @@ class WorkerAccess(Access):
     def close(self) -> None:
         """Sign off for good; the group calls it. Collective, like closing the group."""
         self.leave_for_good()
+
+    @property
+    def together(self) -> bool:
+        """See `Access.together`."""
+        return self._sync_group is not None
 
     @property
     def synchronous(self) -> bool:
