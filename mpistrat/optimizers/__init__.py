@@ -12,7 +12,7 @@ from .._util.lazy import lazy
 if TYPE_CHECKING:
     from . import schedules
     from .loss_scale import LossScaleOptimizer
-    from .numpy_rules import Adadelta, Adamax, Ftrl, Lamb, Lion, Nadam
+    from .numpy_rules import Adadelta, Adafactor, Adamax, Ftrl, Lamb, Lion, Nadam
     from .optimizer import Optimizer
     from .rules import SGD, Adagrad, Adam, AdamW, Momentum, RMSProp
     from .rules import RMSProp as RMSprop  # Keras's spelling
@@ -21,6 +21,7 @@ else:
 
 __all__ = [
     "Adadelta",
+    "Adafactor",
     "Adagrad",
     "Adam",
     "AdamW",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import numpy as np
@@ -24,6 +24,7 @@ from .slots import SlotStore
 if TYPE_CHECKING:
     from ..cross_device.early import Memory
     from ..cross_device.encoded import EncodedShare
+    from .matrix_sums import MatrixSums
 
 __all__ = ["LARGE_BLOCK", "ArenaStep", "not_finite_of"]
 
@@ -38,18 +39,21 @@ class ArenaStep:
     Attributes:
         squares: of sums that were kept, added up over what this rank updates: of each variable, or all under one's name.
         norms: squares of each variable's weights and of the direction of its update, under its name and "weights" or "direction".
+        matrices: by name of a variable with matrices, sums of their rows and columns, in the slot that the rule factors.
     """
 
     def __init__(self, optimizer: Rule, arena: Arena, variables: Sequence[Variable], slots: SlotStore) -> None:
         self.arena, self.variables = arena, variables
         self.squares: dict[str, float] = {}
         self.norms: dict[tuple[str, str], float] = {}
+        self.matrices: dict[str, MatrixSums] = {}
         # Variables are padded with zeros, which every rule leaves as they are: what lies side by side is one range.
         ends = padded(arena, variables)
         self.ranges = merge(list(ends.items()))
         self._decays = _merged((v.offset, ends[v.offset], optimizer.decay_of(v)) for v in variables)
         self._groups = _merged((v.offset, ends[v.offset], optimizer.group_of(v)) for v in variables)
         self._spans = sorted((v.offset, ends[v.offset], v.name) for v in variables)
+        self._offsets = {v.name: v.offset for v in variables}
         self._divided = any(v.part is not None and v.part.split for v in variables)
         self._optimizer, self._mean, self._each, self._apart = optimizer, 0, False, False
         self._factor = 1.0
@@ -226,14 +230,42 @@ class ArenaStep:
             for start, stop, name in spans_within(self._spans, begin, end):
                 self.squares[name] += loops.squares(total[start:stop])
 
-    def direct(self, scales: Mapping[str, float]) -> None:
-        """Make of what was kept, times its scales, the direction of the update, and add up `norms`."""
+    def form_moments(self, scales: Mapping[str, float]) -> None:
+        """Multiply what was kept by its scales, update the slot that the rule factors by it, and add up `matrices`."""
+        from .matrix_sums import MatrixSums
+
+        self.matrices = {v.name: MatrixSums(v.shape) for v in self.variables if v.ndim > 1}
+        for low, high, gradient in self._kept_blocks(scales):
+            self._rule.form_moments(gradient, self._slots.of_range(low, high))
+            for matrix, flat, first in self._factored(low, high):
+                matrix.add(flat, first)
+
+    def factor(self) -> None:
+        """Factor the slot by `matrices`, which have the sums over all ranks."""
+        for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
+            for matrix, flat, first in self._factored(low, high):
+                matrix.product(flat, first)
+
+    def _factored(self, low: int, high: int) -> Iterator[tuple[MatrixSums, Any, int]]:
+        """Yield the parts of the factored slot in elements [low, high): of which matrices, and from which of their elements."""
+        slot = self._slots.of_range(low, high)[self._optimizer.factored]
+        for begin, end, name in spans_within(self._spans, low, high):
+            if name in self.matrices:
+                yield self.matrices[name], slot[begin:end], low + begin - self._offsets[name]
+
+    def _kept_blocks(self, scales: Mapping[str, float]) -> Iterator[tuple[int, int, Any]]:
+        """Yield what was kept in blocks, times its scales: it is multiplied in place."""
         kept, base = self._store()
-        self.norms = {(name, what): 0.0 for _, _, name in self._spans for what in ("weights", "direction")}
         for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
             gradient = kept[low - base : high - base]
             for begin, end, scale in self._scaled(low, high, scales, self._each) if scales else ():
                 np.multiply(gradient[begin:end], scale, out=gradient[begin:end])
+            yield low, high, gradient
+
+    def direct(self, scales: Mapping[str, float]) -> None:
+        """Make of what was kept, times its scales, the direction of the update, and add up `norms`."""
+        self.norms = {(name, what): 0.0 for _, _, name in self._spans for what in ("weights", "direction")}
+        for low, high, gradient in self._kept_blocks(scales):
             self._rule.direct(gradient, self._slots.of_range(low, high))
             weights = self._rule.widened(self._meant(low, high))
             for start, stop, name in spans_within(self._spans, low, high):

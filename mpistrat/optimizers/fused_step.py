@@ -8,6 +8,7 @@ each, and exchange the new weights.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -233,9 +234,12 @@ class FusedStep(UpdateRun):
         return dict.fromkeys(sums, scale)
 
     def _ratios(self, scales: Mapping[str, float], rate: float) -> dict[str, float]:
-        """Return what each variable's direction is multiplied by: its weights' norm over the direction's; 1 where one is 0."""
+        """Return what each variable's direction is multiplied by, by the norms of its weights and of the direction."""
+        optimizer = self._optimizer
+        if optimizer.factored:
+            self._factor(scales)
         for step in self._arena_steps:
-            step.direct(scales)
+            step.direct({} if optimizer.factored else scales)
         squares = self._over_slices([step.norms for step in self._arena_steps])
         norms = {}
         for what in ("weights", "direction"):
@@ -245,25 +249,47 @@ class FusedStep(UpdateRun):
         for step in self._arena_steps:
             for variable in step.variables:
                 weights, direction = (math.sqrt(norms[what][variable.name]) for what in ("weights", "direction"))
-                weights *= abs(1 - self._optimizer.decay_of(variable) * rate)  # they decay before they are updated
-                ratios[variable.name] = weights / direction if weights > 0 and direction > 0 else 1.0
+                weights *= abs(1 - optimizer.decay_of(variable) * rate)  # they decay before they are updated
+                size = variable.size if variable.part is None else variable.part.size
+                ratios[variable.name] = optimizer.ratio(weights, direction, size, optimizer.iterations + 1, rate)
         return ratios
+
+    def _factor(self, scales: Mapping[str, float]) -> None:
+        """Form the moments of the rule, and factor them by the sums of rows and columns over all ranks."""
+        steps = self._arena_steps
+        for step in steps:
+            step.form_moments(scales)
+        columns = [np.concatenate([[], *(matrix.sums for matrix in step.matrices.values())]) for step in steps]
+        for step, total in zip(steps, self._totals(columns), strict=True):
+            first = 0
+            for matrix in step.matrices.values():
+                matrix.sums, first = total[first : first + matrix.sums.size], first + matrix.sums.size
+            step.factor()
 
     def _over_slices(self, numbers: Sequence[Mapping[K, float]]) -> dict[K, float]:
         """Return the sums over all ranks of numbers of what each updates of each arena, the same bits on every rank."""
-        column = np.array([number for each in numbers for number in each.values()])
-        in_pieces = np.array(
-            [s.arena.sharded for s, each in zip(self._arena_steps, numbers, strict=True) for _ in each]
+        totals = self._totals([np.array([*each.values()], np.float64) for each in numbers])
+        return {
+            name: total
+            for each, column in zip(numbers, totals, strict=True)
+            for name, total in zip(each, column.tolist(), strict=True)
+        }
+
+    def _totals(self, columns: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the sums over all ranks of float64 numbers of what each updates of each arena, the same bits on every rank."""
+        column = np.concatenate([[], *columns])
+        in_pieces = np.repeat(
+            np.array([step.arena.sharded for step in self._arena_steps], bool), [each.size for each in columns]
         )
         if in_pieces.any() and self._group.inter is not None:
             column[in_pieces] = _over_nodes(self._group.inter, column[in_pieces])
-        table = self._group.of_first_node if self._outer is None else self._group.of_own_node
-        rows = iter(table(column).T.tolist())
-        sums: dict[K, float] = {}
-        for step, each in zip(self._arena_steps, numbers, strict=True):
-            count = len(step.arena.bounds())
-            sums.update((name, sum(row[:count])) for name, row in zip(each, rows, strict=False))
-        return sums
+        table = (self._group.of_first_node if self._outer is None else self._group.of_own_node)(column)
+        totals, first = [], 0
+        for step, each in zip(self._arena_steps, columns, strict=True):
+            rows = table[: len(step.arena.bounds()), first : first + each.size]
+            totals.append(functools.reduce(np.add, rows, np.zeros(each.size)))
+            first += each.size
+        return totals
 
     def _refuse_numbers(self, number: int) -> None:
         """Raise with the ranks whose gradients are not finite, if any: squares may be infinite where no gradient is. Collective.

@@ -1,7 +1,8 @@
-"""The update rules that only NumPy computes: Adadelta, Adamax, Nadam, Ftrl, Lion and Lamb, each one function on a block."""
+"""The update rules that only NumPy computes, each functions on a block: from Adadelta to those that see whole variables."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
@@ -16,7 +17,7 @@ from .rules import approach, average_into
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Adadelta", "Adamax", "Ftrl", "Lamb", "Lion", "Nadam"]
+__all__ = ["Adadelta", "Adafactor", "Adamax", "Ftrl", "Lamb", "Lion", "Nadam"]
 
 _MOMENTUM_DECAY = 0.96  # of Nadam's schedule, from the paper
 
@@ -305,6 +306,10 @@ class Lamb(_Moments):
         np.multiply(momentum, 1 / (1 - self.beta_1**step), out=gradient)
         np.divide(gradient, np.add(work, self.epsilon, out=work), out=gradient)
 
+    def ratio(self, weights: float, direction: float, size: int, step: int, rate: float) -> float:
+        """The weights' norm over the direction's; 1 where one of them is 0."""
+        return weights / direction if weights > 0 and direction > 0 else 1.0
+
     def loop(self, step: int, rate: float) -> Loop:
         return Loop("sgd", (rate, 0.0, False), ("",))
 
@@ -313,3 +318,83 @@ class Lamb(_Moments):
     ) -> None:
         """Go along a direction, scaled, which stands in the gradient's place."""
         np.subtract(weights, np.multiply(gradient, rate, out=gradient), out=weights)
+
+
+@final
+class Adafactor(Optimizer):
+    """w -= max(epsilon_2, rms(w)) * p * u / max(1, rms(u) / clip_threshold), along u = g / sqrt(v), rms over each whole variable.
+
+    At step t, a = b * v + (1 - b) * (g² + epsilon_1) with b = 1 - t ** beta_2_decay. Of a variable of one dimension v is a; of
+    more, in each matrix of the last two, the product of a row's mean of a and a column's, over the mean of all. p is the least
+    of the rate and 1 / sqrt(t). Means and norms are summed over the ranks by two small collectives. Not for variables on
+    parameter servers, nor for matrices that a MeshStrategy divides.
+
+    It keeps v, a number for each weight, which is half of what Adam keeps, and which the ranks of a node divide among them: means
+    of rows and columns follow from it. Keras keeps them beside v.
+
+    Args:
+        learning_rate: a number, a schedule or a callable.
+        beta_2_decay: of how much v forgets; at most 0.
+        epsilon_1: keeps v from zero; more than 0.
+        epsilon_2: the least size of weights that a step is relative to; not negative.
+        clip_threshold: rms of u above which it is scaled down; more than 0.
+        relative_step: as in Keras: of a rate that is a number the least with 1 / sqrt(t) is taken, which p does in any case.
+        settings: those that all have in common, by name; see `Optimizer`.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Source: keras.optimizers.Adafactor of Keras 3; Shazeer and Stern, https://arxiv.org/abs/1804.04235.
+    """
+
+    scales_by_norms = True
+    factored = "velocity"
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        beta_2_decay: float = -0.8,
+        epsilon_1: float = 1e-30,
+        epsilon_2: float = 1e-3,
+        clip_threshold: float = 1.0,
+        relative_step: bool = True,
+        **settings: Unpack[Settings],
+    ) -> None:
+        if not beta_2_decay <= 0:
+            raise ValueError(explain("Adafactor", "beta_2_decay", expected="≤ 0", got=beta_2_decay))
+        for name, number in (("epsilon_1", epsilon_1), ("clip_threshold", clip_threshold)):
+            if not number > 0:
+                raise ValueError(explain("Adafactor", name, expected="> 0", got=number))
+        self.beta_2_decay, self.epsilon_1 = float(beta_2_decay), float(epsilon_1)
+        self.epsilon_2 = self._at_least_zero("epsilon_2", epsilon_2)
+        self.clip_threshold, self.relative_step = float(clip_threshold), bool(relative_step)
+        super().__init__(learning_rate, slot_names=("velocity",), **settings)
+
+    def form_moments(self, block: Block) -> None:
+        """Make v of a block a."""
+        work = np.multiply(block.gradient, block.gradient, out=block.scratch[0][: block.gradient.size])
+        np.add(work, self.epsilon_1, out=work)
+        average_into(block.slots["velocity"], work, 1 - block.step**self.beta_2_decay)
+
+    def direction(self, block: Block) -> None:
+        """Write u over a block of gradients."""
+        gradient, velocity = block.gradient, block.slots["velocity"]
+        work = np.sqrt(velocity, out=block.scratch[0][: gradient.size])
+        np.maximum(
+            work, np.finfo(work.dtype).tiny, out=work
+        )  # where row and column have no gradient, v is 0 in 32 bits
+        np.divide(gradient, work, out=gradient)
+
+    def ratio(self, weights: float, direction: float, size: int, step: int, rate: float) -> float:
+        """The step's size: relative to the weights' rms, and less for a direction whose rms exceeds the threshold."""
+        relative = max(self.epsilon_2, weights / math.sqrt(size)) * min(rate, 1 / math.sqrt(step))
+        return relative / max(1.0, direction / math.sqrt(size) / self.clip_threshold)
+
+    def loop(self, step: int, rate: float) -> Loop:
+        return Loop("sgd", (1.0, 0.0, False), ("",))
+
+    def update(
+        self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
+    ) -> None:
+        """Go along a direction, scaled, which stands in the gradient's place."""
+        np.subtract(weights, gradient, out=weights)

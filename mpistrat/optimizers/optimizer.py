@@ -310,6 +310,12 @@ class Optimizer(Rule):
             )
             remedy = "Take Adam under parameter servers"
             raise ValueError(explain("apply_gradients", self.name, expected=expected, got=got, remedy=remedy))
+        divided = [v.name for v in chosen if v.ndim > 1 and v.part is not None and v.part.split]
+        if self.factored and divided:
+            expected = f"matrices that each rank has whole, for {type(self).__name__}"
+            remedy = "Leave their layout out, or take Adam"
+            got = f"parts of {', '.join(divided)}"
+            raise ValueError(explain("apply_gradients", self.name, expected=expected, got=got, remedy=remedy))
         if placement.store is not None:
             step: UpdateRun = placement.store.make_step(self, chosen)
         else:

@@ -62,12 +62,15 @@ class Rule(Hyperparameters):
 
     Attributes:
         slot_names: what is kept for each weight between steps.
-        scales_by_norms: whether each variable's update is along a `direction`, scaled by the norm of the whole variable over that
-            of the direction.
+        scales_by_norms: whether each variable's update is along a `direction`, scaled by a `ratio` that depends on the norms of
+            the whole variable and of the direction.
+        factored: the slot that `form_moments` writes and that then, before `direction`, becomes in each matrix of a variable
+            the sum of a row times that of a column over that of the matrix; "" for none. Only where `scales_by_norms`.
     """
 
     slot_names: tuple[str, ...]
     scales_by_norms: ClassVar[bool] = False
+    factored: ClassVar[str] = ""
     _slot_start: Mapping[str, float]
 
     @property
@@ -82,6 +85,20 @@ class Rule(Hyperparameters):
     def direction(self, block: Block) -> None:
         """Write over the gradient of a block along what its weights are to go down, and update its slots; not the weights."""
         raise NotImplementedError(f"{type(self).__name__}.direction")
+
+    def form_moments(self, block: Block) -> None:
+        """Update the slot that is factored; the gradient stays as it is, and there are no weights."""
+        raise NotImplementedError(f"{type(self).__name__}.form_moments")
+
+    def ratio(self, weights: float, direction: float, size: int, step: int, rate: float) -> float:
+        """Return what a variable's direction is multiplied by, which `update_block` then goes along.
+
+        Args:
+            weights, direction: their norms.
+            size: how many elements each has.
+            step, rate: as for a block.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.ratio")
 
     def loop(self, step: int, rate: float) -> Loop | None:
         """Return the compiled loop that does what `update_block` does, None where none does."""
@@ -190,12 +207,19 @@ class BlockUpdate:
             if calls:
                 own[GRADIENT_SUM][...] = 0
 
+    def form_moments(self, gradient: Any, slots: Mapping[str, Any]) -> None:
+        """Clip a block of a gradient, and update the slot that the rule factors."""
+        self._rule.form_moments(self._clipped(gradient, slots))
+
     def direct(self, gradient: Any, slots: Mapping[str, Any]) -> None:
         """Make of a block of a gradient the direction of the update, where the rule has one."""
+        self._rule.direction(self._clipped(gradient, slots))
+
+    def _clipped(self, gradient: Any, slots: Mapping[str, Any]) -> Block:
         limit = self._rule.clipvalue
         if limit is not None:
             np.clip(gradient, -limit, limit, out=gradient)
-        self._rule.direction(Block(gradient, None, slots, self._step, self._rate, self._scratch, 0))
+        return Block(gradient, None, slots, self._step, self._rate, self._scratch, 0)
 
     def accumulate(self, target: Any, parts: Sequence[Any], slots: Mapping[str, Any]) -> None:
         """Add the sum of parts to what is accumulated, in a step that does not update the weights, and update their averages."""

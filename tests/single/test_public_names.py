@@ -34,7 +34,7 @@ COORDINATOR = """
     get_current_worker_index
 """
 PARTITIONERS = "FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner Partitioner"
-OPTIMIZERS = "Adadelta Adagrad Adam AdamW Adamax Ftrl Lamb Lion LossScaleOptimizer Momentum Nadam RMSProp SGD"
+OPTIMIZERS = "Adadelta Adafactor Adagrad Adam AdamW Adamax Ftrl Lamb Lion LossScaleOptimizer Momentum Nadam RMSProp SGD"
 PLACES = [
     (ms, PACKAGE),
     (ms.Strategy, STRATEGY),

@@ -137,6 +137,24 @@ def lamb(beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-7) -> R
     return rule
 
 
+def adafactor(decay: float = -0.8, small: float = 1e-30, least: float = 1e-3, threshold: float = 1.0) -> Rule:
+    def rule(w, g, s, t, lr):
+        before, b = s.get("velocity", 0 * w), 1 - t**decay
+        squares = g**2 + small
+        if w.ndim < 2:
+            v = b * before + (1 - b) * squares
+        else:  # of v as it was made of them, means of rows and columns are what Keras keeps beside it
+            r = b * before.mean(-1) + (1 - b) * squares.mean(-1)
+            c = b * before.mean(-2) + (1 - b) * squares.mean(-2)
+            v = (r / r.mean(-1, keepdims=True))[..., None] * c[..., None, :]
+        s["velocity"] = v
+        u = g / np.sqrt(v)
+        u = u / max(1.0, math.sqrt((u**2).mean()) / threshold)
+        return w - max(least, math.sqrt((w**2).mean())) * min(lr, 1 / math.sqrt(t)) * u
+
+    return rule
+
+
 def cases() -> dict[str, tuple[Callable[[Any], Any], Rule, float]]:
     """For each case a function from `ms.optimizers` to a new optimizer, the rule it follows, and its learning rate."""
     return {
@@ -168,6 +186,12 @@ def cases() -> dict[str, tuple[Callable[[Any], Any], Rule, float]]:
             0.1,
         ),
         "lamb": (lambda o: o.Lamb(0.03, beta_1=0.8, beta_2=0.95), lamb(0.8, 0.95), 0.03),
+        "adafactor": (lambda o: o.Adafactor(0.03), adafactor(), 0.03),
+        "adafactor with all": (
+            lambda o: o.Adafactor(0.9, -0.6, 1e-4, 0.5, 0.7, relative_step=False),
+            adafactor(-0.6, 1e-4, 0.5, 0.7),
+            0.9,
+        ),
         "lion": (lambda o: o.Lion(0.01, beta_1=0.8, beta_2=0.9), lion(0.8, 0.9), 0.01),
     }
 

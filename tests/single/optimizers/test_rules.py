@@ -180,7 +180,11 @@ def test_what_all_rules_have_in_common_is_keras(settings):
     shapes = [(70001,), (3, 5), ()]
     gradients, start = gradients_of(shapes), start_of(shapes)
     rules = [(ms.optimizers.Adam, reference.adam(), 0.03), (ms.optimizers.SGD, reference.sgd(), 0.1)]
-    for make, rule, rate in [*rules, (ms.optimizers.Lamb, reference.lamb(), 0.03)]:
+    for make, rule, rate in [
+        *rules,
+        (ms.optimizers.Lamb, reference.lamb(), 0.03),
+        (ms.optimizers.Adafactor, reference.adafactor(), 0.03),
+    ]:
         optimizer = make(rate, **said, check_numerics=make is ms.optimizers.SGD)
         variables = [ms.Variable(value) for value in start]
         several = said.get("gradient_accumulation_steps", 1)
@@ -198,7 +202,21 @@ def test_what_all_rules_have_in_common_is_keras(settings):
 
 
 @pytest.mark.parametrize(
-    "rule", ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Momentum", "Nadam", "RMSprop", "SGD"]
+    "rule",
+    [
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "Ftrl",
+        "Lion",
+        "Momentum",
+        "Nadam",
+        "RMSprop",
+        "SGD",
+    ],
 )
 def test_every_rule_takes_what_all_have_in_common(rule):
     make = getattr(ms.optimizers, rule)
