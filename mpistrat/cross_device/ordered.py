@@ -15,7 +15,6 @@ import numpy as np
 
 from .._util.partition import blocks, merge
 from ..comm.arrays import is_gpu, mpi_datatype
-from ..comm.exchange import gather_parts
 from ..comm.process_group import ProcessGroup
 from ..types import ReduceOp
 from .arena import BLOCK, ArenaSum, Consume, GradientArena, node_gradients
@@ -61,6 +60,8 @@ class OrderedAllReduce(FlatAllReduce):
         topology, size = self.group.topology, arrays[0].size
         if topology.size == 1:
             return [array.astype(dtype, copy=False) for array in arrays]
+        from ..comm.exchange import gather_parts
+
         out = np.empty((topology.num_replicas, size), dtype)
         first = topology.replica_offset
         for index, array in enumerate(arrays):

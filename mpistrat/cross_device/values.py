@@ -13,7 +13,6 @@ import numpy as np
 from .._util.buffers import BufferPool
 from ..cluster.devices import parse
 from ..comm.arrays import array_module, as_array, check_movable, dtype_name, import_cupy, is_gpu, on_device_of, to_host
-from ..comm.exchange import gather_parts
 from ..comm.packing import forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import DistributedValues, Mirrored
@@ -319,6 +318,8 @@ def _all_gather(group: ProcessGroup, local: np.ndarray, flat: np.ndarray, border
         return
     low, high = borders[group.topology.rank : group.topology.rank + 2]
     flat[low:high] = local
+    from ..comm.exchange import gather_parts
+
     gather_parts(group.topology.comm, flat, [end - begin for begin, end in itertools.pairwise(borders)])
 
 

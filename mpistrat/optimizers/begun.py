@@ -15,7 +15,6 @@ from ..comm.process_group import ProcessGroup
 from ..cross_device.arena import ArenaSum
 from ..errors import explain
 from ..variables.arena import Arena, padded
-from ..variables.own_gradients import HandedOver
 from ..variables.values import checksum
 from ..variables.variable import Variable, explain_foreign
 from .gradients import Pairs, flat_gradient, in_place
@@ -219,6 +218,8 @@ class Begun:
             return
         if not aggregate:
             raise _unfit("", "gradients that are summed over the replicas", "experimental_aggregate_gradients=False")
+        from ..variables.own_gradients import HandedOver
+
         for replica, pairs in enumerate(replicas):
             found = {id(variable): gradient for gradient, variable in pairs}
             for key, variable in self._variables.items():

@@ -250,7 +250,7 @@ class FusedStep(UpdateRun):
             for variable in step.variables:
                 weights, direction = (math.sqrt(norms[what][variable.name]) for what in ("weights", "direction"))
                 weights *= abs(1 - optimizer.decay_of(variable) * rate)  # they decay before they are updated
-                size = variable.size if variable.part is None else variable.part.size
+                size = variable.size if variable.part is None else variable.part.whole_size
                 ratios[variable.name] = optimizer.ratio(weights, direction, size, optimizer.iterations + 1, rate)
         return ratios
 

@@ -20,7 +20,6 @@ from ..errors import ContextError, explain
 from ..types import IndexedSlices, ReduceOp, VariableAggregation, VariableSynchronization
 from .arena import Arena
 from .layout import Receiver
-from .own_gradients import OwnGradients
 from .placement import Description, Placement
 from .scatter import scatter
 from .values import as_flat, checksum, move_like, one_value, read_only, zeros
@@ -28,6 +27,8 @@ from .variable import Variable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from .own_gradients import OwnGradients
 
 __all__ = ["MirroredVariable", "OnWriteVariable", "SyncOnReadVariable", "check_kind"]
 
@@ -121,6 +122,8 @@ class MirroredVariable(OnWriteVariable):
         local = arena.gradients.local if arena.gradients else []
         self._gradients: Any = tuple(flat[where].reshape(self.shape) for flat in local)
         if arena.gradients is not None and arena.gradients.handed_over:
+            from .own_gradients import OwnGradients
+
             self._gradients = OwnGradients(self.name, self.shape, self.dtype, len(placement.devices))
 
     @property
@@ -163,7 +166,8 @@ class MirroredVariable(OnWriteVariable):
     @property
     def own_gradients(self) -> OwnGradients | None:
         """What its gradients are where they are handed over; else None."""
-        return self._gradients if isinstance(self._gradients, OwnGradients) else None
+        gradients = self.arena.gradients
+        return self._gradients if gradients is not None and gradients.handed_over else None
 
     def gradient(self, local_replica: int) -> Any:
         if self._gradients:

@@ -16,8 +16,10 @@ from ..types import VariableAggregation, VariableSynchronization
 from .arena import Arena
 from .array_like import ArrayVariable
 from .layout import Part, Receiver
-from .own_gradients import OwnGradients
 from .placement import Description, Placement
+
+if TYPE_CHECKING:
+    from .own_gradients import OwnGradients
 
 __all__ = ["Variable", "explain_foreign"]
 
