@@ -218,16 +218,17 @@ class Begun:
             return
         if not aggregate:
             raise _unfit("", "gradients that are summed over the replicas", "experimental_aggregate_gradients=False")
-        from ..variables.own_gradients import HandedOver
-
         for replica, pairs in enumerate(replicas):
             found = {id(variable): gradient for gradient, variable in pairs}
             for key, variable in self._variables.items():
                 if found.get(key) is None:
                     raise _unfit(variable.name, "a gradient for each variable that was begun", "none")
-                own = variable.gradient(replica)
-                handed_over = isinstance(own, HandedOver) and own.stands_for(found[key])
-                if not (handed_over or in_place(found[key], own)):
+                own = variable.own_gradients
+                if own is None:
+                    as_begun = in_place(found[key], variable.gradient(replica))
+                else:
+                    as_begun = own.stands_for(replica, found[key])
+                if not as_begun:
                     raise _unfit(variable.name, "its gradient in v.grad", "one elsewhere")
         for key, mark in self._marks.items():
             if _mark(self._variables[key]) != mark:

@@ -32,6 +32,11 @@ class OwnGradients:
             found = self._arrays[replica] = np.zeros(self._shape, self._dtype)
         return found
 
+    def stands_for(self, replica: int, gradient: Any) -> bool:
+        """Return whether a gradient is the one that a replica handed over, or what stands in its place."""
+        found = self._arrays[replica]
+        return isinstance(found, HandedOver) and found.stands_for(gradient)
+
     def hand_over(self) -> None:
         """Give the arrays up until the end of the step."""
         self._arrays = [HandedOver(self._name, array) for array in self._arrays]

@@ -13,6 +13,13 @@ import mpistrat as ms  # noqa: E402
 
 
 @pytest.mark.ranks(1, 2)
+def test_gradients_that_are_handed_over_are_refused():
+    refused = pytest.raises(ms.errors.LayoutError, match="got one with sharded_gradients=True")
+    with ms.MultiWorkerMirroredStrategy(sharded_gradients=True) as strategy, strategy.scope(), refused:
+        ms.jax.distribute({"w": jnp.ones(3)})
+
+
+@pytest.mark.ranks(1, 2)
 def test_what_cannot_be_distributed_is_refused():
     tree = {"w": jnp.ones(3)}
     with pytest.raises(ms.errors.ContextError, match="scope"):

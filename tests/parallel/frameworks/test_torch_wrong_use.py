@@ -35,6 +35,13 @@ def test_local_gradients_are_not_clipped_or_stepped_by():
 
 
 @pytest.mark.ranks(1, 2)
+def test_gradients_that_are_handed_over_are_refused():
+    refused = pytest.raises(ms.errors.LayoutError, match="got one with sharded_gradients=True")
+    with ms.MultiWorkerMirroredStrategy(sharded_gradients=True) as strategy, strategy.scope(), refused:
+        ms.torch.distribute(mlp())
+
+
+@pytest.mark.ranks(1, 2)
 def test_what_cannot_be_distributed_is_refused():
     module = mlp()
     with pytest.raises(ms.errors.ContextError, match="scope"):
