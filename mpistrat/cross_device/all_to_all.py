@@ -29,7 +29,7 @@ from .values import beside, local_arrays, local_values
 __all__ = ["all_to_all", "reduce_scatter"]
 
 _FAILED = -1  # in place of a number of bytes
-_results = BufferPool(kept=2)
+_POOL = BufferPool(kept=2)
 
 
 def reduce_scatter(
@@ -72,7 +72,7 @@ def reduce_scatter(
         _, found = _exchanged(group, call, parts, [mine] * topology.size, largest)
     results = []
     for index, (how, at) in enumerate(zip(hows, cuts, strict=True)):
-        total = _results.empty(math.prod(mine[index][0]), how.accumulate).reshape(mine[index][0])
+        total = _POOL.empty(math.prod(mine[index][0]), how.accumulate).reshape(mine[index][0])
         combine(how.ufunc, [each[index] for each in found], total)
         total = finish(total, how)
         low = topology.replica_offset
@@ -274,7 +274,7 @@ def _exchanged(
     """
     sent = [to_bytes(arrays) for arrays in parts]
     ends = np.cumsum([num_bytes(forms) for forms in expected])
-    room = _results.empty(int(ends[-1]), np.dtype(np.uint8))
+    room = _POOL.empty(int(ends[-1]), np.dtype(np.uint8))
     rows = np.split(room, ends[:-1])
     exchange(group, call, sent, rows, largest)
     return room, [of_bytes(row, forms) for row, forms in zip(rows, expected, strict=True)]

@@ -43,7 +43,7 @@ __all__ = ["CollectiveRequest", "NonblockingCollectives"]
 _BUSY, _SLEEP = 1.0, 1e-4  # seconds
 _AT_EXIT = 5.0  # seconds that the end of a program waits for what it has left
 _CHUNK = 1 << 30  # bytes of one broadcast
-_results = BufferPool(kept=2)
+_POOL = BufferPool(kept=2)
 _REMEDY = "All ranks must have started it; MPI moves its data while they are in calls of MPI, such as done() and wait()"
 
 
@@ -154,7 +154,7 @@ class NonblockingCollectives:
         with group.collective(function, name, *_forms([arrays[0] for arrays in leaves], op.value)) as call:
             for dtype in dict.fromkeys(how.accumulate for how in hows):
                 members = [index for index, how in enumerate(hows) if how.accumulate == dtype]
-                total, low = _results.empty(sum(leaves[index][0].size for index in members), dtype), 0
+                total, low = _POOL.empty(sum(leaves[index][0].size for index in members), dtype), 0
                 for index in members:
                     high = low + leaves[index][0].size
                     part = parts[index] = total[low:high]

@@ -153,7 +153,7 @@ def on_destination(result: Any, destinations: Any) -> Any:
 # gather
 
 _LARGE = 1 << 30  # bytes; above, the counts of one call might not fit MPI's
-_results = BufferPool(kept=2)
+_POOL = BufferPool(kept=2)
 _SMALL = 1 << 16  # bytes on all ranks; up to that several arrays are one message, which costs a copy on either side
 
 
@@ -277,7 +277,7 @@ def _exchange(group: ProcessGroup, local: np.ndarray, axis: int, totals: list[in
     rest = local.shape[:axis] + local.shape[axis + 1 :]
     row = _row(local, axis)
     ends = np.cumsum([total * row for total in totals]).tolist()
-    flat = _results.empty(ends[-1], local.dtype)
+    flat = _POOL.empty(ends[-1], local.dtype)
     _all_gather(group, local.reshape(-1), flat, [0, *ends])
     if axis == 0:
         return flat.reshape(ends[-1] // row if row else sum(totals), *rest)
@@ -343,7 +343,7 @@ def broadcast_all(group: ProcessGroup, leaves: Sequence[Sequence[Any]], root: in
     if rank == group.topology.rank:
         hosts = [np.array(to_host(values[index]), order="C") for values in leaves]
     else:
-        hosts = [_results.empty(values[0].size, values[0].dtype).reshape(values[0].shape) for values in leaves]
+        hosts = [_POOL.empty(values[0].size, values[0].dtype).reshape(values[0].shape) for values in leaves]
     if group.topology.size > 1:
         small = [host for host in hosts if host.nbytes <= _SMALL and len(leaves) > 1]
         if small:
