@@ -133,8 +133,8 @@ class ArenaStep:
 
     def take_sums(self, memory: Memory, consume: Consume) -> None:
         """Hand out sums that are in memory, in the blocks in which a reduction hands them out; `keep` leaves them there."""
-        if self._slots.low < self._slots.high:
-            self._sums = memory[self._slots.low : self._slots.high]
+        low, high = self._slots.low, self._slots.high
+        self._sums = memory[low:high] if low < high else self._slots.scratch[0][:0]
         if not self.arena.sharded:
             self.sum([memory], consume)
             return

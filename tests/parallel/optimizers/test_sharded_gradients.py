@@ -75,6 +75,7 @@ BUILDS = {
     "Adam, clipped": lambda o: o.Adam(0.01, global_clipnorm=3.0),
     "Adam, each clipped": lambda o: o.Adam(0.01, clipnorm=1.0, check_numerics=True),
     "Lamb": lambda o: o.Lamb(0.01),
+    "Adafactor": lambda o: o.Adafactor(0.01),
     "accumulation": lambda o: o.Adam(0.01, gradient_accumulation_steps=2, loss_scale_factor=4.0),
 }
 
@@ -87,6 +88,7 @@ def test_bits_are_those_of_an_ordinary_step(opened, build):
 @pytest.mark.parametrize("handed_over", [[], [[0, 1, 2, 3, 4]], [[0], [4], [2]]])
 def test_none_all_and_another_order_of_variables(opened, handed_over):
     both_ways(opened, BUILDS["Adam, clipped"], handed_over)
+    both_ways(opened, BUILDS["Adafactor"], handed_over)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
