@@ -307,7 +307,7 @@ class ArenaStep:
         """Return where sums are kept, and which element of the arena comes first there."""
         if self._sums is not None:
             return self._sums, self._slots.low
-        if self.gradients.local and not self._rule.narrow and not self._apart:
+        if not self._rule.narrow and not self._apart:
             return self.gradients.local[0], 0
         return self._slots.kept(), self._slots.low
 

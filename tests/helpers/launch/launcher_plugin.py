@@ -24,7 +24,7 @@ from launcher_batch import Batch, Beside, Layout
 
 from launcher import MpiEnv, Result, launch, mpi_env, remove_dead_shared_memory
 
-BATCH_TESTS = 150  # a new mpiexec after so many tests: a leak of MPI objects stays small
+BATCH_TESTS = 450  # a new mpiexec after so many tests: a leak of MPI objects stays small
 ON_RANKS = json.loads(os.environ.get("MPISTRAT_TEST_MPIS", "null"))  # in a rank: the names and vendors of all MPIs
 ON_LAYOUT = os.environ.get("MPISTRAT_TEST_LAYOUT", "")  # in a rank: that of its batch
 SINGLE_TIMEOUT = 180  # seconds for a test outside the ranks
