@@ -451,7 +451,11 @@ def checkpoints_iterator(
 
 
 def _steps(folder: Path) -> list[int]:
-    found = (re.fullmatch(_NAMES, name) for name in os.listdir(folder)) if folder.is_dir() else ()
+    try:
+        names = os.listdir(folder)  # a folder that may not be read is an error: a run would begin anew
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    found = (re.fullmatch(_NAMES, name) for name in names)
     return sorted(int(match[1]) for match in found if match)
 
 

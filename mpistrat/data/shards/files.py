@@ -208,14 +208,25 @@ def resolve(files: PathLike | Sequence[PathLike]) -> FileSet:
         return _listed(_paths(files), repr(files))
     path = Path(files)
     try:
-        if path.is_dir():
+        mode = _mode(path)
+        if mode is not None and stat.S_ISDIR(mode):
             return _directory(path)
-        if not path.exists() and glob.has_magic(str(path)):
+        if mode is None and glob.has_magic(str(path)):
             return _pattern(str(path))
         return _listed([path], str(path))
     except PermissionError as error:
         expected, remedy = "files that this user may look at", "Change the permissions of its directories."
         raise shard_error(path, expected, str(error), remedy) from error
+
+
+def _mode(path: Path) -> int | None:
+    """Return a file's mode, None where there is none. What may not be looked at raises, unlike in Path.is_dir of Python 3.14."""
+    try:
+        return path.stat().st_mode
+    except PermissionError:
+        raise
+    except (OSError, ValueError):
+        return None
 
 
 def _paths(files: Any) -> list[Path]:

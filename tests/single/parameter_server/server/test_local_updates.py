@@ -18,7 +18,9 @@ from mpistrat.optimizers.optimizer import find
 from mpistrat.parameter_server.server.local_updates import LocalUpdates
 from mpistrat.variables.placement import ORDINAL_STEP
 
-CASES = {name: case for name, case in reference.cases().items() if name != "lamb"}  # not for servers
+CASES = {
+    name: case for name, case in reference.cases().items() if not case[0](ms.optimizers).scales_by_norms
+}  # not for servers
 RULES = {
     **{name: make for name, (make, _, _) in CASES.items()},
     "schedule": lambda o: o.SGD(o.schedules.PiecewiseConstantDecay([2], [0.1, 0.01])),
