@@ -80,6 +80,9 @@ class StaticHashTable:
             raise ValueError(explain("StaticHashTable", name, expected=expected, got=got))
         text = values.dtype.kind in "US"  # the longer of the two
         self._default = default.astype(np.promote_types(default.dtype, values.dtype) if text else values.dtype)
+        if values.dtype.kind in "iu" and int(self._default) != int(default):
+            expected, got = f"a {values.dtype}", repr(default_value)
+            raise TypeError(explain("StaticHashTable", f"{name}: default_value", expected=expected, got=got))
         self._keys, self._values = keys[new], values[new].astype(self._default.dtype)
 
     @property

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import queue
 import re
 import signal
 import socket
@@ -17,6 +19,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, Any, NamedTuple, final
 
+from .._util import nest
 from .._util.text import named
 from ..errors import LaunchError, explain
 from ..parameter_server.coordinator.registry import load_cloudpickle
@@ -105,25 +108,21 @@ class MultiProcessRunner:
         self._lines = dict[int, list[str]]()
         self._job: subprocess.Popen[bytes] | None = None
         try:
-            _send_whole(f, cloudpickle)
+            for part in nest.flatten((f, list(args), list((kwargs or {}).values()))):
+                _send_whole(part, cloudpickle)
             call = cloudpickle.dumps((f, tuple(args), dict(kwargs or {})))
             (self._path / "call").write_bytes(cloudpickle.dumps((sys.path, call)))
             start = _start(self._path, ranks, restarts, survive)
             self._ranks = start.ranks
-            self._job = subprocess.Popen(
-                [sys.executable, "-S", "-I", end_with_parent.__file__, str(os.getpid()), *start.command],
-                env={"PYTHONUNBUFFERED": "1", **os.environ, **start.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            begun = queue.SimpleQueue[Any]()
+            self._reader = threading.Thread(target=self._run, args=(start, begun), daemon=True)
+            self._reader.start()
+            self._job = begun.get()
+            if isinstance(self._job, BaseException):
+                raise self._job
         except BaseException:
             self._folder.cleanup()
             raise
-        assert self._job.stdout is not None
-        self._reader = threading.Thread(target=self._read, args=(self._job.stdout,), daemon=True)
-        self._reader.start()
 
     def join(self, timeout: float | None = 60.0) -> list[RankResult]:
         """Wait until all ranks have ended, and return what became of each, by rank.
@@ -140,9 +139,10 @@ class MultiProcessRunner:
             status = self._job.wait(timeout)
         except subprocess.TimeoutExpired:
             self._print_stacks()
-            still = named("rank", [rank for rank in range(self._ranks) if not self._has_ended(rank)])
+            left = [rank for rank in range(self._ranks) if not self._has_ended(rank)]
+            still = f"{named('rank', left)} that still ran" if left else "ranks that had returned, but did not end"
             self.terminate_all()
-            expected, got = f"all ranks to return within {timeout:g} s", f"{still} that still ran; they were ended"
+            expected, got = f"all ranks to return within {timeout:g} s", f"{still}; they were ended"
             remedy = "Their output ends with where they were"
             raise TimeoutError(explain("ms.launch", "timeout", expected=expected, got=got, remedy=remedy)) from None
         except BaseException:
@@ -152,7 +152,7 @@ class MultiProcessRunner:
         failures = sorted(self._path.glob("failure-*"), key=lambda path: path.stat().st_mtime_ns)
         if failures:
             rank = failures[0].name.partition("-")[2]
-            raise LaunchError(f"ms.launch: rank {rank} failed:\n{failures[0].read_text()}")
+            raise LaunchError(f"ms.launch: rank {rank} failed:\n{failures[0].read_text(encoding='utf-8')}")
         results = self.results()
         died = [rank for rank, result in enumerate(results) if not result.returned]
         if len(died) == len(results) or (died and not self._survives) or (status and not died):
@@ -231,7 +231,7 @@ class MultiProcessRunner:
 
     def _result(self, rank: int) -> RankResult:
         value, failure = self._path / f"result-{rank}", self._path / f"failure-{rank}"
-        error = failure.read_text() if failure.exists() else None
+        error = failure.read_text(encoding="utf-8") if failure.exists() else None
         returned = value.exists()
         return RankResult(
             self._loads(value.read_bytes()) if returned else None, returned, error, [*self._lines.get(rank, [])]
@@ -270,6 +270,25 @@ class MultiProcessRunner:
                     os.kill(int(number), STACKS)
         time.sleep(_STACKS)
 
+    def _run(self, start: Start, begun: queue.SimpleQueue[Any]) -> None:
+        """Start the launcher, in a thread that lives as long: Linux tells it of the death of the thread that has started it."""
+        try:
+            job = subprocess.Popen(
+                [sys.executable, "-S", "-I", end_with_parent.__file__, str(os.getpid()), *start.command],
+                env={"PYTHONUNBUFFERED": "1", **os.environ, **start.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except BaseException as error:
+            begun.put(error)
+            return
+        begun.put(job)
+        assert job.stdout is not None
+        self._read(job.stdout)
+        job.wait()
+
     def _read(self, stream: IO[bytes]) -> None:
         """Show what comes, and keep what ranks have printed."""
         for data in stream:
@@ -277,8 +296,10 @@ class MultiProcessRunner:
             if found := _TAGGED.fullmatch(line):
                 line = found[2]
                 self._lines.setdefault(int(found[1]), []).append(line.rstrip("\n"))
-            sys.stdout.write(line)  # that of a notebook's cell has no buffer
-            sys.stdout.flush()
+            # Where it is closed, or of another encoding, ranks would wait for this thread.
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.write(line)  # that of a notebook's cell has no buffer
+                sys.stdout.flush()
 
 
 def _start(folder: Path, ranks: int | None, restarts: int, survive: bool) -> Start:
@@ -292,8 +313,10 @@ def _start(folder: Path, ranks: int | None, restarts: int, survive: bool) -> Sta
     return start
 
 
-def _send_whole(f: Callable[..., Any], cloudpickle: Any) -> None:
+def _send_whole(f: Any, cloudpickle: Any) -> None:
     """Have a function that ranks could not import, as of a module of tests that is on no path, travel with all that it has."""
+    while isinstance(f, functools.partial):
+        f = f.func
     name = getattr(f, "__module__", None) or "__main__"
     first = name.partition(".")[0]
     found = name == "__main__" or first in sys.builtin_module_names or PathFinder.find_spec(first) is not None

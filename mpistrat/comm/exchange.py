@@ -93,10 +93,12 @@ def exchange(
         come: flat uint8 arrays, filled with what comes from each.
         largest: bytes of the longest on any rank, the same on all.
     """
-    if group.num_nodes > 1 or (largest > _STAGED and group.topology.size > 1):
+    topology = group.topology
+    size, rank = topology.size, topology.rank
+    # Where ranks share cores, one that waits in MPI keeps the core of another that has yet to come.
+    if group.num_nodes > 1 or (largest > _STAGED and 1 < size <= topology.node_cores):
         _exchange_by_mpi(group, to, come, largest)
         return
-    size, rank = group.topology.size, group.topology.rank
     room = STAGING_BYTES // size // 64 * 64
 
     def write(buffer: np.ndarray, low: int, high: int) -> None:

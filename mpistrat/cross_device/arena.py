@@ -23,7 +23,7 @@ from .wire import Unsent, Wire
 if TYPE_CHECKING:
     from .early import EarlySums
 
-__all__ = ["BLOCK", "ArenaSum", "Consume", "Destination", "GradientArena", "node_gradients", "of_node"]
+__all__ = ["BLOCK", "ArenaSum", "Consume", "Destination", "GradientArena", "node_gradients", "network_chunk", "of_node"]
 
 BLOCK = 1 << 16  # elements that are summed and consumed while they are in cache
 NETWORK_CHUNK = 1 << 20  # bytes that cross the network at a time; a constant: other chunks give other bits
@@ -121,6 +121,11 @@ def node_gradients(group: ProcessGroup, arena: GradientArena) -> Sequence[np.nda
 def of_node(arena: GradientArena) -> Sequence[np.ndarray]:
     """Return the arenas of all replicas whose memory this rank sees: the node's, or its own alone."""
     return arena.local if arena.node is None else arena.node
+
+
+def network_chunk(dtype: np.dtype) -> int:
+    """Return how many elements cross the network at a time where every node sums all; other chunks give other bits."""
+    return max(BLOCK, NETWORK_CHUNK // dtype.itemsize)
 
 
 @final
@@ -259,4 +264,4 @@ class ArenaSum:
                 all_reduce(self._inter, total[low:high], ufunc=ufunc)
 
     def _chunk(self, dtype: np.dtype) -> int:
-        return BLOCK if self._inter is None else max(BLOCK, NETWORK_CHUNK // dtype.itemsize)
+        return BLOCK if self._inter is None else network_chunk(dtype)

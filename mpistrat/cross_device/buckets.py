@@ -9,9 +9,10 @@ summed. So what a rank then writes over was read by all.
 from __future__ import annotations
 
 import itertools
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -72,12 +73,22 @@ class BucketSums:
         self._room = 0  # elements
         self._segments: list[_Segment] = []
         self._names: list[str] = []
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def put(self, arena: GradientArena, low: int, high: int, gradients: Sequence[np.ndarray], name: str) -> None:
+    def forget_step(self) -> None:
+        """Have all that handed gradients over forget that, as a step has ended by an error. Every rank does it."""
+        for owner in list(self._owners):
+            owner.forget()
+
+    def put(
+        self, owner: Any, arena: GradientArena, low: int, high: int, gradients: Sequence[np.ndarray], name: str
+    ) -> None:
         """Copy what was computed of elements [low, high), one flat array for each local replica. Collective.
 
-        The arrays may be shorter: zeros follow. `name` is told where ranks hand over others.
+        The arrays may be shorter: zeros follow. `name` is told where ranks hand over others. `owner.forget()` is called where the
+        step ends by an error.
         """
+        self._owners.add(owner)
         if self._early is None:
             self._early = self._open()
         if self._arena is not None and self._arena.key != arena.key:

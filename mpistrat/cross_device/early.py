@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from .._util.partition import aligned_bounds, blocks, cut, inside, merge, without
-from ..comm.arrays import all_reduce
 from ..comm.process_group import ProcessGroup
 from ..comm.waiting import Backoff
 from ..errors import ClosedError
@@ -120,15 +119,12 @@ class EarlySums:
             self._thread.start()
 
     def _sum_whole(self, memory: Memory, arrays: Sequence[Any], ranges: Sequence[Range], how: Arithmetic) -> None:
-        """Sum this rank's part of ranges of an arena that every node sums whole. Collective over its peers."""
+        """Sum this rank's part of ranges of an arena that every node sums whole: over the node, `ArenaStep` over nodes."""
         index, total = self._group.slice_index, sum(high - low for low, high in ranges)
         mine = cut(ranges, *aligned_bounds(total, self._group.slices)[index or 0])
         for piece in memory.pieces:
             for low, high in blocks(inside(mine, *piece), self._block):
-                sums = memory.of(low, high)
-                combine(how.ufunc, [array[low:high] for array in arrays], sums)
-                if self._inter is not None:
-                    all_reduce(self._inter, sums, ufunc=how.ufunc)
+                combine(how.ufunc, [array[low:high] for array in arrays], memory.of(low, high))
 
     def _allocate(self, arena: Any, dtype: np.dtype) -> Memory:
         node = self._group.node

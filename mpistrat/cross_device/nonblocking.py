@@ -35,6 +35,7 @@ from ..errors import explain
 from ..types import IndexedSlices, ReduceOp
 from .arithmetic import Arithmetic, arithmetic, combine, finish, flatten_all
 from .flat import on_devices
+from .pieces import leave
 from .values import beside, local_arrays, local_values, reducible_values
 
 __all__ = ["CollectiveRequest", "NonblockingCollectives"]
@@ -100,6 +101,10 @@ class CollectiveRequest:
                     wait.pause()
                 else:
                     os.sched_yield()
+
+    def keep_memory(self) -> None:
+        """Keep the memory of what is under way for as long as the process lives."""
+        leave(self._requests)
 
     def tell_unwanted(self) -> bool:
         """Return whether nobody has waited for it, and log that, once."""
@@ -222,7 +227,8 @@ class NonblockingCollectives:
 
     def _note(self, request: CollectiveRequest) -> CollectiveRequest:
         self._known.add(request)
-        self._pending = [each for each in (*self._pending, request) if not each.done()]
+        self._pending.append(request)
+        self._pending = [each for each in self._pending if not each.done()]
         return request
 
     # its end
@@ -239,6 +245,7 @@ class NonblockingCollectives:
     def leave(self) -> Callable[[], None] | None:
         """Return what completes, before MPI ends, what was never waited for, with a warning."""
         if self._group.monitor.refusal is not None:
+            self.abandon()
             return None
         left = self._unwanted()
 
@@ -248,7 +255,9 @@ class NonblockingCollectives:
         return complete if left else None
 
     def abandon(self) -> None:
-        """Forget what was started: ranks were lost."""
+        """Forget what was started: ranks were lost. MPI may still write into its memory, which stays."""
+        for request in list(self._known):
+            request.keep_memory()
         self._pending = []
 
     def _unwanted(self) -> list[CollectiveRequest]:

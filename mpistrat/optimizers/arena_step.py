@@ -10,7 +10,8 @@ import numpy as np
 from .._util import loops
 from .._util.buffers import BufferPool
 from .._util.partition import blocks, merge, spans_within
-from ..cross_device.arena import BLOCK, Consume
+from ..comm.arrays import all_reduce
+from ..cross_device.arena import BLOCK, Consume, network_chunk
 from ..cross_device.arithmetic import combine
 from ..cross_device.pieces import PieceShare, summed_blocks
 from ..cross_device.wire import Unsent
@@ -132,13 +133,19 @@ class ArenaStep:
             consume(low, high, [array[low:high] for array in arrays])
 
     def take_sums(self, memory: Memory, consume: Consume) -> None:
-        """Hand out sums that are in memory, in the blocks in which a reduction hands them out; `keep` leaves them there."""
+        """Hand out sums that are in memory, in the blocks in which a reduction hands them out; `keep` leaves them there.
+
+        Of an arena that every node sums whole they are the node's, and become those of all. Collective over peers.
+        """
         low, high = self._slots.low, self._slots.high
         self._sums = memory[low:high] if low < high else self._slots.scratch[0][:0]
+        dtype, inter = self._slots.scratch[0].dtype, self.arena.group.inter
         if not self.arena.sharded:
+            if inter is not None:
+                for low, high in blocks(self.arena.owned(self.ranges), network_chunk(dtype)):
+                    all_reduce(inter, memory[low:high])
             self.sum([memory], consume)
             return
-        dtype = self._slots.scratch[0].dtype
         for low, high in summed_blocks(self.arena.owned(self.ranges), self.arena.group.num_nodes, dtype, BLOCK):
             consume(low, high, memory[low:high])
 

@@ -141,12 +141,14 @@ class Begun:
         names = ", ".join(variable.name for variable in variables)
         self._names.append(names)
         self.words = f", begun: {'; '.join(self._names)}"
+        group = strategy.extended.placement.group
+        due = self._steps % group.environment.check_every == 0
         buckets, replicas = strategy.extended.placement.buckets, range(len(strategy.extended.placement.devices))
         if buckets is not None:
-            self._hand_over(buckets, [(v, [v.gradient(i).reshape(-1) for i in replicas]) for v in variables])
+            handed_over = [(v, [v.gradient(i).reshape(-1) for i in replicas]) for v in variables]
+            self._hand_over(buckets, handed_over, noted=due)
             return
-        group = strategy.extended.placement.group
-        if self._steps % group.environment.check_every == 0:
+        if due:
             self._marks.update((id(variable), _mark(variable)) for variable in variables)
         if group.num_nodes > 1 and self.able and self.choice.early:
             self._waiting += variables
@@ -181,15 +183,17 @@ class Begun:
                     self._sent.append((sums, arena.key, ranges))
         self._waiting = []
 
-    def _hand_over(self, buckets: BucketSums, gradients: Sequence[tuple[Variable, Sequence[Any]]]) -> None:
+    def _hand_over(
+        self, buckets: BucketSums, gradients: Sequence[tuple[Variable, Sequence[Any]]], noted: bool = False
+    ) -> None:
         """Hand over the gradients of variables, flat, of each local replica. Collective."""
         self._buckets = buckets
-        for variable, flat in sorted(gradients, key=lambda pair: -pair[0].offset):
+        for variable, flat in sorted(gradients, key=lambda pair: _place(pair[0]), reverse=True):
             arena, offset = variable.arena, variable.offset
             if arena is not None and arena.gradients is not None and variable.size:
-                buckets.put(arena.gradients, offset, padded(arena, [variable])[offset], flat, variable.name)
+                buckets.put(self, arena.gradients, offset, padded(arena, [variable])[offset], flat, variable.name)
             if variable.own_gradients is not None:
-                variable.own_gradients.hand_over()
+                variable.own_gradients.hand_over(noted)
 
     def add_rest(self, buckets: BucketSums, replicas: Sequence[Pairs]) -> None:
         """Hand over the gradients of a step that were not begun, and have all of it summed. Collective.
@@ -230,6 +234,8 @@ class Begun:
                     as_begun = own.stands_for(replica, found[key])
                 if not as_begun:
                     raise _unfit(variable.name, "its gradient in v.grad", "one elsewhere")
+                if own is not None and own.changed(replica, found[key]):
+                    raise _unfit(variable.name, "a final gradient", "one that was changed after begin")
         for key, mark in self._marks.items():
             if _mark(self._variables[key]) != mark:
                 got = "one that was changed after begin"
@@ -278,6 +284,11 @@ def _is_able(group: ProcessGroup, ops: Any, arenas: Sequence[Arena]) -> bool:
     if why:
         log.once(logging.INFO, f"{_FUNCTION}: sums of gradients wait for apply_gradients: {why}")
     return not why
+
+
+def _place(variable: Variable) -> tuple[str, int]:
+    """Return where a variable lies: an arena has buckets of its own, so what is in one is handed over together."""
+    return "" if variable.arena is None else variable.arena.key, variable.offset
 
 
 def _mark(variable: Variable) -> int:

@@ -194,6 +194,11 @@ class StrategyExtended(TensorFlow1Extended):
 
         return rendezvous.call_once(index, "Variable", together, (args, kwargs))
 
+    def forget_step(self) -> None:
+        """Forget the gradients that were handed over in a step that ends by an error."""
+        if self.placement.buckets is not None:
+            self.placement.buckets.forget_step()
+
     def register_optimizer(self, optimizer: Any) -> None:
         """Let `save` and `restore` know of an optimizer; it does it when first applied.
 

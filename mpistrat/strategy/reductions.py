@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -139,7 +140,8 @@ class Reductions:
         from ..cross_device.nonblocking import CollectiveRequest, NonblockingCollectives
 
         if self.alone:
-            return CollectiveRequest(function, None, (), lambda: value)
+            kept = copy.deepcopy(value)
+            return CollectiveRequest(function, None, (), lambda: kept)
         if self._nonblocking is None:
             self._nonblocking = NonblockingCollectives(self.ops.group)
         leaves, name = _leaves(value)

@@ -158,9 +158,11 @@ class Strategy(RankCollectives, Files, TensorFlow1Strategy):
             calls = [select_replica(index, (tuple(args), kwargs or {})) for index in range(len(extended.replicas))]
             try:
                 return regroup(extended.threads.run(fn, calls), keep_numbers=True)
-            except TypeError as error:
-                _check_call(fn, *calls[0])
-                _check_data(calls[0][0], calls[0][1], error)
+            except BaseException as error:
+                extended.forget_step()
+                if isinstance(error, TypeError):
+                    _check_call(fn, *calls[0])
+                    _check_data(calls[0][0], calls[0][1], error)
                 raise
             finally:
                 RECORDER.end(event)
@@ -169,9 +171,11 @@ class Strategy(RankCollectives, Files, TensorFlow1Strategy):
         token, given = context.push(self._replica_frame), global_batch.begin_step(args, kwargs)
         try:
             return fn(*args, **(kwargs or _NO_KWARGS))
-        except TypeError as error:
-            _check_call(fn, args, kwargs or _NO_KWARGS)
-            _check_data(args, kwargs or _NO_KWARGS, error)
+        except BaseException as error:
+            extended.forget_step()
+            if isinstance(error, TypeError):
+                _check_call(fn, args, kwargs or _NO_KWARGS)
+                _check_data(args, kwargs or _NO_KWARGS, error)
             raise
         finally:
             global_batch.end_step(given)

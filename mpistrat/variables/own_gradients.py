@@ -8,6 +8,7 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from ..errors import explain
+from .values import checksum
 
 __all__ = ["HandedOver", "OwnGradients"]
 
@@ -37,9 +38,14 @@ class OwnGradients:
         found = self._arrays[replica]
         return isinstance(found, HandedOver) and found.stands_for(gradient)
 
-    def hand_over(self) -> None:
-        """Give the arrays up until the end of the step."""
-        self._arrays = [HandedOver(self._name, array) for array in self._arrays]
+    def changed(self, replica: int, gradient: Any) -> bool:
+        """Return whether a gradient is the array that a replica handed over, with other numbers since, if that is noted."""
+        found = self._arrays[replica]
+        return isinstance(found, HandedOver) and found.changed(gradient)
+
+    def hand_over(self, noted: bool = False) -> None:
+        """Give the arrays up until the end of the step; `noted`: have `changed` find what is written to them."""
+        self._arrays = [HandedOver(self._name, array, noted) for array in self._arrays]
 
     def renew(self) -> None:
         """Have none, as at the start of a step."""
@@ -50,15 +56,21 @@ class OwnGradients:
 class HandedOver:
     """What stands in `v.grad` for a gradient that was handed over: `apply_gradients` takes it, everything else is an error."""
 
-    __slots__ = ("_array", "_name")
+    __slots__ = ("_array", "_mark", "_name")
+    __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, name: str, array: Any) -> None:
+    def __init__(self, name: str, array: Any, noted: bool) -> None:
         self._name = name
+        self._mark = checksum(array.reshape(-1)) if noted and array.size else None
         self._array = weakref.ref(array) if isinstance(array, np.ndarray) else None
 
     def stands_for(self, gradient: Any) -> bool:
         """Return whether a gradient is what was handed over, or this object in its place."""
         return gradient is self or (self._array is not None and gradient is not None and gradient is self._array())
+
+    def changed(self, gradient: Any) -> bool:
+        """Return whether it is the array, with other numbers than at first, where these were noted."""
+        return gradient is not self and self._mark is not None and checksum(gradient.reshape(-1)) != self._mark
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         remedy = "Read it before, or make the strategy without sharded_gradients"
@@ -76,6 +88,7 @@ class HandedOver:
     __array__ = __array_ufunc__ = __array_function__ = __getitem__ = __setitem__ = __len__ = __iter__ = __float__ = (
         _refuse
     )
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __isub__ = __neg__ = __pow__ = __matmul__ = __rmatmul__ = (
         _refuse
     )

@@ -44,6 +44,7 @@ def test_one_key_the_same_pair_twice_text_values_and_no_keys():
         ([1], [1], 0.5, TypeError, "default_value"),
         ([1], [1], [0], TypeError, "one value"),
         ([1], [1], "none", TypeError, "default_value"),
+        ([1], np.array([1], np.int8), 1000, TypeError, "default_value"),
     ],
 )
 def test_what_makes_no_table_is_refused(keys, values, default, error, text):

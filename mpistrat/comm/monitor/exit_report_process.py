@@ -100,9 +100,9 @@ def last_events(descriptor: int, at: float, count: int = 4) -> str:
     moment = time.perf_counter() - (time.time() - at)
     words = []
     for begin, end, what, _ in sorted(rows)[: -count - 1 : -1]:
-        index, count = what & 0x3FFF, what >> 26
+        index, times = what & 0x3FFF, what >> 26
         name = names[index] if index < len(names) else "other"
-        number = f" #{count}" if count else ""
+        number = f" #{times}" if times else ""
         if end:
             words.append(f"{name}{number} ({(end - begin) / 1e6:.3g} ms)")
         else:

@@ -168,7 +168,9 @@ def _divided(dataset: Node, policy: AutoShardPolicy, workers: int) -> Iterator[N
         yield np.bincount(np.arange(lengths.size) % workers, lengths, workers).astype(np.int64)
     elif policy is AutoShardPolicy.HINT:
         for below in _below_hints(dataset):
-            yield numbers if below.traits.shard_hinted else (numbers < below.cardinality() % workers).astype(np.int64)
+            # Batches differ in rows, and in number where shares do.
+            alone = below.traits.shard_hinted or below.batching is not None
+            yield numbers if alone else (numbers < below.cardinality() % workers).astype(np.int64)
 
 
 def _below_hints(dataset: Node) -> Iterator[Node]:

@@ -308,7 +308,7 @@ class ClusterCoordinator:
         self._cluster.prepare(registry.used)
         while self._new_tables:
             number, table = self._new_tables.popleft()
-            self._make_number(dispatcher, number, StaticHashTable, table.arguments, function)
+            self._make_number(dispatcher, number, StaticHashTable, table.arguments, function, isolated=True)
         return dispatcher.submit(Closure(what, data, RemoteValue(self), tuple(inputs.values()), kept=kept, **how))
 
     def _make_on_workers(self, fn: Callable[..., Any], args: tuple[Any, ...], function: str) -> PerWorkerValues:
@@ -326,11 +326,17 @@ class ClusterCoordinator:
         return values, number
 
     def _make_number(
-        self, dispatcher: Dispatcher, number: int, fn: Callable[..., Any], args: tuple[Any, ...], function: str
+        self,
+        dispatcher: Dispatcher,
+        number: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        function: str,
+        isolated: bool = False,  # else an error of another function may come between two workers
     ) -> None:
-        keep = (self._cluster.registry, number, fn, args)
+        keep, how = (self._cluster.registry, number, fn, args), {"priority": FIRST, "isolated": isolated}
         for worker in dispatcher.alive():
-            self._submit(dispatcher, function, _keep, keep, None, worker=worker, priority=FIRST)
+            self._submit(dispatcher, function, _keep, keep, None, worker=worker, **how)
 
     def copies_of(self, table: StaticHashTable) -> PerWorkerValues:
         """Return what stands for the workers' copies of a table, which are sent before the function that refers to it."""

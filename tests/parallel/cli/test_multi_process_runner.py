@@ -224,3 +224,53 @@ def test_ranks_end_when_who_started_them_is_killed(mpi, tmp_path):
     while any(os.path.exists(f"/proc/{rank}") for rank in ranks):
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_an_output_that_is_closed_does_not_stop_the_ranks(mpi, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent(
+            """
+            import sys
+            import mpistrat as ms
+
+            def talk():
+                for _ in range(3000):
+                    print("x" * 100)
+                return 1
+
+            found = ms.launch(talk, ranks=1, timeout=30)
+            sys.stderr.write(f"{found}")
+            """
+        )
+    )
+    process = subprocess.Popen(
+        [mpi.python, "mine.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline().startswith("x")
+    process.stdout.close()
+    assert process.stderr.read().startswith("[1]")
+    process.wait(30)
+
+
+def test_the_thread_that_starts_ranks_may_end(mpi, tmp_path):
+    passes(
+        mpi,
+        tmp_path,
+        """
+        import threading
+        import time
+        import mpistrat as ms
+
+        def wait():
+            time.sleep(2)
+            return 7
+
+        def test_it():
+            made = []
+            thread = threading.Thread(target=lambda: made.append(ms.MultiProcessRunner(wait, ranks=1)))
+            thread.start()
+            thread.join()
+            with made[0] as runner:
+                assert [result.return_value for result in runner.join()] == [7]
+        """,
+    )

@@ -344,3 +344,77 @@ def test_ranks_must_agree(opened):
 
     with pytest.raises(ms.errors.CollectiveMismatchError, match="sharded_gradients"):
         opened(MPI.COMM_WORLD.rank == 0)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_step_that_ends_by_an_error_is_forgotten():
+    with ms.MultiWorkerMirroredStrategy(sharded_gradients=True) as strategy:
+        with strategy.scope():
+            v, u = (ms.Variable(np.zeros(10, np.float32), name=name) for name in "vu")
+            optimizer = ms.optimizers.SGD(1.0)
+
+        def step(bad):
+            v.grad[...] = 1
+            optimizer.begin([v])
+            if bad:
+                raise OverflowError("a bad batch")
+            u.grad[...] = 1
+            optimizer.apply_gradients([(v.grad, v), (u.grad, u)])
+
+        for number in range(4):
+            if number == 1:
+                with pytest.raises(OverflowError):
+                    strategy.run(step, args=(True,))
+            else:
+                strategy.run(step, args=(False,))
+        assert (v.numpy() == -3 * strategy.size).all()
+        assert (u.numpy() == -3 * strategy.size).all()
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_that_is_changed_after_begin_is_told():
+    with ms.MultiWorkerMirroredStrategy(sharded_gradients=True) as strategy:
+        with strategy.scope():
+            v, optimizer = ms.Variable(np.zeros(10, np.float32), name="v"), ms.optimizers.SGD(1.0)
+
+        def step():
+            gradient = v.grad
+            gradient[...] = 1
+            optimizer.begin([v])
+            gradient *= 0.5
+            optimizer.apply_gradients([(gradient, v)])
+
+        with pytest.raises(ValueError, match="changed after begin"):
+            strategy.run(step)
+
+        def compare():
+            v.grad[...] = 1
+            optimizer.begin([v])
+            return v.grad == 0
+
+        with pytest.raises(ValueError, match="after Optimizer.begin"):
+            strategy.run(compare)
+
+
+@pytest.mark.ranks(3)
+def test_bits_of_small_arenas_between_nodes(monkeypatch):
+    """An arena that is not divided over nodes crosses the network in the chunks of an ordinary step."""
+    monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")
+
+    def trained(sharded):
+        with ms.MultiWorkerMirroredStrategy(sharded_gradients=sharded) as strategy:
+            with strategy.scope():
+                variables = [ms.Variable(np.zeros(size, np.float32)) for size in (100_007, 15, 30_003)]
+                optimizer = ms.optimizers.SGD(1.0)
+
+            def step():
+                for number, v in enumerate(variables):
+                    v.grad[...] = np.random.default_rng((number, strategy.rank)).normal(size=v.shape)
+                if sharded:
+                    optimizer.begin(variables)
+                optimizer.apply_gradients([(v.grad, v) for v in variables])
+
+            strategy.run(step)
+            return [v.numpy().tobytes() for v in variables]
+
+    assert trained(True) == trained(False)

@@ -145,3 +145,11 @@ def test_after_the_end():
     assert repr(request).startswith("<CollectiveRequest of all_reduce_async")
     with pytest.raises(ms.errors.ClosedError):
         strategy.all_reduce_async("SUM", 1.0)
+
+
+@pytest.mark.ranks(1)
+def test_the_default_strategy_copies_what_is_sent_too():
+    value = np.ones(3)
+    request = ms.get_strategy().all_reduce_async("SUM", value)
+    value[:] = 0
+    assert request.wait().tolist() == [1, 1, 1]

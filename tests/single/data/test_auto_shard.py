@@ -24,6 +24,7 @@ from mpistrat.data import (
     from_generator,
     write_shards,
 )
+from mpistrat.data.feed.auto_shard import auto_shard
 from mpistrat.data.feed.distributed import distribute
 from mpistrat.data.feed.plan import Workers
 from mpistrat.data.nodes.batch import Batches
@@ -398,3 +399,12 @@ def test_data_locates_rows_of_its_own_worker_only(workers: int, monkeypatch: pyt
         21 * workers + 5,
     ]
     assert [row for batch in data for row in batch.tolist()] == located == expected
+
+
+@pytest.mark.parametrize("rows", [10, 12, 13, 14])
+def test_batches_that_are_divided_by_hints_have_their_own_rows(rows: int) -> None:
+    """A worker's batches have two rows, and every second one is its own: a step has the rows of two."""
+    dataset = from_arrays(np.arange(rows)).batch(4).shard(SHARD_HINT, SHARD_HINT).with_options(Options("hint"))
+    for worker in range(2):
+        plan = auto_shard(dataset.node, Workers([1, 1], worker))
+        assert [step[0] for step in plan.elements(0, 0)] == [min(4, rows - first) for first in range(0, rows, 4)]
