@@ -14,8 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import PathFinder
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, final
 
@@ -108,9 +107,8 @@ class MultiProcessRunner:
         self._lines = dict[int, list[str]]()
         self._job: subprocess.Popen[bytes] | None = None
         try:
-            for part in nest.flatten((f, list(args), list((kwargs or {}).values()))):
-                _send_whole(part, cloudpickle)
-            call = cloudpickle.dumps((f, tuple(args), dict(kwargs or {})))
+            with _sent_whole(nest.flatten((f, list(args), list((kwargs or {}).values()))), cloudpickle):
+                call = cloudpickle.dumps((f, tuple(args), dict(kwargs or {})))
             (self._path / "call").write_bytes(cloudpickle.dumps((sys.path, call)))
             start = _start(self._path, ranks, restarts, survive)
             self._ranks = start.ranks
@@ -313,12 +311,24 @@ def _start(folder: Path, ranks: int | None, restarts: int, survive: bool) -> Sta
     return start
 
 
-def _send_whole(f: Any, cloudpickle: Any) -> None:
-    """Have a function that ranks could not import, as of a module of tests that is on no path, travel with all that it has."""
-    while isinstance(f, functools.partial):
-        f = f.func
-    name = getattr(f, "__module__", None) or "__main__"
-    first = name.partition(".")[0]
-    found = name == "__main__" or first in sys.builtin_module_names or PathFinder.find_spec(first) is not None
-    if not found and name in sys.modules:
-        cloudpickle.register_pickle_by_value(sys.modules[name])
+@contextlib.contextmanager
+def _sent_whole(parts: Sequence[Any], cloudpickle: Any) -> Iterator[None]:
+    """Have functions that ranks could not import, as of a module of tests that is on no path, travel with all that they have."""
+    known, modules = cloudpickle.list_registry_pickle_by_value(), []
+    for part in parts:
+        while isinstance(part, functools.partial):
+            part = part.func
+        name = getattr(part, "__module__", None) or "__main__"
+        if name != "__main__" and name in sys.modules and not _is_found(name.partition(".")[0]):
+            modules.append(sys.modules[name])
+            cloudpickle.register_pickle_by_value(sys.modules[name])
+    try:
+        yield
+    finally:
+        for module in {module.__name__: module for module in modules if module.__name__ not in known}.values():
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_found(package: str) -> bool:
+    """Return whether an import would find a package, also one that was installed to be edited, which is on no path."""
+    return any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
