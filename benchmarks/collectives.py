@@ -8,7 +8,6 @@ mpiexec -n 2 python benchmarks/collectives.py --output benchmarks/results/today
 from __future__ import annotations
 
 import statistics
-import time
 from typing import Any
 
 import harness
@@ -22,20 +21,9 @@ OURS, RAW = "mpistrat", "MPI"
 
 
 def timed(comm: Any, operations: dict[str, harness.Operation], options: Any) -> dict[str, float]:
-    """Return the seconds of each operation; they take turns, after a round untimed, each behind a barrier. Collective."""
-    times: dict[str, list[float]] = {name: [] for name in operations}
-    start, go_on = time.perf_counter(), True
-    while go_on:
-        for name, operation in operations.items():
-            comm.Barrier()
-            operation()
-            comm.Barrier()
-            before = time.perf_counter()
-            operation()
-            times[name].append(time.perf_counter() - before)
-        go_on = comm.bcast(len(times[name]) < 5 or time.perf_counter() - start < options.seconds)
+    """Return the seconds of each operation; they take turns. Collective."""
     one = statistics.median if options.median else min
-    return {name: harness.largest(comm, one(values)) for name, values in times.items()}
+    return harness.pair(comm, operations, repetitions=1_000_000, seconds=options.seconds, of=one)
 
 
 def parts(some: ms.ProcessSet, comm: Any, count: int, options: Any) -> dict[str, dict[str, harness.Operation]]:

@@ -16,8 +16,15 @@ Spread = tuple[float, float, float]  # the median, and quartiles
 _PAUSE, _LONG_PAUSE = 5e-4, 2e-2  # seconds
 
 
-def pair(comm: Any, operations: Mapping[str, Operation], *, repetitions: int, seconds: float) -> dict[str, float]:
-    """Return the seconds of each operation: the median of its repetitions on the slowest rank. Collective.
+def pair(
+    comm: Any,
+    operations: Mapping[str, Operation],
+    *,
+    repetitions: int,
+    seconds: float,
+    of: Callable[[list[float]], float] = statistics.median,
+) -> dict[str, float]:
+    """Return the seconds of each operation: `of` its repetitions, the median, on the slowest rank. Collective.
 
     The operations take turns (A B A B …), so that a machine that drifts drifts for all. Each is done once untimed before
     it is timed, so that it finds its own data in the caches and not its predecessor's; a barrier precedes both.
@@ -39,7 +46,7 @@ def pair(comm: Any, operations: Mapping[str, Operation], *, repetitions: int, se
         comm.Bcast(go_on, root=0)
         if not go_on[0]:
             break
-    return {name: largest(comm, statistics.median(values)) for name, values in times.items()}
+    return {name: largest(comm, of(values)) for name, values in times.items()}
 
 
 def spread(

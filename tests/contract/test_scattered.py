@@ -2,23 +2,11 @@
 
 import numpy as np
 import pytest
-from strategies import STRATEGIES, layout_for, made
 
 import mpistrat as ms
 from mpistrat.errors import CollectiveMismatchError
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
-
-
-@pytest.fixture(params=STRATEGIES)
-def strategy(request):
-    from mpi4py import MPI
-
-    devices = layout_for(request.param, MPI.COMM_WORLD.size)
-    if devices is None:
-        pytest.skip("the strategy takes one rank")
-    with made(request.param, devices) as strategy:
-        yield strategy
 
 
 def in_step(strategy, act):

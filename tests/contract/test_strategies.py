@@ -2,24 +2,13 @@
 
 import numpy as np
 import pytest
-from strategies import STRATEGIES, devices_of, layout_for, made
+from strategies import devices_of
 
 import mpistrat as ms
 from mpistrat import VariableAggregation, VariableSynchronization
 from mpistrat.errors import ClosedError, CollectiveMismatchError, ContextError, LayoutError
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
-
-
-@pytest.fixture(params=STRATEGIES)
-def strategy(request):
-    from mpi4py import MPI
-
-    devices = layout_for(request.param, MPI.COMM_WORLD.size)
-    if devices is None:
-        pytest.skip("the strategy takes one rank")
-    with made(request.param, devices) as strategy:
-        yield strategy
 
 
 def replica_id():

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._util import nest
-from ..nodes.parts import Part, rows_of_parts
+from ..nodes.node import Part, rows_of_parts
 from ..permutation import by_locality
 from ..spec import row_nbytes
 

@@ -17,9 +17,8 @@ from ...errors import explain
 from ..buffers import RowBuffers
 from ..options import number_of_calls
 from ..spec import ArraySpec, empty_rows, is_ragged, row_count, stack_rows, unstack_rows
-from .node import INFINITE, UNKNOWN, Addresses, Batching, Node, ReadPlan
+from .node import INFINITE, UNKNOWN, Addresses, Batching, Node, Part, ReadPlan, rows_of_parts
 from .padding import FUNCTION, Padding
-from .parts import Part, rows_of_parts
 from .stage import Stage, cut_chunks
 
 __all__ = ["Batched", "Batches", "Padded", "Ragged", "Unbatched", "batch", "padded_batch", "ragged_batch", "refuse_batches",

@@ -13,26 +13,36 @@ Base classes with the defaults: stage.py. What users hold: dataset.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .parts import Part, rows_of_parts
-
 if TYPE_CHECKING:
     from ...comm.process_group import ProcessGroup
     from ..stats import StageStats
 
-__all__ = ["INFINITE", "UNKNOWN", "Addresses", "Batching", "Node", "Outcome", "ReadPlan", "Traits"]
+__all__ = [
+    "INFINITE",
+    "UNKNOWN",
+    "Addresses",
+    "Batching",
+    "Node",
+    "Outcome",
+    "Part",
+    "ReadPlan",
+    "Traits",
+    "rows_of_parts",
+]
 
 INFINITE = -1  # tf.data.INFINITE_CARDINALITY
 UNKNOWN = -2  # tf.data.UNKNOWN_CARDINALITY
 
 Addresses = tuple[NDArray[np.int64], NDArray[np.int64]]  # epochs and positions, one of each a row
 Outcome = tuple[Any, Exception | None]  # an element, or the error that is raised instead of it
+Part = Callable[[int], tuple[int, int]]  # which rows of a batch of so many are ours
 ReadPlan = tuple["Node", NDArray[np.int64], NDArray[np.int64]]  # who makes rows, and their addresses there
 
 
@@ -249,3 +259,27 @@ class Node(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.describe()}>"
+
+
+def rows_of_parts(firsts: NDArray[np.int64], counts: Sequence[int], part: Part) -> tuple[NDArray[np.int64], list[int]]:
+    """Return the numbers of the rows that are ours, and behind which of them our part of each batch ends.
+
+    Args:
+        firsts: the number of each batch's first row.
+        counts: how many rows each has.
+        part: which of so many are ours.
+
+    Example:
+        >>> rows, ends = rows_of_parts(np.array([10, 14]), [4, 2], lambda count: (count // 2, count))
+        >>> rows.tolist(), ends
+        ([12, 13, 15], [2, 3])
+    """
+    ranges = {count: part(count) for count in set(counts)}
+    if len(ranges) == 1:
+        low, high = ranges[counts[0]]
+        size, number = high - low, len(counts)
+        return (firsts[:, None] + np.arange(low, high)).reshape(-1), [size * n for n in range(1, number + 1)]
+    lows, highs = np.array([ranges[count] for count in counts], np.int64).T
+    sizes = highs - lows
+    ends = np.cumsum(sizes)
+    return np.arange(ends[-1]) + np.repeat(firsts + lows - (ends - sizes), sizes), ends.tolist()

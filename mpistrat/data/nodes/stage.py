@@ -13,8 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from ...errors import explain
 from ..feed.batches import LookAhead, successive_batches
 from ..spec import unstack_rows
-from .node import Addresses, Batching, Node, Outcome, ReadPlan, Traits
-from .parts import Part
+from .node import Addresses, Batching, Node, Outcome, Part, ReadPlan, Traits
 
 __all__ = ["Combined", "InOrder", "InputRows", "SameElements", "Stage", "cut_chunks", "gather_rows", "one_address"]
 

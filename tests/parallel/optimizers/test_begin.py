@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from optimizer_states import assert_same, state_of
 from process_groups import set_layout
 
 import mpistrat as ms
@@ -55,13 +56,6 @@ def train(strategy, variables, optimizer, early, steps=4):
         strategy.run(step, args=(number,))
 
 
-def state_of(variables, optimizer):
-    found = {v.name: v.numpy() for v in variables}
-    for name, slots in optimizer.get_state()["slots"].items():
-        found.update({f"{name} {slot}": array for slot, array in slots.items()})
-    return found
-
-
 def both_ways(opened, build, early, dtype="float32", **more):
     found = []
     for chosen in (early, ()):
@@ -69,8 +63,7 @@ def both_ways(opened, build, early, dtype="float32", **more):
             variables, optimizer = make(strategy, build, dtype)
             train(strategy, variables, optimizer, chosen)
             found.append(state_of(variables, optimizer))
-    for name, array in found[1].items():
-        np.testing.assert_array_equal(found[0][name], array, err_msg=name)
+    assert_same(*found)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ One node, ranks without shared memory, or nodes made up on this machine, as in t
 import numpy as np
 import pytest
 from gradient_memory import memory_of
+from optimizer_states import assert_same, state_of
 from process_groups import set_layout
 
 import mpistrat as ms
@@ -51,13 +52,6 @@ def train(strategy, variables, optimizer, handed_over=HANDED_OVER, steps=3):
         strategy.run(step, args=(number,))
 
 
-def state_of(variables, optimizer):
-    found = {v.name: v.numpy() for v in variables}
-    for name, slots in optimizer.get_state()["slots"].items():
-        found.update({f"{name} {slot}": array for slot, array in slots.items()})
-    return found
-
-
 def both_ways(opened, build, handed_over=HANDED_OVER, dtype="float32", train=train, **more):
     found = []
     for sharded, chosen in ((True, handed_over), (False, ())):
@@ -65,9 +59,7 @@ def both_ways(opened, build, handed_over=HANDED_OVER, dtype="float32", train=tra
             variables, optimizer = make(strategy, build, dtype)
             train(strategy, variables, optimizer, chosen)
             found.append(state_of(variables, optimizer))
-    assert found[0].keys() == found[1].keys()
-    for name, array in found[1].items():
-        np.testing.assert_array_equal(found[0][name], array, err_msg=name)
+    assert_same(*found)
 
 
 BUILDS = {

@@ -9,6 +9,7 @@ import secrets
 import numpy as np
 import optimizer_reference as reference
 import pytest
+from optimizer_states import assert_same, state_of
 from process_groups import set_layout
 
 import mpistrat as ms
@@ -48,19 +49,6 @@ def train(strategy, variables, optimizer, steps, which=None, aggregate=True):
 
     for number in steps:
         strategy.run(step, args=(number,))
-
-
-def state_of(variables, optimizer):
-    found = {v.name: v.numpy() for v in variables}
-    for name, slots in optimizer.get_state()["slots"].items():
-        found.update({f"{name} {slot}": array for slot, array in slots.items()})
-    return found
-
-
-def assert_same(found, expected, what=""):
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=f"{what} {name}")
 
 
 def both_ways(opened, build, dtype="float64", sizes=SIZES, steps=range(4), **more):

@@ -8,6 +8,7 @@ import functools
 import numpy as np
 import optimizer_reference as reference
 import pytest
+from optimizer_states import assert_same, state_of
 from process_groups import fake_nodes, set_layout
 
 import mpistrat as ms
@@ -63,19 +64,6 @@ def train(strategy, variables, optimizer, steps, largest=1000):
 
     for number in steps:
         strategy.run(step, args=(number,))
-
-
-def state_of(variables, optimizer):
-    found = {v.name: v.numpy() for v in variables}
-    for name, slots in optimizer.get_state()["slots"].items():
-        found.update({f"{name} {slot}": array for slot, array in slots.items()})
-    return found
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
 def sent(wire, values):
