@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..comm.arrays import as_array, dtype_name
+from ..comm.arrays import dtype_name
 from ..distributed_values import PerReplica
-from ..errors import explain
 from ..options import CommunicationOptions
-from ..types import IndexedSlices
 from .ops import CrossDeviceOps
-from .values import broadcast_all, gather_all, local_arrays, local_values
+from .values import broadcast_all, check_root, gather_all, local_arrays, local_values, to_gather
 
 __all__ = ["broadcast_nest", "gather_nest"]
 
@@ -40,12 +38,8 @@ def gather_nest(
     """
     options = options or CommunicationOptions()
     ops = ops.chosen(options)
-    group, arrays = ops.group, []
-    for leaf, path in zip(leaves, paths, strict=True):
-        values = local_values(leaf, group, "gather", repeat=False)
-        if any(isinstance(value, IndexedSlices) for value in values):
-            raise TypeError(explain("gather", f"value{path}", expected="arrays", got="IndexedSlices"))
-        arrays.append([as_array(value, "gather", f"value{path}") for value in values])
+    group = ops.group
+    arrays = [to_gather(leaf, group, path) for leaf, path in zip(leaves, paths, strict=True)]
     own = type(ops).gather_implementation is not CrossDeviceOps.gather_implementation
     detail = ("axis", axis, len(leaves))
     with group.collective("gather", name, detail=detail, timeout=options.timeout_seconds) as ops.call:
@@ -61,9 +55,7 @@ def broadcast_nest(ops: CrossDeviceOps, leaves: Sequence[Any], root: int, name: 
         Exception: see `CrossDeviceOps.broadcast`.
     """
     group = ops.group
-    total = group.topology.num_replicas
-    if not 0 <= root < total:
-        raise ValueError(explain("broadcast", "root", expected=f"a replica from 0 to {total - 1}", got=root))
+    check_root(root, group, "broadcast")
     arrays = [local_arrays(local_values(leaf, group, "broadcast"), "broadcast") for leaf in leaves]
     forms = tuple((dtype_name(values[0].dtype), tuple(values[0].shape)) for values in arrays)
     own = type(ops).broadcast_implementation is not CrossDeviceOps.broadcast_implementation

@@ -36,7 +36,7 @@ from ..types import IndexedSlices, ReduceOp
 from .arithmetic import Arithmetic, arithmetic, combine, finish, flatten_all
 from .flat import on_devices
 from .pieces import leave
-from .values import beside, local_arrays, local_values, reducible_values
+from .values import beside, check_root, local_arrays, local_values, reducible_values
 
 __all__ = ["CollectiveRequest", "NonblockingCollectives"]
 
@@ -192,9 +192,7 @@ class NonblockingCollectives:
             Exception: see `Strategy.broadcast_async`.
         """
         function, group = "broadcast_async", self._group
-        replicas = group.topology.num_replicas
-        if not 0 <= root < replicas:
-            raise ValueError(explain(function, "root", expected=f"a replica from 0 to {replicas - 1}", got=repr(root)))
+        check_root(root, group, function)
         leaves = [local_arrays(local_values(value, group, function), function) for value in values]
         forms = forms_of([arrays[0] for arrays in leaves])
         for _, dtype in forms:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .._util.partition import blocks
-from ..comm.arrays import array_module, as_array
+from ..comm.arrays import array_module
 from ..comm.contract import Collective
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import Mirrored, PerReplica
@@ -24,6 +24,7 @@ from .arithmetic import Arithmetic, arithmetic
 from .values import (
     broadcast,
     check_destinations,
+    check_root,
     checked_slices,
     form,
     gather,
@@ -33,6 +34,7 @@ from .values import (
     reduce_slices,
     reduced_already,
     reducible_values,
+    to_gather,
 )
 from .wire import Unsent
 
@@ -266,9 +268,7 @@ class CrossDeviceOps(ABC):
             CollectiveMismatchError: ranks passed another root, shape or dtype.
         """
         check_destinations(destinations, "broadcast")
-        total = self.group.topology.num_replicas
-        if not 0 <= root < total:
-            raise ValueError(explain("broadcast", "root", expected=f"a replica from 0 to {total - 1}", got=root))
+        check_root(root, self.group, "broadcast")
         arrays = local_arrays(local_values(value, self.group, "broadcast"), "broadcast")
         first = arrays[0]
         with self.group.collective("broadcast", name, first.dtype, first.shape, ("root", root)) as self.call:
@@ -299,10 +299,7 @@ class CrossDeviceOps(ABC):
         check_destinations(destinations, "gather")
         options = options or _NO_OPTIONS
         ops = self.chosen(options)
-        values = local_values(per_replica_value, ops.group, "gather", repeat=False)
-        if any(isinstance(value, IndexedSlices) for value in values):
-            raise TypeError(explain("gather", "value", expected="arrays", got="IndexedSlices"))
-        arrays = [as_array(value, "gather") for value in values]
+        arrays = to_gather(per_replica_value, ops.group)
         with ops.group.collective("gather", name, detail=("axis", axis), timeout=options.timeout_seconds) as ops.call:
             result = ops.gather_implementation(PerReplica(arrays), destinations, axis, options)
         return on_destination(result, destinations)

@@ -25,6 +25,7 @@ __all__ = [
     "broadcast",
     "broadcast_all",
     "check_destinations",
+    "check_root",
     "checked_slices",
     "form",
     "gather",
@@ -32,6 +33,7 @@ __all__ = [
     "local_arrays",
     "local_values",
     "on_destination",
+    "to_gather",
     "reduce_slices",
     "reduced_already",
     "reducible_values",
@@ -155,6 +157,18 @@ def on_destination(result: Any, destinations: Any) -> Any:
 _LARGE = 1 << 30  # bytes; above, the counts of one call might not fit MPI's
 _POOL = BufferPool(kept=2)
 _SMALL = 1 << 16  # bytes on all ranks; up to that several arrays are one message, which costs a copy on either side
+
+
+def to_gather(value: Any, group: ProcessGroup, path: str = "") -> list[Any]:
+    """Return the arrays of the local replicas of a value, or of what lies at a path of a nest.
+
+    Raises:
+        TypeError: it has IndexedSlices, or what is no array.
+    """
+    values = local_values(value, group, "gather", repeat=False)
+    if any(isinstance(each, IndexedSlices) for each in values):
+        raise TypeError(explain("gather", f"value{path}", expected="arrays", got="IndexedSlices"))
+    return [as_array(each, "gather", f"value{path}") for each in values]
 
 
 def gather(group: ProcessGroup, values: Sequence[Any], axis: int, function: str = "gather") -> Any:
@@ -324,6 +338,17 @@ def _all_gather(group: ProcessGroup, local: np.ndarray, flat: np.ndarray, border
 
 
 # broadcast
+
+
+def check_root(root: int, group: ProcessGroup, function: str) -> None:
+    """Raise an error where no replica has this number.
+
+    Raises:
+        ValueError: naming the function.
+    """
+    replicas = group.topology.num_replicas
+    if not 0 <= root < replicas:
+        raise ValueError(explain(function, "root", expected=f"a replica from 0 to {replicas - 1}", got=repr(root)))
 
 
 def broadcast(group: ProcessGroup, values: Sequence[Any], root: int) -> Any:
