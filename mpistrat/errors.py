@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from ._util.text import named
 
 __all__ = [
+    "BatchError",
     "ClosedError",
     "ClusterError",
     "CollectiveMismatchError",
@@ -53,6 +54,10 @@ class LaunchError(MpistratError, RuntimeError):
 
 class ContextError(MpistratError, RuntimeError):
     """A call was made in the wrong context: scope, replica, cross-replica or update."""
+
+
+class BatchError(ContextError):
+    """It cannot be told which global batch the rows of a pass belong to, where replicas have unequal parts of batches."""
 
 
 class CollectiveMismatchError(MpistratError, ValueError):

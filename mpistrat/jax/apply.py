@@ -13,7 +13,7 @@ from ..comm.arrays import accumulation_dtype
 from ..errors import explain
 from ..optimizers import Optimizer
 from ..strategy.contexts import in_step, local_replica
-from ..strategy.loss import share_of_batch, summed_replicas
+from ..strategy.loss import summed_replicas, weight_of_pass
 from .arrays import Link, flatten, link_of, memory_of, names_of, release
 
 __all__ = ["apply"]
@@ -115,7 +115,7 @@ def apply(optimizer: Optimizer, grads: Any, params: Any) -> Any:
     if not links:
         raise ValueError(explain(_FUNCTION, "params", expected="parameters with gradients", got="none"))
     strategy = links[0].variable.placement.strategy
-    share = share_of_batch(strategy) / summed_replicas(strategy) if links[0].mean else 1.0
+    share = weight_of_pass(strategy, (), _FUNCTION) / summed_replicas(strategy) if links[0].mean else 1.0
     step = _Step(optimizer, links, chosen, share)
     remedy = "Put gradients and apply into a function, and call that by strategy.run(step, args=(params, *batch))"
     in_step(strategy, step.take, _FUNCTION, remedy)

@@ -13,14 +13,13 @@ import numpy as np
 from keras.src import api_export
 from keras.src.saving import object_registration
 
-from .. import global_batch
-from .._util import log
+from .._util import log, nest
 from .._util.text import named
 from ..comm.agree import only_differences, same, together
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import PerReplica
 from ..errors import CollectiveMismatchError, by_rank, explain
-from ..strategy.loss import share_of_batch, summed_replicas
+from ..strategy.loss import summed_replicas, weight_of_pass
 from ..variables.values import checksum
 
 __all__ = ["Link", "subclass"]
@@ -91,9 +90,7 @@ class Link:
             remedy = "compile with steps_per_execution=1, or leave such a batch out"
             raise ValueError(explain("fit", "x", expected=expected, got=got, remedy=remedy))
         if self.served:  # a step is one of this worker
-            token = global_batch.begin_step((batch,), {})
-            share = share_of_batch(self.strategy) if total else 1.0
-            global_batch.end_step(token)
+            share = weight_of_pass(self.strategy, nest.flatten(batch), "fit") if total else 1.0
             self.share, self.rowless = share / summed_replicas(self.strategy), rows == 0
             return
         share = 1.0 / self.size if rows is None else rows / total

@@ -17,6 +17,7 @@ from ..errors import ContextError, explain
 from ..options import CommunicationOptions, RunOptions
 from ..strategy.assemble import PARAMETER_SERVER, assemble
 from ..strategy.input import Division
+from ..strategy.loss import summed_replicas, sums_workers
 from ..strategy.preemption import StopAtPasses, StopRequest
 from ..strategy.strategy import Strategy
 from ..strategy.synchronous import add_strategy
@@ -155,6 +156,8 @@ class ParameterServerStrategy(Strategy):
         variables.store, variables.partitioner = self._store, variable_partitioner
         extended.num_input_pipelines = len(roles.workers) // workers_in_sync
         super().__init__(extended)
+        if sums_workers(self) and not self.backup_workers:
+            extended.batches.of_workers = summed_replicas(self)
         self._stop_request = StopRequest(group, spread=True)
         self._stop_agreement = StopAtPasses(
             group,

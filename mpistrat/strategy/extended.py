@@ -17,6 +17,7 @@ from ..cross_device.ops import CrossDeviceOps
 from ..cross_device.wire import Wire
 from ..distributed_values import DistributedValues, Mirrored, regroup, select_replica
 from ..errors import ClosedError, ContextError, explain
+from ..global_batch import Ledger
 from ..options import CommunicationOptions, LocalSteps
 from ..types import ReduceOp
 from ..variables import ArenaAllocator, Placement, ShardedVariable, Variable, create_variable, explain_foreign
@@ -62,6 +63,7 @@ class StrategyExtended(TensorFlow1Extended):
         threads: what runs several local replicas; None with one.
         optimizer_states: what the optimizers keep, in files and before they are applied.
         coordination: how a coordinator uses this rank.
+        batches: what its distributed datasets handed out on this rank.
         is_default: whether this is the strategy that holds outside every scope.
         closed: whether the strategy was closed.
     """
@@ -111,6 +113,7 @@ class StrategyExtended(TensorFlow1Extended):
             self.placement.buckets = BucketSums(sync_group)
         self.is_default, self.closed = is_default, False
         self.coordination = Coordination()
+        self.batches = Ledger(self.sync_topology.num_replicas)
         self._strategy = strategy
         self._shared = shared
         self.frame = Frame(strategy)

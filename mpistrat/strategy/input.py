@@ -26,6 +26,7 @@ from ..data.feed.plan import NoPlan, Workers
 from ..data.files.shared_look import look_together
 from ..data.nodes.node import Node
 from ..errors import CollectiveMismatchError, by_rank, explain
+from ..global_batch import Ledger
 
 __all__ = ["Distributor", "Division"]
 
@@ -92,10 +93,13 @@ class Distributor:
         group: the ranks that make a dataset together.
         division: how this rank takes part in reading.
         options: where batches go and how many are read ahead; as the user gave them.
+        ledger: what records the batches that are handed out.
     """
 
-    def __init__(self, group: ProcessGroup, division: Division, options: InputOptions | None) -> None:
-        self._group, self._division, self._options = group, division, options
+    def __init__(
+        self, group: ProcessGroup, division: Division, options: InputOptions | None, ledger: Ledger | None = None
+    ) -> None:
+        self._group, self._division, self._options, self._ledger = group, division, options, ledger
         self._drawn = division.drawn()
 
     def of_dataset(self, dataset: Dataset) -> DistributedDataset:
@@ -153,6 +157,7 @@ class Distributor:
             "devices": devices,
             "buffer_size": options.per_replica_buffer_size,
             "drawn": self._drawn,
+            "ledger": self._ledger,
             **self._division.settings,
         }
 

@@ -3,53 +3,69 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from .. import context, global_batch
 from ..comm.arrays import array_module, as_array, on_device_of
 from ..errors import ContextError, explain
+from .contexts import local_replica
 from .reductions import as_scalar
 
 __all__ = [
     "check_loss",
     "compute_average_loss",
     "scale_regularization_loss",
-    "share_of_batch",
     "summed_replicas",
     "sums_workers",
+    "weight_of_pass",
 ]
 
 
-def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
-    """Return this replica's part of the mean loss over the global batch: the sum of its losses over G.
+def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:
+    """Return this replica's part of the mean loss over the global batch: the sum of its losses over G. Local.
 
     The sum of what all replicas get is the mean over the global batch, however unevenly it is divided.
 
     Args:
-        per_example_loss: array of at least one dimension; the first counts this replica's examples.
+        per_example_loss: array of at least one dimension; the first counts this replica's examples. A tensor of torch or an
+            array of JAX keeps its history: the result can be differentiated.
         sample_weight: factor of each loss: a number, one for each example, or an array of the losses' shape.
-        global_batch_size: G; default the rows over all replicas of the batch among the step's arguments, as the
-            distributed dataset handed it out; of arrays of another origin this replica's examples times the number of
-            replicas. Where batches of different sizes are among the arguments, the one with as many rows as losses.
+        global_batch_size: G; default the rows over all replicas of the batch among the step's arguments, or of the batches that
+            had as many rows here; of arrays of another origin this replica's examples times the number of replicas, where all
+            replicas have equal parts of batches. Where batches of different sizes are among the arguments, the one with as many
+            rows as losses.
 
     Returns:
-        A NumPy scalar of the losses' dtype; 0 for G = 0.
+        A scalar of the losses' dtype and library; 0 for G = 0.
 
     Raises:
         ValueError: a scalar loss, weights that do not fit, a negative size.
         ContextError: in cross-replica context; and where it cannot be told of which batch the losses are.
+        TypeError: a value in a function that JAX compiles, without global_batch_size: the compiled function would keep the size.
 
     Example:
         >>> float(compute_average_loss(np.array([1.0, 2.0, 3.0]), global_batch_size=4))
         1.5
     """
     _require_replica("compute_average_loss")
-    loss = as_array(per_example_loss, "compute_average_loss", "per_example_loss")
+    foreign = type(per_example_loss).__module__.partition(".")[0] in ("torch", "jax", "jaxlib")
+    loss = per_example_loss if foreign else as_array(per_example_loss, "compute_average_loss", "per_example_loss")
     if loss.ndim == 0:
         remedy = "Pass one loss for each example; average over other dimensions first"
         expected, got = "at least one dimension", "a scalar"
         raise ValueError(explain("compute_average_loss", "per_example_loss", expected=expected, got=got, remedy=remedy))
-    size = _global_size(loss, global_batch_size)
+    if foreign and global_batch_size is None and _is_compiled(loss):
+        expected, got = "the size, in a function that JAX compiles and uses again", "none"
+        remedy = "Pass ms.context.global_batch_size(x) to the compiled function as an argument"
+        raise TypeError(explain("compute_average_loss", "global_batch_size", expected=expected, got=got, remedy=remedy))
+    traced = foreign and hasattr(global_batch_size, "dtype")
+    size = global_batch_size if traced else _global_size(loss, global_batch_size)
+    if foreign:
+        total = (loss if sample_weight is None else loss * _foreign_weights(loss, sample_weight)).sum()
+        return total / size if traced or size else total * 0
     with on_device_of(loss):
         weighted = loss if sample_weight is None else loss * _weights(loss, sample_weight)
         total = weighted.sum()
@@ -83,7 +99,8 @@ def _require_replica(function: str) -> None:
 
 def _global_size(loss: Any, given: int | None) -> int:
     if given is None:
-        return global_batch.size_of_losses(int(loss.shape[0]), context.get_strategy().num_replicas_in_sync)
+        strategy = context.get_strategy()
+        return global_batch.size_of_losses(strategy.extended.batches, int(loss.shape[0]), strategy.num_replicas_in_sync)
     try:
         size = operator.index(given)
     except TypeError:
@@ -107,6 +124,29 @@ def _weights(loss: Any, given: Any) -> Any:
     return weights.astype(loss.dtype, copy=False) if loss.dtype.kind in "fcV" else weights
 
 
+def _foreign_weights(loss: Any, given: Any) -> Any:
+    """The weights of tensors of torch or arrays of JAX, in a shape that multiplies them."""
+    if not hasattr(given, "shape"):
+        given = np.asarray(given)
+        given = given.tolist() if given.ndim == 0 else loss.new_tensor(given) if hasattr(loss, "new_tensor") else given
+    shape = tuple(getattr(given, "shape", ()))
+    if len(shape) == loss.ndim + 1 and shape[-1] == 1:
+        given, shape = given[..., 0], shape[:-1]
+    if shape != tuple(loss.shape)[: len(shape)]:
+        expected = f"shape (), {tuple(loss.shape)[:1]} or {tuple(loss.shape)}"
+        raise ValueError(explain("compute_average_loss", "sample_weight", expected=expected, got=f"shape {shape}"))
+    return given.reshape(shape + (1,) * (loss.ndim - len(shape))) if shape else given
+
+
+def _is_compiled(value: Any) -> bool:
+    """Return whether a value is one of a function that JAX compiles: it has no number."""
+    try:
+        bool((value != value).any())
+    except TypeError:
+        return True
+    return False
+
+
 def check_loss(strategy: Any, function: str, loss: str, max_norm: float | None, optimizer: Any) -> None:
     """Check what `distribute` of a framework is told about the loss and its gradients.
 
@@ -125,18 +165,18 @@ def check_loss(strategy: Any, function: str, loss: str, max_norm: float | None, 
         raise ValueError(explain(function, "max_norm", expected=expected, got=got, remedy=remedy))
 
 
-def share_of_batch(strategy: Any) -> float:
+def weight_of_pass(strategy: Any, inputs: Iterable[Any], function: str) -> float:
     """Return what multiplies this replica's gradient of the mean over its own rows, before a mean over `summed_replicas`.
 
-    1 is an equal part. The batch is that of the step's arguments, outside of `run` the last that was handed out; where none is
-    known, parts are equal.
+    Args:
+        strategy: the strategy.
+        inputs: the arrays of the pass, of NumPy, CuPy, torch or JAX; other values are skipped.
+        function: what makes the pass, for the error.
+
+    Raises:
+        BatchError: replicas have unequal parts of batches, and it cannot be told which batch the inputs belong to.
     """
-    rows, total = global_batch.rows_of_batch() or (0, 0)
-    if total and sums_workers(strategy) and not strategy.backup_workers:  # a step's batches are those of all workers
-        everyones = global_batch.rows_of_workers()
-        if everyones:
-            return rows * summed_replicas(strategy) / everyones
-    return rows * int(strategy.num_replicas_in_sync) / total if total else 1.0
+    return float(strategy.extended.batches.weight(inputs, function, local_replica(strategy), f"; rank {strategy.rank}"))
 
 
 def summed_replicas(strategy: Any) -> int:

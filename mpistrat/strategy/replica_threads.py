@@ -50,7 +50,8 @@ class Rendezvous:
         """Call the step as local replica `index`; keep what it returns or raises."""
         error: BaseException | None = None
         token, outer = context.push(self._frames[index]), _rendezvous.set(self)
-        given = global_batch.begin_step(args, kwargs)
+        ledger = self._frames[index].strategy.extended.batches
+        given = global_batch.begin_step(args, kwargs, ledger)
         try:
             self._results[index] = function(*args, **kwargs)
         except _Stopped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -168,7 +169,7 @@ class Strategy(RankCollectives, Files, TensorFlow1Strategy):
                 RECORDER.end(event)
         if args or kwargs:
             args, kwargs = select_replica(0, (tuple(args), kwargs))
-        token, given = context.push(self._replica_frame), global_batch.begin_step(args, kwargs)
+        token, given = context.push(self._replica_frame), global_batch.begin_step(args, kwargs, extended.batches)
         try:
             return fn(*args, **(kwargs or _NO_KWARGS))
         except BaseException as error:
@@ -380,10 +381,31 @@ class Strategy(RankCollectives, Files, TensorFlow1Strategy):
         self._extended.require_cross("Strategy.distribute_datasets_from_function")
         return self._distributor(options).from_function(dataset_fn)
 
+    def batch(self, element: Any) -> AbstractContextManager[None]:
+        """Let the passes in a `with` block belong to a batch: their gradients are weighted by its rows here.
+
+        Only needed where replicas have unequal parts of batches and a pass does not show which batch it is of: no input has the
+        memory of a batch, or as many rows. See "What a batch weighs" in the guide. Local.
+
+        Args:
+            element: an array of the batch, as the distributed dataset handed it out, a part of it, or the batch. None if the
+                rows are of no distributed dataset: then all replicas weigh equally.
+
+        Raises:
+            BatchError: the batch is unknown.
+
+        Example:
+            >>> strategy = ms.get_strategy()
+            >>> for rows in strategy.distribute_dataset(ms.data.from_arrays(np.arange(5.0)).batch(4)):
+            ...     with strategy.batch(rows):
+            ...         step(np.diff(rows))  # doctest: +SKIP
+        """
+        return global_batch.named(self._extended.batches, element)
+
     def _distributor(self, options: InputOptions | None) -> Distributor:
         from .input import Distributor
 
-        return Distributor(self._readers(), self._division(), options)
+        return Distributor(self._readers(), self._division(), options, self._extended.batches)
 
     def _readers(self) -> ProcessGroup:
         """The ranks that make a dataset together: in a function of a coordinator this one alone."""

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import copy
-import logging
+import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 
-from .. import context, global_batch
-from .._util import log, nest
 from ..errors import explain
 from ..strategy.contexts import local_replica
-from ..strategy.loss import share_of_batch, summed_replicas
-from ..types import VariableAggregation, VariableSynchronization
+from ..strategy.loss import summed_replicas
 from ..variables import Variable
 from ..variables.layout import Part
+from .buffers import Buffers
 from .sync_batch_norm import SyncBatchNorm
 from .tensors import LocalGradient, array_of, slices_of, tensor_of
+from .weights import Passes, plain_copy, with_passes
 
 __all__ = [
     "DistributedModule",
     "Link",
-    "check_called",
+    "check_parameters",
     "gradients",
     "link_of",
     "local_gradient",
@@ -42,26 +42,35 @@ class Link:
     Attributes:
         name: of the parameter in its module.
         variable: the variable.
-        parameter: the parameter.
         replicas: the links of all local replicas' parameters of that name.
         gradient: where the variable's gradient lies; None for what is frozen, and where a server has the variable.
         shown: the same memory, as `parameter.grad` shows it.
-        adds: whether the next gradient is added to what lies there though `parameter.grad` is None.
-        share: by what this replica's gradients are multiplied before the sum.
+        summed: how many replicas a server sums up; it gets gradients that are divided by it. Else 1.
         address: of the variable's memory; torch itself may move a tensor's, as `share_memory` does.
         divided: which part of it this rank has, where the ranks of a replica divide it; else None.
         noted: called with the link when a backward pass has completed the gradient, if anything is.
     """
 
     __slots__ = (
-        *("_present", "adds", "address", "divided", "gradient", "name", "parameter", "replicas", "share", "shown"),
-        *("noted", "tensor", "variable"),
+        *(
+            "__weakref__",
+            "_parameter",
+            "_present",
+            "address",
+            "divided",
+            "gradient",
+            "name",
+            "noted",
+            "replicas",
+            "shown",
+        ),
+        *("summed", "tensor", "variable"),
     )
 
-    def __init__(self, name: str, variable: Variable, parameter: torch.nn.Parameter, replica: int) -> None:
-        self.name, self.variable, self.parameter = name, variable, parameter
+    def __init__(self, name: str, variable: Variable, parameter: torch.nn.Parameter, replica: int, summed: int) -> None:
+        self.name, self.variable, self._parameter = name, variable, weakref.ref(parameter)
         self.replicas: Sequence[Link] = (self,)
-        self.adds, self.share = False, 1.0
+        self.summed = summed
         self.noted: Callable[[Link], None] | None = None
         self.divided: Part | None = None
         self.gradient: torch.Tensor | None = None
@@ -71,8 +80,6 @@ class Link:
         parameter.mpistrat = self  # type: ignore[attr-defined]
         parameter.grad = None
         if variable.placement.store is not None:
-            if parameter.requires_grad:
-                parameter.register_hook(self._weigh)
             return
         self.divided = variable.part if variable.part is not None and variable.part.split else None
         self.tensor = tensor_of(variable.storage(replica))
@@ -83,9 +90,23 @@ class Link:
             self._present = array, variable
             self.gradient = tensor_of(array)
             self.shown = torch.Tensor._make_subclass(LocalGradient, self.gradient)
-            parameter.register_post_accumulate_grad_hook(self._take)
+            # torch holds its hooks where no garbage collector looks: this one must not hold the link.
+            parameter.register_post_accumulate_grad_hook(functools.partial(_take, weakref.ref(self)))
 
-    def _take(self, parameter: torch.nn.Parameter) -> None:
+    @property
+    def parameter(self) -> torch.nn.Parameter:
+        """The parameter.
+
+        Raises:
+            RuntimeError: the program has dropped it.
+        """
+        parameter = self._parameter()
+        if parameter is None:
+            remedy = "Replace layers before ms.torch.distribute"
+            self._refuse("the parameter that was distributed", "none: its layer was replaced or removed", remedy)
+        return parameter
+
+    def take(self, parameter: torch.nn.Parameter) -> None:
         """Take the gradient that a backward pass has just completed. If `shown` was there, autograd has added to it already.
 
         For a small module these calls, one for each parameter, take as long as a step's communication: what is not rare comes
@@ -98,35 +119,19 @@ class Link:
         if gradient is None or target is None:
             return
         if gradient is not self.shown:
-            self._write(gradient, target)
+            if gradient.requires_grad:  # backward(create_graph=True)
+                gradient = gradient.detach()
+            if gradient.is_sparse:
+                target.zero_().add_(gradient)
+            else:
+                target.copy_(gradient)
             parameter.grad = self.shown
         if self.noted is not None:
             self.noted(self)
 
-    def _write(self, gradient: torch.Tensor, target: torch.Tensor) -> None:
-        if gradient.requires_grad:  # backward(create_graph=True)
-            gradient = gradient.detach()
-        if self.adds:
-            target.add_(gradient, alpha=self.share)
-            self.adds = False
-        elif gradient.is_sparse:
-            target.zero_().add_(gradient, alpha=self.share)
-        elif self.share == 1:
-            target.copy_(gradient)
-        elif self.share:
-            torch.mul(gradient, self.share, out=target)
-        else:  # the mean of no row is not a number
-            target.zero_()
-
-    def _weigh(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a gradient that goes to a server, weighted."""
-        if self.share == 1:
-            return gradient
-        return gradient * self.share if self.share else torch.zeros_like(gradient)
-
     @torch.compiler.disable
     def _take_untraced(self, parameter: torch.nn.Parameter) -> None:
-        self._take(parameter)
+        self.take(parameter)
 
     def whole(self) -> torch.Tensor:
         """Return a copy of the whole parameter. Collective, where ranks divide it."""
@@ -136,17 +141,9 @@ class Link:
         """Give the parameter the variable's memory; of a variable on a server, what is read of it now."""
         self.parameter.data = tensor_of(self.variable.array) if self.tensor is None else self.tensor
 
-    def begin(self, share: float) -> None:
-        """Begin a forward pass, whose gradients are multiplied by `share`."""
-        if self.tensor is None:
-            self.attach()
-        self.share = share
-        if share != 1 and self.parameter.grad is not None and self.parameter.grad is self.shown:
-            self.adds, self.parameter.grad = True, None  # autograd would add without the factor
-
     def forget(self) -> None:
         """Forget the gradient."""
-        self.adds, self.parameter.grad = False, None
+        self.parameter.grad = None
 
     def pair(self, by_rows: bool) -> tuple[Any, Variable]:
         """Return the gradient and the variable, as `apply_gradients` takes them.
@@ -162,6 +159,8 @@ class Link:
         if tensor is None:
             if gradient is None:
                 return None, self.variable
+            if self.summed != 1:
+                gradient = gradient.detach() / self.summed
             if not gradient.is_sparse:
                 return array_of(gradient), self.variable
             rows = by_rows and gradient.sparse_dim() == 1
@@ -183,9 +182,15 @@ class Link:
     def __reduce__(self) -> Any:
         return type(None), ()  # of a parameter in a file, or in another process
 
-    def _refuse(self, expected: str, got: str, remedy: str) -> None:
+    def _refuse(self, expected: str, got: str, remedy: str) -> NoReturn:
         got = f"{got} (rank {self.variable.placement.group.topology.rank})"
         raise RuntimeError(explain("step", self.name, expected=expected, got=got, remedy=remedy))
+
+
+def _take(reference: weakref.ref[Link], parameter: torch.nn.Parameter) -> None:
+    link = reference()
+    if link is not None:
+        link.take(parameter)
 
 
 def link_of(parameter: Any) -> Link | None:
@@ -219,35 +224,36 @@ def gradients(module: torch.nn.Module) -> list[tuple[Any, Variable]]:
     if links is None:  # a part of a distributed module
         links = [link for parameter in module.parameters() if (link := link_of(parameter)) is not None]
     replica = local_replica(links[0].variable.placement.strategy) if links else 0
-    if "mpistrat_called" in vars(module):
-        check_called(module, replica)
+    if "mpistrat_replicas" in vars(module):
+        check_parameters(module, replica)
     return [link.replicas[replica].pair(by_rows=True) for link in links if link.parameter.requires_grad]
 
 
 class DistributedModule(torch.nn.Module):
-    """What `distribute` makes of a module's class: the class itself, and these methods first.
+    """The methods that `distribute` puts before those of a module's class.
 
     Attributes:
         mpistrat_strategy: whose variables its parameters are.
         mpistrat_links: what ties each parameter to its variable.
-        mpistrat_weighs: whether gradients are weighted by the rows of a replica's batch.
-        mpistrat_called: whether there was a forward pass with gradients since the last step.
-        mpistrat_summed: of how many replicas a server sums the gradients; each is divided by it before. Else 1.
-        mpistrat_share: by what the last forward pass had them multiplied.
+        mpistrat_passes: what weighs passes by the rows of a replica's part of a batch; None where losses are scaled already.
         mpistrat_memory: whether variables have their memory in this process; else servers have it.
+        mpistrat_changed: whether layers or parameters were registered since the last step.
         mpistrat_replicas: the modules of all local replicas; this one is the first.
-        mpistrat_buffers: the variables of the buffers, by name: of statistics the mean counts, of counters the first replica's.
+        mpistrat_buffers: the variables of the buffers; of the first local replica's module only.
     """
 
     mpistrat_strategy: Any
     mpistrat_links: Sequence[Link]
-    mpistrat_weighs: bool
-    mpistrat_called: bool
-    mpistrat_summed: int
-    mpistrat_share: float
+    mpistrat_passes: Passes | None
     mpistrat_memory: bool
+    mpistrat_changed: bool
     mpistrat_replicas: Sequence[torch.nn.Module]
-    mpistrat_buffers: dict[str, Variable]
+    mpistrat_buffers: Buffers | None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return a module of the class itself: what is made of a distributed one, such as `model[:-1]`, is a plain module."""
+        kind: Any = cls.__mro__[2]
+        return kind(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call this replica's module."""
@@ -256,23 +262,27 @@ class DistributedModule(torch.nn.Module):
             replica = local_replica(self.mpistrat_strategy)
             if replica:
                 return replicas[replica](*args, **kwargs)
-        begin = _begin_untraced if torch.compiler.is_dynamo_compiling() else _begin
-        begin(self, args, kwargs)
-        return super().__call__(*args, **kwargs)
+        if not self.mpistrat_memory:
+            _attach(self)
+        passes = self.mpistrat_passes
+        if passes is None or passes.idle:
+            return super().__call__(*args, **kwargs)
+        try:
+            passes.enter(self, (args, kwargs))
+            return super().__call__(*args, **kwargs)
+        finally:
+            passes.leave()
 
-    def train(self, mode: bool = True) -> Any:
-        """Set the mode. With `eval()` running statistics become their means over all replicas: collective then."""
-        if self.training and not mode:
-            self._average_buffers()
-        for module in self.mpistrat_replicas[1:]:
-            module.train(mode)
-        return super().train(mode)
-
-    def _average_buffers(self) -> None:
-        if self.mpistrat_buffers and context.current().strategy is self.mpistrat_strategy:
-            context.expect_cross(self.mpistrat_strategy, "Module.eval")
-        for variable in self.mpistrat_buffers.values():
-            variable.assign(variable.numpy())
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Set the mode. With `eval()` statistics that replicas have changed differently become their means: collective then."""
+        trained = self.training
+        result = super().train(*args, **kwargs)
+        if self.training != trained:
+            for module in self.mpistrat_replicas[1:]:
+                module.train(*args, **kwargs)
+            if trained and self.mpistrat_buffers is not None:
+                self.mpistrat_buffers.average()
+        return result
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's state, as plain torch has it. Of several parameter servers none may call it.
@@ -319,6 +329,7 @@ class DistributedModule(torch.nn.Module):
         for name, value in vars(self).items():
             if not name.startswith("mpistrat_"):
                 plain.__dict__[name] = copy.deepcopy(value, memo)
+        plain_copy(plain)
         return plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -344,93 +355,72 @@ def put_into(
     replicas = [module, *(copy.deepcopy(module) for _ in strategy.extended.replicas[1:])]
     parameters = [dict(each.named_parameters()) for each in replicas]
     links: list[list[Link]] = [[] for _ in replicas]
+    own_memory = strategy.extended.placement.store is None
+    summed = 1 if own_memory or not weighs else summed_replicas(strategy)
     for name in order:
         own = parameters[0][name]
         layout = layouts.get(name)
         variable = Variable(array_of(own), trainable=own.requires_grad, name=name, layout=layout)
-        copies = tuple(Link(name, variable, each[name], replica) for replica, each in enumerate(parameters))
+        copies = tuple(Link(name, variable, each[name], replica, summed) for replica, each in enumerate(parameters))
         for link, of_replica in zip(copies, links, strict=True):
             link.replicas = copies
             of_replica.append(link)
-    buffers: dict[str, Variable] = {}
-    own_memory = strategy.extended.placement.store is None
-    for name, buffer in module.named_buffers():
-        mean = buffer.is_floating_point()
-        buffers[name] = variable = Variable(
-            array_of(buffer),
-            name=name,
-            synchronization=VariableSynchronization.ON_READ,
-            aggregation=VariableAggregation.MEAN if mean else VariableAggregation.ONLY_FIRST_REPLICA,
-        )
-        for replica, each in enumerate(replicas):
-            each.get_buffer(name).data = tensor_of(variable.storage(replica))
+    buffers = Buffers(strategy, replicas)
     for each, of_replica in zip(replicas, links, strict=True):
         kind = type(each)
-        each.__class__ = type(kind.__name__, (DistributedModule, kind), {"__module__": kind.__module__})
+        methods = {"__module__": kind.__module__, **(with_passes(kind) if weighs else {})}
+        each.__class__ = type(kind.__name__, (DistributedModule, kind), methods)
         distributed: Any = each
         distributed.mpistrat_strategy, distributed.mpistrat_links = strategy, tuple(of_replica)
-        distributed.mpistrat_weighs = weighs
-        distributed.mpistrat_summed = 1 if own_memory or not weighs else summed_replicas(strategy)
-        distributed.mpistrat_memory, distributed.mpistrat_share = own_memory, 1.0
-        distributed.mpistrat_called = False
-        distributed.mpistrat_buffers = buffers if each is module else {}
+        distributed.mpistrat_memory, distributed.mpistrat_changed = own_memory, False
+        distributed.mpistrat_buffers = buffers if each is module else None
         object.__setattr__(each, "mpistrat_replicas", tuple(replicas) if each is module else (each,))
-        for layer in each.modules():
+        for name, layer in each.named_modules():
+            _roots[layer] = weakref.ref(each)
             if isinstance(layer, SyncBatchNorm):
-                layer.strategy = strategy
+                layer.strategy, layer.place = strategy, name
+        distributed.mpistrat_passes = Passes(strategy, each) if weighs else None
 
 
-def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note, before a forward pass, by what its gradients are multiplied."""
-    share = 1.0
-    if torch.is_grad_enabled():
-        vars(module)["mpistrat_called"] = True  # torch's way to set an attribute takes long
-        share = _share_of_batch(module)
-        if share != 1 and not _has_rows((args, kwargs)):  # it is of another origin
-            share = 1.0
-    if module.mpistrat_share != share:
-        module.mpistrat_share = share
-        for layer in module.modules():
-            if isinstance(layer, SyncBatchNorm):
-                layer.share = share
-    elif share == 1 and module.mpistrat_memory:
-        return
+@torch.compiler.disable
+def _attach(module: Any) -> None:
+    """Read parameters that servers have."""
     for link in module.mpistrat_links:
-        link.begin(share / module.mpistrat_summed)
+        link.attach()
 
 
-_begin_untraced = torch.compiler.disable(_begin)
+_roots: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()  # by each layer
 
 
-def _share_of_batch(module: Any) -> float:
-    """Return by what the gradients of the batch that was handed out are multiplied, where 1 is an equal part."""
-    return share_of_batch(module.mpistrat_strategy) if module.mpistrat_weighs else 1.0
+def _changed(layer: torch.nn.Module, name: str, value: Any) -> None:
+    """Called by torch for each layer and parameter that is registered, of any module."""
+    reference = _roots.get(layer)
+    root = None if reference is None else reference()
+    if root is not None:
+        vars(root)["mpistrat_changed"] = True
 
 
-def _has_rows(inputs: Any) -> bool:
-    """Return whether an input may be made of the batch that was handed out: it has a dimension of as many rows."""
-    rows, _ = global_batch.rows_of_batch() or (0, 0)
-    if any(rows in getattr(value, "shape", ()) for value in nest.flatten(inputs)):
-        return True
-    what = f"no input of the module has a dimension of {rows}, the rows of this replica's part of the batch"
-    log.once(
-        logging.WARNING,
-        f"ms.torch: {what}: its gradients count as much as those of replicas with other numbers of rows",
-    )
-    return False
+torch.nn.modules.module.register_module_module_registration_hook(_changed)
+torch.nn.modules.module.register_module_parameter_registration_hook(_changed)
 
 
-def check_called(module: Any, replica: int) -> None:
-    """Check before a step that a forward pass has noted by what gradients are multiplied.
+def check_parameters(module: Any, replica: int) -> None:
+    """Check before a step that a module has the parameters that were distributed, and forget the weights of earlier passes.
 
     Raises:
-        RuntimeError: only layers were called, with a batch of which replicas have unequal parts.
+        RuntimeError: it has others: a layer was added or replaced.
     """
     own = module.mpistrat_replicas[replica] if replica else module
-    if not own.mpistrat_called and (own.mpistrat_share != 1 or _share_of_batch(own) != 1):
-        expected, got = "a forward pass of the distributed module", "none: its layers or methods were called one by one"
-        remedy = (
-            "Call the module itself: there gradients are weighted by the rows of replicas' unequal parts of the batch"
-        )
-        raise RuntimeError(explain("step", "", expected=expected, got=got, remedy=remedy))
-    vars(own)["mpistrat_called"] = False
+    if own.mpistrat_changed:
+        for name, parameter in own.named_parameters():
+            if link_of(parameter) is None and parameter.requires_grad:
+                expected, got = (
+                    "the parameters that were distributed",
+                    "one of a layer that was added or replaced after it",
+                )
+                remedy = "Add and replace layers before ms.torch.distribute"
+                rank = f" (rank {module.mpistrat_strategy.rank})"
+                raise RuntimeError(explain("step", name, expected=expected, got=got + rank, remedy=remedy))
+        vars(own)["mpistrat_changed"] = False
+    if own.mpistrat_passes is not None:
+        own.mpistrat_passes.forget()

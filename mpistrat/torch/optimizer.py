@@ -14,7 +14,7 @@ from ..strategy.contexts import in_step, local_replica
 from ..strategy.loss import summed_replicas
 from ..variables import Variable
 from ..variables.sharded import each_variable
-from .module import Link, check_called, link_of
+from .module import Link, check_parameters, link_of
 from .overlap import Overlap
 from .rule import TorchRule, slots_of
 from .tensors import array_of, tensor_of
@@ -51,7 +51,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.__dict__.update(_opt_called=True)  # what torch's schedulers look at, for a warning
         strategy = self.mpistrat_strategy
-        check_called(self.mpistrat_module, local_replica(strategy))
+        check_parameters(self.mpistrat_module, local_replica(strategy))
         remedy = "Put forward, backward and step into a function, and call that by strategy.run(step, args=(batch,))"
         in_step(strategy, self._apply, "Optimizer.step", remedy)
         return loss

@@ -13,80 +13,140 @@ from .tensors import array_of
 __all__ = ["SyncBatchNorm", "convert"]
 
 
-class _Normalize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, share: float, sums: Any) -> Any:
-        axes, shape = [0, *range(2, x.dim())], [1, x.shape[1], *([1] * (x.dim() - 2))]
-        wide = x.double()
-        count = torch.full((x.shape[1],), x.numel() / max(x.shape[1], 1), dtype=torch.float64)
-        total = sums(count, wide.sum(axes), (wide**2).sum(axes))
-        n, mean = total[0, 0], total[1] / total[0]
-        variance = total[2] / total[0] - mean**2
-        scale = (variance + eps).rsqrt().to(x.dtype).view(shape)
-        normal = (x - mean.to(x.dtype).view(shape)) * scale
-        ctx.save_for_backward(normal, weight, scale)
-        ctx.n, ctx.axes, ctx.shape, ctx.share, ctx.sums = float(n), axes, shape, share, sums
-        ctx.mark_non_differentiable(mean, variance)
-        out = normal if weight is None else normal * weight.view(shape) + bias.view(shape)
-        return out, mean, variance, n
+class _Sum(torch.autograd.Function):
+    """The sum over replicas, differentiable any number of times. Collective.
+
+    Each replica differentiates a loss of its own, which counts by its share. The gradient of the total for this replica's input is
+    divided by the share again, since the gradients of its parameters are multiplied by it.
+    """
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
-        normal, weight, scale = ctx.saved_tensors
-        axes, shape = ctx.axes, ctx.shape
-        of_bias, of_weight = gradient.sum(axes), (gradient * normal).sum(axes)
-        # Each replica's loss counts by its share, which its own gradients are multiplied by later.
-        total = ctx.sums(of_bias * ctx.share, of_weight * ctx.share).to(gradient.dtype) / (ctx.n * (ctx.share or 1.0))
-        factor = scale if weight is None else scale * weight.view(shape)
-        of_x = factor * (gradient - total[0].view(shape) - normal * total[1].view(shape))
-        if weight is None:
-            return of_x, None, None, None, None, None
-        return of_x, of_weight, of_bias, None, None, None
+    def forward(ctx: Any, x: torch.Tensor, layer: SyncBatchNorm, share: float, weighted: bool) -> torch.Tensor:
+        ctx.layer, ctx.share, ctx.weighted = layer, share, weighted
+        total = layer.all_reduce(x * share if weighted else x)
+        if weighted:
+            return total / share if share else torch.zeros_like(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _Sum.apply(gradient, ctx.layer, ctx.share, not ctx.weighted), None, None, None
+
+
+class _Merge(torch.autograd.Function):
+    """The mean and variance of all replicas' rows, of the means and sums of squared deviations of each. Collective.
+
+    Source: T. Chan, G. Golub, R. LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, mean: torch.Tensor, squares: torch.Tensor, count: float, layer: SyncBatchNorm, share: float
+    ) -> Any:
+        rows = layer.all_gather(torch.stack([torch.full_like(mean, count), mean, squares]))
+        counts, means = rows[:, 0], rows[:, 1]
+        n = counts[:, :1].sum()
+        merged = means[0] + (counts * (means - means[0])).sum(0) / n
+        deviation = means - merged
+        variance = (rows[:, 2] + counts * deviation**2).sum(0) / n
+        ctx.save_for_backward(mean, merged)
+        ctx.part, ctx.n, ctx.layer, ctx.share = count / float(n), float(n), layer, share
+        ctx.mark_non_differentiable(n)
+        return merged, variance, n
+
+    @staticmethod
+    def backward(ctx: Any, of_mean: torch.Tensor, of_variance: torch.Tensor, _: Any) -> Any:
+        mean, merged = ctx.saved_tensors
+        of_mean, of_variance = _Sum.apply(torch.stack([of_mean, of_variance]), ctx.layer, ctx.share, True)
+        return ctx.part * (of_mean + 2 * (mean - merged) * of_variance), of_variance / ctx.n, None, None, None
 
 
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
-    """A BatchNorm layer whose statistics are of the batches of all replicas together. In training its calls are collective.
+    """A BatchNorm layer whose statistics are those of the batches of all replicas together. In training its calls are collective.
 
     Attributes:
         strategy: whose replicas they are.
-        share: by what this replica's gradients are multiplied before the sum.
+        share: the weight of the pass that runs: what multiplies this replica's gradients.
+        place: the name of the layer in its module.
 
     Source: S. Ioffe, C. Szegedy, Batch Normalization, 2015; torch.nn.SyncBatchNorm.
     """
 
     strategy: Any = None
     share = 1.0
+    place = ""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has: one of a plain module is of no strategy."""
         return {name: value for name, value in vars(self).items() if name not in ("strategy", "share")}
 
-    def _sum(self, *rows: torch.Tensor) -> torch.Tensor:
-        """Return tensors of one length stacked and summed over the replicas. Collective."""
-        frame = context.current()
-        mine = array_of(torch.stack(rows))
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy that is of the same strategy."""
+        import copy
+
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()})
+        if "strategy" in vars(self):
+            made.strategy = self.strategy
+        return made
+
+    def all_reduce(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over the replicas. Collective."""
+        frame, mine = context.current(), array_of(rows.contiguous())
         if frame.replica is not None and self.strategy in (None, frame.strategy):
             return torch.from_numpy(np.array(frame.replica.all_reduce("SUM", mine)))
         return torch.from_numpy(np.array((self.strategy or frame.strategy).reduce("SUM", mine)))
 
+    def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all replicas, stacked. Collective."""
+        frame, mine = context.current(), array_of(rows.contiguous())[None]
+        if frame.replica is not None and self.strategy in (None, frame.strategy):
+            return torch.from_numpy(np.array(frame.replica.all_gather(mine, axis=0)))
+        return torch.from_numpy(np.array((self.strategy or frame.strategy).gather(mine, axis=0)))
+
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"SyncBatchNorm: expected an input of at least 2 dimensions, got {input.dim()}")
+            raise ValueError(
+                f"{self._name()}: expected an input of at least 2 dimensions, got shape {tuple(input.shape)}"
+            )
+
+    def _name(self) -> str:
+        return f"SyncBatchNorm {self.place!r}" if self.place else "SyncBatchNorm"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize. Collective in training."""
+        """Normalize. Collective in training.
+
+        Raises:
+            ValueError: on every rank, for fewer than two values a channel over all replicas.
+        """
         self._check_input_dim(input)
         if not self.training:
             return super().forward(input)
-        out, mean, variance, n = _Normalize.apply(input, self.weight, self.bias, self.eps, self.share, self._sum)
+        axes, shape = [0, *range(2, input.dim())], [1, input.shape[1], *([1] * (input.dim() - 2))]
+        wide, count = input.double(), input.numel() // max(input.shape[1], 1)
+        if count:
+            shift = (
+                wide.detach().transpose(0, 1).flatten(1)[:, 0]
+            )  # one value of each channel, which keeps the digits of large means
+            mean = (wide - shift.view(shape)).mean(axes) + shift
+        else:
+            mean = wide.sum(axes)
+        squares = ((wide - mean.view(shape)) ** 2).sum(axes)
+        mean, variance, total = _Merge.apply(mean, squares, float(count), self, self.share)
+        n = float(total)
+        if n < 2:
+            got = f"{n:.0f} of all replicas together; input {tuple(input.shape)} here"
+            raise ValueError(f"{self._name()}: expected more than 1 value per channel when training, got {got}")
+        normal = ((wide - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)).to(input.dtype)
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
             with torch.no_grad():
                 self.num_batches_tracked += 1
                 momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
                 unbiased = variance * (n / (n - 1))
-                self.running_mean += momentum * (mean.to(input.dtype) - self.running_mean)
-                self.running_var += momentum * (unbiased.to(input.dtype) - self.running_var)
-        return out
+                self.running_mean += momentum * (mean.to(self.running_mean.dtype) - self.running_mean)
+                self.running_var += momentum * (unbiased.to(self.running_var.dtype) - self.running_var)
+        return normal if self.weight is None else normal * self.weight.view(shape) + self.bias.view(shape)
 
 
 def convert(module: torch.nn.Module) -> None:

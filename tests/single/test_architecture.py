@@ -140,12 +140,6 @@ def test_libraries_are_imported_only_where_they_belong():
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_file_holds_one_idea():
-    files = [*FILES, *(ROOT / "tests").rglob("*.py")]
-    lines = {where(path): len(path.read_text().splitlines()) for path in files}
-    assert not {path: number for path, number in lines.items() if number > 500}, "look for the second idea in it"
-
-
 def python(program: str) -> str:
     reply = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert reply.returncode == 0, reply.stderr

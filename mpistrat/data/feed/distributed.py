@@ -14,7 +14,7 @@ from ..._util.arguments import integer
 from ..._util.text import counted
 from ...comm.recorder import RECORDER
 from ...errors import explain
-from ...global_batch import HandedOut
+from ...global_batch import HandedOut, Ledger
 from ..dataset import Dataset
 from ..nodes.node import INFINITE, UNKNOWN, Node
 from ..options import InputOptions
@@ -272,6 +272,7 @@ class DistributedDataset:
         passes: called when an epoch begins and ends to be read.
         same_length: whether an epoch has as many steps wherever the state of an iterator is restored.
         drawn: called with the epoch and step of each batch that is handed out; None where the ranks need not draw alike.
+        ledger: what records the batches that are handed out.
     """
 
     def __init__(
@@ -284,6 +285,7 @@ class DistributedDataset:
         passes: Passes | None = None,
         same_length: bool = True,
         drawn: Drawn | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self._plan, self._passes, self._same_length, self._drawn = plan, passes, same_length, drawn
         self._devices = Devices(devices)
@@ -292,7 +294,7 @@ class DistributedDataset:
         self._patience = 0.0 if depth is not None or self._devices.copies else PATIENCE
         self._sum_over_ranks = sum_over_ranks
         self._stats = InputStats()
-        self._handed_out = HandedOut(plan.rows_of_all)
+        self._handed_out = HandedOut(ledger, plan.workers.num_replicas, plan.rows_of_all)
         self._epoch = 0
 
     @property

@@ -326,22 +326,37 @@ def test_a_copy_is_a_plain_module_of_its_own():
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_copy_with_batch_norm_of_all_replicas_is_of_no_strategy():
+def test_a_copy_with_batch_norm_of_all_replicas_is_of_the_same_strategy():
     with put(conv_net, "SGD", sync_batch_norm=True) as (strategy, module, optimizer):
         distributed(strategy, module, optimizer, "images", epochs=1)
         average = copy.deepcopy(module)
+        own = torch.full((2, 1, 6, 6), float(strategy.rank + 1), dtype=torch.float64)
+        everyones = torch.cat([torch.full_like(own, rank + 1) for rank in range(strategy.size)])
+        assert torch.allclose(average(own), module(own))
+        plain = torch.nn.BatchNorm2d(4).double()  # in training a copy's statistics are those of all replicas, too
+        layer = average[1]
+        found, reference = layer(average[0](own)), plain(average[0](everyones))
+        rows = slice(2 * strategy.rank, 2 * strategy.rank + 2)
+        with torch.no_grad():
+            scale, shift = layer.weight.view(1, -1, 1, 1), layer.bias.view(1, -1, 1, 1)
+            assert torch.allclose(found, reference[rows] * scale + shift)
+        average.eval()
         if strategy.rank == 0:
-            average(torch.zeros(2, 1, 6, 6, dtype=torch.float64))  # in training, and alone
+            average(own)  # alone
         assert average[1].running_mean.data_ptr() != module[1].running_mean.data_ptr()
-        assert module[1].strategy is strategy
 
 
 @pytest.mark.ranks(2)
-def test_batches_of_another_origin_have_equal_weights():
+def test_batches_of_another_origin_have_equal_weights_where_the_program_says_so():
     x, y = rows()
     with put(name="SGD") as (strategy, module, _):
         for _ in strategy.distribute_dataset(ms.data.from_arrays((x[:5], y[:5])).batch(5)):
-            loss_of(module, x, y).backward()  # while a batch of 3 and 2 rows is the last that was handed out
+            with pytest.raises(
+                ms.errors.BatchError, match=r"Input shapes: \(52, .*3 of 5 rows|Input shapes: \(52, .*2 of 5 rows"
+            ):
+                loss_of(module, x, y)
+            with strategy.batch(None):
+                loss_of(module, x, y).backward()
         reference = mlp()
         loss_of(reference, x, y).backward()
         assert torch.equal(ms.torch.local_gradient(module[0].weight), reference[0].weight.grad)

@@ -178,16 +178,6 @@ def test_a_scaler_is_refused_unless_it_does_nothing():
 
 
 @pytest.mark.ranks(2, 3)
-def test_layers_called_one_by_one_with_an_uneven_batch_are_told_on_all():
-    x, y = rows()
-    with put(name="SGD") as (strategy, module, optimizer):
-        for a, b in strategy.distribute_dataset(ms.data.from_arrays((x[:5], y[:5])).batch(5)):
-            loss_of(torch.nn.Sequential(*module), a, b).backward()
-            with pytest.raises(RuntimeError, match="Call the module itself"):
-                optimizer.step()
-
-
-@pytest.mark.ranks(2, 3)
 def test_a_rank_with_fewer_batches_is_told_on_all():
     x, y = map(torch.from_numpy, rows())
     with put(name="SGD") as (strategy, module, optimizer):

@@ -1,0 +1,295 @@
+"""The weight of a pass as part of its graph: while a module computes, its parameters are tensors whose gradients are multiplied.
+
+A replica differentiates the mean over its own rows. Where replicas have unequal parts of a batch, that gradient counts by the rows.
+The factor stands between the parameters and the graph of the pass, so it holds for all that is computed of the pass, in any order
+and any number of backward passes: outputs, tensors that the module keeps, gradients of gradients. Where parts are equal nothing is
+done.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from ..errors import BatchError
+from ..strategy.loss import weight_of_pass
+from .sync_batch_norm import SyncBatchNorm
+
+__all__ = ["Passes", "plain_copy", "with_passes"]
+
+_OWN = frozenset(dir(torch.nn.Module))
+_passes: weakref.WeakKeyDictionary[torch.nn.Module, Passes] = weakref.WeakKeyDictionary()  # by a layer of a module
+
+
+class _Weigh(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a weight; an error instead of a weight is raised."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: torch.Tensor, weight: Any) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.weight = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        weight = ctx.weight
+        if isinstance(weight, BatchError):
+            raise weight
+        if weight == 1:
+            return gradient, None
+        return gradient * weight if weight else torch.zeros_like(gradient), None  # the mean of no row is not a number
+
+
+@final
+class Passes:
+    """The passes of one local replica's module: each call of it, or of one of its layers outside of such a call, is one.
+
+    Attributes:
+        idle: whether nothing is to be done, since all parts of batches were equal so far.
+    """
+
+    def __init__(self, strategy: Any, module: torch.nn.Module) -> None:
+        self.idle = True
+        self._strategy, self._root = strategy, weakref.ref(module)
+        self._name = type(module).__name__
+        self._active: set[int] = set()  # the ids of the modules of the pass that runs
+        self._open: list[Callable[[], None] | None] = []  # what ends each call that runs; None of a call in a pass
+        self._recent: set[float] = set()  # the weights of passes since the last step
+        strategy.extended.batches.watch(self._begin)
+
+    def _begin(self) -> None:
+        """Watch calls of layers from now on: parts are unequal."""
+        root = self._root()
+        if root is None:
+            return
+        self.idle = False
+        for layer in root.modules():
+            if layer is not root and any(True for _ in layer.parameters()):
+                _passes[layer] = self
+                layer.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
+                layer.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+
+    @torch.compiler.disable
+    def enter(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Begin a call of the module or of one of its layers; each is followed by `leave`.
+
+        Raises:
+            BatchError: parts are unequal, and it cannot be told which batch the inputs belong to.
+        """
+        if module is self._root():
+            self._reset()  # what an interrupt left
+        self._open.append(None)
+        if self._active or not torch.is_grad_enabled():
+            return
+        weight: Any = self._weight(module, inputs)
+        if weight is None:
+            return
+        layers = list(module.modules())
+        undo = _weigh_parameters(layers, weight)
+        self._active = set(map(id, layers))
+
+        def end() -> None:
+            self._active = set()
+            for container, key, value in undo:
+                container[key] = value
+            for layer in layers:
+                if isinstance(layer, SyncBatchNorm):
+                    layer.share = 1.0
+
+        self._open[-1] = end
+        for layer in layers:
+            if isinstance(layer, SyncBatchNorm):
+                layer.share = weight if isinstance(weight, float) else 1.0
+
+    @torch.compiler.disable
+    def leave(self) -> None:
+        """End the call that began last."""
+        end = self._open.pop() if self._open else None
+        if end is not None:
+            end()
+
+    def _reset(self) -> None:
+        while self._open:
+            self.leave()
+
+    def forget(self) -> None:
+        """Forget the weights of earlier passes: their step is taken."""
+        self._recent.clear()
+
+    def _weight(self, module: torch.nn.Module, inputs: Any) -> Any:
+        """Return the weight of a pass, an error that its backward pass raises, or None for a pass that needs none."""
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint computes again what its pass had computed
+            if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # for the saved tensors only
+                return None
+            if len(self._recent) == 1:
+                return next(iter(self._recent))
+        tensors = list(_tensors(inputs))
+        known = _weights_before(tensors)
+        if len(known) == 1:  # of the pass that computed the inputs
+            return known.pop()
+        try:
+            weight = weight_of_pass(self._strategy, tensors, f"{self._name}.forward")
+        except BatchError as error:
+            if module.training:
+                raise
+            return error  # most passes of evaluation have no backward pass
+        self._recent.add(weight)
+        return weight
+
+    def tells(self, inputs: Any) -> bool:
+        """Return whether a pass with these inputs has a weight."""
+        try:
+            weight_of_pass(self._strategy, _tensors(inputs), self._name)
+        except BatchError:
+            return False
+        return True
+
+
+def _enter(layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    passes = _passes.get(layer)
+    if passes is not None:  # None of a copy
+        passes.enter(layer, (args, kwargs))
+
+
+def _leave(layer: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    passes = _passes.get(layer)
+    if passes is not None:
+        passes.leave()
+
+
+def _weigh_parameters(layers: list[torch.nn.Module], weight: Any) -> list[tuple[Any, Any, Any]]:
+    """Put tensors that weigh in the places of layers' parameters; return what undoes it.
+
+    Raises:
+        BatchError: a layer whose parameters cannot be replaced.
+    """
+    made: dict[int, torch.Tensor] = {}
+    undo: list[tuple[Any, Any, Any]] = []
+
+    def weighed(parameter: torch.Tensor) -> torch.Tensor:
+        if id(parameter) not in made:
+            made[id(parameter)] = _Weigh.apply(parameter, weight)
+        return made[id(parameter)]
+
+    for layer in layers:
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise BatchError(
+                f"{type(layer).__name__}.forward: a compiled ScriptModule cannot weigh its gradients by the rows of unequal parts of "
+                'a batch. Use drop_remainder=True for equal parts, loss="sum", or distribute the module before it is scripted'
+            )
+        own = layer._parameters
+        for name, parameter in own.items():
+            if parameter is not None and parameter.requires_grad:
+                undo.append((own, name, parameter))
+        attributes = vars(layer)
+        for name, held in list(attributes.items()):  # such as an LSTM's list of its weights
+            if type(held) in (list, tuple, dict) and (name[:1] != "_" or name == "_flat_weights"):
+                values = list(held.values() if type(held) is dict else held)
+                if any(isinstance(value, torch.nn.Parameter) and value.requires_grad for value in values):
+                    undo.append((attributes, name, held))
+    for container, key, value in undo:
+        container[key] = weighed(value) if isinstance(value, torch.Tensor) else _map(value, weighed)
+    return undo
+
+
+def _map(held: Any, weighed: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a list, tuple or dict in which parameters are replaced."""
+
+    def replaced(value: Any) -> Any:
+        return weighed(value) if isinstance(value, torch.nn.Parameter) and value.requires_grad else value
+
+    return (
+        {key: replaced(value) for key, value in held.items()} if type(held) is dict else type(held)(map(replaced, held))
+    )
+
+
+def _weights_before(tensors: list[Any]) -> set[Any]:
+    """Return the weights of the passes that computed tensors."""
+    weights: set[Any] = set()
+    nodes = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, _Weigh._backward_cls):  # type: ignore[attr-defined]
+            weights.add(node.weight)  # type: ignore[attr-defined]
+            continue
+        for earlier, _ in node.next_functions:
+            if earlier is not None and earlier not in seen:
+                seen.add(earlier)
+                nodes.append(earlier)
+    return weights
+
+
+def _tensors(value: Any, depth: int = 4) -> Iterator[Any]:
+    """Yield the tensors and arrays in a nest, and in objects that hold some."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        yield value
+    elif isinstance(value, (str, bytes, int, float, complex, type, torch.nn.Module)) or value is None or not depth:
+        return
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each, depth - 1)
+    elif isinstance(value, (list, tuple, set)):
+        for each in value:
+            yield from _tensors(each, depth - 1)
+    elif hasattr(value, "__dict__") and not callable(value):
+        yield from _tensors(vars(value), depth - 1)
+
+
+def with_passes(kind: type[torch.nn.Module]) -> dict[str, Any]:
+    """Return methods that stand for a module class's own: a call of one whose inputs tell a batch is a pass of the module."""
+    methods: dict[str, Any] = {}
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] == "torch":
+            break
+        for name, function in vars(base).items():
+            if inspect.isfunction(function) and name not in _OWN and name[:2] != "__" and name not in methods:
+                methods[name] = _as_pass(function)
+    return methods
+
+
+def _as_pass(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        passes = vars(self).get("mpistrat_passes")
+        if (
+            passes is None
+            or passes.idle
+            or not torch.is_grad_enabled()
+            or passes._active
+            or not passes.tells((args, kwargs))
+        ):
+            return function(self, *args, **kwargs)
+        passes.enter(self, (args, kwargs))
+        try:
+            return function(self, *args, **kwargs)
+        finally:
+            passes.leave()
+
+    method.__dict__.update(function.__dict__)
+    method.__name__, method.__qualname__, method.__doc__ = function.__name__, function.__qualname__, function.__doc__
+    method.__module__, method.__wrapped__ = function.__module__, function  # type: ignore[attr-defined]
+    return method
+
+
+def plain_copy(module: torch.nn.Module) -> None:
+    """Remove from a copy of a module what watches calls of its layers."""
+    for layer in module.modules():
+        for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
+            for number, hook in list(hooks.items()):
+                if hook in (_enter, _leave):
+                    del hooks[number]
+                    for names in (
+                        layer._forward_pre_hooks_with_kwargs,
+                        layer._forward_hooks_with_kwargs,
+                        layer._forward_hooks_always_called,
+                    ):
+                        names.pop(number, None)
