@@ -1,8 +1,9 @@
 """The batches that distributed datasets handed out: how many rows each has in all, and what a replica's rows of it weigh.
 
-A step may use any batch: one of two datasets, one drawn ahead, one kept in a list or converted to another library's array. So a
-batch is looked up, in this order: by name (`strategy.batch`), by the memory of an input, among the arguments of `strategy.run`, and
-by the number of rows, where all batches with as many rows here have had one weight. It is never the batch that was drawn last.
+A step may use any batch: one of two datasets, one drawn ahead, one kept in a list or converted to another library's array. So
+a batch is looked up, in this order: by name (`strategy.batch`), by the memory of an input, among the arguments of
+`strategy.run`, and by the number of rows, where all batches with as many rows here have had one weight. It is never the batch
+that was drawn last.
 """
 
 from __future__ import annotations
@@ -227,9 +228,9 @@ class Ledger:
         listed = ", ".join(f"{rows} of {total} rows" for rows, total in parts[:6]) + (", …" if len(parts) > 6 else "")
         why = "its inputs belong to batches of different weights" if weights else "no input tells which batch it is of"
         return BatchError(
-            f"{function}: this pass has no weight: {why}. Input shapes: {shapes}. The replicas have unequal parts of batches (here "
-            f"{listed}){where}. Use the arrays as the dataset handed them out (torch.from_numpy and views of them count), pass the "
-            "batch to strategy.run, or write `with strategy.batch(x):` around the pass, x being an array of the batch; "
+            f"{function}: this pass has no weight: {why}. Input shapes: {shapes}. The replicas have unequal parts of batches "
+            f"(here {listed}){where}. Use the arrays as the dataset handed them out (torch.from_numpy and views of them count), "
+            "pass the batch to strategy.run, or write `with strategy.batch(x):` around the pass, x being an array of the batch; "
             "`with strategy.batch(None):` if its rows are of no distributed dataset"
         )
 

@@ -27,7 +27,8 @@ OWN = ("self", "cls", "mcs")
 
 # What packages that import a framework override of its classes.
 FRAMEWORKS = {
-    "torch": {"train", "forward", "backward", "setup_context", "generate_vmap_rule", "state_dict", "load_state_dict", "zero_grad", "step", "add_param_group",
+    "torch": {"train", "forward", "backward", "setup_context", "generate_vmap_rule", "state_dict",
+              "load_state_dict", "zero_grad", "step", "add_param_group",
               "strict", "assign", "set_to_none", "closure"},
     "jax": set(),
     "keras": {"compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "save", "save_weights", "export",

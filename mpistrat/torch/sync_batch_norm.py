@@ -16,8 +16,8 @@ __all__ = ["SyncBatchNorm", "convert"]
 class _Sum(torch.autograd.Function):
     """The sum over replicas, differentiable any number of times. Collective.
 
-    Each replica differentiates a loss of its own, which counts by its share. The gradient of the total for this replica's input is
-    divided by the share again, since the gradients of its parameters are multiplied by it.
+    Each replica differentiates a loss of its own, which counts by its share. The gradient of the total for this replica's input
+    is divided by the share again, since the gradients of its parameters are multiplied by it.
     """
 
     @staticmethod

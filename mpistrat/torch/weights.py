@@ -1,9 +1,9 @@
 """The weight of a pass as part of its graph: while a module computes, its parameters are tensors whose gradients are multiplied.
 
-A replica differentiates the mean over its own rows. Where replicas have unequal parts of a batch, that gradient counts by the rows.
-The factor stands between the parameters and the graph of the pass, so it holds for all that is computed of the pass, in any order
-and any number of backward passes: outputs, tensors that the module keeps, gradients of gradients. Where parts are equal nothing is
-done.
+A replica differentiates the mean over its own rows. Where replicas have unequal parts of a batch, that gradient counts by the
+rows. The factor stands between the parameters and the graph of the pass, so it holds for all that is computed of the pass, in
+any order and any number of backward passes: outputs, tensors that the module keeps, gradients of gradients. Where parts are
+equal nothing is done.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ def _weigh_parameters(layers: list[torch.nn.Module], weight: Any) -> list[tuple[
     for layer in layers:
         if isinstance(layer, torch.jit.ScriptModule):
             raise BatchError(
-                f"{type(layer).__name__}.forward: a compiled ScriptModule cannot weigh its gradients by the rows of unequal parts of "
-                'a batch. Use drop_remainder=True for equal parts, loss="sum", or distribute the module before it is scripted'
+                f"{type(layer).__name__}.forward: a compiled ScriptModule cannot weigh its gradients by the rows of unequal parts "
+                'of a batch. Use drop_remainder=True for equal parts, loss="sum", or distribute the module before it is scripted'
             )
         own = layer._parameters
         for name, parameter in own.items():
