@@ -173,7 +173,7 @@ class Ledger:
         by_memory = {record.part.weight for array in arrays for record in self._records(array)}
         if len(by_memory) == 1:
             return by_memory.pop()
-        counts = {int(array.shape[0]) for array in arrays}
+        counts = {0 if 0 in array.shape else int(array.shape[0]) for array in arrays}
         if not by_memory:
             given = self.given()
             weight = _one({part.weight for part in given}) if given else None

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from .. import context
+from ..comm.arrays import accumulation_dtype
 from ..errors import explain
 from ..strategy.contexts import in_step, local_replica
 from ..strategy.loss import summed_replicas
@@ -16,7 +17,7 @@ from ..variables import Variable
 from ..variables.sharded import each_variable
 from .module import Link, check_parameters, link_of
 from .overlap import Overlap
-from .rule import TorchRule, slots_of
+from .rule import Taken, TorchRule, slots_of
 from .tensors import array_of, tensor_of
 
 __all__ = ["DistributedOptimizer", "distribute_optimizer"]
@@ -31,20 +32,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
     mpistrat_links: Sequence[Sequence[Link]]  # of the parameters of each local replica
     mpistrat_overlap: Overlap | None
 
-    @torch.compiler.disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Sum the gradients over all replicas, and update. Collective.
 
-        In replica context, or outside of `strategy.run` on ranks with one replica each.
+        In replica context, or outside of `strategy.run` on ranks with one replica each. Hooks of the optimizer are called as in
+        plain torch.
 
         Raises:
             ContextError: outside of `strategy.run` on a rank with several local replicas.
-            RuntimeError: a parameter has lost the memory of its variable.
+            RuntimeError: a parameter has lost the memory of its variable; a setting needs state that was not made.
             CollectiveMismatchError: on every rank, when they have gradients of other parameters, or other numbers.
         """
         if torch.is_inference_mode_enabled():  # nothing that is kept may be made in it
             with torch.inference_mode(False):
-                return self.step(closure)
+                return self._step(closure)
+        return self._step(closure)
+
+    step = torch.compiler.disable(torch.optim.Optimizer.profile_hook_step(step))
+    step.__dict__.update(
+        hooked=True,  # as torch marks a step that calls hooks
+        _wrapped_by_lr_sched=True,  # so that a scheduler leaves it as it is
+    )
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -55,8 +65,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         remedy = "Put forward, backward and step into a function, and call that by strategy.run(step, args=(batch,))"
         in_step(strategy, self._apply, "Optimizer.step", remedy)
         return loss
-
-    step.__dict__.update(_wrapped_by_lr_sched=True)  # so that a scheduler leaves it as it is
 
     def _apply(self) -> None:
         rule = self.mpistrat_rule
@@ -94,10 +102,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for index, (group, parameter) in enumerate(self._parameters()):
             link = link_of(parameter)
             slots = {} if link is None or not parameter.requires_grad else rule.slots(link.variable)
-            if slots:
+            if link is not None and slots:
+                taken = rule.taken_of(link.variable)
+                if not taken.begun and taken.lag == rule.iterations:
+                    continue
                 kept = {name: tensor_of(slots[name]) for name in slots_of(rule.kind, [group])[0]}
-                state[index] = {"step": torch.tensor(float(rule.iterations))} | kept
-                state[index] |= rule.scalars(rule.iterations + 1, group)
+                numbers = {"step": float(rule.iterations - taken.lag)} | taken.scalars
+                made = {
+                    name: torch.tensor(number, dtype=torch.float32, device="cpu") for name, number in numbers.items()
+                }
+                state[index] = made | kept
         return {**super().state_dict(), "state": state}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -118,23 +132,41 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the groups are others.
         """
-        rule, steps = self.mpistrat_rule, set()
+        rule, taken = self.mpistrat_rule, {}
         super().load_state_dict({**state_dict, "state": {}})
+        rule.follow()
+        states = state_dict["state"]
+        steps = [int(state["step"]) for state in states.values() if "step" in state]
+        if steps or not states:
+            rule.iterations = max(steps, default=0)
         for index, (_, parameter) in enumerate(self._parameters()):
-            state, link = state_dict["state"].get(index), link_of(parameter)
-            if not state or link is None:
+            state, link = states.get(index, {}), link_of(parameter)
+            if link is None or not parameter.requires_grad:
                 continue
-            steps.add(int(state.get("step", rule.iterations)))
-            slots = {name: np.array(array_of(state[name])) for name in rule.slot_names if state.get(name) is not None}
-            if slots:
+            numbers = {name: value for name, value in state.items() if torch.is_tensor(value)}
+            slots = {name: np.array(array_of(numbers[name])) for name in rule.slot_names if name in numbers}
+            for _, variable in each_variable([(None, link.variable)]):
+                if state:
+                    scalars = {
+                        name: float(value)
+                        for name, value in numbers.items()
+                        if name not in slots and name != "step" and not value.shape
+                    }
+                    lag = rule.iterations - int(state.get("step", rule.iterations))
+                    taken[variable] = Taken(0, lag, True, scalars)
+            if slots or any(link.variable is known for known in rule.variables):
                 _give(rule, link.variable, slots)
-        if steps:
-            rule.iterations = max(steps)
+        rule.load_taken(taken)
 
 
 def _give(rule: TorchRule, variable: Variable, slots: dict[str, Any]) -> None:
     """Give a variable its slots, now or at its first step."""
-    slots |= {name: np.zeros(variable.shape, variable.dtype) for name in rule.slot_names if name not in slots}
+    starts = rule.slot_start
+    slots |= {
+        name: np.full(variable.shape, starts.get(name, 0.0), accumulation_dtype(variable.dtype))
+        for name in rule.slot_names
+        if name not in slots
+    }
     if any(variable is known for known in rule.variables):
         rule.set_slots(variable, slots)
     else:
@@ -167,5 +199,12 @@ def distribute_optimizer(
     distributed.mpistrat_links = tuple(zip(*(link.replicas for link in links), strict=True))
     distributed.mpistrat_overlap = Overlap(rule, strategy, links) if overlap else None
     optimizer.state.clear()
-    if any(int(state.get("step", 0)) for state in before["state"].values()):
+    if any(_has_begun(state) for state in before["state"].values()):
         distributed.load_state_dict(before)
+
+
+def _has_begun(state: Mapping[str, Any]) -> bool:
+    """Return whether a parameter's state is of more than no steps: Adagrad has some from the beginning."""
+    if "step" in state:
+        return bool(state["step"])
+    return any(value is not None for value in state.values())

@@ -1,8 +1,8 @@
 """torch's update rules on blocks of weights, as an optimizer of ours.
 
-The rules work element by element, so any block of any parameter may be updated apart, by the rank that owns it, with state that
-lies in our slots. Adam's blocks go to torch's fused kernel at once, others to torch's own optimizer, whose one parameter becomes
-each block in turn.
+The rules work element by element, so any block of any parameter may be updated separately, by the rank that owns it, with state
+that lies in our slots. Adam's blocks go to torch's fused kernel at once, others to torch's own optimizer, whose one parameter
+becomes each block in turn. As torch does, each parameter counts the steps in which it had a gradient.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, final
 
 import numpy as np
@@ -17,15 +18,41 @@ import torch
 
 from ..errors import explain
 from ..optimizers import Optimizer
+from ..optimizers.gradients import pairs_of
 from ..optimizers.rule import Block
-from .tensors import array_of, tensor_of
+from .tensors import tensor_of
 
-__all__ = ["TorchRule", "check_kind", "slots_of"]
+__all__ = ["Taken", "TorchRule", "check_kind", "slots_of"]
 
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "RAdam", "NAdam")
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "RAdam", "NAdam", "ASGD", "Rprop")
 _KERNELS = {"Adam": getattr(torch, "_fused_adam_", None), "AdamW": getattr(torch, "_fused_adamw_", None)}
 _OURS = {"foreach": False, "capturable": False, "differentiable": False, "fused": None}
+_WITH_SCALARS = ("NAdam", "ASGD")  # which keep numbers once for all elements
 _UNCOMPARED = {"params", "lr", "initial_lr", "param_names", *_OURS}
+
+
+@final
+class Taken:
+    """The steps that some variables of a group have taken, and what torch keeps once for all elements of each.
+
+    Attributes:
+        group: the number of the group.
+        lag: how many steps of the optimizer they had no gradient in.
+        begun: whether they have state already, though they may have taken no step: it was loaded.
+        scalars: by torch's name of the state.
+    """
+
+    __slots__ = ("begun", "group", "lag", "next_scalars", "scalars")
+
+    def __init__(
+        self, group: int, lag: int = 0, begun: bool = False, scalars: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        self.group, self.lag, self.begun = group, lag, begun
+        self.scalars = self.next_scalars = dict(scalars)
+
+    def copy(self) -> Taken:
+        """Return a copy, for those of the variables that go on alone."""
+        return Taken(self.group, self.lag, self.begun, self.scalars)
 
 
 @final
@@ -40,12 +67,13 @@ class _BlockStep:
         self.revision = revision
         decoupled = kind.__name__ == "Adam" and group.get("decoupled_weight_decay")
         self._kernel = _KERNELS.get("AdamW" if decoupled else kind.__name__)
-        self._parameter = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
+        self._parameter = torch.nn.Parameter(torch.zeros(1, dtype=dtype, device="cpu"))
         self._optimizer = kind([self._parameter], lr=1.0)  # type: ignore[call-arg]
+        self._at_once = bool(self._optimizer.state)  # Adagrad makes its state before the first step
         self._group = self._optimizer.param_groups[0]
         self._group.update({name: value for name, value in group.items() if name != "params"} | _OURS)
         self._raw_step = inspect.unwrap(kind.step)  # hooks of a profiler and a compiler take as long as a block
-        self._step = torch.tensor(0.0)
+        self._step = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         self._numbers: dict[str, Any] = {}
         if self._kernel is not None:
             beta1, beta2 = group["betas"]
@@ -60,18 +88,57 @@ class _BlockStep:
 
     def names(self) -> list[str]:
         """Return the names of what torch keeps for each element: found by a step on one number."""
-        self._parameter.grad = torch.zeros_like(self._parameter)
-        with torch.no_grad():
-            self._raw_step(self._optimizer)
-        state = self._optimizer.state[self._parameter]
+        state = self._tried(1, True, {}, 1.0)
         return [name for name, value in state.items() if torch.is_tensor(value) and value.shape == (1,)]
 
-    def update(self, block: Block, rate: float, scalars: Mapping[str, torch.Tensor]) -> None:
-        """Update a block."""
+    def scalars(self, step: int, first: bool, scalars: Mapping[str, float], rate: float) -> dict[str, float]:
+        """Return what torch keeps once for all elements, as it is after a step."""
+        state = self._tried(step, first, scalars, rate)
+        return {
+            name: float(value)
+            for name, value in state.items()
+            if name != "step" and torch.is_tensor(value) and not value.shape
+        }
+
+    def _tried(self, step: int, first: bool, scalars: Mapping[str, float], rate: float) -> Mapping[str, Any]:
+        parameter = self._parameter
+        parameter.grad = None
+        parameter.data = torch.zeros(1, dtype=parameter.dtype, device="cpu")
+        parameter.grad = torch.zeros_like(parameter)
+        state = self._optimizer.state[parameter]
+        if not (first or self._at_once):
+            for name in self._known:
+                state[name] = torch.zeros(1, dtype=parameter.dtype, device="cpu")
+            self._set_scalars(state, step, scalars)
+        elif not self._at_once:
+            state.clear()
+        self._group["lr"] = rate
+        with torch.no_grad():
+            self._raw_step(self._optimizer)
+        self._known = [name for name, value in state.items() if torch.is_tensor(value) and value.shape == (1,)]
+        return state
+
+    _known: Sequence[str] = ()
+
+    def _set_scalars(self, state: dict[str, Any], step: int, scalars: Mapping[str, float]) -> None:
+        state["step"] = self._step.fill_(step - 1)
+        for name, value in scalars.items():
+            state[name] = torch.tensor(value, dtype=torch.float32, device="cpu")
+
+    def update(self, block: Block, rate: float, step: int, first: bool, scalars: Mapping[str, float]) -> None:
+        """Update a block.
+
+        Args:
+            block: the block.
+            rate: the learning rate.
+            step: the number of this step among those of the parameter, from 1.
+            first: whether torch makes its state now.
+            scalars: what torch keeps once for all elements.
+        """
         weights, gradient = tensor_of(block.weights), tensor_of(block.gradient)
         slots = {name: tensor_of(slot) for name, slot in block.slots.items()}
         if self._kernel is not None and not weights.is_cuda:
-            self._call_kernel(weights, gradient, slots, block.step, rate)
+            self._call_kernel(weights, gradient, slots, step, rate)
             return
         parameter = self._parameter
         parameter.grad = None
@@ -79,16 +146,16 @@ class _BlockStep:
         self._group["lr"] = rate
         state = self._optimizer.state[parameter]
         state.clear()
-        first = block.step == 1 and self._group.get("dampening", 0) != 0  # then torch begins with the gradient itself
+        first = first and not self._at_once
         if not first:
             state.update(slots)
-            state["step"] = self._step.fill_(block.step - 1)
-            state.update({name: value.clone() for name, value in scalars.items()})
+            self._set_scalars(state, step, scalars)
         with torch.no_grad():
             self._raw_step(self._optimizer)
         if first:
-            for name, slot in block.slots.items():
-                slot[...] = array_of(state[name])
+            for name, slot in slots.items():
+                if torch.is_tensor(state.get(name)):
+                    slot.copy_(state[name])
 
     def _call_kernel(
         self, weights: torch.Tensor, gradient: torch.Tensor, slots: Mapping[str, torch.Tensor], step: int, rate: float
@@ -118,8 +185,11 @@ class TorchRule(Optimizer):
         super().__init__(self._rate_of_first, slot_names=names, slot_start=start, global_clipnorm=limit)
         self.scale = 1.0 / replicas
         self.rule, self.settings = kind.__name__, _settings(optimizer.param_groups)
-        self.__group_of: dict[Any, int] = {}  # not compared: the settings have the number of each
+        self.__taken = [Taken(number) for number in range(len(optimizer.param_groups))]
+        self.__taken_by: dict[Any, int] = {}  # not compared: the settings have the number of each group
+        self.__variables: dict[int, list[Any]] = {}  # by group
         self.__seen: list[dict[str, Any]] = []
+        self.__used = _truths(optimizer.param_groups)
         self.__local = threading.local()
 
     def _rate_of_first(self) -> float:
@@ -132,9 +202,31 @@ class TorchRule(Optimizer):
             return
         settings = _settings(groups)
         if settings != self.settings:
+            self._check_state(groups)
             self.settings = settings
         changing = any(map(_has_tensor, groups))  # in place; then it would be equal to itself
         self.__seen = [] if changing else [dict(group) for group in groups]
+
+    def _check_state(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise RuntimeError if settings need state that was not made when the optimizer was distributed."""
+        used = _truths(groups)
+        if used == self.__used:
+            return
+        needed = set(slots_of(self.kind, groups)[0]) - set(self.slot_names)
+        if needed:
+            changed = [
+                name
+                for before, now in zip(self.__used, used, strict=True)
+                for name in now
+                if now[name] and not before.get(name)
+            ]
+            names = ", ".join(dict.fromkeys(changed))
+            expected = (
+                f"{names} to be on before ms.torch.distribute, where the state {', '.join(sorted(needed))} is made"
+            )
+            remedy = "Make the optimizer with it, if only with a small number, and change it later"
+            raise RuntimeError(explain(f"{self.rule}.step", names, expected=expected, got="set later", remedy=remedy))
+        self.__used = used
 
     @property
     def by_rows(self) -> bool:
@@ -144,11 +236,69 @@ class TorchRule(Optimizer):
 
     def assign_group(self, variable: Any, group: int) -> None:
         """Say which group a variable belongs to."""
-        self.__group_of[variable] = group
+        self.__taken_by[variable] = group
+        self.__variables.setdefault(group, []).append(variable)
 
     def group_of(self, variable: Any) -> int:
-        """Return the number of the variable's group."""
-        return self.__group_of.get(variable, 0)
+        """Return the number of the variables that have taken the same steps as this one."""
+        return self.__taken_by.get(variable, 0)
+
+    def taken_of(self, variable: Any) -> Taken:
+        """Return what steps a variable has taken."""
+        return self.__taken[self.group_of(variable)]
+
+    def load_taken(self, taken: Mapping[Any, Taken]) -> None:
+        """Take over what steps variables have taken; those that are not named have taken none."""
+        self.__taken = [Taken(number) for number in range(len(self._optimizer.param_groups))]
+        known: dict[Any, int] = {}
+        for group, variables in self.__variables.items():
+            self.__taken[group].lag = self.iterations
+            for variable in variables:
+                found = taken.get(variable)
+                key = None if found is None else (group, found.lag, found.begun, tuple(found.scalars.items()))
+                if key is not None and key not in known:
+                    known[key] = len(self.__taken)
+                    self.__taken.append(Taken(group, found.lag, found.begun, found.scalars))  # type: ignore[union-attr]
+                self.__taken_by[variable] = group if key is None else known[key]
+        self._steps.clear()
+
+    def take_step(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
+        """Take a step; parameters without a gradient take none. Collective; in cross-replica context."""
+        if strategy.extended.placement.store is not None:  # servers count for themselves
+            super().take_step(strategy, pairs, aggregate)
+            return
+        stepping = self._stepping(pairs_of(pairs)[0])
+        if self.rule in _WITH_SCALARS:
+            for number in stepping:
+                taken, step = self.__taken[number], self.iterations + 1 - self.__taken[number].lag
+                group = self._optimizer.param_groups[taken.group]
+                trial = _BlockStep(self.kind, group, torch.float32, self.revision)
+                trial.names()
+                first = not taken.begun and step == 1
+                taken.next_scalars = trial.scalars(step, first, taken.scalars, float(group["lr"]))
+        super().take_step(strategy, pairs, aggregate)
+        for number, taken in enumerate(self.__taken):
+            if number in stepping:
+                taken.begun, taken.scalars = True, taken.next_scalars
+            else:
+                taken.lag += 1
+
+    def _stepping(self, pairs: Sequence[tuple[Any, Any]]) -> set[int]:
+        """Return the numbers of what takes this step; variables that part from others in it get one of their own."""
+        given = {variable for gradient, variable in pairs if gradient is not None}
+        numbers = {self.group_of(variable) for variable in given}
+        if len(given) == len(self.__taken_by):
+            return numbers
+        parted = {
+            number: [v for v, n in self.__taken_by.items() if n == number and v not in given] for number in numbers
+        }
+        if any(parted.values()):
+            for number, variables in parted.items():
+                if variables:
+                    self.__taken.append(self.__taken[number].copy())
+                    self.__taken_by.update(dict.fromkeys(variables, len(self.__taken) - 1))
+            self._steps.clear()
+        return numbers
 
     def update(self, *_: Any) -> None:
         """Not called: see `update_block`."""
@@ -158,30 +308,41 @@ class TorchRule(Optimizer):
         """Update a block by torch's own optimizer."""
         if self.scale != 1:
             np.multiply(block.gradient, self.scale, out=block.gradient)
-        group = self._optimizer.param_groups[block.group]
-        self._block_step(block, group).update(block, float(group["lr"]), self.scalars(block.step, group))
+        taken = self.__taken[block.group]
+        group, step = self._optimizer.param_groups[taken.group], block.step - taken.lag
+        first, rate, scalars = step == 1 and not taken.begun, float(group["lr"]), taken.scalars
+        if self.rule in _WITH_SCALARS and self._store() is not None:
+            scalars = self._served_scalars(taken.group, step, rate)
+        self._block_step(block, group).update(block, rate, step, first, scalars)
+
+    def _served_scalars(self, group: int, step: int, rate: float) -> Mapping[str, float]:
+        """Return what torch keeps once for all elements, as it is before a step on a server, which counts all steps."""
+        known: dict[Any, Any] = self.__local.__dict__
+        taken, scalars = known.get(("scalars", group), (0, dict[str, float]()))
+        if taken >= step:
+            taken, scalars = 0, {}
+        trial = _BlockStep(self.kind, self._optimizer.param_groups[group], torch.float32, self.revision)
+        trial.names()
+        for number in range(taken + 1, step):
+            scalars = trial.scalars(number, number == 1, scalars, rate)
+        known["scalars", group] = step - 1, scalars
+        return scalars
 
     def _block_step(self, block: Block, group: Mapping[str, Any]) -> _BlockStep:
         known: dict[Any, Any] = self.__local.__dict__
-        key = block.group, block.weights.dtype
+        key = self.__taken[block.group].group, block.weights.dtype
         step = known.get(key)
         if step is None or step.revision != self.revision:
             step = known[key] = _BlockStep(self.kind, group, tensor_of(block.weights).dtype, self.revision)
         return step
 
-    def scalars(self, step: int, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return what torch keeps once for all elements, as it is before a step."""
-        if self.rule != "NAdam":
-            return {}
-        known: dict[Any, Any] = self.__local.__dict__
-        key = "mu_product", group["betas"][0], group["momentum_decay"]
-        taken, product = known.get(key, (0, torch.ones(())))
-        if taken > step - 1:
-            taken, product = 0, torch.ones(())
-        for i in range(taken + 1, step):
-            product = product * (group["betas"][0] * (1.0 - 0.5 * 0.96 ** (i * group["momentum_decay"])))
-        known[key] = step - 1, product
-        return {"mu_product": product}
+
+def _truths(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, bool]]:
+    """Return which settings of each group are on."""
+    return [
+        {n: bool(value) for n, value in group.items() if n not in _UNCOMPARED and np.ndim(value) == 0}
+        for group in groups
+    ]
 
 
 def _has_tensor(group: Mapping[str, Any]) -> bool:

@@ -183,8 +183,9 @@ def _weigh_parameters(layers: list[torch.nn.Module], weight: Any) -> list[tuple[
     for layer in layers:
         if isinstance(layer, torch.jit.ScriptModule):
             raise BatchError(
-                f"{type(layer).__name__}.forward: a compiled ScriptModule cannot weigh its gradients by the rows of unequal parts "
-                'of a batch. Use drop_remainder=True for equal parts, loss="sum", or distribute the module before it is scripted'
+                f"{type(layer).__name__}.forward: a compiled ScriptModule cannot weigh its gradients by the rows of unequal "
+                'parts of a batch. Use drop_remainder=True for equal parts, loss="sum", or distribute the module before it '
+                "is scripted"
             )
         own = layer._parameters
         for name, parameter in own.items():
