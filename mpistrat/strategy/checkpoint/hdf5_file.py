@@ -4,10 +4,10 @@
     /variables/NAME   one dataset each, contiguous, from a page's start; the attribute dtype where HDF5 has no such
                       type (bfloat16 as uint16)
     /optimizers/0     attributes name, iterations, and made, its number in the scope of the program or, with parameter
-                      servers, in the program; slots/NAME/SLOT one dataset each
+                      servers, in the program; slots/NAME/SLOT one dataset each; settings, JSON: a dict for each group
     /extra            what the program gave beside, in JSON
     /digests          JSON: the digests of all elements of these datasets, in the pieces in which they were written, and
-                      what the attributes of the optimizers are
+                      the attributes and settings of the optimizers
 
 A ShardedVariable is one dataset too, and so are its slots: a program that restores it may have other shards, or none.
 """
@@ -98,14 +98,19 @@ def complete_file(path: Path, digests: Digests, optimizers: Sequence[Mapping[str
     import h5py
 
     with h5py.File(path, "r+", locking=False) as file:
+        plain, settings = [], []
         for index, about in enumerate(optimizers):
-            file.require_group(f"optimizers/{index}").attrs.update(about)
+            group, plain_about = file.require_group(f"optimizers/{index}"), dict(about)
+            settings.append(json.dumps(plain_about.pop("settings", None)))
+            group.attrs.update(plain_about)
+            group.create_dataset("settings", data=np.frombuffer(settings[-1].encode(), np.uint8))
+            plain.append(plain_about)
         if extra is not None:
             text = np.frombuffer(extra.encode(), np.uint8)
             file.create_dataset("extra", data=text)
             form = ArrayForm("extra", text.shape, text.dtype)
             digests = {**digests, "extra": [(0, text.size, digest_of_array(text, about_slice(form, 0)))]}
-        table = json.dumps({"arrays": digests, "optimizers": list(optimizers)}, sort_keys=True).encode()
+        table = json.dumps({"arrays": digests, "optimizers": plain, "settings": settings}, sort_keys=True).encode()
         file.create_dataset("digests", data=np.frombuffer(table, np.uint8))
         file.attrs["digest"] = digest_of_bytes(table)
         file.attrs["format"], file.attrs["version"] = FORMAT, VERSION
@@ -198,7 +203,7 @@ class CheckpointFile:
     """A checkpoint that is being read. Only what is asked for is read, and only where it lies in this file.
 
     Attributes:
-        optimizers: name, iterations and made (or None) of each.
+        optimizers: name, iterations, made and settings of each, None for what the file has not.
         weights_only: whether a file of this kind has no optimizers.
 
     Raises:
@@ -224,7 +229,7 @@ class CheckpointFile:
                 raise DamagedError(f"expected a {FORMAT}, version {VERSION}, got another file")
             self._digests: Digests | None = None
             self.optimizers = self._optimizers()
-            self._read_digests()
+            self._read_settings(self._read_digests())
         except BaseException:
             self._file.close()
             raise
@@ -341,16 +346,30 @@ class CheckpointFile:
                 own = find_group(self._file, f"optimizers/{index}")
                 if own is None:
                     raise Refused(f"{count} entries, among which {index} is none")
-                found.append(_optimizer(own.attrs))
+                found.append({**_optimizer(own.attrs), "settings": None})
         return found
 
-    def _read_digests(self) -> None:
+    def _read_settings(self, kept: Sequence[str] | None) -> None:
+        """Read the settings of the optimizers; with digests, `kept` are their texts."""
+        for index, about in enumerate(self.optimizers):
+            key = f"optimizers/{index}/settings"
+            text = None if find(self._file, key) is None else self._bytes(key).tobytes().decode()
+            if kept is not None and kept[index : index + 1] != [text]:
+                _damaged(key, "is not as it was saved")
+            with _named(key):
+                about["settings"] = _checked_settings(None if text is None else json.loads(text))
+        if self.optimizers and all(about["settings"] is None for about in self.optimizers):
+            text = f"{self._path} has no learning rates and other settings of optimizers: the program's stay"
+            log.once(logging.WARNING, f"Strategy.restore: {text}")
+
+    def _read_digests(self) -> list[str] | None:
+        """Read the digests; return the texts of settings that they are of, None where they are of none."""
         with _named("digests"):
             digest = self._file.attrs.get("digest")
             if digest is None and find(self._file, "digests") is None:
                 text = f"{self._path} was saved without digests: whether its values are as they were cannot be told"
                 log.once(logging.WARNING, f"Strategy.restore: {text}")
-                return
+                return None
             if not isinstance(digest, str):
                 raise Refused("the digest of the digests is not there")
         table = self._bytes("digests").tobytes()
@@ -360,15 +379,17 @@ class CheckpointFile:
             except ImportError:
                 remedy = f"install xxhash: {self._path} has its digests, which else cannot be compared"
                 log.once(logging.WARNING, f"Strategy.restore: {remedy}")
-                return
+                return None
             if not same:
                 _damaged("digests", "is not as it was saved")
             document = json.loads(table)
-            kept = [{"made": None, **about} for about in document["optimizers"]]
+            kept = [{"made": None, "settings": None, **about} for about in document["optimizers"]]
             for index in range(max(len(kept), len(self.optimizers))):
                 if kept[index : index + 1] != self.optimizers[index : index + 1]:
                     _damaged(f"optimizers/{index}", "is not as it was saved")
             self._digests = document["arrays"]
+            settings: list[str] | None = document.get("settings")
+            return settings
 
     def _compare(self, key: str, shape: tuple[int, ...], array: np.ndarray) -> None:
         assert self._digests is not None
@@ -415,6 +436,14 @@ def _optimizer(attributes: Any) -> dict[str, Any]:
     if "iterations" not in found:
         raise Refused("an optimizer without iterations")
     return found
+
+
+def _checked_settings(settings: Any) -> list[dict[str, Any]] | None:
+    if settings is None:
+        return None
+    if not isinstance(settings, list) or not all(isinstance(group, dict) for group in settings):
+        raise Refused("settings that are no list of dicts")
+    return settings
 
 
 @contextlib.contextmanager
