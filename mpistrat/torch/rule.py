@@ -18,6 +18,7 @@ import torch
 from ..errors import explain
 from ..optimizers import Optimizer
 from ..optimizers.rule import Block
+from ..optimizers.settings import as_attribute, check_groups, group_settings
 from .tensors import array_of, tensor_of
 
 __all__ = ["TorchRule", "check_kind", "slots_of"]
@@ -26,6 +27,7 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax
 _KERNELS = {"Adam": getattr(torch, "_fused_adam_", None), "AdamW": getattr(torch, "_fused_adamw_", None)}
 _OURS = {"foreach": False, "capturable": False, "differentiable": False, "fused": None}
 _UNCOMPARED = {"params", "lr", "initial_lr", "param_names", *_OURS}
+_UNSAVED = {"params", "param_names", *_OURS}
 
 
 @final
@@ -135,6 +137,26 @@ class TorchRule(Optimizer):
             self.settings = settings
         changing = any(map(_has_tensor, groups))  # in place; then it would be equal to itself
         self.__seen = [] if changing else [dict(group) for group in groups]
+
+    def get_settings(self) -> list[dict[str, Any]]:
+        """Return what each group holds but for its parameters, as JSON holds it: files and snapshots have it."""
+        return [group_settings(group, _UNSAVED) for group in self._optimizer.param_groups]
+
+    def set_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        """Take the settings of each group, as torch's `load_state_dict` does; tensors are filled in place.
+
+        Raises:
+            ValueError: another number of groups.
+        """
+        groups = self._optimizer.param_groups
+        check_groups(self.rule, settings, len(groups))
+        for group, new in zip(groups, settings, strict=True):
+            for name, value in new.items():
+                if torch.is_tensor(group.get(name)):
+                    group[name].fill_(value)
+                elif name not in _UNSAVED:
+                    group[name] = as_attribute(value, group.get(name))
+        self.follow()
 
     @property
     def by_rows(self) -> bool:
