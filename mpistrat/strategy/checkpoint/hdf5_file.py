@@ -4,10 +4,10 @@
     /variables/NAME   one dataset each, contiguous, from a page's start; the attribute dtype where HDF5 has no such
                       type (bfloat16 as uint16)
     /optimizers/0     attributes name, iterations, and made, its number in the scope of the program or, with parameter
-                      servers, in the program; slots/NAME/SLOT one dataset each; settings, JSON: a dict for each group
+                      servers, in the program, and settings, JSON: a dict for each group; slots/NAME/SLOT one dataset each
     /extra            what the program gave beside, in JSON
     /digests          JSON: the digests of all elements of these datasets, in the pieces in which they were written, and
-                      the attributes and settings of the optimizers
+                      the attributes of the optimizers
 
 A ShardedVariable is one dataset too, and so are its slots: a program that restores it may have other shards, or none.
 """
@@ -15,6 +15,7 @@ A ShardedVariable is one dataset too, and so are its slots: a program that resto
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -100,11 +101,10 @@ def complete_file(path: Path, digests: Digests, optimizers: Sequence[Mapping[str
     with h5py.File(path, "r+", locking=False) as file:
         plain, settings = [], []
         for index, about in enumerate(optimizers):
-            group, plain_about = file.require_group(f"optimizers/{index}"), dict(about)
-            settings.append(json.dumps(plain_about.pop("settings", None)))
-            group.attrs.update(plain_about)
-            group.create_dataset("settings", data=np.frombuffer(settings[-1].encode(), np.uint8))
-            plain.append(plain_about)
+            group, own = file.require_group(f"optimizers/{index}"), dict(about)
+            settings.append(json.dumps(own.pop("settings", None)))
+            group.attrs.update({**own, "settings": settings[-1]})
+            plain.append(own)
         if extra is not None:
             text = np.frombuffer(extra.encode(), np.uint8)
             file.create_dataset("extra", data=text)
@@ -229,7 +229,12 @@ class CheckpointFile:
                 raise DamagedError(f"expected a {FORMAT}, version {VERSION}, got another file")
             self._digests: Digests | None = None
             self.optimizers = self._optimizers()
-            self._read_settings(self._read_digests())
+            self._read_digests()
+            for about in self.optimizers:
+                about["settings"] = _parsed(about["settings"])
+            if self.optimizers and all(about["settings"] is None for about in self.optimizers):
+                text = f"{path} has no learning rates and other settings of optimizers: the program's stay"
+                log.once(logging.WARNING, f"Strategy.restore: {text}")
         except BaseException:
             self._file.close()
             raise
@@ -346,30 +351,16 @@ class CheckpointFile:
                 own = find_group(self._file, f"optimizers/{index}")
                 if own is None:
                     raise Refused(f"{count} entries, among which {index} is none")
-                found.append({**_optimizer(own.attrs), "settings": None})
+                found.append(_optimizer(own.attrs))
         return found
 
-    def _read_settings(self, kept: Sequence[str] | None) -> None:
-        """Read the settings of the optimizers; with digests, `kept` are their texts."""
-        for index, about in enumerate(self.optimizers):
-            key = f"optimizers/{index}/settings"
-            text = None if find(self._file, key) is None else self._bytes(key).tobytes().decode()
-            if kept is not None and kept[index : index + 1] != [text]:
-                _damaged(key, "is not as it was saved")
-            with _named(key):
-                about["settings"] = _checked_settings(None if text is None else json.loads(text))
-        if self.optimizers and all(about["settings"] is None for about in self.optimizers):
-            text = f"{self._path} has no learning rates and other settings of optimizers: the program's stay"
-            log.once(logging.WARNING, f"Strategy.restore: {text}")
-
-    def _read_digests(self) -> list[str] | None:
-        """Read the digests; return the texts of settings that they are of, None where they are of none."""
+    def _read_digests(self) -> None:
         with _named("digests"):
             digest = self._file.attrs.get("digest")
             if digest is None and find(self._file, "digests") is None:
                 text = f"{self._path} was saved without digests: whether its values are as they were cannot be told"
                 log.once(logging.WARNING, f"Strategy.restore: {text}")
-                return None
+                return
             if not isinstance(digest, str):
                 raise Refused("the digest of the digests is not there")
         table = self._bytes("digests").tobytes()
@@ -379,17 +370,18 @@ class CheckpointFile:
             except ImportError:
                 remedy = f"install xxhash: {self._path} has its digests, which else cannot be compared"
                 log.once(logging.WARNING, f"Strategy.restore: {remedy}")
-                return None
+                return
             if not same:
                 _damaged("digests", "is not as it was saved")
             document = json.loads(table)
-            kept = [{"made": None, "settings": None, **about} for about in document["optimizers"]]
+            texts = document.get("settings", itertools.repeat(None))  # beside them, for readers that know no settings
+            kept = [
+                {"made": None, **about, "settings": s} for about, s in zip(document["optimizers"], texts, strict=False)
+            ]
             for index in range(max(len(kept), len(self.optimizers))):
                 if kept[index : index + 1] != self.optimizers[index : index + 1]:
                     _damaged(f"optimizers/{index}", "is not as it was saved")
             self._digests = document["arrays"]
-            settings: list[str] | None = document.get("settings")
-            return settings
 
     def _compare(self, key: str, shape: tuple[int, ...], array: np.ndarray) -> None:
         assert self._digests is not None
@@ -427,7 +419,10 @@ def _optimizer(attributes: Any) -> dict[str, Any]:
     name = attributes["name"]
     if not isinstance(name, str):
         raise Refused(f"a name that is a {type(name).__name__}")
-    found: dict[str, Any] = {"name": name, "made": None}
+    settings = attributes.get("settings")
+    if settings is not None and not isinstance(settings, str):
+        raise Refused(f"settings that are a {type(settings).__name__}")
+    found: dict[str, Any] = {"name": name, "made": None, "settings": settings}
     for number in ("iterations", "made"):
         if number in attributes:
             found[number] = int(attributes[number])
@@ -438,12 +433,13 @@ def _optimizer(attributes: Any) -> dict[str, Any]:
     return found
 
 
-def _checked_settings(settings: Any) -> list[dict[str, Any]] | None:
-    if settings is None:
-        return None
-    if not isinstance(settings, list) or not all(isinstance(group, dict) for group in settings):
-        raise Refused("settings that are no list of dicts")
-    return settings
+def _parsed(settings: str | None) -> list[dict[str, Any]] | None:
+    """Return the settings of an optimizer from their text."""
+    with _named("settings"):
+        found = None if settings is None else json.loads(settings)
+        if found is not None and (not isinstance(found, list) or not all(isinstance(group, dict) for group in found)):
+            raise Refused("settings that are no list of dicts")
+        return found
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from ...errors import explain
 from ...optimizers.slots import WIRE_RESIDUAL, residual_receiver
 from ...variables import Placement, Receiver
 from ...variables.values import parse_dtype
+from .extra import read_extra
 from .hdf5_file import CheckpointFile, Form, from_rank_0, key_of, name_of, on_all, ranges_of
 from .optimizer_states import OptimizerStates
 from .parts import FileParts, Parts, Taken, read_own, send
@@ -122,7 +123,7 @@ class Restoring:
                 stays = [*left.problems.values(), *strangers.values()]
                 unused += [f"optimizer {name!r}" for name in dropped]
                 _say_what_is_left(os.fspath(path), stays, unused)
-        return dict(extra or {})
+        return dict(read_extra(extra or {}))
 
     def _slots_taken(self, keys: Iterable[str]) -> dict[str, str]:
         """Return what this node's optimizers call the slots that they take of a file, by key, "" for what no node takes."""

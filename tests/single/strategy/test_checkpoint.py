@@ -1,6 +1,7 @@
 """save and restore: one file, whole or not there, that another strategy reads."""
 
 import fcntl
+import json
 import os
 
 import h5py
@@ -96,7 +97,10 @@ def test_the_file(tmp_path):
     with h5py.File(tmp_path / "x.h5") as file:
         assert np.array_equal(file["variables/dense%2Fw"], value)
         assert file["variables/%2E"][()] == 2
-        assert dict(file["optimizers/0"].attrs) == {"name": "opt", "iterations": 1}
+        about = dict(file["optimizers/0"].attrs)
+        (settings,) = json.loads(about.pop("settings"))
+        assert about == {"name": "opt", "iterations": 1}
+        assert settings["learning_rate"] == 0.1 and settings["beta_2"] == 0.999 and settings["clipnorm"] is None
         assert set(file["optimizers/0/slots/dense%2Fw"]) == {"momentum", "velocity"}
 
 
