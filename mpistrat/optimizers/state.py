@@ -245,7 +245,15 @@ class StatefulRule(Rule):
         """Set the number of calls, and settings if there are any; forget what waits for a step. Every rank must call it."""
         self._iterations = self._counted_from = int(iterations)
         if settings is not None:
+            before = self.get_settings()
             self.set_settings(settings)
+            pairs = zip(before, self.get_settings(), strict=True)
+            for number, (old, new) in enumerate(pairs):
+                for name, value in changed(old, new).items():
+                    group = f" of group {number}" if len(before) > 1 else ""
+                    log.once(
+                        logging.INFO, f"optimizer {self.name!r}: {name}{group} is {value} as saved, not {old[name]}"
+                    )
         self._describe_steps()
         self._slots.forget_unsent()
         self._slots.pending.clear()

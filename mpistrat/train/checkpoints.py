@@ -17,7 +17,7 @@ from ..environment import RESTART_EXIT_CODE
 from ..errors import ContextError, SharedMemoryError, explain
 from ..strategy.checkpoint.extra import has_state
 from ..strategy.checkpoint.writer import Saving
-from .folder_claim import claim_folder
+from .folder_claim import FolderClaim
 from .random_states import gather_states, hand_back
 
 __all__ = ["Checkpoints", "checkpoints_iterator"]
@@ -106,7 +106,8 @@ class Checkpoints:
         self._snapshots: _Period | None = None
         if snapshot_seconds is not None and strategy.takes_snapshots:
             self._snapshots = _Period(strategy, snapshot_seconds)
-        self._saved, self._saving_step, self._claimed = False, 0, False
+        self._saved, self._saving_step = False, 0
+        self._claim, self._claimed = FolderClaim(strategy, self.folder), False
         self._postponed = False  # until nodes have the same weights
         group = strategy.extended.process_group
         self._until, self._layouts = group.environment.until, [(0, group.topology.ranks_per_node)]
@@ -163,10 +164,14 @@ class Checkpoints:
 
         Returns:
             The file, None where none is written.
+
+        Raises:
+            ValueError: on every rank, when another run writes into the folder.
         """
         self.strategy.reach(step)
-        if self.periodic or self._snapshots is not None:
-            self._claim()
+        if not self._claimed and (self.periodic or self._snapshots is not None):
+            self._claimed = True
+            self._claim.take()
         if self._asynchronous and not self._prepared:
             self._prepared = True
             self.strategy.prepare_save()
@@ -214,7 +219,7 @@ class Checkpoints:
             ValueError: on every rank, when another run writes into the folder.
         """
         path, strategy = self.path(step), self.strategy
-        self._claim()
+        self._claim.take()
         self._postponed = False
         if strategy.rank == 0:
             with contextlib.suppress(OSError):  # which `Strategy.save` tells all ranks
@@ -232,12 +237,6 @@ class Checkpoints:
         if self._period is not None:
             self._period.begin(step)
         return path
-
-    def _claim(self) -> None:
-        """Be the one run that writes into the folder, from the first call on. Collective."""
-        if not self._claimed:
-            claim_folder(self.strategy, self.folder)
-            self._claimed = True
 
     def postpone(self) -> None:
         """Have `step` save as soon as all nodes have the same weights: after the next outer step. Every rank calls it."""

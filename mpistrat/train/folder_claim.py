@@ -16,54 +16,57 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
-from ..comm.process_group import ProcessGroup
 from ..errors import explain
 
-__all__ = ["claim_folder"]
+__all__ = ["FolderClaim"]
 
 _NAME = ".owner"
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LONGEST = 4096  # bytes of the file
-_claims: dict[tuple[int, int], _Claim] = {}  # of this process, by device and inode of the folder
-
-
-def claim_folder(strategy: Any, folder: Path) -> None:
-    """Make a strategy the one that writes into a folder, until it is closed. Collective.
-
-    Raises:
-        ValueError: on every rank, if another run writes into it.
-    """
-    claim = _Claim(strategy.extended.process_group)
-    owner = strategy.broadcast_object(claim.take(folder) if strategy.rank == 0 else "")
-    if owner:
-        expected = "a folder that no other run writes into"
-        remedy = (
-            "Give each run a folder of its own, or end the other one. Reading its files needs no folder of one's own"
-        )
-        raise ValueError(
-            explain("Checkpoints", str(folder), expected=expected, got=f"one that {owner} uses", remedy=remedy)
-        )
-    claim.group.attach(claim)
+_claims: dict[tuple[int, int], FolderClaim] = {}  # of this process, by device and inode of the folder
 
 
 @final
-class _Claim:
-    """The claim of one group of ranks; its rank 0 has the lock. See `comm.process_group.Attachment`."""
+class FolderClaim:
+    """The claim of a strategy on a folder; rank 0 has the lock. It is an attachment of the group of ranks, and ends with it."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group, self._descriptor = group, -1
-        self._key = (0, 0)
+    def __init__(self, strategy: Any, folder: Path) -> None:
+        self._strategy, self._folder, self._group = strategy, folder, strategy.extended.process_group
+        self._taken, self._descriptor, self._key = False, -1, (0, 0)
 
-    def take(self, folder: Path) -> str:
-        """Take the lock of a folder, which is made if it is not there; return its owner in words, "" if it is free. Local."""
+    def take(self) -> None:
+        """Make the strategy the only one that writes into the folder, which is made if it is not there. Collective.
+
+        Where the same process had claimed it for another strategy, the newer one has it from now on.
+
+        Raises:
+            ValueError: on every rank, if another run writes into it.
+        """
+        owner = self._strategy.broadcast_object(self._try() if self._strategy.rank == 0 else "")
+        if owner:
+            expected, got = "a folder that no other run writes into", f"one that {owner} uses"
+            remedy = "Give each run a folder of its own, or end the other run. To read its files is no conflict"
+            raise ValueError(explain("Checkpoints", str(self._folder), expected=expected, got=got, remedy=remedy))
+        if not self._taken:
+            self._group.attach(self)
+        self._taken = True
+
+    def _try(self) -> str:
+        """Take the lock; return the owner of the folder in words, "" where that is this strategy. Local."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            status = folder.stat()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            status = self._folder.stat()
             self._key = status.st_dev, status.st_ino
             known = _claims.get(self._key)
-            if known is not None and not known.group.closed:
-                return "" if known.group is self.group else f"another strategy of process {os.getpid()}"
-            descriptor = os.open(folder / _NAME, _FLAGS, 0o666)
+            if known is not None and known._group is self._group:
+                return ""
+            if known is not None and self._taken:
+                return f"a newer strategy of process {os.getpid()}"
+            if known is not None:
+                self._descriptor, known._descriptor = known._descriptor, -1
+                _claims[self._key] = self
+                return ""
+            descriptor = os.open(self._folder / _NAME, _FLAGS, 0o666)
         except OSError:  # saving raises it, if the folder cannot be written
             return ""
         # Not flock: children of this process, such as workers of a DataLoader, would hold it after its end.
@@ -75,7 +78,7 @@ class _Claim:
             held = error.errno in (errno.EAGAIN, errno.EACCES)
             return "" if not held or self._succeeds(owner) else _words(owner)
         self._descriptor, _claims[self._key] = descriptor, self
-        environment = self.group.environment
+        environment = self._group.environment
         about = {"host": os.uname().nodename, "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         about |= {"job": environment.job, "generation": environment.generation}
         with contextlib.suppress(OSError):
@@ -85,7 +88,7 @@ class _Claim:
 
     def _succeeds(self, owner: dict[str, Any]) -> bool:
         """Return whether an owner is this job before it was started again, of which a process has not ended yet."""
-        environment = self.group.environment
+        environment = self._group.environment
         generation = owner.get("generation")
         same = bool(environment.job) and owner.get("job") == environment.job
         return same and isinstance(generation, int) and generation < environment.generation

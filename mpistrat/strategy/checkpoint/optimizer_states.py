@@ -230,6 +230,10 @@ class OptimizerStates:
         """Return the registered optimizer that files know by a number; None where there is none."""
         return next((one for one in self.registered if self.number_of(one) == number), None)
 
+    def taking(self, number: int, about: Mapping[str, Any]) -> Any:
+        """Return the optimizer that takes what a file has under a number; None where the program has not made it."""
+        return self.with_number(number) or self._find(number, _Restored(about["name"], {}, about["made"]))
+
     def give(self) -> None:
         """Give those that the program has made already what was restored for them. Done by all ranks alike."""
         with self._lock:

@@ -290,20 +290,24 @@ class Restoring:
         return found
 
     def _strangers(self, optimizers: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
-        """Return what is wrong with the optimizers that have been applied here, by number."""
+        """Return the texts of what does not fit the optimizers here, by number."""
         problems = {}
         for optimizer in self._states.registered:
             number = self._states.number_of(optimizer)
             saved = optimizers[number]["name"] if number in optimizers else None
             if saved is None:
-                why = (
-                    ""
-                    if optimizer.number_in(self._placement) is not None
-                    else ", as it was made outside of strategy.scope()"
-                )
+                outside = self._placement.store is None and optimizer.number_in(self._placement) is None
+                why = ": if made outside of strategy.scope(), it is in files after its first step" if outside else ""
                 problems[number] = f"optimizer {optimizer.name!r} is not in it{why}"
             elif saved != optimizer.name:
                 problems[number] = f"optimizer {number} is {saved!r} in it, here {optimizer.name!r}"
+        for number, about in optimizers.items():
+            one, settings = self._states.taking(number, about), about["settings"]
+            groups = 0 if one is None or settings is None else len(one.get_settings())
+            if groups and len(settings) != groups and number not in problems:
+                problems[number] = (
+                    f"optimizer {one.name!r} has {len(settings)} groups of parameters in it, here {groups}"
+                )
         return problems
 
 
