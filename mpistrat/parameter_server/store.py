@@ -240,9 +240,11 @@ class ServerStore(Store):
         return np.array(variable.numpy()) if self._here(variable) else None
 
     def read_slots(self, optimizer: Optimizer, variable: ParameterServerVariable) -> dict[str, np.ndarray]:
-        """Return new arrays with a variable's slots on every rank. Collective."""
+        """Return new arrays with a variable's slots on every rank; {} if it was never updated. Collective."""
         self._settle()
-        return self._read(optimizer, variable)
+        with self.group.collective("optimizer.slots", variable.name, detail="there"):
+            there = self.group.agree(int(self._has_slots(optimizer, variable)), "max")
+        return self._read(optimizer, variable) if there else {}
 
     def _read(self, optimizer: Optimizer, variable: ParameterServerVariable) -> dict[str, np.ndarray]:
         dtype, result = accumulation_dtype(variable.dtype), {}
