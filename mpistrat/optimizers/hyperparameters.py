@@ -41,7 +41,7 @@ OWN = frozenset(
             "_variables",
             "_strategy",
         ),
-        *("_slot_start", "_rate", "_revision", "_private_words", "_slots_words"),
+        *("_slot_start", "_rate", "_revision", "_private_words", "_slots_words", "_unsaved", "_updated_first"),
     ]
 )
 
@@ -122,6 +122,7 @@ class Hyperparameters(ABC):
         self._iterations = 0
         self._counted_from = 0  # steps are counted alike, but may be set otherwise on one rank
         self._revision = 0
+        self._unsaved: frozenset[str] = frozenset()  # settings that are not this optimizer's own
         self._rate: Rate
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -215,6 +216,10 @@ class Hyperparameters(ABC):
             raise RuntimeError(explain(function, "", expected=expected, got=got))
         self._excluded.update(v for _, v in each_variable((None, v) for v in var_list or ()))
         self._excluded_names.extend(re.compile(name) for name in var_names or ())
+
+    def leave_to_owner(self, setting: str) -> None:
+        """Leave a setting out of files: the optimizer around this one sets it before each step."""
+        self._unsaved |= {setting}
 
     # how ranks compare them
 

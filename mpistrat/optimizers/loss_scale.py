@@ -77,6 +77,7 @@ class LossScaleOptimizer:
         self.inner_optimizer, self.name, self._left_out = inner_optimizer, name, 0
         self.initial_scale, self.dynamic_growth_steps = float(initial_scale), int(dynamic_growth_steps)
         inner_optimizer.check_numerics = True
+        inner_optimizer.leave_to_owner("loss_scale_factor")  # files have it as dynamic_scale
         self.dynamic_scale = Variable(
             self.initial_scale, dtype="float32", trainable=False, name=f"{name}/dynamic_scale"
         )

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import itertools
 import weakref
-import zlib
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from .. import context
-from ..comm.arrays import accumulation_dtype, as_array, to_host
 from ..errors import explain
-from ..variables.layout import Receiver
-from ..variables.placement import ORDINAL_STEP, SlotsHere, Store
+from ..variables.placement import ORDINAL_STEP, Store
 from ..variables.sharded import ShardedVariable, each_variable
-from ..variables.values import checksum
 from ..variables.variable import Variable
 from .begun import Begun
 from .fused_step import FusedStep
 from .gradients import ReplicaPairs, check_variables, pairs_of
 from .hyperparameters import AVERAGE, GRADIENT_SUM, Rate
-from .rule import Block, Rule, UpdateRun
-from .slots import SlotStore, whole_slots
+from .rule import Block, UpdateRun
+from .slots import SlotStore
+from .state import StatefulRule
 
 __all__ = ["Optimizer", "find", "known"]
 
@@ -33,7 +28,7 @@ _known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionar
 _KEPT_STEPS = 1024  # one for each set of variables that had gradients together
 
 
-class Optimizer(Rule):
+class Optimizer(StatefulRule):
     """Updates variables by their gradients. Subclass it for a rule of your own: `__init__` and `update`.
 
     An update works on flat blocks, element by element, so that it may be done on any part of any variable: each rank of a
@@ -111,6 +106,7 @@ class Optimizer(Rule):
         self._slots = SlotStore(self)
         self.begun = Begun()
         self._variables: list[Variable] = []
+        self._updated_first: list[Variable] = []  # by the step that is being taken
         self._strategy: Any = None
         self._ordinal: int
         self._steps: dict[tuple[int, ...], UpdateRun] = {}
@@ -183,16 +179,6 @@ class Optimizer(Rule):
         if self._number is None or self._number[0]() is not placement:
             return None
         return self._number[1]
-
-    @property
-    def pending_slots(self) -> dict[str, dict[str, Any]]:
-        """What `set_state` gave for variables that were not updated since, by name of variable."""
-        return self._slots.pending
-
-    @property
-    def variables(self) -> tuple[Variable, ...]:
-        """The variables that were updated or restored so far, in that order."""
-        return tuple(self._variables)
 
     # steps
 
@@ -275,27 +261,13 @@ class Optimizer(Rule):
             step.run(aggregate)
             self._iterations += 1
             self.begun.note_step(strategy)
+        except BaseException:
+            self._forget_first_update(key)
+            raise
         finally:
             self.begun.forget()
-
-    def join(self, strategy: Any) -> None:
-        """Serve the variables of a strategy from now on; strategies and the first step do it.
-
-        Raises:
-            ValueError: it serves another strategy.
-        """
-        if self._strategy is None:
-            strategy.extended.register_optimizer(self)
-            self._strategy = strategy
-            self._slots.join(strategy.extended.placement)
-        elif strategy is not self._strategy:
-            expected, got = "the strategy of the earlier steps", "another one"
-            remedy = "Make an optimizer for each strategy"
-            raise ValueError(explain("apply_gradients", self.name, expected=expected, got=got, remedy=remedy))
-
-    def may_join(self, strategy: Any) -> bool:
-        """Return whether it serves no other strategy."""
-        return self._strategy is None or self._strategy is strategy
+        if self._updated_first:
+            self._updated_first = []
 
     def _new_step(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> UpdateRun:
         chosen, left_out = check_variables(strategy, pairs)
@@ -320,166 +292,24 @@ class Optimizer(Rule):
             step: UpdateRun = placement.store.make_step(self, chosen)
         else:
             step = FusedStep(self, strategy, chosen, left_out, self._slots, self.begun, self.number_in(placement))
+        self._updated_first = [variable for variable in new if variable.name not in self._slots.pending]
         self._variables.extend(new)
         self._slots.fill_pending(new)
         return step
+
+    def _forget_first_update(self, key: tuple[int, ...]) -> None:
+        """After a step that failed, forget the variables that it would have updated first, and plan it again."""
+        if self._updated_first:
+            new = set(map(id, self._updated_first))
+            self._variables[:] = [variable for variable in self._variables if id(variable) not in new]
+            self._updated_first = []
+            self._steps.pop(key, None)
 
     def take_outer_step(self) -> None:
         """Take an outer step now, if nodes have taken local ones: what `Strategy.outer_step` calls. Collective."""
         outer = self._slots.outer
         if outer is not None and outer.begun:
             outer.take()
-
-    # state
-
-    def finalize_variable_values(self, var_list: Iterable[Variable | ShardedVariable]) -> None:
-        """Overwrite variables with the averages of their weights, at the end of training with `use_ema`. Collective.
-
-        Variables that were never updated stay as they are.
-
-        Raises:
-            ValueError: the optimizer keeps no averages.
-        """
-        if not self.use_ema:
-            expected, got = "an optimizer with use_ema=True", "one without"
-            raise ValueError(explain("Optimizer.finalize_variable_values", self.name, expected=expected, got=got))
-        for variable in var_list:
-            average = self.slots(variable).get(AVERAGE)
-            if average is not None:
-                part = None if isinstance(variable, ShardedVariable) else variable.part
-                variable.assign((average if part is None else part.cut(average)).astype(variable.dtype))
-
-    def slots(self, variable: Variable | ShardedVariable) -> dict[str, np.ndarray]:
-        """Return new arrays with a variable's slots, whole, on the host; {} if it was never updated. Collective.
-
-        After `restore` they are those of the file, also before the first step. Slots of 16-bit variables are float32. A
-        ShardedVariable has slots when all its parts have. Of one that is divided by a layout they are whole, too.
-        """
-        if isinstance(variable, ShardedVariable):
-            parts = [self.slots(part) for part in variable.variables]
-            return {name: np.concatenate([part[name] for part in parts]) for name in self.slot_names if all(parts)}
-        if variable.placement.store is None and not any(variable is known for known in self._variables):
-            waiting = self._slots.pending.get(variable.name, {}) if self.may_join(variable.placement.strategy) else {}
-            known = {name: np.array(array) for name, array in waiting.items() if name in self.slot_names}
-            return whole_slots(variable.part, known)
-        return whole_slots(variable.part, self._slots.read(variable))
-
-    def set_slots(self, variable: Variable | ShardedVariable, values: Mapping[str, Any]) -> None:
-        """Overwrite a variable's slots; each rank takes its part. Every rank must do it.
-
-        Args:
-            variable: of the strategy that this optimizer serves.
-            values: arrays of the variable's shape, or of the whole's if it has a layout; one for each of `slot_names`.
-
-        Raises:
-            ValueError: names or shapes do not fit.
-        """
-        if isinstance(variable, ShardedVariable):
-            cut = {name: variable.cut(value, "Optimizer.set_slots") for name, value in values.items()}
-            for index, part in enumerate(variable.variables):
-                self.set_slots(part, {name: rows[index] for name, rows in cut.items()})
-            return
-        self._slots.write(variable, values)
-        given = {name: to_host(as_array(values[name], "Optimizer.set_slots", name)) for name in self.slot_names}
-        wholes = whole_slots(variable.part, given)  # what is compared, by the ranks of a replica, too
-        mine = checksum(*(np.ascontiguousarray(array).reshape(-1) for array in wholes.values()))
-        self._slots_words = f", slots set #{zlib.crc32(f'{self._slots_words} {variable.name} {mine}'.encode()):08x}"
-        self._describe_steps()
-        if not any(variable is known for known in self._variables):
-            self._variables.append(variable)
-
-    def get_state(self) -> dict[str, Any]:
-        """Return {"iterations": int, "slots": {name of variable: {name of slot: array}}}. Collective.
-
-        Where gradients are accumulated, "iterations" counts the calls of `apply_gradients`. What `set_state` gave for variables
-        that were not updated since is in it.
-        """
-        return {"iterations": self._iterations, "slots": dict(self.each_slots())}
-
-    def each_slots(self) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-        """Yield each variable's name with its slots, as `slots` gives them, one variable at a time. Collective.
-
-        What `set_state` gave for variables that were not updated since is among them.
-        """
-        store = self._store()
-        if store is not None:
-            yield from store.each_slots(self)
-            return
-        strategy = self._strategy
-        variables = [] if strategy is None else strategy.extended.placement.variables
-        parts = {variable.name: variable.part for variable in variables}
-        for name, slots in self.slots_of_parts():
-            yield name, whole_slots(parts.get(name), slots)
-
-    def slots_of_parts(self) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-        """Yield what `each_slots` does, but of what a replica's ranks divide this rank's part. Collective; for files.
-
-        What waits for a first update may be whole.
-        """
-        yield from self._slots.pending.items()
-        for variable in self._variables:
-            if self._slots.stored_of(variable):
-                yield variable.name, self._slots.read(variable)
-
-    def slots_here(
-        self, writers: Collection[int] | None, all_else: bool, each_node: bool = False
-    ) -> Iterator[SlotsHere]:
-        """Yield this rank's part of the slots of each variable, each element on one rank; for files. Collective.
-
-        Args:
-            writers: the ranks that write; None for all, among whom nodes divide what they have alike.
-            all_else: whether this rank gives what all ranks have alike: what waits for the first update.
-            each_node: whether the ranks of each node give all.
-        """
-        store = self._store()
-        if store is not None:
-            yield from store.slots_here(self, writers, each_node)
-            return
-        yield from self._slots.waiting(writers, all_else, each_node)
-        for variable in self._variables:
-            if not self._slots.stored_of(variable) and self._slots.outer is None:
-                continue
-            parts = self._slots.here(variable, writers, each_node)
-            yield variable.name, variable.shape, accumulation_dtype(variable.dtype), parts
-
-    def all_iterations(self) -> int:
-        """Return the number of calls that all ranks made, together where they step together. Collective."""
-        store = self._store()
-        return self._iterations if store is None else store.iterations(self)
-
-    def _store(self) -> Store | None:
-        """The store of the slots, where these are not beside arenas."""
-        return self._made_in if self._strategy is None else self._strategy.extended.placement.store
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `get_state` gave, on any layout. Every rank must do it.
-
-        Slots of variables that this optimizer has not updated yet are kept until it does.
-
-        Raises:
-            ValueError: slots of another optimizer, or of variables of another shape.
-        """
-        self._iterations = self._counted_from = int(state["iterations"])
-        self._describe_steps()
-        self._slots.forget_unsent()
-        if self._slots.outer is not None:
-            self._slots.outer.reset()
-        self._slots.pending = {name: dict(values) for name, values in state["slots"].items()}
-        self._slots.fill_pending(self._variables)
-
-    def take_slots(self, variable: Variable, names: Collection[str]) -> dict[str, Receiver] | None:
-        """Return what this rank takes of a variable's slots that are read from a file, by name. All ranks call it.
-
-        None where they must be given whole, to `set_state`: they are others, or kept elsewhere, or averages, which begin with
-        the weights of the first step, or nodes train by themselves.
-        """
-        if self._store() is not None or self._slots.outer is not None or variable.arena is None or self.use_ema:
-            return None
-        if set(names) != set(self._slots.stored_of(variable)):
-            return None
-        if not any(variable is known for known in self._variables):
-            self._variables.append(variable)
-        return {name: self._slots.receiver(variable, name) for name in names}
 
 
 def find(ordinal: int) -> Optimizer | None:

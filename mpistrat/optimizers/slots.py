@@ -60,6 +60,7 @@ class ArenaSlots:
 
     def __init__(self, arena: Arena, names: Iterable[str], start: Mapping[str, float]) -> None:
         self.low, self.high = (arena.owned([(0, arena.size)]) or [(0, 0)])[0]
+        self._arena, self._start = arena, start
         dtype = accumulation_dtype(arena.dtype)
         xp, size = array_module(arena.values), self.high - self.low
         self._kept: Any = None
@@ -69,11 +70,12 @@ class ArenaSlots:
         with on_device_of(arena.values):
             self.scratch = [xp.empty(min(BLOCK, arena.size), dtype) for _ in range(4)]
             self.arrays = {name: xp.zeros(size, dtype) for name in names}
-        for name, array in self.arrays.items():
-            if name == AVERAGE:
-                array[...] = arena.values[self.low : self.high]
-            elif name in start:
-                array[...] = start[name]
+        self.restart(self.low, self.high)
+
+    def restart(self, low: int, high: int) -> None:
+        """Give the slots of elements [low, high), which this rank must own, the values before the first step."""
+        for name, array in self.of_range(low, high).items():
+            array[...] = self._arena.values[low:high] if name == AVERAGE else self._start.get(name, 0.0)
 
     def kept(self) -> Any:
         """Return a flat array of the same elements, to keep sums in between two passes over it."""
@@ -139,6 +141,14 @@ class SlotStore:
         """Forget what was not sent of gradients: they are of weights that were replaced, or were refused."""
         for slots in self._arenas.values():
             slots.forget_unsent()
+
+    def restart(self, variables: Iterable[Variable]) -> None:
+        """Give the slots of variables the values that they have before the first step."""
+        for variable in variables:
+            arena, low = variable.arena, variable.offset
+            if arena is not None and arena in self._arenas:
+                for begin, end in arena.owned([(low, low + variable.size)]):
+                    self._arenas[arena].restart(begin, end)
 
     def read(self, variable: Variable) -> dict[str, np.ndarray]:
         """Return a variable's slots on every rank, as much as it is; the first node's where nodes differ. Collective."""

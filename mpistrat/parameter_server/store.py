@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, final
@@ -75,6 +76,7 @@ class ServerStore(Store):
         self._ordinals = itertools.count(self._series, ORDINAL_STEP)
         self._updates: dict[Optimizer, LocalUpdates] = {}
         self._found: dict[int, tuple[Optimizer, int, LocalUpdates]] = {}  # by key, while the optimizer is as it was
+        self._early: list[Optimizer] = []
         self.access = self._open(sync_group, settings)
 
     def _open(self, sync_group: ProcessGroup, settings: Settings) -> Access:
@@ -170,12 +172,21 @@ class ServerStore(Store):
             function, path: of the file for which they do it: what others must call, too.
         """
         extended = self._strategy.extended
+        made = [one.ordinal for one in extended.placement.optimizers if one.may_join(self._strategy)]
         with extended.process_group.collective(function, "optimizers", detail=os.fspath(path)):
-            mine = " ".join(str(optimizer.ordinal) for optimizer in extended.optimizers)
-            texts = extended.process_group.all_gather_text(mine)
-        for ordinal in sorted({int(word) for text in texts for word in text.split()}):
+            mine = json.dumps([[one.ordinal for one in extended.optimizers], made])
+            found = [json.loads(text) for text in extended.process_group.all_gather_text(mine)]
+        applied = {ordinal for ordinals, _ in found for ordinal in ordinals}
+        for ordinal in sorted(applied):
             self._find_made(ordinal).join(self._strategy)
         extended.optimizers.sort(key=lambda optimizer: optimizer.ordinal)
+        everywhere = set.intersection(*(set(ordinals) for _, ordinals in found))  # a coordinator sends some later
+        self._early = [self._find_made(ordinal) for ordinal in sorted(everywhere - applied)]
+
+    @property
+    def early(self) -> list[Optimizer]:
+        """See `Store.early`; `agree` finds them."""
+        return [optimizer for optimizer in self._early if optimizer not in self._strategy.extended.optimizers]
 
     def _find_made(self, ordinal: int) -> Optimizer:
         optimizer = find(ordinal)
@@ -229,9 +240,11 @@ class ServerStore(Store):
         return np.array(variable.numpy()) if self._here(variable) else None
 
     def read_slots(self, optimizer: Optimizer, variable: ParameterServerVariable) -> dict[str, np.ndarray]:
-        """Return new arrays with a variable's slots on every rank. Collective."""
+        """Return new arrays with a variable's slots on every rank; {} if it was never updated. Collective."""
         self._settle()
-        return self._read(optimizer, variable)
+        with self.group.collective("optimizer.slots", variable.name, detail="there"):
+            there = self.group.agree(int(self._has_slots(optimizer, variable)), "max")
+        return self._read(optimizer, variable) if there else {}
 
     def _read(self, optimizer: Optimizer, variable: ParameterServerVariable) -> dict[str, np.ndarray]:
         dtype, result = accumulation_dtype(variable.dtype), {}
@@ -252,6 +265,12 @@ class ServerStore(Store):
         """Overwrite a variable's slots where it lies. Every rank must do it."""
         if self._here(variable):
             self.updates(optimizer).set_slots(variable, values)
+
+    def forget_slots(self, optimizer: Optimizer, variables: Collection[ParameterServerVariable] | None) -> None:
+        """See `Store.forget_slots`."""
+        updates = self._updates.get(optimizer)
+        if updates is not None:
+            updates.forget_slots(variables)
 
     def iterations(self, optimizer: Optimizer) -> int:
         """Return how many steps the servers have taken with an optimizer, the largest number. Collective."""

@@ -34,12 +34,13 @@ class Files(ABC):
 
         Args:
             path: the file; one that exists is replaced.
-            extra: what `restore` shall give back: a dict of numbers, text, None, and lists and dicts of them, the same on every
-                rank, like a counter of epochs and the `state()` of an iterator.
+            extra: the dict that `restore` returns: numbers, text, None, and lists and dicts of them, the same on every rank, such
+                as a counter of epochs and the `state()` of an iterator. Of an object with `state_dict` and `load_state_dict`,
+                such as a scheduler or a GradScaler of PyTorch, the file has the state, for its `load_state_dict`.
 
         Raises:
             OSError: on every rank, when it cannot be written.
-            TypeError: on every rank, when `extra` has something else in it.
+            TypeError: on every rank, when `extra` has another value in it.
             CollectiveMismatchError: on every rank, when `extra` is not the same on all.
 
         Example:
@@ -208,7 +209,7 @@ class Files(ABC):
                 yet. The log says what stays, and what of the file is not used.
 
         Returns:
-            What `save` got as `extra`, on every rank; {} if it got nothing.
+            The `extra` of `save`, on every rank, with the states of objects; {} if there was none.
 
         Raises:
             ValueError: on every rank, when a variable is missing in it or has another shape or dtype; a name in `map` that

@@ -20,6 +20,7 @@ from ..errors import explain
 from ..optimizers import Optimizer
 from ..optimizers.gradients import pairs_of
 from ..optimizers.rule import Block
+from ..optimizers.settings import as_attribute, check_groups, group_settings
 from .tensors import tensor_of
 
 __all__ = ["Taken", "TorchRule", "check_kind", "slots_of"]
@@ -29,6 +30,7 @@ _KERNELS = {"Adam": getattr(torch, "_fused_adam_", None), "AdamW": getattr(torch
 _OURS = {"foreach": False, "capturable": False, "differentiable": False, "fused": None}
 _WITH_SCALARS = ("NAdam", "ASGD")  # which keep numbers once for all elements
 _UNCOMPARED = {"params", "lr", "initial_lr", "param_names", *_OURS}
+_UNSAVED = {"params", "param_names", *_OURS}
 
 
 @final
@@ -228,6 +230,50 @@ class TorchRule(Optimizer):
             raise RuntimeError(explain(f"{self.rule}.step", names, expected=expected, got="set later", remedy=remedy))
         self.__used = used
 
+    def get_settings(self) -> list[dict[str, Any]]:
+        """Return what each group holds but for its parameters, as JSON holds it: files and snapshots have it."""
+        groups = enumerate(self._optimizer.param_groups)
+        return [group_settings(group, _UNSAVED) | self._saved_steps(number) for number, group in groups]
+
+    def _saved_steps(self, group: int) -> dict[str, Any]:
+        """Return what steps the variables of a group have taken, as JSON holds it."""
+        numbers = [self.group_of(variable) for variable in self.__variables.get(group, [])]
+        known = list(dict.fromkeys(numbers))
+        taken = [self.__taken[number] for number in known]
+        return {
+            "steps": [[each.lag, each.begun, each.scalars] for each in taken],
+            "steps_of": [known.index(number) for number in numbers] if len(known) > 1 else [],
+        }
+
+    def _restore_steps(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take what `_saved_steps` returned of each group; nothing of older files."""
+        found: dict[Any, Taken] = {}
+        for number, saved in enumerate(groups):
+            steps = [Taken(number, *each) for each in saved.get("steps", ())]
+            variables = self.__variables.get(number, [])
+            for variable, index in zip(variables, saved.get("steps_of") or [0] * len(variables), strict=True):
+                if steps:
+                    found[variable] = steps[index]
+        if found:
+            self.load_taken(found)
+
+    def set_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        """Take the settings of each group, as torch's `load_state_dict` does; tensors are filled in place.
+
+        Raises:
+            ValueError: another number of groups.
+        """
+        groups = self._optimizer.param_groups
+        check_groups(self.rule, settings, len(groups))
+        for group, new in zip(groups, settings, strict=True):
+            for name, value in new.items():
+                if torch.is_tensor(group.get(name)):
+                    group[name].fill_(value)
+                elif name not in _UNSAVED and name not in ("steps", "steps_of"):
+                    group[name] = as_attribute(value, group.get(name))
+        self._restore_steps(settings)
+        self.follow()
+
     @property
     def by_rows(self) -> bool:
         """Whether numbers whose gradient is zero stay as they are, so that an update of some rows is one of all."""
@@ -310,7 +356,8 @@ class TorchRule(Optimizer):
             np.multiply(block.gradient, self.scale, out=block.gradient)
         taken = self.__taken[block.group]
         group, step = self._optimizer.param_groups[taken.group], block.step - taken.lag
-        first, rate, scalars = step == 1 and not taken.begun, float(group["lr"]), taken.scalars
+        first, rate = step == 1 and not taken.begun, float(group["lr"])
+        scalars: Mapping[str, float] = taken.scalars
         if self.rule in _WITH_SCALARS and self._store() is not None:
             scalars = self._served_scalars(taken.group, step, rate)
         self._block_step(block, group).update(block, rate, step, first, scalars)
@@ -318,7 +365,9 @@ class TorchRule(Optimizer):
     def _served_scalars(self, group: int, step: int, rate: float) -> Mapping[str, float]:
         """Return what torch keeps once for all elements, as it is before a step on a server, which counts all steps."""
         known: dict[Any, Any] = self.__local.__dict__
-        taken, scalars = known.get(("scalars", group), (0, dict[str, float]()))
+        taken: int
+        scalars: dict[str, float]
+        taken, scalars = known.get(("scalars", group), (0, {}))
         if taken >= step:
             taken, scalars = 0, {}
         trial = _BlockStep(self.kind, self._optimizer.param_groups[group], torch.float32, self.revision)

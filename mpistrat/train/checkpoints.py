@@ -15,7 +15,9 @@ from .._util.files import remove_dead
 from .._util.log import logger
 from ..environment import RESTART_EXIT_CODE
 from ..errors import ContextError, SharedMemoryError, explain
+from ..strategy.checkpoint.extra import has_state
 from ..strategy.checkpoint.writer import Saving
+from .folder_claim import FolderClaim
 from .random_states import gather_states, hand_back
 
 __all__ = ["Checkpoints", "checkpoints_iterator"]
@@ -24,7 +26,7 @@ _POLL_SECONDS = 1.0  # between looks at a folder
 _SHARE = 0.01  # of the time, that snapshots take at most
 _COSTS = 4  # last ones that are looked at
 _LONGEST = 60  # times as long as it shall take, where ranks have to meet for it
-_LAYOUTS = "layouts"  # in the notes
+_LAYOUTS, _OBJECTS = "layouts", "states of objects"  # in the notes
 _NAMES = r"step-(\d{10,})\.h5"
 
 
@@ -52,6 +54,7 @@ class Checkpoints:
         every_seconds: float | None = None,
         asynchronous: bool = True,
         snapshot_seconds: float | None = 1.0,
+        objects: Mapping[str, Any] | None = None,
     ) -> None:
         """Take a folder, which is made when the first file is written.
 
@@ -65,9 +68,12 @@ class Checkpoints:
                 divided over the ranks; see `Strategy.begin_save`.
             snapshot_seconds: under `mpistrat run --restarts`, `step` keeps the state in memory, too, when so much time has passed
                 since the last time, and a hundred times as much as it takes; see `Strategy.take_snapshot`. None for never.
+            objects: objects with `state_dict` and `load_state_dict`, by names for the file, such as schedulers and GradScalers of
+                PyTorch: files and snapshots have their states, which `restore_latest` loads. They must be the same on all ranks.
 
         Raises:
             ValueError: an argument is out of range.
+            TypeError: an object without `state_dict` or `load_state_dict`.
 
         Example:
             >>> import tempfile
@@ -87,6 +93,11 @@ class Checkpoints:
         for argument, seconds in (("every_seconds", every_seconds), ("snapshot_seconds", snapshot_seconds)):
             if seconds is not None and not seconds > 0:
                 raise ValueError(explain("Checkpoints", argument, expected="a number > 0", got=str(seconds)))
+        for name, value in (objects or {}).items():
+            if not has_state(value):
+                expected, got = "an object with state_dict and load_state_dict", f"a {type(value).__name__}"
+                raise TypeError(explain("Checkpoints", f"objects[{name!r}]", expected=expected, got=got))
+        self._objects = dict(objects or {})
         self.folder, self._run = Path(folder), os.path.abspath(folder)
         self.strategy, self._keep, self._every = strategy, keep, every_steps
         self._asynchronous, self._prepared = asynchronous, False
@@ -96,6 +107,7 @@ class Checkpoints:
         if snapshot_seconds is not None and strategy.takes_snapshots:
             self._snapshots = _Period(strategy, snapshot_seconds)
         self._saved, self._saving_step = False, 0
+        self._claim, self._claimed = FolderClaim(strategy, self.folder), False
         self._postponed = False  # until nodes have the same weights
         group = strategy.extended.process_group
         self._until, self._layouts = group.environment.until, [(0, group.topology.ranks_per_node)]
@@ -152,8 +164,14 @@ class Checkpoints:
 
         Returns:
             The file, None where none is written.
+
+        Raises:
+            ValueError: on every rank, when another run writes into the folder.
         """
         self.strategy.reach(step)
+        if not self._claimed and (self.periodic or self._snapshots is not None):
+            self._claimed = True
+            self._claim.take()
         if self._asynchronous and not self._prepared:
             self._prepared = True
             self.strategy.prepare_save()
@@ -198,8 +216,10 @@ class Checkpoints:
             TypeError: on every rank, when the notes hold something else than numbers, text, lists and dicts.
             ContextError: nodes have taken local steps since the last outer step; `postpone` waits for the next one.
             CollectiveMismatchError: on every rank, when step or notes are not the same on all.
+            ValueError: on every rank, when another run writes into the folder.
         """
         path, strategy = self.path(step), self.strategy
+        self._claim.take()
         self._postponed = False
         if strategy.rank == 0:
             with contextlib.suppress(OSError):  # which `Strategy.save` tells all ranks
@@ -336,11 +356,20 @@ class Checkpoints:
 
     def _with_step(self, notes: Any, step: int) -> dict[str, Any]:
         about = (notes() if callable(notes) else notes) or {}
-        return {**about, "step": step, _LAYOUTS: [[begin, list(ranks)] for begin, ranks in self._layouts]}
+        states = {_OBJECTS: self._objects} if self._objects else {}
+        return {**about, "step": step, **states, _LAYOUTS: [[begin, list(ranks)] for begin, ranks in self._layouts]}
 
     def _taken_over(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the notes of what was restored; that step, and the layouts before it, are this run's."""
+        """Return the notes of what was restored; that step, and the layouts before it, are this run's. Load objects' states."""
         notes, own = dict(saved), self._layouts[-1][1]
+        states = notes.pop(_OBJECTS, {})
+        for name, value in self._objects.items():
+            if name in states:
+                value.load_state_dict(states[name])
+            elif self.strategy.rank == 0:
+                logger.warning(
+                    "Checkpoints: step %d has no state of object %r, which stays as it is", notes["step"], name
+                )
         step = notes["step"]
         self._layouts = [(begin, tuple(ranks)) for begin, ranks in notes.pop(_LAYOUTS, [])]
         if not self._layouts or self._layouts[-1][1] != own:

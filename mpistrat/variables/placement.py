@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,6 +112,15 @@ class Store(ABC):
         """Overwrite a variable's slots. Every rank must do it."""
 
     @abstractmethod
+    def forget_slots(self, optimizer: Any, variables: Collection[Any] | None) -> None:
+        """Forget the slots of variables that lie on this rank, None for all. Every rank must do it."""
+
+    @property
+    @abstractmethod
+    def early(self) -> list[Any]:
+        """The optimizers that were made in the scope and have taken no step on any rank, as all ranks have agreed."""
+
+    @abstractmethod
     def iterations(self, optimizer: Any) -> int:
         """Return how many steps were taken with an optimizer, the largest number of any rank. Collective."""
 
@@ -163,7 +171,7 @@ class Placement:
     variables: list[Any] = field(default_factory=list)
     sharded: list[Any] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
-    made: list[weakref.ref[Any]] = field(default_factory=list)
+    made: list[Any] = field(default_factory=list)
     apart: dict[Any, Any] = field(default_factory=dict)
     _names: dict[str, int] = field(default_factory=dict)
 
@@ -186,7 +194,7 @@ class Placement:
 
     def note_optimizer(self, optimizer: Any) -> int:
         """Note an optimizer that is made in the scope, and return its number there."""
-        self.made.append(weakref.ref(optimizer))
+        self.made.append(optimizer)  # not by a weak reference: ranks would lose it at different times
         return len(self.made) - 1
 
     def require_kept_gradients(self, function: str) -> None:
@@ -219,6 +227,7 @@ class Placement:
         for variable in self.variables:
             variable.close()
         self.optimizers.clear()
+        self.made.clear()
         if self.buckets is not None:
             self.buckets.close()
         self.arenas.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import mmap
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, final
 
@@ -192,6 +192,12 @@ class LocalUpdates:
             kept.fill()
             for name, array in arrays.items():
                 kept.slots[name][...] = array.reshape(-1)
+
+    def forget_slots(self, variables: Iterable[Any] | None) -> None:
+        """Forget the slots of variables, None for all: they are as before the first update."""
+        with self._turn:
+            for variable in list(self._kept) if variables is None else variables:
+                self._kept.pop(variable, None)
 
     def _known(self, variable: Any) -> _Kept | None:
         """Return what is kept for a variable, if anything is; slots that the optimizer has pending come first."""

@@ -23,12 +23,12 @@ from ... import context
 from ..._util import log
 from ..._util.files import PAGE, replacing
 from ..._util.partition import aligned_block
-from ...comm.agree import as_told, same, together
+from ...comm.agree import as_told, together
 from ...comm.arrays import to_host
 from ...comm.process_group import ProcessGroup
 from ...comm.recorder import RECORDER
-from ...errors import CollectiveMismatchError, by_rank, explain
 from ...variables import Placement
+from .extra import agree_extra
 from .hdf5_file import ArrayForm, FileRange, complete_file, from_rank_0, key_of, ranges_of
 from .optimizer_states import OptimizerStates
 from .snapshot import Snapshot, Snapshots
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint"]
 
 _ALIGNMENT = 64  # bytes, of copies
-_SHOWN = 200  # characters of what a rank has given
 _mentioned: set[str] = set()  # variables in no file that the log has named
 
 
@@ -158,7 +157,7 @@ class Checkpoint:
         self.end()
         began = time.monotonic()
         group, target = self._group, Path(path)
-        text = _agree_extra(group, path, extra)
+        text = agree_extra(group, path, extra)
         self._warn_of_unsaved()
         optimizers = [kept.about() for kept in self._states.kept()]
         replacement = contextlib.ExitStack()
@@ -233,7 +232,7 @@ class Checkpoint:
         """Keep the state in memory of each node. Collective. See `Strategy.take_snapshot`."""
         with RECORDER.span("s", "snapshot"):
             self._warn_of_unsaved()
-            text = _agree_extra(self._group, "", extra)
+            text = agree_extra(self._group, "", extra)
             forms, slices = self._slices(range(self._group.topology.size), each_node=True)
             optimizers = [kept.about() for kept in self._states.kept()]
             notes = {"extra": json.loads(text or "{}"), "optimizers": optimizers}
@@ -350,49 +349,3 @@ class Checkpoint:
 def _flat(array: Any) -> np.ndarray:
     """A slice as the file has it."""
     return np.ascontiguousarray(to_host(array)).reshape(-1)
-
-
-def _agree_extra(group: ProcessGroup, path: str | os.PathLike[str], extra: Mapping[str, Any] | None) -> str | None:
-    """Return what the program adds as JSON. Collective.
-
-    Raises:
-        TypeError, ValueError: on every rank, for what JSON does not hold.
-        CollectiveMismatchError: on every rank, when it is not the same on all.
-    """
-    exchange = partial(group.exchange, "save", detail=os.fspath(path))
-    with together(exchange):
-        text = None if extra is None else _json_of(extra)
-
-    def differ(texts: Mapping[int, str]) -> CollectiveMismatchError:
-        remedy = "Pass what all ranks have alike; of what each has of its own, all of it: strategy.gather"
-        expected, got = "the same on every rank", by_rank(texts)
-        return CollectiveMismatchError(explain("Strategy.save", "extra", expected=expected, got=got, remedy=remedy))
-
-    same(exchange, text or "", differ, "none" if text is None else text[:_SHOWN] + "…" * (len(text) > _SHOWN))
-    return text
-
-
-def _json_of(extra: Mapping[str, Any]) -> str:
-    given: object = extra
-    if not isinstance(given, Mapping):
-        expected = "a dict of what JSON holds"
-        raise TypeError(explain("Strategy.save", "extra", expected=expected, got=f"a {type(given).__name__}"))
-    return json.dumps(_plain(given, "extra"), sort_keys=True)
-
-
-def _plain(value: Any, where: str) -> Any:
-    """Return a value as JSON holds it; lists for tuples, Python's numbers for NumPy's."""
-    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim):  # as v.numpy() returns it
-        value = value.item()
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(each, f"{where}[{index}]") for index, each in enumerate(value)]
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise TypeError(explain("Strategy.save", where, expected="text for keys", got=repr(key)))
-        return {key: _plain(each, f"{where}[{key!r}]") for key, each in value.items()}
-    expected = "numbers, text, True, False, None, and lists and dicts of them"
-    remedy = "Pass int(v), float(v) or v.tolist() of a variable or an array; large ones are better variables"
-    raise TypeError(explain("Strategy.save", where, expected=expected, got=f"a {type(value).__name__}", remedy=remedy))

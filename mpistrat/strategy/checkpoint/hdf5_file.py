@@ -4,10 +4,10 @@
     /variables/NAME   one dataset each, contiguous, from a page's start; the attribute dtype where HDF5 has no such
                       type (bfloat16 as uint16)
     /optimizers/0     attributes name, iterations, and made, its number in the scope of the program or, with parameter
-                      servers, in the program; slots/NAME/SLOT one dataset each
+                      servers, in the program, and settings, JSON: a dict for each group; slots/NAME/SLOT one dataset each
     /extra            what the program gave beside, in JSON
     /digests          JSON: the digests of all elements of these datasets, in the pieces in which they were written, and
-                      what the attributes of the optimizers are
+                      the attributes of the optimizers
 
 A ShardedVariable is one dataset too, and so are its slots: a program that restores it may have other shards, or none.
 """
@@ -15,6 +15,7 @@ A ShardedVariable is one dataset too, and so are its slots: a program that resto
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -98,14 +99,18 @@ def complete_file(path: Path, digests: Digests, optimizers: Sequence[Mapping[str
     import h5py
 
     with h5py.File(path, "r+", locking=False) as file:
+        plain, settings = [], []
         for index, about in enumerate(optimizers):
-            file.require_group(f"optimizers/{index}").attrs.update(about)
+            group, own = file.require_group(f"optimizers/{index}"), dict(about)
+            settings.append(json.dumps(own.pop("settings", None)))
+            group.attrs.update({**own, "settings": settings[-1]})
+            plain.append(own)
         if extra is not None:
             text = np.frombuffer(extra.encode(), np.uint8)
             file.create_dataset("extra", data=text)
             form = ArrayForm("extra", text.shape, text.dtype)
             digests = {**digests, "extra": [(0, text.size, digest_of_array(text, about_slice(form, 0)))]}
-        table = json.dumps({"arrays": digests, "optimizers": list(optimizers)}, sort_keys=True).encode()
+        table = json.dumps({"arrays": digests, "optimizers": plain, "settings": settings}, sort_keys=True).encode()
         file.create_dataset("digests", data=np.frombuffer(table, np.uint8))
         file.attrs["digest"] = digest_of_bytes(table)
         file.attrs["format"], file.attrs["version"] = FORMAT, VERSION
@@ -198,7 +203,7 @@ class CheckpointFile:
     """A checkpoint that is being read. Only what is asked for is read, and only where it lies in this file.
 
     Attributes:
-        optimizers: name, iterations and made (or None) of each.
+        optimizers: name, iterations, made and settings of each, None for what the file has not.
         weights_only: whether a file of this kind has no optimizers.
 
     Raises:
@@ -225,6 +230,11 @@ class CheckpointFile:
             self._digests: Digests | None = None
             self.optimizers = self._optimizers()
             self._read_digests()
+            for about in self.optimizers:
+                about["settings"] = _parsed(about["settings"])
+            if self.optimizers and all(about["settings"] is None for about in self.optimizers):
+                text = f"{path} has no learning rates and other settings of optimizers: the program's stay"
+                log.once(logging.WARNING, f"Strategy.restore: {text}")
         except BaseException:
             self._file.close()
             raise
@@ -364,7 +374,10 @@ class CheckpointFile:
             if not same:
                 _damaged("digests", "is not as it was saved")
             document = json.loads(table)
-            kept = [{"made": None, **about} for about in document["optimizers"]]
+            texts = document.get("settings", itertools.repeat(None))  # beside them, for readers that know no settings
+            kept = [
+                {"made": None, **about, "settings": s} for about, s in zip(document["optimizers"], texts, strict=False)
+            ]
             for index in range(max(len(kept), len(self.optimizers))):
                 if kept[index : index + 1] != self.optimizers[index : index + 1]:
                     _damaged(f"optimizers/{index}", "is not as it was saved")
@@ -406,7 +419,10 @@ def _optimizer(attributes: Any) -> dict[str, Any]:
     name = attributes["name"]
     if not isinstance(name, str):
         raise Refused(f"a name that is a {type(name).__name__}")
-    found: dict[str, Any] = {"name": name, "made": None}
+    settings = attributes.get("settings")
+    if settings is not None and not isinstance(settings, str):
+        raise Refused(f"settings that are a {type(settings).__name__}")
+    found: dict[str, Any] = {"name": name, "made": None, "settings": settings}
     for number in ("iterations", "made"):
         if number in attributes:
             found[number] = int(attributes[number])
@@ -415,6 +431,15 @@ def _optimizer(attributes: Any) -> dict[str, Any]:
     if "iterations" not in found:
         raise Refused("an optimizer without iterations")
     return found
+
+
+def _parsed(settings: str | None) -> list[dict[str, Any]] | None:
+    """Return the settings of an optimizer from their text."""
+    with _named("settings"):
+        found = None if settings is None else json.loads(settings)
+        if found is not None and (not isinstance(found, list) or not all(isinstance(group, dict) for group in found)):
+            raise Refused("settings that are no list of dicts")
+        return found
 
 
 @contextlib.contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from ...errors import explain
@@ -21,25 +22,38 @@ class _Restored(NamedTuple):
     """The state of an optimizer that is not known yet. `made` is its number in the scope of the program that saved it."""
 
     name: str
-    state: Mapping[str, Any]
+    state: dict[str, Any]
     made: int | None
 
 
 @final
 @dataclass(frozen=True)
 class Kept:
-    """What a file holds of one optimizer: of one that is there, or the state of one that is not."""
+    """What a file holds of one optimizer.
+
+    Attributes:
+        name: of the optimizer.
+        made: its number in the scope of the program; None where it was made outside.
+        optimizer: the optimizer; None where the program has not made it yet.
+        state: what waits for its first step; None where it has taken one.
+        placement: of the strategy.
+    """
 
     name: str
     made: int | None
     optimizer: Any
-    state: Mapping[str, Any] = field(default_factory=dict)
-    placement: Placement | None = None
+    state: Mapping[str, Any] | None
+    placement: Placement
 
     def about(self) -> dict[str, Any]:
-        """Return its attributes in a file. Collective."""
-        taken = self.state["iterations"] if self.optimizer is None else self.optimizer.all_iterations()
-        return {"name": self.name, "iterations": taken} | ({} if self.made is None else {"made": self.made})
+        """Return its numbers in a file. Collective."""
+        if self.state is None:
+            one = self.optimizer
+            iterations, settings = one.all_iterations(), one.get_settings()
+        else:
+            iterations, settings = self.state["iterations"], self.state.get("settings")
+        about = {"name": self.name, "iterations": iterations, "made": self.made, "settings": settings}
+        return {name: value for name, value in about.items() if value is not None}
 
     def start_of(self, slot: str) -> float:
         """Return what a slot is where there is none."""
@@ -57,16 +71,15 @@ class Kept:
             all_else: whether this rank gives what all ranks have alike.
             each_node: whether the ranks of each node give all.
         """
-        if self.placement is not None and self.placement.grid is not None:
-            one = self.optimizer
-            every = self.state.get("slots", {}).items() if one is None else one.slots_of_parts()
-            for name, slots in every:
+        waiting = None if self.state is None else self.state["slots"].items()
+        if self.placement.grid is not None:
+            for name, slots in self.optimizer.slots_of_parts() if waiting is None else waiting:
                 yield from waiting_slots(None, name, slots, writers, True, each_node)
             return
-        if self.optimizer is not None:
+        if waiting is None:
             yield from self.optimizer.slots_here(writers, all_else, each_node)
             return
-        for name, slots in self.state.get("slots", {}).items():
+        for name, slots in waiting:
             yield from waiting_slots(self.placement, name, slots, writers, all_else, each_node)
 
 
@@ -124,29 +137,102 @@ class OptimizerStates:
         return self._numbers[id(optimizer)]
 
     def kept(self) -> list[Kept]:
-        """Return what files hold of each optimizer, in their order: of those registered, and of those that wait."""
-        store = self._placement.store
+        """Return what files hold of each optimizer: registered ones, states that wait, and early ones of the scope."""
+        placement, store = self._placement, self._placement.store
         found = {}
         for one in self.registered:
             number = self.number_of(one)
-            made = number if store else one.number_in(self._placement)
-            found[number] = Kept(one.name, made, one, placement=self._placement)
+            made = number if store else one.number_in(placement)
+            found[number] = Kept(one.name, made, one, None, placement)
         for number, (name, state, made) in self._restored.items():
-            found[number] = Kept(name, number if store else made, None, state, self._placement)
+            found[number] = Kept(name, number if store else made, None, state, placement)
+        free = (number for number in itertools.count() if number not in found)
+        waiting = {(kept.made, kept.name) for kept in found.values()}
+        for one in self._early():
+            number, made = (store.number_of(one),) * 2 if store else (next(free), one.number_in(placement))
+            if (made, one.name) not in waiting:
+                found[number] = Kept(one.name, made, one, one.early_state(), placement)
         return [found[number] for number in sorted(found)]
 
-    def restore(self, number: int, name: str, state: Mapping[str, Any], made: int | None) -> None:
-        """Give an optimizer its state; one that is not known yet gets it when it is applied. Done by all ranks alike."""
+    def _early(self) -> list[Any]:
+        """The optimizers that were made in the scope and have taken no step, the same on every rank."""
+        store, strategy = self._placement.store, self._placement.strategy
+        if store is not None:
+            return store.early
+        known = set(map(id, self.registered))
+        return [one for one in self._placement.made if id(one) not in known and one.may_join(strategy)]
+
+    def numbers(self, optimizers: Sequence[Mapping[str, Any]], begun: Collection[int]) -> list[int | None]:
+        """Return the number by which this strategy knows each optimizer of a file; None for one that is not taken.
+
+        One that was made in the scope is known by its number there, others by their order. One that had taken no step is only
+        taken by the optimizer that was made as that number.
+
+        Args:
+            optimizers: of the file.
+            begun: the indices of those that have slots.
+        """
+        store, names = self._placement.store, [about["name"] for about in optimizers]
+        made: list[int | None] = [about["made"] for about in optimizers]
+        if store is not None:
+            known = {(store.number_of(one), one.name) for one in store.made()}
+            found: list[int | None] = [*(store.numbers_of_names(names) if None in made else made)]
+        else:
+            here = {one.number_in(self._placement): self.number_of(one) for one in self.registered}
+            known = {(one.number_in(self._placement), one.name) for one in self._early()}
+            found = [None if number is None else here.get(number) for number in made]
+            taken = {*found, *self._numbers.values()}
+            for index, own in enumerate(zip(made, names, strict=True)):
+                if found[index] is None and own in known:
+                    found[index] = _first_free(index, taken)
+        numbers: list[int | None] = []
+        taken = set(found)
+        for index, (number, own) in enumerate(zip(found, zip(made, names, strict=True), strict=True)):
+            early = own[0] is not None and optimizers[index]["iterations"] == 0 and index not in begun
+            if early and (number is None or (store is not None and own not in known)):
+                numbers.append(None)
+            else:
+                numbers.append(_first_free(0, taken) if number is None else number)
+        return numbers
+
+    def begin(self, numbered: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take what a file has of optimizers by number, but for their slots; it replaces what was restored before.
+
+        One that is not known yet gets its state when it is applied. Done by all ranks alike.
+        """
+        with self._lock:
+            self._restored.clear()
+            for number, about in numbered.items():
+                optimizer = self.with_number(number)
+                if optimizer is None:
+                    state = {"iterations": about["iterations"], "settings": about["settings"], "slots": {}}
+                    self._restored[number] = _Restored(about["name"], state, about["made"])
+                else:
+                    optimizer.set_counts(about["iterations"], about["settings"])
+
+    def fill(self, number: int, slots: Mapping[str, Any], restarted: Collection[Any]) -> None:
+        """Take slots of an optimizer that `begin` was called for, by name of variable. Done by all ranks alike.
+
+        Args:
+            number: of the optimizer.
+            slots: whole.
+            restarted: variables of which the file has no slots.
+        """
         with self._lock:
             optimizer = self.with_number(number)
             if optimizer is not None:
-                optimizer.set_state(state)
+                optimizer.restart_slots(restarted)
+                optimizer.fill_slots(slots)
             else:
-                self._restored[number] = _Restored(name, state, made)
+                self._restored[number].state["slots"].update(slots)
 
     def with_number(self, number: int) -> Any:
         """Return the registered optimizer that files know by a number; None where there is none."""
         return next((one for one in self.registered if self.number_of(one) == number), None)
+
+    def taking(self, number: int, about: Mapping[str, Any]) -> Any:
+        """Return the optimizer that takes what a file has under a number; None where the program has not made it."""
+        return self.with_number(number) or self._find(number, _Restored(about["name"], {}, about["made"]))
 
     def give(self) -> None:
         """Give those that the program has made already what was restored for them. Done by all ranks alike."""
@@ -180,6 +266,13 @@ class OptimizerStates:
     def _made(self) -> Iterator[Any]:
         """The optimizers that were made, and not registered."""
         store, strategy = self._placement.store, self._placement.strategy
-        made = [made() for made in self._placement.made] if store is None else store.made()
+        made = self._placement.made if store is None else store.made()
         known = set(map(id, self.registered))
-        return (one for one in made if one is not None and id(one) not in known and one.may_join(strategy))
+        return (one for one in made if id(one) not in known and one.may_join(strategy))
+
+
+def _first_free(least: int, taken: set[int | None]) -> int:
+    """Return the first number that is not taken, and take it."""
+    found = next(number for number in itertools.count(least) if number not in taken)
+    taken.add(found)
+    return found

@@ -25,6 +25,7 @@ from ...errors import explain
 from ...optimizers.slots import WIRE_RESIDUAL, residual_receiver
 from ...variables import Placement, Receiver
 from ...variables.values import parse_dtype
+from .extra import read_extra
 from .hdf5_file import CheckpointFile, Form, from_rank_0, key_of, name_of, on_all, ranges_of
 from .optimizer_states import OptimizerStates
 from .parts import FileParts, Parts, Taken, read_own, send
@@ -90,7 +91,10 @@ class Restoring:
 
             found = from_rank_0(group, "restore", path, look, root)
             forms: dict[str, Form] = {key: (tuple(shape), dtype) for key, (shape, dtype) in found["forms"].items()}
-            optimizers = dict(zip(self._numbers(found["optimizers"]), found["optimizers"], strict=True))
+            with_slots = {(int(key.split("/")[1]), key.split("/")[3]) for key in forms if key.startswith("optimizers/")}
+            numbers = self._states.numbers(found["optimizers"], {index for index, _ in with_slots})
+            each = zip(numbers, enumerate(found["optimizers"]), strict=True)
+            optimizers = {number: {**about, "index": index} for number, (index, about) in each if number is not None}
             left = _Misfits(wanted, there, forms)
             strangers = {} if found["weights_only"] else self._strangers(optimizers)
             if strict and (left.problems or strangers):
@@ -102,13 +106,14 @@ class Restoring:
             parts = self._own_parts(stack, found["places"], Path(path), opening)
             extra = self._compare(path, forms, file, parts, root)
             taking = self._taking(forms, there, optimizers, strangers, names_here)
+            restarted = self._without_slots(forms, there, optimizers, with_slots)
             group.barrier("restore")  # nobody reads what is overwritten
             problem: Exception | None = None
             if parts is None:
                 problem = send(group, root, None if file is None else file.read_array, taking.arrays)
             on_all(group, "restore", path, partial(_change, parts, taking.arrays, problem))
             group.barrier("restore")
-        self._finish(taking, optimizers)
+        self._finish(taking, restarted)
         group.barrier("restore")  # no worker pushes to a server that has not got its part yet
         if not strict:
             dropped = self._states.drop_waiting()
@@ -118,7 +123,7 @@ class Restoring:
                 stays = [*left.problems.values(), *strangers.values()]
                 unused += [f"optimizer {name!r}" for name in dropped]
                 _say_what_is_left(os.fspath(path), stays, unused)
-        return dict(extra or {})
+        return dict(read_extra(extra or {}))
 
     def _slots_taken(self, keys: Iterable[str]) -> dict[str, str]:
         """Return what this node's optimizers call the slots that they take of a file, by key, "" for what no node takes."""
@@ -174,25 +179,42 @@ class Restoring:
         self._placement.apart.clear()  # a file has what nodes have alike
         known = self._begin_optimizers({n: about for n, about in optimizers.items() if n not in strangers})
         taking = _Taking(self._variables(forms, there), {})
-        for index, number in enumerate(optimizers):
+        for number, about in optimizers.items():
             if number not in strangers:
-                optimizer, whole = self._states.with_number(number), taking.whole.setdefault(number, {})
+                index, optimizer, whole = (
+                    about["index"],
+                    self._states.with_number(number),
+                    taking.whole.setdefault(number, {}),
+                )
                 given = optimizer if number in known else None
                 keys = [key for key in forms if key.startswith(f"optimizers/{index}/slots/")]
                 found = self._slots(sorted(keys), forms, names_here, given, there, whole)
                 taking.arrays.extend(Taken(key, forms[key], found.get(key, [])) for key in sorted(keys))
         return taking
 
-    def _finish(self, taking: _Taking, optimizers: Mapping[int, Mapping[str, Any]]) -> None:
+    def _without_slots(
+        self,
+        forms: Mapping[str, Form],
+        there: Mapping[str, str],
+        optimizers: Mapping[int, Mapping[str, Any]],
+        with_slots: Collection[tuple[int, str]],
+    ) -> dict[int, list[Any]]:
+        """Return the variables that are taken, but without slots of an optimizer: it had not updated them, by its number."""
+        ranges = ranges_of(self._placement)
+        links = [(variable, key_of(there[ranges[variable.name].name])) for variable in self._placement.variables]
+        taken = [(variable, link) for variable, link in links if f"variables/{link}" in forms]
+        return {
+            number: [variable for variable, link in taken if (about["index"], link) not in with_slots]
+            for number, about in optimizers.items()
+        }
+
+    def _finish(self, taking: _Taking, restarted: Mapping[int, Sequence[Any]]) -> None:
         """Give what ranks took whole to what keeps it. Collective."""
         for _, _, receivers in taking.arrays:
             for _, receiver in receivers:
                 receiver.finish()
         for number, slots in taking.whole.items():
-            if slots:
-                about = optimizers[number]
-                state = {"iterations": about["iterations"], "slots": slots}
-                self._states.restore(number, about["name"], state, about["made"])
+            self._states.fill(number, slots, restarted[number])
 
     def _own_parts(
         self,
@@ -218,9 +240,7 @@ class Restoring:
 
         One that the program has dropped may be there still on some ranks, where Python has not removed it yet.
         """
-        for number, about in numbered.items():
-            state = {"iterations": about["iterations"], "slots": {}}
-            self._states.restore(number, about["name"], state, about["made"])
+        self._states.begin(numbered)
         self._states.give()
         with self._group.collective("restore", "optimizers", detail=len(numbered)):
             there = {number: self._states.with_number(number) is not None for number in sorted(numbered)}
@@ -270,26 +290,25 @@ class Restoring:
         return found
 
     def _strangers(self, optimizers: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
-        """Return what is wrong with the optimizers that have been applied here, by number."""
+        """Return the texts of what does not fit the optimizers here, by number."""
         problems = {}
         for optimizer in self._states.registered:
             number = self._states.number_of(optimizer)
             saved = optimizers[number]["name"] if number in optimizers else None
             if saved is None:
-                problems[number] = f"optimizer {optimizer.name!r} is not in it"
+                outside = self._placement.store is None and optimizer.number_in(self._placement) is None
+                why = ": if made outside of strategy.scope(), it is in files after its first step" if outside else ""
+                problems[number] = f"optimizer {optimizer.name!r} is not in it{why}"
             elif saved != optimizer.name:
                 problems[number] = f"optimizer {number} is {saved!r} in it, here {optimizer.name!r}"
+        for number, about in optimizers.items():
+            one, settings = self._states.taking(number, about), about["settings"]
+            groups = 0 if one is None or settings is None else len(one.get_settings())
+            if groups and len(settings) != groups and number not in problems:
+                problems[number] = (
+                    f"optimizer {one.name!r} has {len(settings)} groups of parameters in it, here {groups}"
+                )
         return problems
-
-    def _numbers(self, optimizers: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the number by which this strategy knows each optimizer of a file."""
-        store = self._placement.store
-        if store is None:
-            return list(range(len(optimizers)))
-        made = [optimizer["made"] for optimizer in optimizers]
-        if None not in made:
-            return made
-        return store.numbers_of_names([optimizer["name"] for optimizer in optimizers])  # another strategy's file
 
 
 def _change(parts: Parts | None, arrays: Sequence[Taken], problem: Exception | None) -> None:

@@ -62,7 +62,7 @@ class SnapshotFile(Parts):
         path: the file.
         generation: how often the job had been started again when it was made.
         arrays: the form of each array, and where it begins in a buffer.
-        optimizers: of the buffer that is read: name, iterations and made of each.
+        optimizers: of the buffer that is read: name, iterations, made and settings of each.
     """
 
     weights_only = False
@@ -151,7 +151,7 @@ class SnapshotFile(Parts):
 
     @property
     def optimizers(self) -> list[dict[str, Any]]:
-        return [{"made": None, **about} for about in self._notes["optimizers"]]
+        return [{"made": None, "settings": None, **about} for about in self._notes["optimizers"]]
 
     def extra(self) -> Any:
         """Return what the program gave beside."""

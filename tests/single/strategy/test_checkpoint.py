@@ -1,7 +1,9 @@
 """save and restore: one file, whole or not there, that another strategy reads."""
 
 import fcntl
+import json
 import os
+from collections import Counter
 
 import h5py
 import numpy as np
@@ -96,7 +98,10 @@ def test_the_file(tmp_path):
     with h5py.File(tmp_path / "x.h5") as file:
         assert np.array_equal(file["variables/dense%2Fw"], value)
         assert file["variables/%2E"][()] == 2
-        assert dict(file["optimizers/0"].attrs) == {"name": "opt", "iterations": 1}
+        about = dict(file["optimizers/0"].attrs)
+        (settings,) = json.loads(about.pop("settings"))
+        assert about == {"name": "opt", "iterations": 1}
+        assert settings["learning_rate"] == 0.1 and settings["beta_2"] == 0.999 and settings["clipnorm"] is None
         assert set(file["optimizers/0/slots/dense%2Fw"]) == {"momentum", "velocity"}
 
 
@@ -385,3 +390,51 @@ def test_links_and_what_others_write_are_left_alone(tmp_path):
         strategy.save(tmp_path / "x.h5")
         strategy.restore(tmp_path / "x.h5")
     assert precious.read_text() == "kept" and not (tmp_path / "x.h5").is_symlink()
+
+
+class Scheduler:
+    """An object with a state as those of PyTorch: numbers as keys, a Counter, a tuple."""
+
+    def __init__(self):
+        self.milestones, self.table, self.last = Counter({30: 1, 60: 2}), {1: {2: "a"}, 2.5: [3]}, (0.5, 1)
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+def test_states_of_objects(tmp_path):
+    scheduler = Scheduler()
+    with without_mpi() as strategy, strategy.scope():
+        ms.Variable(1.0, name="v")
+        strategy.save(tmp_path / "x.h5", extra={"scheduler": scheduler, "more": [scheduler], "epoch": 1})
+        found = strategy.restore(tmp_path / "x.h5")
+        state = {"milestones": Counter({30: 1, 60: 2}), "table": {1: {2: "a"}, 2.5: [3]}, "last": [0.5, 1]}
+        assert found == {"scheduler": state, "more": [state], "epoch": 1}
+        assert [*found["scheduler"]["milestones"].elements()] == [30, 60, 60]
+        scheduler.table = np.ones(3)
+        with pytest.raises(TypeError, match=r"extra\['scheduler'\]\.state_dict\(\)\['table'\]: .* got a ndarray"):
+            strategy.save(tmp_path / "x.h5", extra={"scheduler": scheduler})
+        with pytest.raises(TypeError, match="got a type"):
+            strategy.save(tmp_path / "x.h5", extra={"scheduler": Scheduler})
+
+
+def test_objects_of_checkpoints(tmp_path, caplog):
+    with without_mpi() as strategy, strategy.scope():
+        ms.Variable(1.0, name="v")
+        scheduler = Scheduler()
+        checkpoints = ms.train.Checkpoints(strategy, tmp_path, objects={"scheduler": scheduler})
+        scheduler.last, scheduler.table = 7, {}
+        checkpoints.save(5, {"epoch": 2})
+        scheduler.last = 8
+        assert checkpoints.restore_latest() == {"epoch": 2, "step": 5}
+        assert (scheduler.last, scheduler.table, scheduler.milestones[60]) == (7, {}, 2)
+        other, unknown = Scheduler(), Scheduler()
+        again = ms.train.Checkpoints(strategy, tmp_path, objects={"scheduler": other, "scaler": unknown})
+        again.restore_latest()
+        assert other.last == 7 and unknown.last == (0.5, 1)
+        assert "step 5 has no state of object 'scaler'" in caplog.text
+        with pytest.raises(TypeError, match="expected an object with state_dict and load_state_dict, got a int"):
+            ms.train.Checkpoints(strategy, tmp_path, objects={"step": 3})

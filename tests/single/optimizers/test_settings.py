@@ -1,0 +1,102 @@
+"""Settings of optimizers in their state, and steps that are refused, on one process without MPI."""
+
+import numpy as np
+import pytest
+from strategies import without_mpi
+
+import mpistrat as ms
+
+
+class Mine(ms.optimizers.Optimizer):
+    """A rule with settings of several types, and attributes that are none."""
+
+    def __init__(self):
+        self.power, self.mode, self.ranges = np.float32(0.1), "up", (1, (2.5, np.int64(3)))
+        self.table = {"a": [1, 2]}
+        self.array, self.function, self.mixed = np.ones(3), abs, [1, abs]
+        self._private = 5
+        super().__init__(0.1)
+
+    def update(self, gradient, weights, slots, step, rate, scratch):
+        weights -= rate * self.power * gradient
+
+
+def test_settings_of_a_rule_are_its_plain_attributes():
+    optimizer = Mine()
+    (settings,) = optimizer.get_settings()
+    own = {name: settings[name] for name in ("learning_rate", "power", "mode", "ranges", "table")}
+    power = float(np.float32(0.1))
+    assert own == {"learning_rate": 0.1, "power": power, "mode": "up", "ranges": [1, [2.5, 3]], "table": {"a": [1, 2]}}
+    assert not {"array", "function", "mixed", "_private", "name", "slot_names", "use_ema", "check_numerics"} & set(
+        settings
+    )
+    other = Mine()
+    optimizer.power, optimizer.ranges, optimizer.learning_rate, optimizer.clipnorm = np.float32(0.7), (9,), 0.5, 2.0
+    other.set_settings(optimizer.get_settings())
+    assert other.power == np.float32(0.7) and type(other.power) is np.float32
+    assert other.ranges == (9,) and other.learning_rate == 0.5 and other.clipnorm == 2.0
+    assert other.get_settings() == optimizer.get_settings()
+
+
+def test_other_names_in_settings_change_nothing():
+    optimizer = ms.optimizers.SGD(0.1)
+    optimizer.set_settings([{"update": 3, "_steps": {}, "unknown": 1, "momentum": 0.0}])
+    assert callable(optimizer.update) and not hasattr(optimizer, "unknown")
+    with pytest.raises(ValueError, match="settings of 1 groups of parameters, got of 2"):
+        optimizer.set_settings([{}, {}])
+
+
+def test_a_state_has_the_settings():
+    first, second = ms.optimizers.Adam(0.1), ms.optimizers.Adam(0.2)
+    first.beta_1 = 0.5
+    state = first.get_state()
+    second.set_state(state)
+    assert (second.learning_rate, second.beta_1) == (0.1, 0.5)
+    second.learning_rate = 0.3
+    second.set_state({"iterations": 4, "slots": {}})  # settings stay where there are none
+    assert (second.learning_rate, second.iterations) == (0.3, 4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_ema": True, "ema_momentum": 0.5}, {"gradient_accumulation_steps": 2}])
+def test_a_refused_step_updates_no_variable(settings, tmp_path):
+    """Neither is the step counted, nor does a variable count as updated, nor is there a slot of it in a file."""
+    with without_mpi() as strategy:
+        with strategy.scope():
+            w, v = (ms.Variable(np.ones(3), name=name) for name in "wv")
+            optimizer = ms.optimizers.SGD(0.5, momentum=0.5, check_numerics=True, **settings)
+        bad = np.full(3, np.nan)
+        for pairs in ([(bad, w)], [(bad, w), (np.ones(3), v)]):
+            with pytest.raises(FloatingPointError):
+                strategy.run(lambda pairs=pairs: optimizer.apply_gradients(pairs))
+            assert optimizer.variables == () and optimizer.calls == 0
+            assert optimizer.slots(w) == optimizer.slots(v) == {}
+            assert optimizer.get_state()["slots"] == {}
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), v)]))
+        with pytest.raises(FloatingPointError):
+            strategy.run(lambda: optimizer.apply_gradients([(bad, w), (np.ones(3), v)]))
+        assert optimizer.variables == (v,) and optimizer.calls == 1 and optimizer.slots(w) == {}
+        strategy.save(tmp_path / "x.h5")
+        for _ in range(3):
+            strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), w), (np.ones(3), v)]))
+        expected = w.numpy(), v.numpy(), optimizer.slots(w), optimizer.slots(v)
+        assert optimizer.variables == (v, w) and optimizer.calls == 4
+        strategy.restore(tmp_path / "x.h5")
+        for _ in range(3):
+            strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), w), (np.ones(3), v)]))
+        for found, array in zip((w.numpy(), v.numpy()), expected[:2], strict=True):
+            np.testing.assert_array_equal(found, array)
+        for variable, slots in ((w, expected[2]), (v, expected[3])):
+            for name, array in slots.items():
+                np.testing.assert_array_equal(optimizer.slots(variable)[name], array)
+
+
+def test_a_refused_first_step_keeps_state_that_was_given():
+    w = ms.Variable(np.ones(3), name="given")
+    optimizer = ms.optimizers.SGD(0.5, momentum=0.5, check_numerics=True)
+    optimizer.set_state({"iterations": 2, "slots": {"given": {"momentum": np.full(3, 4.0)}}})
+    with pytest.raises(FloatingPointError):
+        optimizer.apply_gradients([(np.full(3, np.inf), w)])
+    assert optimizer.iterations == 2
+    assert optimizer.get_state()["slots"]["given"]["momentum"].tolist() == [4.0] * 3
+    optimizer.apply_gradients([(np.zeros(3), w)])
+    assert w.numpy().tolist() == [3.0] * 3
