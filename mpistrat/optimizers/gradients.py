@@ -40,15 +40,15 @@ def pairs_of(given: Any) -> list[list[tuple[Any, Variable]]]:
     return [each.pairs for each in given.values] if isinstance(given, DistributedValues) else [given.pairs]
 
 
-def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[str]]:
-    """Return the variables that have a gradient, and the names of those that have none.
+def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[Variable]]:
+    """Return the variables that have a gradient, and those that have none.
 
     Raises:
         TypeError: what is no variable.
         ValueError: no gradient at all, a variable twice, one without gradients or of another strategy.
     """
     chosen: dict[int, Variable] = {}
-    left_out = []
+    left_out: list[Variable] = []
     for gradient, variable in pairs:
         placement = getattr(variable, "placement", None)
         if placement is None:
@@ -56,14 +56,14 @@ def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[s
         if placement.strategy is not strategy:
             raise ValueError(explain_foreign(_FUNCTION, variable, strategy))
         if gradient is None:
-            left_out.append(variable.name)
+            left_out.append(variable)
             continue
         if id(variable) in chosen:
             raise ValueError(explain(_FUNCTION, variable.name, expected="each variable once", got="it twice"))
         variable.require_gradient()
         chosen[id(variable)] = variable
     if not chosen:
-        names = ", ".join(left_out) or "no variables"
+        names = ", ".join(variable.name for variable in left_out) or "no variables"
         raise ValueError(explain(_FUNCTION, "grads_and_vars", expected="a gradient", got=f"none for {names}"))
     return list(chosen.values()), left_out
 

@@ -301,8 +301,12 @@ class Optimizer(Rule):
         chosen, left_out = check_variables(strategy, pairs)
         self.join(strategy)
         known = set(map(id, self._variables))
-        new = [variable for variable in chosen if id(variable) not in known]
         placement = chosen[0].placement
+        new = [variable for variable in chosen if id(variable) not in known]
+        if self.use_ema:  # averages are of all variables, with a gradient or without
+            others = [*left_out, *(v for v in placement.variables if v.name in self._slots.pending)]
+            known |= set(map(id, new))
+            new += [v for v in dict.fromkeys(others) if id(v) not in known and v.arena is not None and v.arena.gradients]
         if placement.store is not None and self.scales_by_norms:
             expected, got = (
                 f"variables that are whole on each rank's node, for {type(self).__name__}",
@@ -319,7 +323,8 @@ class Optimizer(Rule):
         if placement.store is not None:
             step: UpdateRun = placement.store.make_step(self, chosen)
         else:
-            step = FusedStep(self, strategy, chosen, left_out, self._slots, self.begun, self.number_in(placement))
+            names, number = [variable.name for variable in left_out], self.number_in(placement)
+            step = FusedStep(self, strategy, chosen, names, self._slots, self.begun, number, self._variables)
         self._variables.extend(new)
         self._slots.fill_pending(new)
         return step

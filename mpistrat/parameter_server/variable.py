@@ -142,14 +142,20 @@ class ParameterServerVariable(OnWriteVariable):
         Raises:
             ValueError: the variable has no gradients.
         """
-        if self._gradients is None:
-            self.require_gradient()
-            devices, access = self.placement.devices, self._access
-            assert access is not None
-            alone = len(devices) == 1 and parse(devices[0])[0] == "cpu"
-            only = access.gradient(self.number) if alone else None
-            self._gradients = [only] if only is not None else [zeros(self.shape, self.dtype, d) for d in devices]
-        return self._gradients[local_replica]
+        gradients = self._gradients
+        return (self._make_gradients() if gradients is None else gradients)[local_replica]
+
+    def _make_gradients(self) -> list[Any]:
+        """Return the gradient arrays of all local replicas; the first thread that comes here makes them."""
+        self.require_gradient()
+        devices, access = self.placement.devices, self._access
+        assert access is not None
+        with access.lock:
+            if self._gradients is None:
+                alone = len(devices) == 1 and parse(devices[0])[0] == "cpu"
+                only = access.gradient(self.number) if alone else None
+                self._gradients = [only] if only is not None else [zeros(self.shape, self.dtype, d) for d in devices]
+            return self._gradients
 
     # files
 
