@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import is_dataclass
 from typing import Any, TypedDict
 
@@ -223,14 +223,14 @@ class Hyperparameters(ABC):
         """A number that grows whenever an attribute is set, so that `describe` may give another text."""
         return self._revision
 
-    def describe(self) -> str:
-        """Return the rule and its numbers in words, by which ranks are compared."""
+    def describe(self, without: Collection[str] = ()) -> str:
+        """Return the rule and its numbers in words, by which ranks are compared, without the named settings."""
         rate: Any = self._rate
         if isinstance(rate, LearningRateSchedule) and not is_dataclass(rate):
             rate = f"{type(rate).__name__}({_numbers(rate)})"
         counted = f", counted from {self._counted_from}" if self._counted_from else ""
         self._private_words = self._private_words or _private(self)
-        words = f"{_numbers(self)}{self._private_words}{counted}{self._slots_words}"
+        words = f"{_numbers(self, without)}{self._private_words}{counted}{self._slots_words}"
         return f"{type(self).__name__}(learning_rate={rate}, {words})"
 
     def _describe_steps(self) -> None:
@@ -278,10 +278,11 @@ class _CallableRate:
         return getattr(self.function, "__qualname__", type(self.function).__qualname__)
 
 
-def _numbers(thing: object) -> str:
+def _numbers(thing: object, without: Collection[str] = ()) -> str:
     """The attributes of an object that are numbers or hold some, in words that mean the same on every rank."""
     own = getattr(thing, "__dict__", {}).items()
-    words = ((key, _word(value)) for key, value in own if key[:1] != "_" and not _is_default(key, value))
+    shown = (key for key, value in own if key[:1] != "_" and key not in without and not _is_default(key, value))
+    words = ((key, _word(getattr(thing, key))) for key in shown)
     return ", ".join(f"{key}={word}" for key, word in words if word)
 
 

@@ -52,7 +52,7 @@ class Optimizer(Rule):
         clipnorm: each variable's gradient, summed over the replicas, is scaled down so that its norm does not exceed it.
         clipvalue: each number of the sum is clipped to ± this.
         global_clipnorm: all gradients, summed over the replicas, are scaled down together so that their norm does not exceed
-            it. `v.grad` is overwritten then, and under `clipnorm`. Only one of the three may be given.
+            it. Only one of the three may be given. `clipnorm` and this one need memory for the sums, each rank a part.
         use_ema: keep a moving average of each weight in the slot "average": ema_momentum · average + (1 - ema_momentum) · weight.
         ema_momentum: from 0 to 1.
         ema_overwrite_frequency: each so many steps the weights become their averages; None for never: call
