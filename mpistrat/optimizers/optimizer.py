@@ -54,6 +54,7 @@ class Optimizer(Rule):
         global_clipnorm: all gradients, summed over the replicas, are scaled down together so that their norm does not exceed
             it. Only one of the three may be given. `clipnorm` and this one need memory for the sums, each rank a part.
         use_ema: keep a moving average of each weight in the slot "average": ema_momentum · average + (1 - ema_momentum) · weight.
+            Each step updates those of all variables that the optimizer knows, also of one whose gradient is None.
         ema_momentum: from 0 to 1.
         ema_overwrite_frequency: each so many steps the weights become their averages; None for never: call
             `finalize_variable_values` at the end.
@@ -205,8 +206,9 @@ class Optimizer(Rule):
     ) -> int:
         """Sum gradients over all replicas and update the variables, in one pass. Collective; in replica context.
 
-        A gradient that was written to `v.grad` is not copied; others are copied there. The replicas' gradients are
-        summed: scale the loss, with `ms.nn.compute_average_loss`, so that the sum is what you want. Constraints of
+        A gradient that was written to `v.grad` is not copied; others are copied there. After the step `v.grad` is still this
+        replica's own gradient, whatever the settings, so that a program can add to it; under `sharded_gradients` it is zeros
+        again. The replicas' gradients are summed: scale the loss, with `ms.nn.compute_average_loss`, so that the sum is what you want. Constraints of
         variables are applied at the end.
 
         Args:
