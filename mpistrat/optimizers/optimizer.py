@@ -21,7 +21,7 @@ from ..variables.values import checksum
 from ..variables.variable import Variable
 from .begun import Begun
 from .fused_step import FusedStep
-from .gradients import ReplicaPairs, check_variables, pairs_of
+from .gradients import ReplicaPairs, check_rule, check_variables, pairs_of
 from .hyperparameters import AVERAGE, GRADIENT_SUM, Rate
 from .rule import Block, Rule, UpdateRun
 from .slots import SlotStore, whole_slots
@@ -308,20 +308,10 @@ class Optimizer(Rule):
         if self.use_ema:  # averages are of all variables, with a gradient or without
             others = [*left_out, *(v for v in placement.variables if v.name in self._slots.pending)]
             known |= set(map(id, new))
-            new += [v for v in dict.fromkeys(others) if id(v) not in known and v.arena is not None and v.arena.gradients]
-        if placement.store is not None and self.scales_by_norms:
-            expected, got = (
-                f"variables that are whole on each rank's node, for {type(self).__name__}",
-                "variables on servers",
-            )
-            remedy = "Take Adam under parameter servers"
-            raise ValueError(explain("apply_gradients", self.name, expected=expected, got=got, remedy=remedy))
-        divided = [v.name for v in chosen if v.ndim > 1 and v.part is not None and v.part.split]
-        if self.factored and divided:
-            expected = f"matrices that each rank has whole, for {type(self).__name__}"
-            remedy = "Leave their layout out, or take Adam"
-            got = f"parts of {', '.join(divided)}"
-            raise ValueError(explain("apply_gradients", self.name, expected=expected, got=got, remedy=remedy))
+            new += [
+                v for v in dict.fromkeys(others) if id(v) not in known and v.arena is not None and v.arena.gradients
+            ]
+        check_rule(self, chosen)
         if placement.store is not None:
             step: UpdateRun = placement.store.make_step(self, chosen)
         else:

@@ -450,9 +450,7 @@ def test_each_worker_has_a_factor_of_its_own(max_staleness, tmp_path_factory):
 
     def opened():
         w = ms.Variable(np.zeros(2), name="w")
-        return w, ms.optimizers.LossScaleOptimizer(
-            ms.optimizers.SGD(1.0), initial_scale=16.0, dynamic_growth_steps=3
-        )
+        return w, ms.optimizers.LossScaleOptimizer(ms.optimizers.SGD(1.0), initial_scale=16.0, dynamic_growth_steps=3)
 
     with made(num_ps=1, max_staleness=max_staleness) as strategy:
         w, optimizer = opened()
