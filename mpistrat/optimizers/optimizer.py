@@ -208,8 +208,8 @@ class Optimizer(Rule):
 
         A gradient that was written to `v.grad` is not copied; others are copied there. After the step `v.grad` is still this
         replica's own gradient, whatever the settings, so that a program can add to it; under `sharded_gradients` it is zeros
-        again. The replicas' gradients are summed: scale the loss, with `ms.nn.compute_average_loss`, so that the sum is what you want. Constraints of
-        variables are applied at the end.
+        again. The replicas' gradients are summed: scale the loss, with `ms.nn.compute_average_loss`, so that the sum is what you
+        want. Constraints of variables are applied at the end.
 
         Args:
             grads_and_vars: pairs; each gradient has its variable's shape, or is IndexedSlices, or None, on all replicas

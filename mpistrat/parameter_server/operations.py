@@ -22,7 +22,8 @@ __all__ = ["Handler", "Operation", "Push", "apply_operation", "optimizer_key", "
 class Operation(enum.IntEnum):
     """What is done to a variable.
 
-    A GRADIENT is given to an optimizer. A SKIPPED step of an optimizer has none of this worker's. ASSIGN, ASSIGN_ADD and ASSIGN_SUB take a whole array; the others rows, each of
+    A GRADIENT is given to an optimizer; a SKIPPED step of one has no gradients of this worker. ASSIGN, ASSIGN_ADD and
+    ASSIGN_SUB take a whole array; the others rows, each of
     which acts on its own when a row comes several times: of several SCATTER_UPDATEs of a row the last one stays.
     """
 
