@@ -248,7 +248,12 @@ class FusedStep(UpdateRun):
         if optimizer.check_numerics:
             finite = all(map(math.isfinite, sums.values()))
             if not (self._group.agree(int(finite)) if own else finite):  # nodes with sums of their own
-                self._refuse_numbers(number)
+                try:
+                    self._refuse_numbers(number)
+                except FloatingPointError:
+                    for step in self._arena_steps:
+                        step.leave_share()
+                    raise
         if optimizer.clipnorm is not None:
             return {name: _scale(total, optimizer.clipnorm) for name, total in sums.items()}
         limit = optimizer.global_clipnorm

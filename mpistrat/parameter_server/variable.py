@@ -65,9 +65,9 @@ class ParameterServerVariable(OnWriteVariable):
     @property
     def array(self) -> Any:
         """The numbers, read-only: as this step or cache saw them first, or outside of both as they are now."""
-        access = self._access
-        if access is not None and access.step and self._seen == access.step:
-            return self._snapshot
+        access, snapshot = self._access, self._snapshot  # before `_seen`: another replica may replace both
+        if access is not None and access.step and self._seen == access.step and snapshot is not None:
+            return snapshot
         return self._pull()
 
     @property
@@ -86,7 +86,7 @@ class ParameterServerVariable(OnWriteVariable):
             if period and self._seen == period:  # in a cache, or another replica was quicker
                 self._read_in = access.step
                 return self._snapshot
-            self._snapshot = None  # its memory may be used again
+            self._seen, self._snapshot = 0, None  # its memory may be used again
             (self.version, out), self._read_in = access.pull(self.number), access.step
             if period:
                 self._snapshot, self._seen = out, period

@@ -91,6 +91,19 @@ def test_replicas_of_one_node(devices):
             check(strategy, name)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["central storage", "mesh"])
+def test_other_strategies(kind):
+    for name in RULES:
+        made = (
+            ms.CentralStorageStrategy(["cpu:0", "cpu:1"])
+            if kind == "central storage"
+            else ms.MeshStrategy({"data": -1})
+        )
+        with made as strategy:
+            check(strategy, name)
+
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("layout", ["private", "nodes"])
 @pytest.mark.parametrize("sharded", [True, False])
