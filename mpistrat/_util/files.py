@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from .content import with_zero_padding
+
 __all__ = [
     "PAGE",
     "algorithm_of",
@@ -190,7 +192,7 @@ def digest_of_array(array: np.ndarray, about: str = "", algorithm: str | None = 
     if sys.byteorder == "big" if dtype.isnative else sys.byteorder == "little":
         array = array.astype(dtype.newbyteorder("<"))
     hasher.update(f"{about}\0{dtype.name}\0{array.shape}\0".encode())
-    hasher.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    hasher.update(np.ascontiguousarray(with_zero_padding(array)).reshape(-1).view(np.uint8).data)
     return f"{name}:{hasher.hexdigest()}"
 
 

@@ -6,19 +6,23 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .dataset import Dataset
+from .nodes.sources import array_rows
 
 __all__ = ["from_arrays", "from_generator", "sample_from_datasets", "zip"]
 
 
-def from_arrays(arrays: Any) -> Dataset:
+def from_arrays(arrays: Any, *, copy: bool = False) -> Dataset:
     """Make a dataset of the rows of arrays in memory (TF: tf.data.Dataset.from_tensor_slices).
 
-    The arrays are not copied: leave them as they are while the dataset is in use. Batches are copies.
+    The arrays are not copied: batches are copies of the rows as they are when the dataset is read. If the program changes the
+    arrays later, for example in a loop that fills one buffer again and again, epochs differ; on some ranks only, batches do not
+    fit together. Pass `copy=True` then.
 
     Args:
         arrays: a nest of arrays with the same length along their first axis; elements have its structure. A list of
             numbers or strings, or of such lists, is one array. Rows of different shapes are a 1-D object array of arrays,
             strings one of `str`.
+        copy: whether to copy the arrays now, so that later changes of them have no effect.
 
     Raises:
         ValueError: for a scalar, for different lengths, for rows of different dtypes and for an empty nest.
@@ -28,7 +32,7 @@ def from_arrays(arrays: Any) -> Dataset:
         >>> [batch["y"].tolist() for batch in dataset]
         [[7, 8], [9]]
     """
-    return Dataset.from_tensor_slices(arrays)
+    return Dataset(array_rows(arrays, copy))
 
 
 def from_generator(function: Callable[..., Iterable[Any]], element_spec: Any = None) -> Dataset:

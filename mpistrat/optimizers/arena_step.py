@@ -51,18 +51,25 @@ class ArenaStep:
         # Variables are padded with zeros, which every rule leaves as they are: what lies side by side is one range.
         ends = padded(arena, variables)
         self.ranges = merge(list(ends.items()))
-        self._decays = _merged((v.offset, ends[v.offset], optimizer.decay_of(v)) for v in variables)
-        self._groups = _merged((v.offset, ends[v.offset], optimizer.group_of(v)) for v in variables)
+        self._ends = ends
         self._spans = sorted((v.offset, ends[v.offset], v.name) for v in variables)
         self._offsets = {v.name: v.offset for v in variables}
         self._divided = any(v.part is not None and v.part.split for v in variables)
-        self._optimizer, self._mean, self._each, self._apart = optimizer, 0, False, False
+        self._optimizer, self._mean, self._each = optimizer, 0, False
         self._factor = 1.0
         self._slots = slots.of(arena)
-        self._sums: np.ndarray | None = None  # of what this rank updates, where they are in memory while a step goes on
+        self._kept: tuple[Any, int] | None = None  # the sums of this step, and which element comes first there
+        self._formed = False  # whether they are there before `keep` is called
         self._share: PieceShare | EncodedShare | None = None  # of the weights, while a step goes on
         self._messages = BufferPool(kept=16)
         self._rule = BlockUpdate(optimizer, arena.dtype, self._slots.scratch)
+        self.read_settings()
+
+    def read_settings(self) -> None:
+        """Read the settings that each variable has of its own, after the optimizer's numbers have changed."""
+        optimizer, ends = self._optimizer, self._ends
+        self._decays = _merged((v.offset, ends[v.offset], optimizer.decay_of(v)) for v in self.variables)
+        self._groups = _merged((v.offset, ends[v.offset], optimizer.group_of(v)) for v in self.variables)
 
     @property
     def gradients(self) -> Any:
@@ -90,13 +97,13 @@ class ArenaStep:
         With `two_passes` sums are kept first. All sums are multiplied by the factor.
         """
         optimizer = self._optimizer
+        self._forget_sums()
         self._mean = optimizer.gradient_accumulation_steps or 0  # of so many calls, 0 for no mean
         self._number, self._updates = number, optimizer.updates_at(number)
         self._factor = factor
         self._rule.begin(step, rate, 1.0 if two_passes else factor)
         if two_passes:
             self._each = optimizer.clipnorm is not None or self._divided
-            self._apart = optimizer.check_numerics
             names = [name for _, _, name in self._spans]
             self.squares = dict.fromkeys(names if self._each else names[:1], 0.0)
 
@@ -115,30 +122,35 @@ class ArenaStep:
 
     def finish_share(self) -> None:
         """Wait until the weights of all nodes are here."""
-        self._sums = None
+        self._forget_sums()
         if self._share is not None:
             self._share.finish()
             self._share = None  # memory with references cannot be freed
 
     def leave_share(self) -> None:
         """Leave what is under way after an error."""
-        self._sums = None
+        self._forget_sums()
         if self._share is not None:
             self._share.leave()
             self._share = None
 
+    def _forget_sums(self) -> None:
+        self._kept, self._formed = None, False
+
     def sum(self, arrays: Sequence[Any], consume: Consume) -> None:
         """Hand out what this rank updates of gradients whose sum it needs, as a reduction would: the parts instead of the sum."""
+        if len(arrays) == 1 and self._kept is None and self._keeps_as_they_are():
+            self._kept, self._formed = (arrays[0], 0), True
         for low, high in self._large_blocks():
             consume(low, high, [array[low:high] for array in arrays])
 
     def take_sums(self, memory: Memory, consume: Consume) -> None:
-        """Hand out sums that are in memory, in the blocks in which a reduction hands them out; `keep` leaves them there.
+        """Hand out sums that are in memory, in the blocks in which a reduction hands them out; `keep` writes over them.
 
         Of an arena that every node sums whole they are the node's, and become those of all. Collective over peers.
         """
         low, high = self._slots.low, self._slots.high
-        self._sums = memory[low:high] if low < high else self._slots.scratch[0][:0]
+        self._kept, self._formed = (memory[low:high] if low < high else self._slots.scratch[0][:0], low), True
         dtype, inter = self._slots.scratch[0].dtype, self.arena.group.inter
         if not self.arena.sharded:
             if inter is not None:
@@ -160,6 +172,14 @@ class ArenaStep:
             self._update(low, high, parts, (), self._mean)
         else:
             self._accumulate(low, high, parts)
+
+    def average(self) -> None:
+        """Update the averages of weights that have no gradient in this step."""
+        for low, high in self._large_blocks():
+            target = self._meant(low, high)
+            self._rule.average(target, self._slots.of_range(low, high))
+            self._set_meant(low, high, target)
+            self._publish(low, high)
 
     def _update(self, low: int, high: int, parts: list[Any], scales: Sequence[Span], calls: int) -> None:
         at = low  # elements between the groups' are of group 0: padding, or variables of it
@@ -216,26 +236,22 @@ class ArenaStep:
     def keep(self, low: int, high: int, gradient: Any) -> None:
         """Keep a sum, or the mean of several steps, and add up the squares of its elements; takes what `take` takes.
 
-        It is kept in the owner's gradient memory, which no other rank reads there, unless gradients are still needed.
+        Gradients stay as they are: they are the replica's own, and may be summed again.
         """
         parts, (kept, base) = gradient if isinstance(gradient, list) else [gradient], self._store()
         for begin, end in blocks([(low, high)], BLOCK):
             sums = kept[begin - base : end - base]
-            # The owner's gradient memory may be a part itself, and a sum may be written over one of its first two parts only.
-            total = sums if len(parts) <= 2 else self._rule.block[: end - begin]
-            if self._sums is None:
-                combine(np.add, [move_like(part[begin - low : end - low], sums) for part in parts], total)
+            if not self._formed:
+                combine(np.add, [move_like(part[begin - low : end - low], sums) for part in parts], sums)
             if self._factor != 1:
-                np.multiply(total, self._factor, out=total)
+                np.multiply(sums, self._factor, out=sums)
             if self._mean and self._updates:
-                form_mean(total, self._slots.of_range(begin, end)[GRADIENT_SUM], self._mean)
-            if total is not sums:
-                combine(np.add, [total], sums)
+                form_mean(sums, self._slots.of_range(begin, end)[GRADIENT_SUM], self._mean)
             if not self._each:
-                self.squares[self._spans[0][2]] += loops.squares(total)
+                self.squares[self._spans[0][2]] += loops.squares(sums)
                 continue
             for start, stop, name in spans_within(self._spans, begin, end):
-                self.squares[name] += loops.squares(total[start:stop])
+                self.squares[name] += loops.squares(sums[start:stop])
 
     def form_moments(self, scales: Mapping[str, float]) -> None:
         """Multiply what was kept by its scales, update the slot that the rule factors by it, and add up `matrices`."""
@@ -310,13 +326,16 @@ class ArenaStep:
             for v in self.variables
         }
 
+    def _keeps_as_they_are(self) -> bool:
+        """Return whether a sum of one part is that part, and no pass changes it: then it needs no memory of its own."""
+        changed = self._factor != 1 or self._mean or self._optimizer.scales_by_norms
+        return not (changed or self._rule.narrow)
+
     def _store(self) -> tuple[Any, int]:
         """Return where sums are kept, and which element of the arena comes first there."""
-        if self._sums is not None:
-            return self._sums, self._slots.low
-        if not self._rule.narrow and not self._apart:
-            return self.gradients.local[0], 0
-        return self._slots.kept(), self._slots.low
+        if self._kept is None:
+            self._kept = self._slots.kept(), self._slots.low
+        return self._kept
 
 
 def not_finite_of(*arrays: Any) -> int:

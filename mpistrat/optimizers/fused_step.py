@@ -47,12 +47,18 @@ class FusedStep(UpdateRun):
         slots: SlotStore,
         begun: Begun,
         number: int | None,
+        known: Sequence[Variable],
     ) -> None:
         """Plan the step, of variables in the same order on every rank. All ranks make it.
 
-        `left_out` are names of variables without a gradient, `number` is the optimizer's in the strategy's scope, if made there.
+        `left_out` are names of variables without a gradient, `number` is the optimizer's in the strategy's scope, if made there;
+        `known` is the optimizer's list of the variables that it has slots for, which may grow.
         """
         self.strategy = strategy
+        self._known, self._slots = known, slots
+        self._averaged: list[Variable] = []  # those without a gradient in this step whose averages it updates
+        self._averages: list[ArenaStep] = []
+        self._known_count = -1  # when they were looked for
         self._optimizer, self._begun, self._number = optimizer, begun, number
         self._variables, self._left_out = tuple(variables), tuple(left_out)
         self._constrained = [variable for variable in variables if variable.constraint is not None]
@@ -64,13 +70,23 @@ class FusedStep(UpdateRun):
             from .replica_parts import ReplicaParts
 
             self._parts = ReplicaParts(placement.grid, variables)
+        self._arena_steps = self._steps_of(variables)
+        self._taken = 0
+        self.describe()
+
+    def _steps_of(self, variables: Sequence[Variable]) -> list[ArenaStep]:
         members: dict[Arena, list[Variable]] = {}
         for variable in variables:
             if variable.arena is not None and variable.size:
                 members.setdefault(variable.arena, []).append(variable)
-        self._arena_steps = [ArenaStep(optimizer, arena, some, slots) for arena, some in members.items()]
-        self._taken = 0
-        self.describe()
+        return [ArenaStep(self._optimizer, arena, some, self._slots) for arena, some in members.items()]
+
+    def _find_averaged(self) -> None:
+        """Find the known variables that have no gradient in this step: their averages are updated as well, as Keras does."""
+        if self._optimizer.use_ema and len(self._known) != self._known_count:
+            self._known_count, own = len(self._known), set(map(id, self._variables))
+            self._averaged = [variable for variable in self._known if id(variable) not in own]
+            self._averages = self._steps_of(self._averaged)
 
     def describe(self) -> None:
         """Describe anew what the ranks compare, after the optimizer's numbers have changed."""
@@ -82,6 +98,8 @@ class FusedStep(UpdateRun):
         clips = optimizer.clipnorm is not None or optimizer.global_clipnorm is not None
         self._scaled = clips or optimizer.check_numerics
         self._two_passes = self._scaled or optimizer.scales_by_norms
+        for step in self._arena_steps:
+            step.read_settings()
         self._every, self._rate_words = self._group.environment.check_every, (0.0, "0.0")
         which = "" if self._number is None else f", the scope's optimizer {self._number}"
         self._detail = f"of {names}{absent} by {self._optimizer.describe()}{decaying}{which}"
@@ -97,8 +115,9 @@ class FusedStep(UpdateRun):
     def run(self, aggregate: bool) -> None:
         """Take the step. Collective; in cross-replica context."""
         optimizer, group = self._optimizer, self._group
+        self._find_averaged()
         if self._outer is not None:
-            self._outer.check(self._variables)
+            self._outer.check(self._changed())
         number, rate = optimizer.calls + 1, optimizer.learning_rate
         detail = (self._detail if aggregate else self._detail + ", without aggregation") + self._begun.words
         if self._rate_words[0] != rate:  # a number takes longer to write than to compare
@@ -114,10 +133,11 @@ class FusedStep(UpdateRun):
         factor /= optimizer.loss_scale_factor or 1.0
         with group.collective("apply_gradients", detail=detail).stamp(words) as call:
             self._ops.call = call
-            self._begin(due, number)
+            if self._group.num_nodes > 1 and (due if self._outer is None else not self._outer.begun):
+                self._compare_nodes()
             if self._buckets is not None:
                 self._buckets.finish()
-            for step in self._arena_steps:
+            for step in (*self._arena_steps, *self._averages):
                 step.begin(optimizer.iterations + 1, rate, number, self._two_passes, factor)
             scales: dict[str, float] = {}
             if self._two_passes:
@@ -128,6 +148,8 @@ class FusedStep(UpdateRun):
                     scales = self._scales(number)
                 if optimizer.scales_by_norms and optimizer.updates_at(number):
                     scales = self._ratios(scales, rate)
+            if self._outer is not None and optimizer.changes_weights(number):
+                self._outer.enter(self._changed())
             with self._exchanges():
                 for step in self._arena_steps:
                     step.begin_share()
@@ -135,7 +157,11 @@ class FusedStep(UpdateRun):
                         step.take_kept(scales)
                     else:
                         self._sum(step, aggregate, step.take)
-                for step in self._arena_steps:
+                for step in self._averages:
+                    if optimizer.ema_overwrite_frequency is not None:
+                        step.begin_share()
+                    step.average()
+                for step in (*self._arena_steps, *self._averages):
                     step.finish_share()
             group.node.barrier(call)
         for variable in self._constrained:
@@ -145,14 +171,10 @@ class FusedStep(UpdateRun):
             if self._outer.due:
                 self._outer.take()
 
-    def _begin(self, due: bool, number: int) -> None:
-        """Compare the nodes' weights, if that is due: where they train by themselves, as a round begins. Inside a collective."""
-        outer = self._outer
-        alike = due if outer is None else not outer.begun
-        if alike and self._group.num_nodes > 1:
-            self._compare_nodes()
-        if outer is not None and self._optimizer.changes_weights(number):
-            outer.enter(self._variables)
+    def _changed(self) -> Sequence[Variable]:
+        """Return the variables whose weights this step may change."""
+        overwrites = self._averaged and self._optimizer.ema_overwrite_frequency is not None
+        return [*self._variables, *self._averaged] if overwrites else self._variables
 
     @contextlib.contextmanager
     def _exchanges(self) -> Iterator[None]:
@@ -160,10 +182,10 @@ class FusedStep(UpdateRun):
         try:
             yield
         except BaseException as error:
-            for step in self._arena_steps:
+            for step in (*self._arena_steps, *self._averages):
                 step.leave_share()
             ahead = self._ops.sends_ahead and self._group.num_nodes > 1
-            ahead = ahead or any(step.arena.sharded for step in self._arena_steps)
+            ahead = ahead or any(step.arena.sharded for step in (*self._arena_steps, *self._averages))
             if ahead and self._group.monitor.refusal is None and not is_loss(error):  # that is told again by itself
                 why = f"an error in a step left messages between nodes under way: {type(error).__name__}: {error}"
                 self._group.monitor.refusal = ClosedError(f"the strategy is of no more use, {why}")
@@ -226,7 +248,12 @@ class FusedStep(UpdateRun):
         if optimizer.check_numerics:
             finite = all(map(math.isfinite, sums.values()))
             if not (self._group.agree(int(finite)) if own else finite):  # nodes with sums of their own
-                self._refuse_numbers(number)
+                try:
+                    self._refuse_numbers(number)
+                except FloatingPointError:
+                    for step in self._arena_steps:
+                        step.leave_share()
+                    raise
         if optimizer.clipnorm is not None:
             return {name: _scale(total, optimizer.clipnorm) for name, total in sums.items()}
         limit = optimizer.global_clipnorm

@@ -17,8 +17,8 @@ from ..variables.values import move_like
 from ..variables.variable import Variable, explain_foreign
 
 __all__ = [
-    "Pairs", "ReplicaPairs", "check_same", "check_variables", "checked", "flat_gradient", "in_place", "load_gradients",
-    "pairs_of",
+    "Pairs", "ReplicaPairs", "check_rule", "check_same", "check_variables", "checked", "flat_gradient", "in_place",
+    "load_gradients", "pairs_of",
 ]  # fmt: skip
 
 _FUNCTION = "apply_gradients"
@@ -40,15 +40,15 @@ def pairs_of(given: Any) -> list[list[tuple[Any, Variable]]]:
     return [each.pairs for each in given.values] if isinstance(given, DistributedValues) else [given.pairs]
 
 
-def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[str]]:
-    """Return the variables that have a gradient, and the names of those that have none.
+def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[Variable]]:
+    """Return the variables that have a gradient, and those that have none.
 
     Raises:
         TypeError: what is no variable.
         ValueError: no gradient at all, a variable twice, one without gradients or of another strategy.
     """
     chosen: dict[int, Variable] = {}
-    left_out = []
+    left_out: list[Variable] = []
     for gradient, variable in pairs:
         placement = getattr(variable, "placement", None)
         if placement is None:
@@ -56,16 +56,30 @@ def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[s
         if placement.strategy is not strategy:
             raise ValueError(explain_foreign(_FUNCTION, variable, strategy))
         if gradient is None:
-            left_out.append(variable.name)
+            left_out.append(variable)
             continue
         if id(variable) in chosen:
             raise ValueError(explain(_FUNCTION, variable.name, expected="each variable once", got="it twice"))
         variable.require_gradient()
         chosen[id(variable)] = variable
     if not chosen:
-        names = ", ".join(left_out) or "no variables"
+        names = ", ".join(variable.name for variable in left_out) or "no variables"
         raise ValueError(explain(_FUNCTION, "grads_and_vars", expected="a gradient", got=f"none for {names}"))
     return list(chosen.values()), left_out
+
+
+def check_rule(optimizer: Any, variables: Sequence[Variable]) -> None:
+    """Raise ValueError where an optimizer's rule needs variables whole that are not."""
+    kind = type(optimizer).__name__
+    if variables[0].placement.store is not None and optimizer.scales_by_norms:
+        expected, got = f"variables that are whole on each rank's node, for {kind}", "variables on servers"
+        remedy = "Take Adam under parameter servers"
+        raise ValueError(explain(_FUNCTION, optimizer.name, expected=expected, got=got, remedy=remedy))
+    divided = [v.name for v in variables if v.ndim > 1 and v.part is not None and v.part.split]
+    if optimizer.factored and divided:
+        expected, got = f"matrices that each rank has whole, for {kind}", f"parts of {', '.join(divided)}"
+        remedy = "Leave their layout out, or take Adam"
+        raise ValueError(explain(_FUNCTION, optimizer.name, expected=expected, got=got, remedy=remedy))
 
 
 def check_same(replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import is_dataclass
 from typing import Any, TypedDict
 
@@ -72,6 +72,8 @@ _DEFAULTS: dict[str, tuple[object, ...]] = dict.fromkeys(Settings.__annotations_
     "ema_momentum": (0.99,)
 }
 _FIXED = ("use_ema", "gradient_accumulation_steps")  # they decide which slots there are
+_FIXED_BY_STEPS = ("initial_accumulator_value",)  # slots began with it
+_CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
 
 
 class Hyperparameters(ABC):
@@ -92,29 +94,16 @@ class Hyperparameters(ABC):
         gradient_accumulation_steps: int | None,
         check_numerics: bool,
     ) -> None:
-        clips = {"clipnorm": clipnorm, "clipvalue": clipvalue, "global_clipnorm": global_clipnorm}
-        for name, limit in (clips | {"loss_scale_factor": loss_scale_factor}).items():
-            if limit is not None and not limit > 0:
-                raise ValueError(explain(type(self).__name__, name, expected="> 0", got=limit))
-            setattr(self, name, None if limit is None else float(limit))
-        given = [name for name, limit in clips.items() if limit is not None]
-        if len(given) > 1:
-            expected = "one of clipnorm, clipvalue and global_clipnorm"
-            raise ValueError(explain(type(self).__name__, given[1], expected=expected, got=" and ".join(given)))
-        self.clipnorm: float | None
-        self.clipvalue: float | None
-        self.global_clipnorm: float | None
-        self.loss_scale_factor: float | None
-        self.weight_decay = None if weight_decay is None else self._at_least_zero("weight_decay", weight_decay)
-        self.use_ema = bool(use_ema)
-        if not 0 <= ema_momentum <= 1:
-            raise ValueError(explain(type(self).__name__, "ema_momentum", expected="from 0 to 1", got=ema_momentum))
-        self.ema_momentum = float(ema_momentum)
-        self.ema_overwrite_frequency = self._steps_or_none("ema_overwrite_frequency", ema_overwrite_frequency, 1)
-        self.gradient_accumulation_steps = self._steps_or_none(
-            "gradient_accumulation_steps", gradient_accumulation_steps, 2
-        )
-        self.check_numerics = bool(check_numerics)
+        self.clipnorm: float | None = clipnorm
+        self.clipvalue: float | None = clipvalue
+        self.global_clipnorm: float | None = global_clipnorm
+        self.loss_scale_factor: float | None = loss_scale_factor
+        self.weight_decay: float | None = weight_decay
+        self.use_ema: bool = use_ema
+        self.ema_momentum: float = ema_momentum
+        self.ema_overwrite_frequency: int | None = ema_overwrite_frequency
+        self.gradient_accumulation_steps: int | None = gradient_accumulation_steps
+        self.check_numerics: bool = check_numerics
         self._excluded: set[Variable] = set()
         self._excluded_names: list[re.Pattern[str]] = []
         self._private_words = ""
@@ -127,13 +116,39 @@ class Hyperparameters(ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = "_steps" in self.__dict__
-        if known and name in _FIXED and value != getattr(self, name, value):
+        fixed = known and (name in _FIXED or (name in _FIXED_BY_STEPS and bool(self._steps)))
+        if fixed and value != getattr(self, name, value):
             remedy = "Make another optimizer"
-            expected, got = "the value that it was made with", repr(value)
-            raise ValueError(explain(type(self).__name__, name, expected=expected, got=got, remedy=remedy))
-        object.__setattr__(self, name, value)
+            expected = f"the value that it {'was made' if name in _FIXED else 'took its first step'} with"
+            raise ValueError(explain(type(self).__name__, name, expected=expected, got=repr(value), remedy=remedy))
+        object.__setattr__(self, name, self._checked(name, value) if name in Settings.__annotations__ else value)
         if known and not name.startswith("_"):
             self._describe_steps()
+
+    def _checked(self, name: str, value: Any) -> Any:
+        """Return a setting that all optimizers have, in its own type.
+
+        Raises:
+            ValueError: it is out of range, or a second kind of clipping.
+        """
+        if name in (*_CLIPS, "loss_scale_factor") and value is not None:
+            if not value > 0:
+                raise ValueError(explain(type(self).__name__, name, expected="> 0", got=value))
+            other = next((clip for clip in _CLIPS if clip != name and self.__dict__.get(clip) is not None), None)
+            if name in _CLIPS and other is not None:
+                expected, got = "one of clipnorm, clipvalue and global_clipnorm", f"{other} and {name}"
+                remedy = f"Set {other} to None before"
+                raise ValueError(explain(type(self).__name__, name, expected=expected, got=got, remedy=remedy))
+            return float(value)
+        if name == "weight_decay" and value is not None:
+            return self._at_least_zero(name, value)
+        if name == "ema_momentum":
+            if not 0 <= value <= 1:
+                raise ValueError(explain(type(self).__name__, name, expected="from 0 to 1", got=value))
+            return float(value)
+        if name in ("ema_overwrite_frequency", "gradient_accumulation_steps"):
+            return self._steps_or_none(name, value, 1 if name == "ema_overwrite_frequency" else 2)
+        return bool(value) if name in ("use_ema", "check_numerics") else value
 
     # rate and count
 
@@ -228,14 +243,14 @@ class Hyperparameters(ABC):
         """A number that grows whenever an attribute is set, so that `describe` may give another text."""
         return self._revision
 
-    def describe(self) -> str:
-        """Return the rule and its numbers in words, by which ranks are compared."""
+    def describe(self, without: Collection[str] = ()) -> str:
+        """Return the rule and its numbers in words, by which ranks are compared, without the named settings."""
         rate: Any = self._rate
         if isinstance(rate, LearningRateSchedule) and not is_dataclass(rate):
             rate = f"{type(rate).__name__}({_numbers(rate)})"
         counted = f", counted from {self._counted_from}" if self._counted_from else ""
         self._private_words = self._private_words or _private(self)
-        words = f"{_numbers(self)}{self._private_words}{counted}{self._slots_words}"
+        words = f"{_numbers(self, without)}{self._private_words}{counted}{self._slots_words}"
         return f"{type(self).__name__}(learning_rate={rate}, {words})"
 
     def _describe_steps(self) -> None:
@@ -283,10 +298,11 @@ class _CallableRate:
         return getattr(self.function, "__qualname__", type(self.function).__qualname__)
 
 
-def _numbers(thing: object) -> str:
+def _numbers(thing: object, without: Collection[str] = ()) -> str:
     """The attributes of an object that are numbers or hold some, in words that mean the same on every rank."""
     own = getattr(thing, "__dict__", {}).items()
-    words = ((key, _word(value)) for key, value in own if key[:1] != "_" and not _is_default(key, value))
+    shown = (key for key, value in own if key[:1] != "_" and key not in without and not _is_default(key, value))
+    words = ((key, _word(getattr(thing, key))) for key in shown)
     return ", ".join(f"{key}={word}" for key, word in words if word)
 
 

@@ -27,7 +27,12 @@ class LossScaleOptimizer:
     A step with a NaN or an infinity in the sums of any rank changes no weight on any rank, and halves the factor; after
     `dynamic_growth_steps` steps that were finite it is doubled. The factor and the step at which it changed are variables: files
     have them as they have the weights. When 50 steps in a row were left out, the log says so, once: a NaN that stays is none that
-    a smaller factor mends. Make it in the scope of the strategy whose variables it updates. `v.grad` is overwritten.
+    a smaller factor mends. Make it in the scope of the strategy whose variables it updates.
+
+    With parameter servers each worker, or group of workers in sync, has a factor of its own, and divides by it before it pushes.
+    A worker whose gradients are not finite pushes nothing in this step, and its factor is halved. Steps of other workers are
+    applied: with `max_staleness=0` the step is the sum of the others' gradients, and it does not count if no worker has any. A
+    file has the first worker's factor, which `restore` gives to all.
 
     Args:
         inner_optimizer: takes the steps; of `ms.optimizers`, without `loss_scale_factor`. All settings are its.
@@ -78,10 +83,10 @@ class LossScaleOptimizer:
         self.initial_scale, self.dynamic_growth_steps = float(initial_scale), int(dynamic_growth_steps)
         inner_optimizer.check_numerics = True
         inner_optimizer.leave_to_owner("loss_scale_factor")  # files have it as dynamic_scale
-        self.dynamic_scale = Variable(
-            self.initial_scale, dtype="float32", trainable=False, name=f"{name}/dynamic_scale"
-        )
-        self._changed_at = Variable(0, dtype="int64", trainable=False, name=f"{name}/changed_at")
+        alone = context.has_strategy() and context.get_strategy().extended.placement.store is not None
+        how: dict[str, Any] = {"trainable": False, "per_worker_variable": alone}
+        self.dynamic_scale = Variable(self.initial_scale, dtype="float32", name=f"{name}/dynamic_scale", **how)
+        self._changed_at = Variable(0, dtype="int64", name=f"{name}/changed_at", **how)
 
     @property
     def iterations(self) -> int:
@@ -107,22 +112,26 @@ class LossScaleOptimizer:
         return loss * float(self.dynamic_scale)
 
     def apply_gradients(
-        self, grads_and_vars: Iterable[tuple[Any, Variable | ShardedVariable]], *, name: str | None = None
+        self,
+        grads_and_vars: Iterable[tuple[Any, Variable | ShardedVariable]],
+        *,
+        experimental_aggregate_gradients: bool = True,
+        name: str | None = None,
     ) -> int:
         """Sum gradients of scaled losses and update the variables, if all sums are finite. Collective; in replica context.
 
         Args:
-            grads_and_vars, name: as for `Optimizer.apply_gradients`, which says what it raises.
+            grads_and_vars, experimental_aggregate_gradients, name: as for `Optimizer.apply_gradients`, which says what it raises.
 
         Returns:
             `iterations`, which a step that was left out does not count in.
         """
         replica = context.expect_replica("LossScaleOptimizer.apply_gradients")
         pairs = ReplicaPairs(each_variable(grads_and_vars))
-        replica.merge_call(self._take_step, args=(pairs,))
+        replica.merge_call(self._take_step, args=(pairs, bool(experimental_aggregate_gradients)))
         return self.iterations
 
-    def _take_step(self, strategy: Any, pairs: Any) -> None:
+    def _take_step(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
         if self.dynamic_scale.placement.strategy is not strategy:
             expected, got = "an optimizer that was made in the strategy's scope", "one that was made elsewhere"
             raise ValueError(explain("LossScaleOptimizer.apply_gradients", self.name, expected=expected, got=got))
@@ -130,11 +139,12 @@ class LossScaleOptimizer:
         if inner.loss_scale_factor != scale:
             inner.loss_scale_factor = scale
         try:
-            inner.take_step(strategy, pairs, True)
-        except FloatingPointError:  # on every rank
+            inner.take_step(strategy, pairs, aggregate)
+        except FloatingPointError:  # on every rank that steps together with this one
             self._set(scale / 2)
             self._left_out += 1
-            if self._left_out == _WORRYING and strategy.rank == 0:
+            speaks = strategy.rank == 0 or strategy.extended.placement.store is not None
+            if self._left_out == _WORRYING and speaks:
                 text = "LossScaleOptimizer: %d steps in a row were left out, for sums that are not finite: the factor is %g now"
                 logger.warning(text, _WORRYING, float(self.dynamic_scale))
         else:

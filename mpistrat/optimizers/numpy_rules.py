@@ -115,7 +115,7 @@ class Nadam(_Moments):
     """Adam with Nesterov's momentum: the step is along u' * m / (1 - U * u') + (1 - u) * g / (1 - U).
 
     u = beta_1 * (1 - 0.96 ** t / 2) at step t, u' that of the next step, U the product of all u so far; m, v and the divisor
-    are Adam's.
+    are Adam's. If beta_1 is changed, U keeps the u of the steps before; after `restore` all u are those of the beta_1 of then.
 
     Args:
         learning_rate: a number, a schedule or a callable.
@@ -129,7 +129,7 @@ class Nadam(_Moments):
     Source: keras.optimizers.Nadam of Keras 3; Dozat, https://cs229.stanford.edu/proj2015/054_report.pdf.
     """
 
-    __product = -1.0, 0, 1.0  # of which beta_1, until which step, and that of all u, which follows from the two
+    __product = 0, 1.0  # of all u, until which step
 
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
@@ -152,13 +152,13 @@ class Nadam(_Moments):
 
     def _product(self, step: int) -> float:
         """Return the product of the coefficients of all steps until this one."""
-        beta_1, last, product = self.__product
-        if beta_1 != self.beta_1 or last > step:
+        last, product = self.__product
+        if last > step:
             last, product = 0, 1.0
         while last < step and product:  # it becomes 0 after some thousand steps, and stays so
             last += 1
             product *= self._coefficient(last)
-        self.__product = self.beta_1, step, product
+        self.__product = step, product
         return product
 
 
@@ -167,7 +167,7 @@ class Ftrl(Optimizer):
     """Follow the regularized leader: weights are made anew from sums over all steps, with zeros where L1 wants them.
 
     With s = 2 * l2_shrinkage and p = -learning_rate_power: n' = n + g²; z += g + s * w - (n' ** p - n ** p) * w / rate; then
-    w = (clip(z, -l1, l1) - z) / (n' ** p / rate + 2 * l2 + beta / rate).
+    w = (clip(z, -l1, l1) - z) / (n' ** p / rate + 2 * l2 + beta / rate). A step at rate 0 changes nothing.
 
     Args:
         learning_rate: a number, a schedule or a callable.
@@ -205,13 +205,19 @@ class Ftrl(Optimizer):
             "l2_shrinkage_regularization_strength", l2_shrinkage_regularization_strength
         )
         self.beta = float(beta)
-        start = {"accumulator": self.initial_accumulator_value}
-        super().__init__(learning_rate, slot_names=("accumulator", "linear"), slot_start=start, **settings)
+        super().__init__(learning_rate, slot_names=("accumulator", "linear"), **settings)
+
+    @property
+    def slot_start(self) -> Mapping[str, float]:
+        """The value of n before the first step of a variable."""
+        return {"accumulator": self.initial_accumulator_value} if self.initial_accumulator_value else {}
 
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
     ) -> None:
         """Update a block of weights and slots in place; the gradient may be overwritten."""
+        if not rate:
+            return
         accumulator, linear = slots["accumulator"], slots["linear"]
         work, grown = scratch[0][: gradient.size], scratch[1][: gradient.size]
         np.add(linear, gradient, out=linear)

@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .. import context
-from ..errors import explain
 from ..variables.placement import ORDINAL_STEP, Store
 from ..variables.sharded import ShardedVariable, each_variable
 from ..variables.variable import Variable
 from .begun import Begun
 from .fused_step import FusedStep
-from .gradients import ReplicaPairs, check_variables, pairs_of
+from .gradients import ReplicaPairs, check_rule, check_variables, pairs_of
 from .hyperparameters import AVERAGE, GRADIENT_SUM, Rate
 from .rule import Block, UpdateRun
 from .slots import SlotStore
@@ -47,8 +46,9 @@ class Optimizer(StatefulRule):
         clipnorm: each variable's gradient, summed over the replicas, is scaled down so that its norm does not exceed it.
         clipvalue: each number of the sum is clipped to ± this.
         global_clipnorm: all gradients, summed over the replicas, are scaled down together so that their norm does not exceed
-            it. `v.grad` is overwritten then, and under `clipnorm`. Only one of the three may be given.
+            it. Only one of the three may be given. `clipnorm` and this one need memory for the sums, each rank a part.
         use_ema: keep a moving average of each weight in the slot "average": ema_momentum · average + (1 - ema_momentum) · weight.
+            Each step updates those of all variables that the optimizer knows, also of one whose gradient is None.
         ema_momentum: from 0 to 1.
         ema_overwrite_frequency: each so many steps the weights become their averages; None for never: call
             `finalize_variable_values` at the end.
@@ -191,9 +191,10 @@ class Optimizer(StatefulRule):
     ) -> int:
         """Sum gradients over all replicas and update the variables, in one pass. Collective; in replica context.
 
-        A gradient that was written to `v.grad` is not copied; others are copied there. The replicas' gradients are
-        summed: scale the loss, with `ms.nn.compute_average_loss`, so that the sum is what you want. Constraints of
-        variables are applied at the end.
+        A gradient that was written to `v.grad` is not copied; others are copied there. After the step `v.grad` is still this
+        replica's own gradient, whatever the settings, so that a program can add to it; under `sharded_gradients` it is zeros
+        again. The replicas' gradients are summed: scale the loss, with `ms.nn.compute_average_loss`, so that the sum is what you
+        want. Constraints of variables are applied at the end.
 
         Args:
             grads_and_vars: pairs; each gradient has its variable's shape, or is IndexedSlices, or None, on all replicas
@@ -273,25 +274,20 @@ class Optimizer(StatefulRule):
         chosen, left_out = check_variables(strategy, pairs)
         self.join(strategy)
         known = set(map(id, self._variables))
-        new = [variable for variable in chosen if id(variable) not in known]
         placement = chosen[0].placement
-        if placement.store is not None and self.scales_by_norms:
-            expected, got = (
-                f"variables that are whole on each rank's node, for {type(self).__name__}",
-                "variables on servers",
-            )
-            remedy = "Take Adam under parameter servers"
-            raise ValueError(explain("apply_gradients", self.name, expected=expected, got=got, remedy=remedy))
-        divided = [v.name for v in chosen if v.ndim > 1 and v.part is not None and v.part.split]
-        if self.factored and divided:
-            expected = f"matrices that each rank has whole, for {type(self).__name__}"
-            remedy = "Leave their layout out, or take Adam"
-            got = f"parts of {', '.join(divided)}"
-            raise ValueError(explain("apply_gradients", self.name, expected=expected, got=got, remedy=remedy))
+        new = [variable for variable in chosen if id(variable) not in known]
+        if self.use_ema:  # averages are of all variables, with a gradient or without
+            others = [*left_out, *(v for v in placement.variables if v.name in self._slots.pending)]
+            known |= set(map(id, new))
+            new += [
+                v for v in dict.fromkeys(others) if id(v) not in known and v.arena is not None and v.arena.gradients
+            ]
+        check_rule(self, chosen)
         if placement.store is not None:
             step: UpdateRun = placement.store.make_step(self, chosen)
         else:
-            step = FusedStep(self, strategy, chosen, left_out, self._slots, self.begun, self.number_in(placement))
+            names, number = [variable.name for variable in left_out], self.number_in(placement)
+            step = FusedStep(self, strategy, chosen, names, self._slots, self.begun, number, self._variables)
         self._updated_first = [variable for variable in new if variable.name not in self._slots.pending]
         self._variables.extend(new)
         self._slots.fill_pending(new)

@@ -234,6 +234,12 @@ class BlockUpdate:
             np.add(own[GRADIENT_SUM], gradient, out=own[GRADIENT_SUM])
             self._average_only(target[low:high], own)
 
+    def average(self, target: Any, slots: Mapping[str, Any]) -> None:
+        """Update the averages of weights that a step leaves as they are, or overwrite the weights by them; of any size."""
+        for low in range(0, target.size, self.block.size):
+            high = min(low + self.block.size, target.size)
+            self._average_only(target[low:high], {AVERAGE: slots[AVERAGE][low:high]})
+
     def _sum(self, parts: Sequence[Any], low: int, high: int, gradient: Any) -> None:
         combine(np.add, [part[low:high] for part in parts], gradient)
         if self._factor != 1:

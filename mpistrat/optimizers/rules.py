@@ -249,12 +249,12 @@ class Adagrad(_BlockRule):
     ) -> None:
         self.initial_accumulator_value = self._at_least_zero("initial_accumulator_value", initial_accumulator_value)
         self.epsilon = float(epsilon)
-        super().__init__(
-            learning_rate,
-            slot_names=("accumulator",),
-            slot_start=self.initial_accumulator_value,
-            **settings,
-        )
+        super().__init__(learning_rate, slot_names=("accumulator",), **settings)
+
+    @property
+    def slot_start(self) -> Mapping[str, float]:
+        """The value of a before the first step of a variable."""
+        return {"accumulator": self.initial_accumulator_value} if self.initial_accumulator_value else {}
 
     def loop(self, step: int, rate: float) -> Loop:
         return Loop("adagrad", (rate, self.epsilon), ("accumulator",))

@@ -111,7 +111,7 @@ class SlotStore:
     """
 
     def __init__(self, owner: Rule) -> None:
-        self.names, self.start, self._owner = owner.slot_names, owner.slot_start, owner
+        self.names, self._owner = owner.slot_names, owner
         self.pending: dict[str, dict[str, Any]] = {}
         self.outer: OuterSteps | None = None
         self._placement: Placement | None = None
@@ -129,7 +129,7 @@ class SlotStore:
         """Return the slots of an arena; the first call fixes its slices. All ranks call it."""
         slots = self._arenas.get(arena)
         if slots is None:
-            slots = self._arenas[arena] = ArenaSlots(arena, self.names, self.start)
+            slots = self._arenas[arena] = ArenaSlots(arena, self.names, self._owner.slot_start)
         return slots
 
     def stored_of(self, variable: Variable) -> tuple[str, ...]:

@@ -22,7 +22,8 @@ __all__ = ["Handler", "Operation", "Push", "apply_operation", "optimizer_key", "
 class Operation(enum.IntEnum):
     """What is done to a variable.
 
-    A GRADIENT is given to an optimizer. ASSIGN, ASSIGN_ADD and ASSIGN_SUB take a whole array; the others rows, each of
+    A GRADIENT is given to an optimizer; a SKIPPED step of one has no gradients of this worker. ASSIGN, ASSIGN_ADD and
+    ASSIGN_SUB take a whole array; the others rows, each of
     which acts on its own when a row comes several times: of several SCATTER_UPDATEs of a row the last one stays.
     """
 
@@ -37,6 +38,7 @@ class Operation(enum.IntEnum):
     SCATTER_DIV = 9
     SCATTER_MIN = 10
     SCATTER_MAX = 11
+    SKIPPED = 12
 
 
 ORDINALS = 1 << 24  # of optimizers that a key tells apart
@@ -73,9 +75,10 @@ def unpack(what: int) -> tuple[Operation, int]:
 def optimizer_key(optimizer: Optimizer) -> int:
     """Return the number by which worker and server name an optimizer: which one was made, and what it is like.
 
-    The same program makes the same optimizers in the same order on every rank.
+    The same program makes the same optimizers in the same order on every rank. How losses are scaled is each worker's own.
     """
-    return optimizer.ordinal % ORDINALS + ORDINALS * (zlib.crc32(optimizer.describe().encode()) & 0x7FFF)
+    words = optimizer.describe(without=("loss_scale_factor",))
+    return optimizer.ordinal % ORDINALS + ORDINALS * (zlib.crc32(words.encode()) & 0x7FFF)
 
 
 def apply_operation(operation: Operation, array: np.ndarray, rows: np.ndarray | None, values: np.ndarray) -> None:

@@ -170,6 +170,7 @@ class Settings:
     back_off: float
     check_numerics: bool
     communication_options: CommunicationOptions | None
+    replicas: int | None = None
 
     def compared(self) -> tuple[Any, ...]:
         """Return those that ranks compare: the resolver and the parts of the strategy see to the others."""
@@ -181,6 +182,7 @@ class Settings:
             self.workers_in_sync,
             self.back_off,
             self.check_numerics,
+            self.replicas,
         )
 
     def check(self) -> None:
@@ -188,6 +190,10 @@ class Settings:
         self._check_number("max_staleness", 0, optional=True)
         self._check_number("backup_workers", 0)
         self._check_number("workers_in_sync", 1)
+        self._check_number("replicas", 1, optional=True)
+        if self.replicas is not None and self.replicas % self.workers_in_sync:
+            expected = f"a multiple of workers_in_sync, {self.workers_in_sync}"
+            raise ValueError(explain(_NAME, "replicas", expected=expected, got=self.replicas))
         if self.backup_workers and self.max_staleness != 0:
             expected, got = "max_staleness=0 with backup workers", repr(self.max_staleness)
             raise ValueError(explain(_NAME, "max_staleness", expected=expected, got=got))
@@ -197,6 +203,13 @@ class Settings:
         if self.placement not in PLACEMENTS:
             expected = f"one of {', '.join(PLACEMENTS)}"
             raise ValueError(explain(_NAME, "placement", expected=expected, got=repr(self.placement)))
+
+    def devices(self, given: Sequence[str] | str | None) -> Sequence[str] | str | None:
+        """Return a worker's devices: those that were given, or its part of the replicas; `check` finds what is wrong."""
+        replicas, workers = self.replicas, self.workers_in_sync
+        if type(replicas) is not int or type(workers) is not int or not 0 < workers <= replicas:
+            return given
+        return [f"cpu:{index}" for index in range(replicas // workers)]
 
     def _check_number(self, name: str, least: int, optional: bool = False) -> None:
         value = getattr(self, name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from .._util.text import counted
 from ..cluster import ClusterResolver
-from ..cluster.topology import check_comm, running_mpi
+from ..cluster.topology import Topology, check_comm, running_mpi
 from ..comm.process_group import ProcessGroup
 from ..comm.waiting import CEILING
 from ..cross_device.ops import CrossDeviceOps
@@ -73,6 +73,8 @@ class ParameterServerStrategy(Strategy):
         communication_options, cross_device_ops: how the worker's own replicas are reduced.
         comm: communicator, duplicated here; default COMM_WORLD.
         devices: this rank's, as for MirroredStrategy; servers use none.
+        replicas: instead of devices: so many replicas in sync on CPUs, equally many on each worker of `workers_in_sync`. Their
+            sums are in the order of replicas.
 
     Raises:
         ClusterError: on every rank, when there is no worker or no server, or the roles contradict each other.
@@ -108,6 +110,7 @@ class ParameterServerStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         comm: MPI.Intracomm | None = None,
         devices: Sequence[str] | str | None = None,
+        replicas: int | None = None,
     ) -> None:
         settings = Settings(
             variable_partitioner,
@@ -120,6 +123,7 @@ class ParameterServerStrategy(Strategy):
             back_off,
             check_numerics,
             communication_options,
+            replicas,
         )
         assignment = RoleAssignment(settings, cluster_resolver)
         ranks = check_comm(running_mpi(_NAME), comm, _NAME)
@@ -131,15 +135,22 @@ class ParameterServerStrategy(Strategy):
             roles = assignment.agree(group)
             return group.subgroup(roles.in_sync_with(group.topology.rank, workers_in_sync), _NAME)
 
+        def check(topology: Topology) -> None:
+            if replicas is not None and devices is not None:
+                got = f"devices={devices!r} and replicas={replicas!r}"
+                raise ValueError(explain(_NAME, "replicas", expected="devices or replicas", got=got))
+            assignment.check(topology)
+
         extended = assemble(
             self,
             PARAMETER_SERVER,
             comm,
-            "cpu:0" if assignment.serves(ranks) else devices,
+            "cpu:0" if assignment.serves(ranks) else settings.devices(devices),
             cross_device_ops,
             communication_options,
-            check=assignment.check,
+            check=check,
             make_sync_group=make_sync_group,
+            ordered_replicas=replicas,
         )
         group, variables = extended.process_group, extended.placement
         self.cluster_resolver = assignment.report(group, roles)

@@ -65,9 +65,9 @@ class ParameterServerVariable(OnWriteVariable):
     @property
     def array(self) -> Any:
         """The numbers, read-only: as this step or cache saw them first, or outside of both as they are now."""
-        access = self._access
-        if access is not None and access.step and self._seen == access.step:
-            return self._snapshot
+        access, snapshot = self._access, self._snapshot  # before `_seen`: another replica may replace both
+        if access is not None and access.step and self._seen == access.step and snapshot is not None:
+            return snapshot
         return self._pull()
 
     @property
@@ -86,7 +86,7 @@ class ParameterServerVariable(OnWriteVariable):
             if period and self._seen == period:  # in a cache, or another replica was quicker
                 self._read_in = access.step
                 return self._snapshot
-            self._snapshot = None  # its memory may be used again
+            self._seen, self._snapshot = 0, None  # its memory may be used again
             (self.version, out), self._read_in = access.pull(self.number), access.step
             if period:
                 self._snapshot, self._seen = out, period
@@ -142,14 +142,20 @@ class ParameterServerVariable(OnWriteVariable):
         Raises:
             ValueError: the variable has no gradients.
         """
-        if self._gradients is None:
-            self.require_gradient()
-            devices, access = self.placement.devices, self._access
-            assert access is not None
-            alone = len(devices) == 1 and parse(devices[0])[0] == "cpu"
-            only = access.gradient(self.number) if alone else None
-            self._gradients = [only] if only is not None else [zeros(self.shape, self.dtype, d) for d in devices]
-        return self._gradients[local_replica]
+        gradients = self._gradients
+        return (self._make_gradients() if gradients is None else gradients)[local_replica]
+
+    def _make_gradients(self) -> list[Any]:
+        """Return the gradient arrays of all local replicas; the first thread that comes here makes them."""
+        self.require_gradient()
+        devices, access = self.placement.devices, self._access
+        assert access is not None
+        with access.lock:
+            if self._gradients is None:
+                alone = len(devices) == 1 and parse(devices[0])[0] == "cpu"
+                only = access.gradient(self.number) if alone else None
+                self._gradients = [only] if only is not None else [zeros(self.shape, self.dtype, d) for d in devices]
+            return self._gradients
 
     # files
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -130,6 +131,7 @@ def assemble(
     local_steps: LocalSteps | int | None = None,
     sharded_gradients: bool = False,
     axes: Any = None,
+    ordered_replicas: int | None = None,
 ) -> StrategyExtended:
     """Return the inner parts of a new strategy. Collective over `comm`.
 
@@ -150,6 +152,7 @@ def assemble(
         local_steps: how nodes train by themselves, or after how many updates they take an outer step.
         sharded_gradients: whether gradients are handed over, and each rank keeps its part of the sums only.
         axes: of a mesh, as they were given.
+        ordered_replicas: how many there must be, for sums in the order of replicas, where devices say which there are.
 
     Raises:
         LayoutError: on every rank, when the strategy does not accept the ranks and nodes.
@@ -178,7 +181,7 @@ def assemble(
     given = {"sharded_slots": sharded_slots, "local_steps": local_steps, "axes": axes}
     given |= {"sharded_gradients": sharded_gradients or None}
     told = {name: value for name, value in given.items() if value is not None}
-    settings = options, parameter_device, replicas, told or None
+    settings = options, parameter_device, replicas, told or None, ordered_replicas
 
     def finish() -> tuple[CrossDeviceOps, Sequence[str] | None]:
         given: object = options
@@ -186,7 +189,7 @@ def assemble(
             expected, got = "CommunicationOptions", repr(given)
             raise TypeError(explain(kind.name, "communication_options", expected=expected, got=got))
         implementation: Any = None if options is None else options.implementation
-        if replicas is not None:
+        if replicas is not None or ordered_replicas is not None:
             if not isinstance(cross_device_ops or implementation, (OrderedAllReduce, NoneType)):
                 expected, got = "no algorithm besides: OrderedAllReduce sums", repr(cross_device_ops or implementation)
                 raise ValueError(explain(kind.name, "replicas", expected=expected, got=got))
@@ -195,6 +198,7 @@ def assemble(
         if check is not None:
             check(topology)
         _check_local_steps(kind.name, local_steps, topology, replicas is not None, bool(sharded_slots))
+        _log_what_has_no_effect(kind, options, cross_device_ops, topology)
         return ops, None if parameter_device is None else check_devices(parameter_device, kind.name)[:1]
 
     ops, parameter_devices = _agree(group, kind, settings, finish)
@@ -238,6 +242,18 @@ def assemble(
         wire=wire,
         sharded_gradients=sharded_gradients,
     )
+
+
+def _log_what_has_no_effect(
+    kind: StrategyKind, options: CommunicationOptions | None, ops: object, topology: Topology
+) -> None:
+    """Log settings that this strategy takes, as all do, and has no use for."""
+    if not kind.distributed:
+        given = {"communication_options": options, "cross_device_ops": ops}
+        for name in (name for name, value in given.items() if value is not None):
+            log.once(logging.INFO, f"{kind.name}: {name} has no effect: one replica has nothing to reduce")
+    elif options is not None and options.wire is not None and topology.num_nodes == 1:
+        log.once(logging.INFO, f"{kind.name}: wire={options.wire!r} has no effect: all ranks are on one node")
 
 
 def _check_local_steps(

@@ -12,7 +12,9 @@ from .._util.text import counted
 from ..cluster.topology import Topology
 from ..comm.arrays import as_array
 from ..comm.process_group import ProcessGroup
+from ..cross_device.ops import CrossDeviceOps
 from ..errors import LayoutError, explain
+from ..options import CommunicationOptions
 from ..variables import DATA
 from .assemble import MESH, assemble
 from .axes import Axes
@@ -46,9 +48,11 @@ class MeshStrategy(Strategy):
         axes: the length of each axis, -1 for what is left; the last one is fastest, and its ranks must share a node. Default
             of "data": 1.
         comm: communicator, duplicated here; default COMM_WORLD.
+        communication_options, cross_device_ops: as for MultiWorkerMirroredStrategy; for reductions along "data".
+        replicas: None, or the length of "data": sums are in the order of replicas then, whichever nodes they are on.
 
     Raises:
-        TypeError, ValueError: on every rank, for axes that are none.
+        TypeError, ValueError: on every rank, for axes that are none, or another number of replicas.
         LayoutError: on every rank, when the lengths do not make as many ranks as there are, or ranks along the last axis are on
             several nodes; or a rank has several devices.
         CollectiveMismatchError: on every rank, when they give other axes.
@@ -64,16 +68,30 @@ class MeshStrategy(Strategy):
 
     mesh: Mesh
 
-    def __init__(self, axes: Mapping[str, int], comm: MPI.Intracomm | None = None) -> None:
+    def __init__(
+        self,
+        axes: Mapping[str, int],
+        comm: MPI.Intracomm | None = None,
+        *,
+        communication_options: CommunicationOptions | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        replicas: int | None = None,
+    ) -> None:
         made: list[Mesh] = []
 
         def make_data_group(group: ProcessGroup) -> ProcessGroup:
             lengths = Axes(axes, group.topology.size)
             lengths.check_node(group.topology)
+            if replicas not in (None, lengths.sizes[DATA]):
+                expected = f'None, or {lengths.sizes[DATA]}, the length of "data"'
+                raise ValueError(explain(_NAME, "replicas", expected=expected, got=repr(replicas)))
             made.append(Mesh(group, lengths))
             return made[0].data_group
 
-        extended = assemble(self, MESH, comm, check=_check_devices, make_sync_group=make_data_group, axes=axes)
+        extended = assemble(
+            self, MESH, comm, None, cross_device_ops, communication_options,
+            check=_check_devices, make_sync_group=make_data_group, axes=axes, ordered_replicas=replicas,
+        )  # fmt: skip
         self.mesh = made[0]
         extended.placement.grid = self.mesh.grid
         extended.num_input_pipelines = self.mesh.sizes[DATA]

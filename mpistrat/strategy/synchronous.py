@@ -49,15 +49,31 @@ class OneDeviceStrategy(Strategy):
     Args:
         device: such as "cpu:0" or "gpu:1"; default the first GPU, else the CPU.
         comm: communicator of one rank; default COMM_WORLD.
+        communication_options, cross_device_ops: as for the other strategies; they have no effect, as one replica has nothing
+            to reduce, and the log says so once.
+        replicas: None or 1.
 
     Raises:
         LayoutError: the communicator has several ranks.
         DeviceError: there is no such device.
+        ValueError: another number of replicas than 1.
     """
 
-    def __init__(self, device: str | None = None, comm: MPI.Intracomm | None = None) -> None:
+    def __init__(
+        self,
+        device: str | None = None,
+        comm: MPI.Intracomm | None = None,
+        *,
+        communication_options: CommunicationOptions | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        replicas: int | None = None,
+    ) -> None:
+        if replicas not in (None, 1):
+            remedy = "Take MirroredStrategy for several"
+            text = explain("OneDeviceStrategy", "replicas", expected="None or 1", got=repr(replicas), remedy=remedy)
+            raise ValueError(text)
         devices = default_devices(0, 1)[:1] if device is None else (device,)
-        super().__init__(assemble(self, ONE_DEVICE, comm, devices))
+        super().__init__(assemble(self, ONE_DEVICE, comm, devices, cross_device_ops, communication_options))
 
 
 @final
@@ -76,6 +92,7 @@ class MirroredStrategy(Strategy):
         replicas: instead of devices: so many on the CPUs of all ranks together. Sums are in the order of replicas, so
             results are the same bits on any number of ranks, as after `ms.survive` or `mpistrat resize`; all but those of
             gradients clipped by their norm.
+        communication_options: as for MultiWorkerMirroredStrategy. On one node `wire` has no effect, and the log says so once.
 
     Raises:
         ValueError: both devices and num_gpus.
@@ -91,13 +108,16 @@ class MirroredStrategy(Strategy):
         *,
         num_gpus: int | None = None,
         replicas: int | None = None,
+        communication_options: CommunicationOptions | None = None,
     ) -> None:
         if num_gpus is not None:
             if devices is not None:
                 got = f"devices={devices!r} and num_gpus={num_gpus!r}"
                 raise ValueError(explain("MirroredStrategy", "num_gpus", expected="devices or num_gpus", got=got))
             devices = [f"gpu:{index}" for index in range(num_gpus)] or "cpu:0"
-        super().__init__(assemble(self, MIRRORED, comm, devices, cross_device_ops, replicas=replicas))
+        super().__init__(
+            assemble(self, MIRRORED, comm, devices, cross_device_ops, communication_options, replicas=replicas)
+        )
 
 
 @final
@@ -110,6 +130,7 @@ class CentralStorageStrategy(Strategy):
         compute_devices: this rank's, one replica each; default as for MirroredStrategy.
         parameter_device: where the variables lie; default the CPU.
         comm: communicator, duplicated here; default COMM_WORLD.
+        communication_options, cross_device_ops, replicas: as for MirroredStrategy; replicas instead of compute_devices.
 
     Raises:
         LayoutError: on every rank, when they are on several nodes.
@@ -121,9 +142,17 @@ class CentralStorageStrategy(Strategy):
         compute_devices: Sequence[str] | str | None = None,
         parameter_device: str | None = None,
         comm: MPI.Intracomm | None = None,
+        *,
+        communication_options: CommunicationOptions | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        replicas: int | None = None,
     ) -> None:
-        place = parameter_device or "cpu:0"
-        super().__init__(assemble(self, CENTRAL_STORAGE, comm, compute_devices, parameter_device=place))
+        super().__init__(
+            assemble(
+                self, CENTRAL_STORAGE, comm, compute_devices, cross_device_ops, communication_options,
+                parameter_device=parameter_device or "cpu:0", replicas=replicas,
+            )
+        )  # fmt: skip
 
 
 @final

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .._util.content import with_zero_padding
 from ..cluster.devices import parse
 from ..comm.arrays import array_module, as_array, import_cupy, is_gpu, on_device_of, to_host
 from ..distributed_values import DistributedValues, Mirrored
@@ -143,7 +144,7 @@ def checksum(*arrays: Any) -> int:
     crc = 0
     for array in arrays:
         host = to_host(array) if is_gpu(array) else array
-        crc = zlib.crc32(host.view(np.uint8).data, crc)
+        crc = zlib.crc32(with_zero_padding(host).view(np.uint8).data, crc)
     return crc
 
 
@@ -152,9 +153,7 @@ def quick_digest(flat: Any) -> int:
 
     Other than `checksum` it is blind to exchanged numbers: for memory that should be equal, not for what users pass.
     """
-    host = to_host(flat) if is_gpu(flat) else flat
-    if host.dtype.char in "gG":  # long double has bytes that mean nothing
-        host = host.astype(np.complex128 if host.dtype.char == "G" else np.float64)
+    host = with_zero_padding(to_host(flat) if is_gpu(flat) else flat)
     bits = host.view(np.uint64 if host.nbytes % 8 == 0 else np.uint8)
     return int(np.add.reduce(bits, dtype=np.uint64)) & ((1 << 63) - 1)
 

@@ -9,6 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from ..._util import log, nest
+from ..._util.content import with_zero_padding
 from ...errors import ShardError, explain
 from .calls import call, check_callable, name_of
 from .node import UNKNOWN, Node, Outcome
@@ -125,7 +126,7 @@ def _content(leaf: Any) -> Any:
     array = np.asarray(leaf)
     if array.dtype.hasobject:
         return array.shape, tuple(map(_content, array.reshape(-1).tolist()))
-    return array.shape, array.tobytes()
+    return array.shape, with_zero_padding(array).tobytes()
 
 
 def filter(parent: Node, predicate: Callable[..., Any]) -> Node:

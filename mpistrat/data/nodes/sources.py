@@ -7,12 +7,14 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..._util import nest
+from ..._util.content import with_zero_padding
 from ...errors import explain
 from ..buffers import RowBuffers, take_rows
 from ..spec import ArraySpec, conform, spec_of_element, spec_of_rows, stack_rows
@@ -66,14 +68,14 @@ def row_content(row: Any) -> bytes:
     """Return what tells a row from others: some of its elements, in words where bytes are not the same in every process."""
     values = np.asarray(row)
     some = values.reshape(1) if values.ndim == 0 else values.flat[:: max(1, values.size // _ELEMENTS)]
-    if some.dtype.kind in "OV":  # pointers, padding
+    if some.dtype.hasobject:  # pointers
         return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(some.tolist())).encode()
-    return some.astype(some.dtype.newbyteorder("<"), copy=False).tobytes()
+    return with_zero_padding(some.astype(some.dtype.newbyteorder("<"), copy=False)).tobytes()
 
 
-def array_rows(arrays: Any) -> Node:
-    """The rows of a nest of arrays; see `from_arrays`."""
-    held = nest.map_structure(np.asarray, plain_lists(arrays))
+def array_rows(arrays: Any, copy: bool = False) -> Node:
+    """The rows of a nest of arrays, or of copies of them; see `from_arrays`."""
+    held = nest.map_structure(_copied if copy else np.asarray, plain_lists(arrays))
     leaves = nest.flatten(held)
     if not leaves:
         raise ValueError(explain("from_arrays", "arrays", expected="at least one array", got=repr(arrays)))
@@ -86,6 +88,12 @@ def array_rows(arrays: Any) -> Node:
             expected = f"{len(leaves[0])} rows, as arrays{nest.paths(held)[0]} has"
             raise ValueError(explain("from_arrays", f"arrays{name}", expected=expected, got=f"{len(leaf)} rows"))
     return _Arrays(held, len(leaves[0]))
+
+
+def _copied(array: Any) -> np.ndarray:
+    """Return a copy of an array, and of the arrays in it."""
+    found = np.asarray(array)
+    return deepcopy(found) if found.dtype.hasobject else np.array(found)
 
 
 def plain_lists(arrays: Any) -> Any:

@@ -145,6 +145,7 @@ class LocalUpdates:
 
     def _begin(self, variable: Any, step: int, by_rows: bool = False) -> _Kept:
         kept = self._known(variable) or self._add(variable, by_rows)
+        kept.read_settings()
         kept.scratch.rule.begin(step, self._optimizer.rate_at(step))
         return kept
 
@@ -250,11 +251,18 @@ class _Kept:
     """
 
     def __init__(self, optimizer: Optimizer, variable: Any, scratch: _Scratch, by_rows: bool) -> None:
-        self.scratch, self._decay, self._start = scratch, optimizer.decay_of(variable), optimizer.slot_start
-        self._group = optimizer.group_of(variable)
+        self.scratch, self._start, self._optimizer, self._variable = scratch, optimizer.slot_start, optimizer, variable
+        self._revision, self._decay, self._group = -1, 0.0, 0
         size, make = int(np.prod(variable.shape, dtype=np.int64)), _untouched if by_rows else np.zeros
         self.slots = {name: make(size, scratch.rule.block.dtype) for name in optimizer.slot_names}
         self.empty = np.ones(variable.shape[:1] or 1, np.bool_) if self._start else None
+
+    def read_settings(self) -> None:
+        """Read the settings that the variable has of its own, if the optimizer's numbers have changed."""
+        optimizer = self._optimizer
+        if optimizer.revision != self._revision:
+            self._revision = optimizer.revision
+            self._decay, self._group = optimizer.decay_of(self._variable), optimizer.group_of(self._variable)
 
     def fill(self, rows: np.ndarray | None = None) -> None:
         """Give slots their start where they have had none yet: those of some rows, or all."""

@@ -205,6 +205,7 @@ class SynchronousUpdates:
     - Gradients are copied and acknowledged as they come. A commit is acknowledged when its step is complete: when every
       worker that has not left the pass has committed it. Then each variable is updated once, by the sum of its gradients
       in the order of the workers, bit for bit what synchronous training makes of them.
+    - A worker may skip a step, whose gradients were not finite: the step has the others' then, and does not count if all skip.
     - What a worker pushes after a commit waits behind it, so that its pushes act in the order in which it sent them. All
       other pushes act at once.
     - The pass is the earliest that any worker is in. A worker that has left it is not waited for; what it pushes for the
@@ -271,13 +272,13 @@ class SynchronousUpdates:
     def _take(self, worker: _Worker, push: Push, copied: bool) -> bool:
         """Apply a push, or keep it for its step. Return False for a commit."""
         operation, key = unpack(push.what)
+        if push.variable < 0:
+            worker.committed, worker.number, worker.skipped = key, push.number, operation is Operation.SKIPPED
+            return False
         if operation is not Operation.GRADIENT:
             self._updates.write(push)
             if copied:
                 self._free(push)
-        elif push.variable < 0:
-            worker.committed, worker.number = key, push.number
-            return False
         else:
             step = worker.gradients.setdefault(key, {})
             if push.variable in step:  # of a step that broke off
@@ -324,7 +325,8 @@ class SynchronousUpdates:
             self._versions[key, variable] = self._server.version(variable)
             for push in pushes:
                 self._free(push)
-        updater.count_step()
+        if not all(worker.skipped for worker in workers):
+            updater.count_step()
         self._completed[key] = self._completed.get(key, 0) + 1
         for worker in workers:
             self._resume(worker)
@@ -390,15 +392,16 @@ class _Worker:
         gradients: of its step, by key of the optimizer.
         committed: the key of the optimizer whose step it has ended, while that is not complete.
         number: of that commit.
+        skipped: whether it is of a step without gradients of this worker, as these were not finite.
         later: what it pushed after it.
         began: how many steps were complete, by key, when its last commit was acknowledged.
     """
 
-    __slots__ = ("began", "committed", "gradients", "later", "number")
+    __slots__ = ("began", "committed", "gradients", "later", "number", "skipped")
 
     def __init__(self) -> None:
         self.gradients: dict[int, Gradients] = {}
         self.committed: int | None = None
-        self.number = 0
+        self.number, self.skipped = 0, False
         self.later: deque[Push] = deque()
         self.began: dict[int, int] = {}

@@ -258,11 +258,6 @@ class WorkerAccess(Access):
         return self._sync_group is not None
 
     @property
-    def synchronous(self) -> bool:
-        """Whether a step is applied when all workers have sent theirs."""
-        return self._synchronous
-
-    @property
     def num_servers(self) -> int:
         """Number of servers."""
         return len(self._transports)
@@ -371,11 +366,22 @@ class WorkerAccess(Access):
 
         Args:
             what: as in `push`.
-            others: servers that hold variables of the optimizer and got no gradient: they count the step, too.
+            others: servers that got no gradient: they count the step, too.
         """
         with self.lock:
             for server in others if self._leads else ():
                 self._transports[server].commit(what=what)
+            self._hand_over()
+
+    def skip_step(self, what: int) -> None:
+        """End a step in which this worker pushes nothing; `what` is a SKIPPED, packed with the key of the optimizer.
+
+        Where workers train in step the others need not wait for it.
+        """
+        with self.lock:
+            if self._synchronous and self._leads:
+                for transport in self._transports:
+                    transport.commit(what=what)
             self._hand_over()
 
     def _transport(self, variable: int) -> Any:

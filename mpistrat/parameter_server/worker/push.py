@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ...comm.arrays import to_host
+from ...comm.arrays import accumulation_dtype, to_host
 from ...distributed_values import DistributedValues, PerReplica
 from ...errors import explain
 from ...optimizers.gradients import checked
@@ -37,10 +37,10 @@ class PushStep(UpdateRun):
         access: WorkerAccess,
         check_numerics: bool = False,
     ) -> None:
-        refused = "use_ema", "gradient_accumulation_steps", "loss_scale_factor"
+        refused = "use_ema", "gradient_accumulation_steps"
         kept = [name for name in refused if getattr(optimizer, name)]
         if kept:
-            remedy = "Under parameter servers leave it out; to accumulate or scale, change the gradients in the program"
+            remedy = "Under parameter servers leave it out; to accumulate, add up the gradients in the program"
             expected, got = f"an optimizer without {kept[0]}", "one with it"
             raise ValueError(explain("apply_gradients", optimizer.name, expected=expected, got=got, remedy=remedy))
         self.strategy, self._check_numerics = strategy, check_numerics
@@ -50,14 +50,17 @@ class PushStep(UpdateRun):
         self._alone = placement.group.topology.num_replicas == 1
         self._replicas: Sequence[Sequence[tuple[Any, Any]]] = ()
         servers = [variable.server for variable in variables]
-        self._reached = set(servers)
+        # Every server counts every step of an optimizer: it may get a variable of it later.
+        self._others = sorted(set(range(access.num_servers)) - set(servers))
         self._last = [server not in servers[i + 1 :] for i, server in enumerate(servers)]
         self.describe()
 
     def describe(self) -> None:
         """Say again which optimizer it is, after its numbers have changed."""
         optimizer = self._optimizer
-        self._what = pack(Operation.GRADIENT, optimizer_key(optimizer))
+        key = optimizer_key(optimizer)
+        self._what, self._skipped = pack(Operation.GRADIENT, key), pack(Operation.SKIPPED, key)
+        self._factor = 1 / (optimizer.loss_scale_factor or 1.0)
         self._checks = self._check_numerics or optimizer.check_numerics
         self._clips = optimizer.global_clipnorm is not None or optimizer.clipnorm is not None
 
@@ -70,6 +73,9 @@ class PushStep(UpdateRun):
 
         Args:
             aggregate: whether gradients are summed over the worker's replicas; else they are equal on all already.
+
+        Raises:
+            FloatingPointError: with `check_numerics`, for what is not finite; nothing was pushed then.
         """
         replicas, self._replicas = self._replicas, ()
         if self._alone or not aggregate:
@@ -77,15 +83,21 @@ class PushStep(UpdateRun):
         else:
             own = [[(g, v) for g, v in pairs if g is not None] for pairs in replicas]
             gradients = self._sum([[checked(pairs[i][0], v) for pairs in own] for i, (_, v) in enumerate(own[0])])
+        if self._factor != 1:
+            gradients = [_scaled(gradient, self._factor) for gradient in gradients]
         if self._checks:
-            for variable, gradient in zip(self._variables, gradients, strict=True):
-                self._check_finite(variable, gradient)
+            try:
+                for variable, gradient in zip(self._variables, gradients, strict=True):
+                    self._check_finite(variable, gradient)
+            except FloatingPointError:
+                self._access.skip_step(self._skipped)
+                raise
         if self._clips:
             gradients = self._clipped(gradients)
         with self._access.lock:
             for variable, gradient, last in zip(self._variables, gradients, self._last, strict=True):
                 self._push(variable, gradient, last)
-            self._access.finish_step(self._what, self._others())
+            self._access.finish_step(self._what, self._others)
 
     def _clipped(self, gradients: list[Any]) -> list[Any]:
         if self._optimizer.global_clipnorm is not None:
@@ -120,18 +132,6 @@ class PushStep(UpdateRun):
             gradient = np.asarray(to_host(gradient)).astype(dtype, copy=False)
         access.push(variable.number, gradient, self._what, variable.version_of_step, last)
 
-    def _others(self) -> Iterable[int]:
-        """The servers that hold variables of the optimizer, but none of these: they count its steps, too.
-
-        Where workers train in step, every server does: other workers may have gradients of what it holds, and it waits for all.
-        """
-        if len(self._reached) == self._access.num_servers:
-            return ()
-        if self._access.synchronous:
-            return set(range(self._access.num_servers)) - self._reached
-        variables = self._optimizer.variables
-        return () if len(variables) == len(self._variables) else {v.server for v in variables} - self._reached
-
 
 def _fits(gradient: Any, variable: ParameterServerVariable) -> bool:
     """Whether a gradient is what the variable's must be, without anything else to look at."""
@@ -152,9 +152,11 @@ def _clip(gradients: list[Any], limit: float) -> list[Any]:
     if norm <= limit:
         return gradients
     scale = limit / norm if math.isfinite(norm) else math.nan
-    return [
-        IndexedSlices(g.values * g.values.dtype.type(scale), g.indices, g.dense_shape)
-        if isinstance(g, IndexedSlices)
-        else g * g.dtype.type(scale)
-        for g in gradients
-    ]
+    return [_scaled(gradient, scale) for gradient in gradients]
+
+
+def _scaled(gradient: Any, factor: float) -> Any:
+    """Return a gradient times a number, in the dtype in which gradients are summed; integers become floats."""
+    if isinstance(gradient, IndexedSlices):
+        return IndexedSlices(_scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    return gradient.astype(accumulation_dtype(gradient.dtype), copy=False) * factor

@@ -202,50 +202,77 @@ def clip(gradients: list[np.ndarray], limit: float) -> list[np.ndarray]:
     return [g * min(1.0, limit / norm) for g in gradients]
 
 
-def apply(
-    rule: Rule,
-    weights: list[np.ndarray],
-    gradients: Callable[[int], list[np.ndarray]],
-    calls: int,
-    rate: float,
-    *,
-    weight_decay: float = 0.0,
-    clipnorm: float | None = None,
-    clipvalue: float | None = None,
-    global_clipnorm: float | None = None,
-    use_ema: bool = False,
-    ema_momentum: float = 0.99,
-    ema_overwrite_frequency: int | None = None,
-    gradient_accumulation_steps: int | None = None,
-    loss_scale_factor: float = 1.0,
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Do what Keras's base class does around a rule, on whole arrays; return weights and averages at the end.
+class Training:
+    """What Keras's base class does around a rule, on whole arrays, step by step: rule and settings may be others in each.
 
     Source: `apply` and `_backend_apply_gradients` of keras.optimizers.Optimizer, Keras 3.
+
+    Attributes:
+        weights, averages: as they are now.
     """
-    weights, slots = [w.copy() for w in weights], [{} for _ in weights]
-    averages, sums = [0 * w for w in weights], [0 * w for w in weights]
-    several = gradient_accumulation_steps or 1
-    for call in range(calls):
-        iterations = call // several
-        sums = [s + g / loss_scale_factor for s, g in zip(sums, gradients(call), strict=True)]
-        if (call + 1) % several == 0:
-            mean = [s / several for s in sums]
-            sums = [0 * s for s in sums]
+
+    def __init__(self, weights: list[np.ndarray]) -> None:
+        self.weights = [w.copy() for w in weights]
+        self.averages, self._sums = [0 * w for w in weights], [0 * w for w in weights]
+        self._slots: list[Slots] = [{} for _ in weights]
+        self.calls = 0
+
+    def step(
+        self,
+        rule: Rule,
+        gradients: list[np.ndarray | None],
+        rate: float,
+        *,
+        weight_decay: float | None = None,
+        clipnorm: float | None = None,
+        clipvalue: float | None = None,
+        global_clipnorm: float | None = None,
+        use_ema: bool = False,
+        ema_momentum: float = 0.99,
+        ema_overwrite_frequency: int | None = None,
+        gradient_accumulation_steps: int | None = None,
+        loss_scale_factor: float | None = None,
+    ) -> None:
+        """Take a step; a variable whose gradient is None stays as it is, but for its average."""
+        several = gradient_accumulation_steps or 1
+        iterations, self.calls = self.calls // several, self.calls + 1
+        having = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        for i in having:
+            self._sums[i] = self._sums[i] + gradients[i] / (loss_scale_factor or 1.0)
+        if self.calls % several == 0:
+            mean = [self._sums[i] / several for i in having]
             if clipnorm is not None:
                 mean = [clip([g], clipnorm)[0] for g in mean]
             elif global_clipnorm is not None:
                 mean = clip(mean, global_clipnorm)
             elif clipvalue is not None:
                 mean = [np.clip(g, -clipvalue, clipvalue) for g in mean]
-            weights = [w - w * weight_decay * rate for w in weights]
-            weights = [rule(w, g, s, iterations + 1, rate) for w, g, s in zip(weights, mean, slots, strict=True)]
+            for i, gradient in zip(having, mean, strict=True):
+                weights = self.weights[i] - self.weights[i] * (weight_decay or 0.0) * rate
+                self.weights[i] = rule(weights, gradient, self._slots[i], iterations + 1, rate)
+                self._sums[i] = 0 * gradient
         if use_ema:
             momentum = ema_momentum if iterations else 0.0
-            averages = [momentum * a + (1 - momentum) * w for a, w in zip(averages, weights, strict=True)]
+            self.averages = [
+                momentum * a + (1 - momentum) * w for a, w in zip(self.averages, self.weights, strict=True)
+            ]
             if ema_overwrite_frequency and (iterations + 1) % ema_overwrite_frequency == 0:
-                weights = [a.copy() for a in averages]
-    return weights, averages
+                self.weights = [a.copy() for a in self.averages]
+
+
+def apply(
+    rule: Rule,
+    weights: list[np.ndarray],
+    gradients: Callable[[int], list[np.ndarray]],
+    calls: int,
+    rate: float,
+    **settings: Any,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Take so many steps of a `Training` with the same settings; return weights and averages at the end."""
+    training = Training(weights)
+    for call in range(calls):
+        training.step(rule, gradients(call), rate, **settings)
+    return training.weights, training.averages
 
 
 #: What may be said of any optimizer, and some of it together.

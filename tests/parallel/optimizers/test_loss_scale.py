@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from mpi4py import MPI
+from process_groups import set_layout
 
 import mpistrat as ms
 
@@ -140,3 +141,46 @@ def test_a_factor_stays_one_from_which_training_can_go_on():
             assert (
                 float(optimizer.dynamic_scale) == factor
             )  # neither doubled to infinity nor, in many steps, halved to 0
+
+
+@pytest.mark.parametrize("aggregate", [True, False])
+def test_gradients_that_were_summed_before(aggregate):
+    with ms.MultiWorkerMirroredStrategy() as strategy, strategy.scope():
+        w = ms.Variable(np.zeros(3))
+        optimizer = ms.optimizers.LossScaleOptimizer(ms.optimizers.SGD(1.0), initial_scale=8.0)
+
+        def train(value):
+            pairs = [(np.full(3, optimizer.scale_loss(value)), w)]
+            return optimizer.apply_gradients(pairs, experimental_aggregate_gradients=aggregate)
+
+        for value in (1.0, np.inf, 0.5):
+            strategy.run(train, args=(value,))
+        assert w.numpy().tolist() == [-1.5 * (strategy.num_replicas_in_sync if aggregate else 1)] * 3
+        assert (float(optimizer.dynamic_scale), optimizer.iterations) == (4.0, 2)
+
+
+@pytest.mark.parametrize("layout", ["private", "nodes"])
+def test_a_step_that_is_left_out_begins_no_round_of_local_steps(layout, monkeypatch):
+    set_layout(layout, monkeypatch)
+    how = ms.LocalSteps(2, outer_learning_rate=1.0, outer_momentum=0.0)
+    with ms.MultiWorkerMirroredStrategy(local_steps=how) as strategy, strategy.scope():
+        w = ms.Variable(np.zeros(5))
+        optimizer = ms.optimizers.LossScaleOptimizer(ms.optimizers.SGD(1.0), initial_scale=8.0)
+        other = ms.optimizers.SGD(1.0)
+        share, last = 1 / strategy.num_replicas_in_sync, strategy.rank == strategy.size - 1
+
+        def train(value):
+            gradient = np.full(5, optimizer.scale_loss(share) * (value if last else 1.0))
+            optimizer.apply_gradients([(gradient, w)])
+
+        strategy.run(train, args=(np.inf,))
+        assert not strategy.nodes_differ
+        w.assign(np.zeros(5))  # refused while nodes differ
+        strategy.run(lambda: other.apply_gradients([(np.zeros(5), w)]))  # in a round of its own
+        strategy.outer_step()
+        for value in (1.0, np.inf, 1.0):  # two updates are a round
+            assert not strategy.nodes_differ or value != 1.0 or optimizer.iterations == 1
+            strategy.run(train, args=(value,))
+        assert not strategy.nodes_differ
+        np.testing.assert_allclose(w.numpy(), -2.0)
+        assert float(optimizer.dynamic_scale) == 2.0

@@ -376,3 +376,120 @@ def test_a_rule_of_whole_variables_is_refused():
         if not strategy.is_server:
             with pytest.raises(ValueError, match=r"for Lamb, got variables on servers\. Take Adam"):
                 strategy.run(lambda: ms.optimizers.Lamb(0.1).apply_gradients([(np.ones(4), w)]))
+
+
+@pytest.mark.parametrize("max_staleness", [None, 0])
+def test_a_server_counts_the_steps_before_it_gets_a_variable_of_an_optimizer(max_staleness):
+    """The rate is 1.0 in the first step of all and 0.0 later."""
+    if not one_worker()["num_ps"] > 1:
+        pytest.skip("of two servers one is behind")
+    rate = schedules.PiecewiseConstantDecay([1], [1.0, 0.0])
+    with made(num_ps=2, max_staleness=max_staleness) as strategy:
+        first, late = ms.Variable(np.zeros(1), name="first"), None
+        optimizer = ms.optimizers.SGD(rate)
+        for steps in (3, 1):
+            pairs = [(np.ones(1), v) for v in (first, late) if v is not None]
+            if strategy.is_server:
+                strategy.serve()
+            else:
+                for _ in range(steps):
+                    strategy.run(lambda pairs=pairs: optimizer.apply_gradients(pairs))
+                strategy.leave()
+            strategy.barrier()
+            if late is None:
+                late = ms.Variable(np.zeros(1), name="late")  # on the other server
+        assert first.server != late.server
+        assert optimizer.all_iterations() == 4 * (strategy.num_workers if max_staleness is None else 1)
+        if not strategy.is_server:
+            assert late.numpy().tolist() == [0.0]
+        strategy.barrier()
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_staleness": 0}])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_losses_are_scaled_as_without_servers(settings, devices):
+    """One worker: the same factors, steps and weights. The infinity is one replica's."""
+
+    def program(strategy):
+        w, b, u = three_variables()
+        optimizer = ms.optimizers.LossScaleOptimizer(
+            ms.optimizers.Adam(0.1, global_clipnorm=0.5), initial_scale=8.0, dynamic_growth_steps=2
+        )
+        scales = []
+
+        def step(number):
+            replica = ms.get_replica_context().replica_id_in_sync_group
+            value = optimizer.scale_loss(0.3 if number not in (1, 4) or replica != devices - 1 else np.inf)
+            optimizer.apply_gradients([(np.full((3, 2), value), v) for v in (w, b, u)])
+
+        for number in range(7) if works(strategy) else ():
+            strategy.run(step, args=(number,))
+            scales.append(float(optimizer.dynamic_scale))
+        return [w, b, u], scales, optimizer.iterations, optimizer.step_counter
+
+    def expected_of(strategy):
+        variables, *counts = program(strategy)
+        return [v.numpy() for v in variables], *counts
+
+    expected, *counts = alone(expected_of, devices)
+    assert counts == [[8, 4, 4, 8, 4, 4, 8], 5, 0]
+    devices_here = [f"cpu:{i}" for i in range(devices)]
+    with made(**one_worker(), **settings, devices=devices_here) as strategy:
+        variables, *found = program(strategy)
+        if not strategy.is_server:
+            assert found == counts
+        same(strategy, variables, expected, 1e-14)
+
+
+@pytest.mark.parametrize("max_staleness", [None, 0, 2])
+def test_each_worker_has_a_factor_of_its_own(max_staleness, tmp_path_factory):
+    """The first worker's third step overflows: the others' are applied, and their factors grow on."""
+    from mpi4py import MPI
+
+    path = MPI.COMM_WORLD.bcast(str(tmp_path_factory.mktemp("files") / "state.h5"))
+
+    def opened():
+        w = ms.Variable(np.zeros(2), name="w")
+        return w, ms.optimizers.LossScaleOptimizer(ms.optimizers.SGD(1.0), initial_scale=16.0, dynamic_growth_steps=3)
+
+    with made(num_ps=1, max_staleness=max_staleness) as strategy:
+        w, optimizer = opened()
+        if strategy.is_server:
+            strategy.serve()
+        else:
+            first = strategy.worker_index == 0
+
+            def step(number):
+                gradient = optimizer.scale_loss(np.inf if first and number == 2 else 1.0)
+                optimizer.apply_gradients([(np.full(2, gradient), w)])
+
+            for number in range(4):
+                strategy.run(step, args=(number,))
+            assert float(optimizer.dynamic_scale) == (8.0 if first else 32.0)
+            assert optimizer.iterations == (3 if first else 4)
+            strategy.leave()
+        strategy.barrier()
+        same(strategy, [w], [np.full(2, -(4.0 * strategy.num_workers - 1))])
+        assert [float(scale) for scale in optimizer.dynamic_scale.read_all()] == [8.0] + [32.0] * (
+            strategy.num_workers - 1
+        )
+        together = max_staleness == 0 and strategy.num_workers > 1  # then the others' step is one
+        steps = 4 if together else 4 * strategy.num_workers - 1
+        assert optimizer.inner_optimizer.all_iterations() == steps
+        strategy.save(path)
+    with made(num_ps=1) as strategy:
+        w, optimizer = opened()
+        strategy.restore(path)
+        assert float(optimizer.dynamic_scale) == 8.0
+
+
+def test_a_fixed_factor_divides_gradients_before_they_are_pushed():
+    with made(**one_worker()) as strategy:
+        w = ms.Variable(np.zeros(2), dtype="float32", name="w")
+        table = ms.Variable(np.zeros((3, 2)), name="table")
+        optimizer = ms.optimizers.SGD(1.0, loss_scale_factor=4.0)
+        if works(strategy):
+            rows = ms.IndexedSlices(np.full((2, 2), optimizer.scale_loss(0.5)), np.array([2, 2]), (3, 2))
+            pairs = [(np.full(2, 6, np.int64), w), (rows, table)]
+            strategy.run(lambda: optimizer.apply_gradients(pairs))
+        same(strategy, [w, table], [np.full(2, -1.5), [[0, 0], [0, 0], [-1, -1]]])

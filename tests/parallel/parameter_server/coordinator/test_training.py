@@ -98,3 +98,27 @@ def test_the_chief_needs_a_worker_beside_it():
     with pytest.raises(LayoutError, match="at least one worker"):
         ms.coordinator.ClusterCoordinator(strategy)
     strategy.close()
+
+
+def test_a_worker_scales_losses_by_a_factor_of_its_own():
+    strategy = ms.ParameterServerStrategy()
+    with strategy.scope():
+        v = ms.Variable(np.zeros(3, np.float32), name="v")
+        optimizer = ms.optimizers.LossScaleOptimizer(
+            ms.optimizers.SGD(1.0), initial_scale=8.0, dynamic_growth_steps=100
+        )
+    with coordinated(strategy) as c:
+        if c.is_chief:
+
+            def step(value):
+                def train():
+                    return optimizer.apply_gradients([(np.full(3, optimizer.scale_loss(value)), v)])
+
+                strategy.run(train)
+
+            for value in (1.0, np.inf, 1.0, np.inf, 0.5):
+                c.schedule(step, (value,))
+            c.join()
+            assert v.numpy().tolist() == [-2.5] * 3
+            scales = [float(scale) for scale in optimizer.dynamic_scale.read_all()]
+            assert np.prod([8.0 / scale for scale in scales]) == 4.0  # two steps were skipped
