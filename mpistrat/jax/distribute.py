@@ -100,14 +100,18 @@ def distribute(
     pairs = zip(leaves, names, strict=True)
     made = [_put(placement, leaf, name, loss == "mean", given.get(name)) for leaf, name in pairs]
     params = structure.unflatten(made)
-    return params if rule is None else (params, rule)
+    if rule is None:
+        return params
+    links = map(link_of, made)
+    rule.bind([link.variable for link in links if link is not None])
+    return params, rule
 
 
 def _rule(optimizer: Any, tree: Any, max_norm: float | None) -> JaxRule:
-    if isinstance(optimizer, optax.GradientTransformation):
+    if not isinstance(optimizer, Optimizer) and callable(getattr(optimizer, "update", None)):
         return JaxRule(optimizer, tree, max_norm)
     expected, got = "a transformation of optax", f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    remedy = "One of ms.optimizers goes to ms.jax.apply only; of optax.MultiSteps take .gradient_transformation()"
+    remedy = "One of ms.optimizers goes to ms.jax.apply only"
     raise TypeError(explain(_FUNCTION, "optimizer", expected=expected, got=got, remedy=remedy))
 
 
@@ -153,7 +157,7 @@ def _canonical(leaf: Any) -> str:
 
 def _put(placement: Any, leaf: Any, name: str, mean: bool, layout: Sequence[str | None] | None) -> Any:
     """Return the leaf of the distributed tree. Collective."""
-    if not is_array(leaf) or not leaf.size:
+    if not is_array(leaf):
         return leaf
     if is_parameter(leaf):
         return Link(name, Variable(np.asarray(leaf), name=name, layout=layout), mean).make()
