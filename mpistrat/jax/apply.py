@@ -15,6 +15,7 @@ from ..optimizers import Optimizer
 from ..strategy.contexts import in_step, local_replica
 from ..strategy.loss import summed_replicas, weight_of_pass
 from .arrays import Link, flatten, link_of, memory_of, names_of, release
+from .rule import JaxRule
 
 __all__ = ["apply"]
 
@@ -29,8 +30,11 @@ class _Step:
         made: the arrays that the parameters have after it.
     """
 
-    def __init__(self, optimizer: Optimizer, links: Sequence[Link], gradients: Sequence[Any], share: float) -> None:
+    def __init__(
+        self, optimizer: Optimizer, links: Sequence[Link], gradients: Sequence[Any], share: float, extra: dict[str, Any]
+    ) -> None:
         self._optimizer, self._links, self._gradients, self._share = optimizer, links, gradients, share
+        self._extra = extra
         self.made: list[Any] = []
 
     def take(self) -> None:
@@ -41,9 +45,14 @@ class _Step:
             (None if gradient is None else self._load(gradient, link, local), link.variable)
             for gradient, link in zip(self._gradients, self._links, strict=True)
         ]
-        replica.merge_call(lambda _: release(self._links))
+        replica.merge_call(lambda _: self._begin())
         self._optimizer.apply_gradients(pairs)
         self.made = replica.merge_call(lambda _: _Made([link.make() for link in self._links])).arrays
+
+    def _begin(self) -> None:
+        if isinstance(self._optimizer, JaxRule):
+            self._optimizer.take_extra(self._extra)
+        release(self._links)
 
     def _load(self, gradient: Any, link: Link, replica: int) -> Any:
         """Return the gradient in the memory that is summed."""
@@ -68,7 +77,7 @@ class _Made:
         self.arrays = arrays
 
 
-def apply(optimizer: Optimizer, grads: Any, params: Any) -> Any:
+def apply(optimizer: Optimizer, grads: Any, params: Any, **extra: Any) -> Any:
     """Sum gradients over all replicas, update the parameters in one pass, and return them. Collective.
 
     In a step of `strategy.run`, or outside on ranks with one replica each. `params` is consumed: a later use of its arrays
@@ -78,6 +87,7 @@ def apply(optimizer: Optimizer, grads: Any, params: Any) -> Any:
         optimizer: one of `ms.optimizers`.
         grads: the gradients of this replica, a tree like `params`. None where a parameter shall stay as it is, on all ranks.
         params: what `distribute` or the last `apply` returned, or a part of it.
+        extra: arguments of optax's update, as `value=` of `optax.contrib.reduce_on_plateau`, the same on all ranks.
 
     Returns:
         The tree `params` with its arrays after the update.
@@ -97,6 +107,9 @@ def apply(optimizer: Optimizer, grads: Any, params: Any) -> Any:
     if not isinstance(given, Optimizer):
         expected, got = "an optimizer of ms.optimizers", f"{type(given).__module__}.{type(given).__qualname__}"
         raise TypeError(explain(_FUNCTION, "optimizer", expected=expected, got=got))
+    if extra and not isinstance(optimizer, JaxRule):
+        expected, got = "an optimizer of optax, for extra arguments", f"{type(optimizer).__name__}"
+        raise TypeError(explain(_FUNCTION, next(iter(extra)), expected=expected, got=got))
     leaves, structure = flatten(params)
     gradients, form = flatten(grads)
     if form != structure:
@@ -116,7 +129,7 @@ def apply(optimizer: Optimizer, grads: Any, params: Any) -> Any:
         raise ValueError(explain(_FUNCTION, "params", expected="parameters with gradients", got="none"))
     strategy = links[0].variable.placement.strategy
     share = weight_of_pass(strategy, (), _FUNCTION) / summed_replicas(strategy) if links[0].mean else 1.0
-    step = _Step(optimizer, links, chosen, share)
+    step = _Step(optimizer, links, chosen, share, extra)
     remedy = "Put gradients and apply into a function, and call that by strategy.run(step, args=(params, *batch))"
     in_step(strategy, step.take, _FUNCTION, remedy)
     for place, array in zip(places, step.made, strict=True):

@@ -22,7 +22,7 @@ from ..errors import explain
 from ..optimizers import Optimizer
 from ..optimizers.rule import Block, UpdateRun
 from ..variables import Variable
-from .arrays import flatten, is_parameter, memory_of, names_of, of_memory
+from .arrays import flatten, is_array, is_parameter, memory_of, names_of, of_memory
 from .reading import Mixes, Program, Reading, digest, read, word
 
 __all__ = ["JaxRule"]
@@ -66,6 +66,22 @@ class JaxRule(Optimizer):
         slots = {} if self.__blocks is None else self.__blocks.starts
         super().__init__(1.0, slot_names=tuple(slots), slot_start=slots, global_clipnorm=limit)
         self.whole = self.__whole is not None
+        self.extra = ""  # a digest of the extra arguments of the step, which ranks compare
+        self.__extra: Mapping[str, Any] = {}
+
+    def take_extra(self, extra: Mapping[str, Any]) -> None:
+        """Take the extra arguments of the next update.
+
+        Raises:
+            TypeError: the rule takes none.
+        """
+        if extra and self.__whole is None:
+            expected, got = "an optimizer whose update needs them, for extra arguments", ", ".join(extra)
+            raise TypeError(explain("ms.jax.apply", "optimizer", expected=expected, got=got))
+        self.__extra = extra
+        words = digest(*(f"{name} {word(leaf)}" for name in extra for leaf in jax.tree.leaves(extra[name]))) if extra else ""
+        if words != self.extra:
+            self.extra = words
 
     @property
     def reason(self) -> str:
@@ -162,7 +178,7 @@ class JaxRule(Optimizer):
         assert self.__whole is not None
         names = list(self.__places)
         trees = [self.__tree([arrays[name] for name in names]) for arrays in (weights, gradients)]
-        after, _ = flatten(self.__whole.update(*trees))
+        after, _ = flatten(self.__whole.update(*trees, self.__extra))
         return {name: after[index] for name, index in zip(names, self.__chosen, strict=True)}
 
     def store_whole(self) -> None:
@@ -295,10 +311,13 @@ class _Whole:
         self._then: list[Any] = []
         self._forms: list[Any] | None = None
         self._update = self._step
+        self.reason = f"an update that cannot be traced ({type(error).__name__})"
         if isinstance(error, Mixes):
             self.reason = f"an update of numbers that depends on others, through {error}"
-        else:
-            self.reason = f"an update that cannot be traced ({type(error).__name__})"
+        if _needs_extra(error):
+            self.reason = "an update with arguments of its own"
+            self._update = jax.jit(self._step)
+            return
         try:
             state = jax.eval_shape(transformation.init, tree)
             closed, (_, after) = jax.make_jaxpr(self._step, return_shape=True)(tree, tree, state)
@@ -311,8 +330,8 @@ class _Whole:
             zeros = structure.unflatten([None if form is None else jnp.zeros(form.shape, form.dtype) for form in forms])
             self._step(zeros, zeros, transformation.init(zeros))
 
-    def _step(self, params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        updates, state = self._transformation.update(grads, state, params)
+    def _step(self, params: Any, grads: Any, state: Any, **extra: Any) -> tuple[Any, Any]:
+        updates, state = self._transformation.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
     def begin(self, tree: Any) -> None:
@@ -324,10 +343,12 @@ class _Whole:
             _StateArray(name, leaf, form) for name, leaf, form in zip(_names(state), leaves, forms, strict=True)
         ]
 
-    def update(self, params: Any, grads: Any) -> Any:
+    def update(self, params: Any, grads: Any, extra: Mapping[str, Any]) -> Any:
         """Return the parameters after a step."""
         state = self._structure.unflatten([each.read() for each in self._state])
-        params, state = jax.block_until_ready(self._update(params, grads, state))
+        traced = all(isinstance(leaf, (int, float)) or is_array(leaf) for leaf in jax.tree.leaves(extra))
+        update = self._update if traced else self._step  # a function is no argument of a traced one
+        params, state = jax.block_until_ready(update(params, grads, state, **extra))
         self._then, structure = jax.tree.flatten(state)
         if structure != self._structure:
             raise RuntimeError(explain("ms.jax.apply", "optimizer", expected=f"state {self._structure}", got=structure))
@@ -338,6 +359,11 @@ class _Whole:
         for each, value in zip(self._state, self._then, strict=True):
             each.write(value)
         self._then = []
+
+
+def _needs_extra(error: Exception) -> bool:
+    """Return whether an update was called without an argument that it needs."""
+    return isinstance(error, TypeError) and "missing" in str(error) and "argument" in str(error)
 
 
 def _names(tree: Any) -> list[str]:
