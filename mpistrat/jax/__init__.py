@@ -18,6 +18,7 @@ else:
 from .apply import apply
 from .arrays import current
 from .distribute import distribute
+from .gradients import grad, value_and_grad
 from .random import key
 
-__all__ = ["apply", "current", "distribute", "key"]
+__all__ = ["apply", "current", "distribute", "grad", "key", "value_and_grad"]
