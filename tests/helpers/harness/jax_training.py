@@ -152,7 +152,7 @@ def train(strategy, params, step, optimizer, epochs=EPOCHS):
     for _ in range(epochs):
         for x, y in data:
             _, grads = step(params, x, y)
-            params = ms.jax.apply(optimizer, grads, params)
+            params = ms.jax.apply(optimizer, grads, params, of=x)
     return params
 
 

@@ -152,7 +152,7 @@ def test_what_the_strategy_writes_is_seen_through_the_arrays(mpi_tmp_path):
         assert difference(arrays(read(params)), saved) == 0
         data = iter(strategy.distribute_dataset(ms.data.from_arrays(rows()).shuffle(seed=1).batch(BATCH)))
         for x, y in data:  # the same epoch as the second one was: each `train` begins at the first
-            params = ms.jax.apply(optimizer, step(params, x, y)[1], params)
+            params = ms.jax.apply(optimizer, step(params, x, y)[1], params, of=x)
         assert difference(arrays(params), again) < 1e-12
 
 
