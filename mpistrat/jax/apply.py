@@ -173,8 +173,8 @@ def _shares(strategy: Any, links: Sequence[Link], gradients: Sequence[Any], of: 
             shares.append(equal)
         elif weighted is None and of is None and strategy.extended.batches.uneven:
             raise BatchError(
-                f"{_FUNCTION}: {link.name}: it is unknown whether this gradient is weighted: ms.jax.value_and_grad has computed others "
-                f"of this parameter, but none since the last ms.jax.apply; rank {strategy.rank}. Compute all gradients by "
+                f"{_FUNCTION}: {link.name}: it is unknown whether this gradient is weighted: ms.jax.value_and_grad has computed "
+                f"others of this parameter, but none since the last ms.jax.apply; rank {strategy.rank}. Compute all gradients by "
                 "ms.jax.value_and_grad, after the last ms.jax.apply, or give the batch of unweighted ones: of=x"
             )
         else:

@@ -26,8 +26,8 @@ def assign(params: Any, values: Any) -> Any:
 
     Args:
         params: what `distribute` or the last `apply` returned, or a part of it; the arrays may be consumed ones.
-        values: a tree like it, of arrays of the same shapes; where ranks divide a leaf, of the whole or of this rank's part. They are
-            rounded to the parameters' dtypes. Leaves that are no parameters are taken as they are.
+        values: a tree like it, of arrays of the same shapes; where ranks divide a leaf, of the whole or of this rank's part.
+            They are rounded to the parameters' dtypes. Leaves that are no parameters are taken as they are.
 
     Returns:
         The tree `params` with its arrays after the change.

@@ -26,8 +26,8 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Return a function like `jax.value_and_grad(fun)`, whose gradients are weighted by the batch of its arguments.
 
-    The gradient of the mean over this replica's rows is multiplied by its share of the batch, so that the mean over the replicas,
-    which `apply` forms, is the gradient of the mean over the global batch, and so is a sum of several such gradients. The batch is
+    The gradient of the mean over this replica's rows is multiplied by its share of the batch. The mean over the replicas, which
+    `apply` forms, is then the gradient of the mean over the global batch; sums of such gradients are right, too. The batch is
     the one that the other arguments belong to, or that `strategy.batch` names. `apply` does not weight these gradients again.
     Local.
 
@@ -125,7 +125,11 @@ class _Compiled:
         static = tuple(None if own else (leaf,) for leaf, own in zip(leaves, traced, strict=True))
         try:
             return self._jitted(dynamic, (structure, static))
-        except (TypeError, ValueError, jax.errors.JAXTypeError):  # an argument that has to be static, or the function's own error
+        except (
+            TypeError,
+            ValueError,
+            jax.errors.JAXTypeError,
+        ):  # an argument that has to be static, or the function's own error
             result = self._function(*args, **kwargs)
         self._jitted = None
         return result
@@ -158,15 +162,18 @@ def _note(grads: Any) -> None:
     """Record gradients as weighted, as long as they live."""
     for leaf in jax.tree.leaves(grads):
         if isinstance(leaf, jax.Array):
-            key = id(leaf)
-            _weighted[key] = weakref.ref(leaf, lambda _, key=key: _weighted.pop(key, None))
+            _weighted[id(leaf)] = weakref.ref(leaf, functools.partial(_forget, id(leaf)))
+
+
+def _forget(key: int, _: Any) -> None:
+    _weighted.pop(key, None)
 
 
 def is_weighted(gradient: Any, link: Link, replica: int) -> bool | None:
     """Return whether a gradient of a leaf is weighted; None if that is unknown.
 
-    It is if `value_and_grad` returned it, or has differentiated the leaf since the last `apply`: then it may be a sum. It is not if
-    `value_and_grad` has never done so.
+    It is if `value_and_grad` returned it, or has differentiated the leaf since the last `apply`: then it may be a sum. It is
+    not if `value_and_grad` has never done so.
     """
     known = _weighted.get(id(gradient))
     if known is not None and known() is gradient:

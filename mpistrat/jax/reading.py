@@ -23,12 +23,14 @@ from jax.extend import core
 __all__ = ["Mixes", "Program", "Reading", "digest", "read", "word"]
 
 Kind = Literal["free", "uniform", "element"]
-_ELEMENTWISE = frozenset(
-    "add add_any sub mul div rem max min neg sign abs floor ceil round exp exp2 log log1p expm1 sqrt rsqrt cbrt square tanh "
-    "logistic sin cos tan asin acos atan sinh cosh asinh acosh atanh atan2 pow integer_pow select_n lt le gt ge eq ne and or "
-    "not xor shift_left shift_right_logical shift_right_arithmetic is_finite convert_element_type copy copy_p erf erfc erf_inv "
-    "lgamma digamma nextafter clamp reduce_precision stop_gradient real imag conj".split()
-)
+_ELEMENTWISE = frozenset([
+    "add", "add_any", "sub", "mul", "div", "rem", "max", "min", "neg", "sign", "abs", "floor", "ceil", "round",
+    "exp", "exp2", "log", "log1p", "expm1", "sqrt", "rsqrt", "cbrt", "square", "tanh", "logistic", "sin", "cos",
+    "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "atan2", "pow", "integer_pow",
+    "select_n", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not", "xor", "shift_left", "shift_right_logical",
+    "shift_right_arithmetic", "is_finite", "convert_element_type", "copy", "copy_p", "erf", "erfc", "erf_inv",
+    "lgamma", "digamma", "nextafter", "clamp", "reduce_precision", "stop_gradient", "real", "imag", "conj",
+])  # fmt: skip
 _CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -38,13 +40,14 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "remat": "jaxpr",
+    "remat2": "jaxpr",
     "checkpoint": "jaxpr",
 }
 _RESHAPES = ("broadcast_in_dim", "reshape", "squeeze")
 _numbers = itertools.count()
 
 
-class Mixes(Exception):  # noqa: N818 - a result, not an error
+class Mixes(Exception):
     """A rule in which an element's update depends on others; the text says through what."""
 
 
@@ -399,9 +402,7 @@ class _Reader:
             return self.walk_closed(inner, nodes) if hasattr(inner, "consts") else self.walk(inner, [], nodes)
         if name == "optimization_barrier":
             return nodes
-        if name == "cond" and (
-            any(node.kind != "free" for node in nodes) or any(v.aval.shape for v in eqn.outvars)
-        ):
+        if name == "cond" and (any(node.kind != "free" for node in nodes) or any(v.aval.shape for v in eqn.outvars)):
             return self._cond(eqn, nodes)
         elements = [node for node in nodes if node.kind == "element"]
         if elements:
@@ -409,7 +410,11 @@ class _Reader:
         uniform = [node for node in nodes if node.kind == "uniform"]
         if len(eqn.outvars) == 1 and eqn.outvars[0].aval.shape:
             plain = all(node.kind == "uniform" or not node.shape for node in nodes)
-            if name in _RESHAPES and (uniform or (name == "broadcast_in_dim" and not nodes[0].shape)) and len(nodes) == 1:
+            if (
+                name in _RESHAPES
+                and (uniform or (name == "broadcast_in_dim" and not nodes[0].shape))
+                and len(nodes) == 1
+            ):
                 return self._made(eqn, nodes, "uniform")
             if name in _ELEMENTWISE and uniform and plain:
                 return self._made(eqn, nodes, "uniform")
@@ -484,4 +489,3 @@ class _Reader:
             )
             for index, variable in enumerate(eqn.outvars)
         ]
-

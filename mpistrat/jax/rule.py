@@ -58,7 +58,7 @@ class JaxRule(Optimizer):
         self.__variables: list[Variable] = []
         try:
             self.__blocks = _Blocks(read(transformation.init, transformation.update, structure.unflatten(forms)))
-        except Exception as error:  # noqa: BLE001 - of foreign code: what is wrong with it, plain optax says
+        except Exception as error:  # of foreign code: what is wrong with it, plain optax says
             self.__whole = _Whole(transformation, structure, forms, error)
         known = self.__blocks or self.__whole
         assert known is not None
@@ -79,7 +79,11 @@ class JaxRule(Optimizer):
             expected, got = "an optimizer whose update needs them, for extra arguments", ", ".join(extra)
             raise TypeError(explain("ms.jax.apply", "optimizer", expected=expected, got=got))
         self.__extra = extra
-        words = digest(*(f"{name} {word(leaf)}" for name in extra for leaf in jax.tree.leaves(extra[name]))) if extra else ""
+        words = (
+            digest(*(f"{name} {word(leaf)}" for name in extra for leaf in jax.tree.leaves(extra[name])))
+            if extra
+            else ""
+        )
         if words != self.extra:
             self.extra = words
 
@@ -173,13 +177,15 @@ class JaxRule(Optimizer):
         else:
             self.__blocks.update(block)
 
-    def update_whole(self, gradients: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+    def update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> dict[str, Any]:
         """Return new weights, by name of variable; all arrays are whole. The state is written by `store_whole`."""
         assert self.__whole is not None
-        names = list(self.__places)
-        trees = [self.__tree([arrays[name] for name in names]) for arrays in (weights, gradients)]
-        after, _ = flatten(self.__whole.update(*trees, self.__extra))
-        return {name: after[index] for name, index in zip(names, self.__chosen, strict=True)}
+        empty = {v.name: np.zeros(v.shape, accumulation_dtype(v.dtype)) for v in self.__variables if not v.size}
+        params, grads = (
+            self.__tree([(arrays | empty)[name] for name in self.__places]) for arrays in (weights, gradients)
+        )
+        after, _ = flatten(self.__whole.update(params, grads, self.__extra))
+        return {name: after[index] for name, index in zip(self.__places, self.__chosen, strict=True)}
 
     def store_whole(self) -> None:
         """Write this rank's part of the state that the last `update_whole` computed."""
@@ -326,7 +332,7 @@ class _Whole:
             if jax.tree.structure(after) != jax.tree.structure(state):
                 self._forms = None
             self._update = jax.jit(self._step)
-        except Exception:  # noqa: BLE001 - it may run where it is not traced: plain optax decides
+        except Exception:  # it may run where it is not traced: plain optax decides
             zeros = structure.unflatten([None if form is None else jnp.zeros(form.shape, form.dtype) for form in forms])
             self._step(zeros, zeros, transformation.init(zeros))
 
@@ -356,8 +362,10 @@ class _Whole:
 
     def store(self) -> None:
         """Write this rank's part of the state after the last update."""
-        for each, value in zip(self._state, self._then, strict=True):
-            each.write(value)
+        # An array that the rule passes on has the memory of the old state, so all are copied before one is written.
+        pairs = list(zip(self._state, self._then, strict=True))
+        for each, parts in [(each, each.parts_of(value)) for each, value in pairs]:
+            each.write(parts)
         self._then = []
 
 
@@ -395,17 +403,22 @@ class _StateArray:
         value = jnp.asarray(self._variable.array, self._dtype)
         return value if self._kind is None else jax.random.wrap_key_data(value, impl=self._kind)
 
-    def write(self, value: Any) -> None:
-        """Write this rank's part."""
+    def parts_of(self, value: Any) -> list[tuple[int, np.ndarray]]:
+        """Return copies of what this rank writes of a new array, with the first elements' numbers."""
         if self._variable is None:
             self._value = value
-            return
+            return []
         if self._kind is not None:
             value = jax.random.key_data(value)
         flat = np.asarray(value).astype(self._variable.dtype).reshape(-1)
         if flat.size != self._variable.size:
             expected, got = f"state {self._variable.name} of shape {self._variable.shape}", f"{np.shape(value)}"
             raise RuntimeError(explain("ms.jax.apply", "optimizer", expected=expected, got=got))
-        receiver = self._variable.receiver()
-        for low, high in receiver.ranges:
-            receiver.take(low, flat[low:high])
+        return [(low, flat[low:high].copy()) for low, high in self._variable.receiver().ranges]
+
+    def write(self, parts: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Write this rank's part."""
+        if self._variable is not None:
+            receiver = self._variable.receiver()
+            for low, part in parts:
+                receiver.take(low, part)

@@ -103,7 +103,7 @@ class Rule(Hyperparameters):
         """
         raise NotImplementedError(f"{type(self).__name__}.ratio")
 
-    def update_whole(self, gradients: Mapping[str, Any], weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    def update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> Mapping[str, Any]:
         """Return new weights by name of variable, from whole arrays, which stay as they are."""
         raise NotImplementedError(f"{type(self).__name__}.update_whole")
 

@@ -26,7 +26,16 @@ from .rule import Rule
 if TYPE_CHECKING:
     from .outer_step import OuterSteps
 
-__all__ = ["WIRE_RESIDUAL", "ArenaSlots", "SlotStore", "gathered", "owners", "residual_receiver", "waiting_slots", "whole_slots"]
+__all__ = [
+    "WIRE_RESIDUAL",
+    "ArenaSlots",
+    "SlotStore",
+    "gathered",
+    "owners",
+    "residual_receiver",
+    "waiting_slots",
+    "whole_slots",
+]
 
 WIRE_RESIDUAL = "wire_residual"  # what a weight lacks of what was meant, where changes travel in fewer bytes
 

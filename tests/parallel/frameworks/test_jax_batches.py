@@ -276,7 +276,7 @@ def test_what_cannot_be_known_is_an_error():
 def test_a_mixture_that_cannot_be_known_is_an_error():
     strategy, params, optimizer = put()
     with strategy:
-        x, y = list(dataset(strategy))[0]
+        x, y = next(iter(dataset(strategy)))
         grads = step(params, x, y)[1]
         with pytest.raises(BatchError, match="of= is given"):
             ms.jax.apply(optimizer, grads, params, of=x)
@@ -290,7 +290,7 @@ def test_a_mixture_that_cannot_be_known_is_an_error():
 
 @pytest.mark.ranks(1, 2, timeout=180)
 def test_calls_that_cannot_be_weighted_are_refused():
-    strategy, params, optimizer = put()
+    strategy, params, _ = put()
     with strategy:
         with pytest.raises(TypeError, match=r"ms\.jax\.value_and_grad\(jax\.jit\(fun\)\)"):
             jax.jit(lambda p: step(p, *FIRST)[1])(params)
@@ -302,6 +302,7 @@ def test_calls_that_cannot_be_weighted_are_refused():
 def test_functions_with_static_arguments_and_their_errors():
     strategy, params, _ = put()
     with strategy:
+
         def loss(params, x, y, kind, power=2):
             return (abs(x @ params["w"] - y) ** power).mean() if kind == "mean" else loss_of(params, x, y)
 

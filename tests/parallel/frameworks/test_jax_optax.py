@@ -13,6 +13,7 @@ from jax_training import BATCH, TREES, arrays, dict_tree, difference, plain, row
 
 import mpistrat as ms  # noqa: E402
 
+
 def matrices(params):
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
@@ -155,7 +156,9 @@ def test_blocks_larger_than_one_and_narrow_weights(dtype):
 
 
 @pytest.mark.ranks(1, 2, 3, timeout=180)
-@pytest.mark.parametrize("chain", ["adamw", "labels", "schedule_free", "multi_steps", "global_norm", "noise", "adafactor", "python"])
+@pytest.mark.parametrize(
+    "chain", ["adamw", "labels", "schedule_free", "multi_steps", "global_norm", "noise", "adafactor", "python"]
+)
 def test_state_is_saved_and_restored(mpi_tmp_path, chain):
     """Also before the first step."""
     path, early = mpi_tmp_path / "run.h5", mpi_tmp_path / "early.h5"
@@ -196,7 +199,10 @@ def test_whole_rules_in_float32_and_16_bits(chain):
     """Leaves that begin and end within the ranks' slices; weights of 16 bits have a state of 32."""
     rng = np.random.default_rng(0)
     for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 1e-2)):
-        tree = {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in (("a", (37, 41)), ("b", 5), ("c", (9, 3)))}
+        tree = {
+            name: jnp.asarray(rng.normal(size=shape), dtype)
+            for name, shape in (("a", (37, 41)), ("b", 5), ("c", (9, 3)))
+        }
         transformation = CHAINS[chain]()
         theirs = jax.tree.map(lambda leaf: leaf.astype("float32"), tree)
         state = transformation.init(theirs)
@@ -204,12 +210,12 @@ def test_whole_rules_in_float32_and_16_bits(chain):
             with strategy.scope():
                 params, optimizer = ms.jax.distribute(tree, transformation)
             for _ in range(5):
-                grads = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), dtype), tree)
+                grads = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), tree)
                 params = ms.jax.apply(optimizer, grads, params)
                 wide = jax.tree.map(lambda leaf: leaf.astype("float32"), grads)
                 updates, state = transformation.update(wide, state, theirs)
                 theirs = optax.apply_updates(theirs, updates)
-                theirs = jax.tree.map(lambda leaf: leaf.astype(dtype).astype("float32"), theirs)
+                theirs = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype).astype("float32"), theirs, tree)
             for name, leaf in theirs.items():
                 np.testing.assert_allclose(np.array(params[name], np.float32), leaf, rtol=tolerance, atol=tolerance)
 
@@ -227,6 +233,7 @@ def test_whole_rules_with_several_local_replicas_and_a_norm():
 @pytest.mark.ranks(1, 2, timeout=180)
 def test_arguments_of_an_update():
     """A rate that falls when the loss stands still: the loss is an argument of the update."""
+
     def make():
         return optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))
 
@@ -284,13 +291,16 @@ def test_gradients_that_a_whole_rule_lacks_are_named():
 
 
 @pytest.mark.ranks(2, timeout=180)
-@pytest.mark.parametrize("make", [
-    pytest.param(lambda rank: optax.adam(0.02 if rank else 0.01), id="rate"),
-    pytest.param(lambda rank: optax.adamw(0.01, mask=matrices if rank else None), id="mask"),
-    pytest.param(lambda rank: optax.adagrad(0.01, initial_accumulator_value=0.2 if rank else 0.1), id="start"),
-    pytest.param(lambda rank: optax.lamb(0.02 if rank else 0.01), id="whole"),
-    pytest.param(lambda rank: optax.noisy_sgd(0.01, key=jax.random.key(rank)), id="key"),
-])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda rank: optax.adam(0.02 if rank else 0.01), id="rate"),
+        pytest.param(lambda rank: optax.adamw(0.01, mask=matrices if rank else None), id="mask"),
+        pytest.param(lambda rank: optax.adagrad(0.01, initial_accumulator_value=0.2 if rank else 0.1), id="start"),
+        pytest.param(lambda rank: optax.lamb(0.02 if rank else 0.01), id="whole"),
+        pytest.param(lambda rank: optax.noisy_sgd(0.01, key=jax.random.key(rank)), id="key"),
+    ],
+)
 def test_other_settings_on_one_rank_are_told_on_all(make):
     from mpi4py import MPI
 
