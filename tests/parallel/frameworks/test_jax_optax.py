@@ -115,16 +115,17 @@ def test_several_local_replicas():
 
 
 @pytest.mark.ranks(2, 3, timeout=180)
-def test_parameter_servers_that_wait():
+@pytest.mark.parametrize("chain", ["adagrad", "labels"])
+def test_parameter_servers_that_wait(chain):
     x, y = rows()
     x, y = x[:48], y[:48]
     tree, step = dict_tree()
-    transformation = optax.adam(0.01)
+    transformation = CHAINS[chain]()
     expected, state = tree, transformation.init(tree)
     for a, b in ms.data.from_arrays((x, y)).shuffle(seed=1).batch(BATCH):
-        updates, state = transformation.update(step(expected, np.array(a), np.array(b))[1], state)
+        updates, state = transformation.update(step(expected, np.array(a), np.array(b))[1], state, expected)
         expected = optax.apply_updates(expected, updates)
-    strategy, params, step, optimizer = put(optax.adam(0.01), ms.ParameterServerStrategy(num_ps=1, max_staleness=0))
+    strategy, params, step, optimizer = put(CHAINS[chain](), ms.ParameterServerStrategy(num_ps=1, max_staleness=0))
     with strategy:
 
         def one(params, a, b):
@@ -307,3 +308,31 @@ def test_other_settings_on_one_rank_are_told_on_all(make):
     strategy, params, step, optimizer = put(make(MPI.COMM_WORLD.rank))
     with strategy, pytest.raises(ms.errors.CollectiveMismatchError, match="digest"):
         ms.jax.apply(optimizer, step(params, *rows())[1], params)
+
+
+@pytest.mark.ranks(2, 4, timeout=180)
+def test_meshes_take_masks_of_wholes_and_whole_rules():
+    """A mask by shape sees the whole leaf, of which a rank has a part; a rule that runs whole takes undivided leaves."""
+    from mpi4py import MPI
+
+    axes = {"data": MPI.COMM_WORLD.size // 2, "model": 2}
+    rng = np.random.default_rng(0)
+    tree = {"w": rng.normal(size=(12, 6)), "v": rng.normal(size=(8, 6)), "b": rng.normal(size=11)}
+    grads = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), tree)
+    layouts = {"w": ("model", None), "v": ("model", None)}
+    for chain, options in (("mask_by_shape", {"layouts": layouts}), ("lamb", {})):
+        transformation = CHAINS[chain]()
+        theirs, state = tree, transformation.init(tree)
+        with ms.MeshStrategy(axes=axes) as strategy:
+            with strategy.scope():
+                params, optimizer = ms.jax.distribute(tree, transformation, **options)
+            variables = dict(zip(sorted(tree), strategy.extended.placement.variables, strict=False))
+            for _ in range(4):
+                parts = {
+                    name: grads[name] if v.part is None else v.part.cut(grads[name]) for name, v in variables.items()
+                }
+                params = ms.jax.apply(optimizer, parts, params)
+                updates, state = transformation.update(grads, state, theirs)
+                theirs = optax.apply_updates(theirs, updates)
+            for name, variable in variables.items():
+                np.testing.assert_allclose(variable.gathered(), theirs[name], rtol=1e-9)
