@@ -9,7 +9,7 @@ from typing import Any, NoReturn, final
 import jax
 import numpy as np
 
-from .. import context
+from .. import context, global_batch
 from ..comm.arrays import accumulation_dtype
 from ..errors import BatchError, explain
 from ..optimizers import Optimizer
@@ -90,9 +90,8 @@ def apply(optimizer: Optimizer, grads: Any, params: Any, of: Any = None, **extra
     In a step of `strategy.run`, or outside on ranks with one replica each. `params` is consumed: a later use of its arrays
     raises an error. All that computes with them is waited for first.
 
-    Gradients that `ms.jax.value_and_grad` computed are weighted already. Others are weighted by the batch `of`, else by the one
-    that `strategy.batch` names, else by the batch in the arguments of `strategy.run`. Where all replicas have equal parts of
-    batches, none of these is needed.
+    Gradients that `ms.jax.value_and_grad` computed are weighted already. Others are weighted by the batch `of`, or by the one
+    that `strategy.batch` names. Where all replicas have equal parts of batches, none of these is needed.
 
     Args:
         optimizer: one of `ms.optimizers`.
@@ -178,18 +177,22 @@ def _shares(strategy: Any, links: Sequence[Link], gradients: Sequence[Any], of: 
                 "ms.jax.value_and_grad, after the last ms.jax.apply, or give the batch of unweighted ones: of=x"
             )
         else:
-            weight = _weight(strategy, of) if weight is None else weight
+            weight = _weight(strategy, of, link.name) if weight is None else weight
             shares.append(weight * equal)
     return shares
 
 
-def _weight(strategy: Any, of: Any) -> float:
-    try:
-        with contextlib.nullcontext() if of is None else strategy.batch(of):
-            return weight_of_pass(strategy, (), _FUNCTION)
-    except BatchError as error:
-        remedy = "Simplest: compute gradients by ms.jax.value_and_grad(fun), or give ms.jax.apply the batch: of=x"
-        raise BatchError(f"{error}. {remedy}") from None
+def _weight(strategy: Any, of: Any, name: str) -> float:
+    """Return the weight of gradients of the batch `of`, or of the one that `strategy.batch` names, or of equal parts."""
+    if of is None and strategy.extended.batches.uneven and not global_batch.is_named():
+        raise BatchError(
+            f"{_FUNCTION}: {name}: this gradient has no weight: the replicas have unequal parts of batches, and a gradient does "
+            f"not show which batch, or sum of several, it is of; rank {strategy.rank}. Compute gradients by "
+            "ms.jax.value_and_grad(fun), which weights them, or give the batch: ms.jax.apply(optimizer, grads, params, of=x); or "
+            "write `with strategy.batch(x):` around the call, `with strategy.batch(None):` for rows of no distributed dataset"
+        )
+    with contextlib.nullcontext() if of is None else strategy.batch(of):
+        return weight_of_pass(strategy, (), _FUNCTION)
 
 
 def _checked(leaf: Any, gradient: Any, link: Link | None, name: str) -> Link:

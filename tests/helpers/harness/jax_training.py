@@ -161,7 +161,7 @@ def train_by_run(strategy, params, step, optimizer, epochs=EPOCHS):
 
     def one(params, x, y):
         _, grads = step(params, x, y)
-        return ms.jax.apply(optimizer, grads, params)
+        return ms.jax.apply(optimizer, grads, params, of=x)
 
     data = strategy.distribute_dataset(dataset())
     for _ in range(epochs):

@@ -109,7 +109,7 @@ def test_parameter_servers_that_wait_equal_one_process():
     with put(strategy=ms.ParameterServerStrategy(num_ps=1, max_staleness=0)) as (strategy, params, step, optimizer):
 
         def one(params, a, b):
-            return ms.jax.apply(optimizer, step(params, a, b)[1], params)
+            return ms.jax.apply(optimizer, step(params, a, b)[1], params, of=a)
 
         data = strategy.distribute_dataset(dataset(BATCH // strategy.num_workers))  # uneven at its end
         for _ in range(4):

@@ -115,7 +115,7 @@ def closure_in_a_named_batch(strategy, params, optimizer):
 
 def steps_of_run(strategy, params, optimizer):
     def one(params, x, y):
-        return ms.jax.apply(optimizer, jax.grad(loss_of)(params, x, y), params)
+        return ms.jax.apply(optimizer, jax.grad(loss_of)(params, x, y), params, of=x)
 
     for batch in list(dataset(strategy)):
         params = strategy.run(one, args=(params, *batch))
@@ -194,6 +194,22 @@ def two_datasets_in_run(strategy, params, optimizer):
     return params
 
 
+def sums_over_steps_of_run(strategy, params, optimizer):
+    """A step of `run` for each batch, the second of which applies the sum."""
+    kept = []
+
+    def one(params, last, *batch):
+        kept.append(step(params, *batch)[1])
+        if not last:
+            return params
+        return ms.jax.apply(optimizer, jax.tree.map(jnp.add, kept.pop(), kept.pop()), params)
+
+    for first, second in zip(dataset(strategy), dataset(strategy, SECOND, 10), strict=True):
+        params = strategy.run(one, args=(params, False, *first))
+        params = strategy.run(one, args=(params, True, *second))
+    return params
+
+
 def two_applications(strategy, params, optimizer):
     """The gradients of both losses first, then a step of each."""
     for first, second in zip(dataset(strategy), dataset(strategy, SECOND, 10), strict=True):
@@ -206,7 +222,7 @@ ONE_BATCH = [
     plain_loop, drawn_ahead, converted, views_and_names, unweighted_of, unweighted_in_a_named_batch, closure_in_a_named_batch,
     steps_of_run, weighted_steps_of_run, closures_of_run, scanned, auxiliary, parts_of_a_tree,
 ]  # fmt: skip
-PAIRS = [two_datasets, two_datasets_in_run, two_applications]
+PAIRS = [two_datasets, two_datasets_in_run, sums_over_steps_of_run, two_applications]
 
 
 @pytest.mark.ranks(1, 2, 3, timeout=180)
@@ -264,8 +280,14 @@ def test_what_cannot_be_known_is_an_error():
     with strategy:
         for x, y in dataset(strategy):
             grads = jax.grad(loss_of)(params, x, y)
-            with pytest.raises(BatchError, match=r"ms\.jax\.value_and_grad.*of=x"):
+            with pytest.raises(BatchError, match=r"no weight.* ms\.jax\.value_and_grad.*of=x"):
                 ms.jax.apply(optimizer, grads, params)
+            with pytest.raises(
+                BatchError, match=r"or sum of several"
+            ):  # of which that of the arguments may be the last
+                strategy.run(
+                    lambda p, a, b: ms.jax.apply(optimizer, jax.grad(loss_of)(p, a, b), p), args=(params, x, y)
+                )
             with pytest.raises(BatchError, match=r"ms\.jax\.grad.*strategy\.batch"):
                 ms.jax.grad(lambda p, z: loss_of(p, z[:, :4], z[:, 4:]))(params, np.ones((97, 5)))
             params = ms.jax.apply(optimizer, grads, params, of=(x, y))

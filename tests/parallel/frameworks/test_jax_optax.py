@@ -129,7 +129,7 @@ def test_parameter_servers_that_wait(chain):
     with strategy:
 
         def one(params, a, b):
-            return ms.jax.apply(optimizer, step(params, a, b)[1], params)
+            return ms.jax.apply(optimizer, step(params, a, b)[1], params, of=a)
 
         batches = ms.data.from_arrays((x, y)).shuffle(seed=1).batch(BATCH // strategy.num_workers)
         for batch in strategy.distribute_dataset(batches):
