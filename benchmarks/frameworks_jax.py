@@ -68,7 +68,7 @@ def ours(strategy: Any, widths: tuple[int, ...]) -> harness.Operation:
     params, x = make(widths)
     with strategy.scope():
         params, optimizer = ms.jax.distribute(params), ms.optimizers.Adam(1e-3)
-    passes = jax.jit(jax.value_and_grad(loss))
+    passes = ms.jax.value_and_grad(jax.jit(loss))
 
     def step() -> None:
         nonlocal params

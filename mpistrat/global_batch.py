@@ -30,6 +30,7 @@ __all__ = [
     "begin_step",
     "end_step",
     "global_batch_size",
+    "is_named",
     "named",
     "set_global_batch_size",
     "size_of_losses",
@@ -340,6 +341,11 @@ def step_arguments() -> list[Any]:
     """Return the arrays and other leaves of the arguments of the step that runs; none outside of steps."""
     step = _step.get()
     return [] if step is None else step.leaves()
+
+
+def is_named() -> bool:
+    """Return whether `strategy.batch` names the batch of the passes here."""
+    return _named.get() is not None
 
 
 @contextlib.contextmanager

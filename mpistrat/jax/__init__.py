@@ -17,7 +17,9 @@ else:
 
 from .apply import apply
 from .arrays import current
+from .assign import assign
 from .distribute import distribute
+from .gradients import grad, value_and_grad
 from .random import key
 
-__all__ = ["apply", "current", "distribute", "key"]
+__all__ = ["apply", "assign", "current", "distribute", "grad", "key", "value_and_grad"]

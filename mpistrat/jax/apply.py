@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NoReturn, final
 
 import jax
 import numpy as np
 
-from .. import context
+from .. import context, global_batch
 from ..comm.arrays import accumulation_dtype
-from ..errors import explain
+from ..errors import BatchError, explain
 from ..optimizers import Optimizer
 from ..strategy.contexts import in_step, local_replica
 from ..strategy.loss import summed_replicas, weight_of_pass
 from .arrays import Link, flatten, link_of, memory_of, names_of, release
+from .gradients import is_weighted
+from .rule import JaxRule
 
 __all__ = ["apply"]
 
@@ -29,8 +32,16 @@ class _Step:
         made: the arrays that the parameters have after it.
     """
 
-    def __init__(self, optimizer: Optimizer, links: Sequence[Link], gradients: Sequence[Any], share: float) -> None:
-        self._optimizer, self._links, self._gradients, self._share = optimizer, links, gradients, share
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        links: Sequence[Link],
+        gradients: Sequence[Any],
+        shares: Sequence[float],
+        extra: dict[str, Any],
+    ) -> None:
+        self._optimizer, self._links, self._gradients, self._shares = optimizer, links, gradients, shares
+        self._extra = extra
         self.made: list[Any] = []
 
     def take(self) -> None:
@@ -38,16 +49,21 @@ class _Step:
         frame = context.current()
         replica, local = frame.replica, local_replica(frame.strategy)
         pairs = [
-            (None if gradient is None else self._load(gradient, link, local), link.variable)
-            for gradient, link in zip(self._gradients, self._links, strict=True)
+            (None if gradient is None else self._load(gradient, link, local, share), link.variable)
+            for gradient, link, share in zip(self._gradients, self._links, self._shares, strict=True)
         ]
-        replica.merge_call(lambda _: release(self._links))
+        replica.merge_call(lambda _: self._begin())
         self._optimizer.apply_gradients(pairs)
         self.made = replica.merge_call(lambda _: _Made([link.make() for link in self._links])).arrays
 
-    def _load(self, gradient: Any, link: Link, replica: int) -> Any:
-        """Return the gradient in the memory that is summed."""
-        target, share = link.variable.gradient(replica), self._share
+    def _begin(self) -> None:
+        if isinstance(self._optimizer, JaxRule):
+            self._optimizer.take_extra(self._extra)
+        release(self._links)
+
+    def _load(self, gradient: Any, link: Link, replica: int, share: float) -> Any:
+        """Return the gradient, times the replica's share, in the memory that is summed."""
+        target = link.variable.gradient(replica)
         array = memory_of(gradient, target)
         if share == 1:
             target[...] = array
@@ -68,16 +84,21 @@ class _Made:
         self.arrays = arrays
 
 
-def apply(optimizer: Optimizer, grads: Any, params: Any) -> Any:
+def apply(optimizer: Optimizer, grads: Any, params: Any, of: Any = None, **extra: Any) -> Any:
     """Sum gradients over all replicas, update the parameters in one pass, and return them. Collective.
 
     In a step of `strategy.run`, or outside on ranks with one replica each. `params` is consumed: a later use of its arrays
     raises an error. All that computes with them is waited for first.
 
+    Gradients that `ms.jax.value_and_grad` computed are weighted already. Others are weighted by the batch `of`, or by the one
+    that `strategy.batch` names. Where all replicas have equal parts of batches, none of these is needed.
+
     Args:
         optimizer: one of `ms.optimizers`.
         grads: the gradients of this replica, a tree like `params`. None where a parameter shall stay as it is, on all ranks.
         params: what `distribute` or the last `apply` returned, or a part of it.
+        of: the batch that the gradients were computed from, or an array of it, as the dataset handed it out.
+        extra: arguments of optax's update, as `value=` of `optax.contrib.reduce_on_plateau`, the same on all ranks.
 
     Returns:
         The tree `params` with its arrays after the update.
@@ -87,16 +108,20 @@ def apply(optimizer: Optimizer, grads: Any, params: Any) -> Any:
         ValueError: other structures, shapes or dtypes than the parameters'; an optimizer of another strategy.
         TypeError: no optimizer of `ms.optimizers`; values of a traced function.
         RuntimeError: arrays that are no parameters, were consumed, or donated.
+        BatchError: replicas have unequal parts of batches, and it is unknown which batch the gradients belong to.
         CollectiveMismatchError: on every rank, when they update other parameters, or with other numbers.
 
     Example:
-        >>> loss, grads = jax.value_and_grad(loss_of)(params, batch)  # doctest: +SKIP
+        >>> loss, grads = ms.jax.value_and_grad(loss_of)(params, batch)  # doctest: +SKIP
         >>> params = ms.jax.apply(optimizer, grads, params)  # doctest: +SKIP
     """
     given: object = optimizer
     if not isinstance(given, Optimizer):
         expected, got = "an optimizer of ms.optimizers", f"{type(given).__module__}.{type(given).__qualname__}"
         raise TypeError(explain(_FUNCTION, "optimizer", expected=expected, got=got))
+    if extra and not isinstance(optimizer, JaxRule):
+        expected, got = "an optimizer of optax, for extra arguments", f"{type(optimizer).__name__}"
+        raise TypeError(explain(_FUNCTION, next(iter(extra)), expected=expected, got=got))
     leaves, structure = flatten(params)
     gradients, form = flatten(grads)
     if form != structure:
@@ -115,13 +140,59 @@ def apply(optimizer: Optimizer, grads: Any, params: Any) -> Any:
     if not links:
         raise ValueError(explain(_FUNCTION, "params", expected="parameters with gradients", got="none"))
     strategy = links[0].variable.placement.strategy
-    share = weight_of_pass(strategy, (), _FUNCTION) / summed_replicas(strategy) if links[0].mean else 1.0
-    step = _Step(optimizer, links, chosen, share)
+    replica = local_replica(strategy)
+    step = _Step(optimizer, links, chosen, _shares(strategy, links, chosen, of, replica), extra)
     remedy = "Put gradients and apply into a function, and call that by strategy.run(step, args=(params, *batch))"
     in_step(strategy, step.take, _FUNCTION, remedy)
-    for place, array in zip(places, step.made, strict=True):
+    for place, array, link in zip(places, step.made, links, strict=True):
         leaves[place] = array
+        if replica in link.weighted:
+            link.weighted[replica] = False
     return structure.unflatten(leaves)
+
+
+def _shares(strategy: Any, links: Sequence[Link], gradients: Sequence[Any], of: Any, replica: int) -> list[float]:
+    """Return what multiplies each gradient before it is summed.
+
+    Raises:
+        BatchError: the batch of a gradient is unknown, or it is weighted already and a batch is given.
+    """
+    equal, weight = 1 / summed_replicas(strategy), None
+    shares = []
+    for link, gradient in zip(links, gradients, strict=True):
+        weighted = is_weighted(gradient, link, replica)
+        if weighted and of is not None and link.mean:
+            raise BatchError(
+                f"{_FUNCTION}: {link.name}: of= is given, and ms.jax.value_and_grad has weighted its gradients already; rank "
+                f"{strategy.rank}. Leave of= out, or compute all gradients by jax.value_and_grad"
+            )
+        if not link.mean or gradient is None:
+            shares.append(1.0)
+        elif weighted:
+            shares.append(equal)
+        elif weighted is None and of is None and strategy.extended.batches.uneven:
+            raise BatchError(
+                f"{_FUNCTION}: {link.name}: it is unknown whether this gradient is weighted: ms.jax.value_and_grad has computed "
+                f"others of this parameter, but none since the last ms.jax.apply; rank {strategy.rank}. Compute all gradients by "
+                "ms.jax.value_and_grad, after the last ms.jax.apply, or give the batch of unweighted ones: of=x"
+            )
+        else:
+            weight = _weight(strategy, of, link.name) if weight is None else weight
+            shares.append(weight * equal)
+    return shares
+
+
+def _weight(strategy: Any, of: Any, name: str) -> float:
+    """Return the weight of gradients of the batch `of`, or of the one that `strategy.batch` names, or of equal parts."""
+    if of is None and strategy.extended.batches.uneven and not global_batch.is_named():
+        raise BatchError(
+            f"{_FUNCTION}: {name}: this gradient has no weight: the replicas have unequal parts of batches, and a gradient does "
+            f"not show which batch, or sum of several, it is of; rank {strategy.rank}. Compute gradients by "
+            "ms.jax.value_and_grad(fun), which weights them, or give the batch: ms.jax.apply(optimizer, grads, params, of=x); or "
+            "write `with strategy.batch(x):` around the call, `with strategy.batch(None):` for rows of no distributed dataset"
+        )
+    with contextlib.nullcontext() if of is None else strategy.batch(of):
+        return weight_of_pass(strategy, (), _FUNCTION)
 
 
 def _checked(leaf: Any, gradient: Any, link: Link | None, name: str) -> Link:

@@ -43,12 +43,15 @@ class Link:
         name: where the leaf is in its tree.
         variable: the variable.
         mean: whether a replica differentiates the mean over its own rows.
+        weighted: by local replica, True where `value_and_grad` has differentiated the leaf since the last `apply`, False where it
+            did before.
     """
 
-    __slots__ = ("__weakref__", "_array", "_lent", "mean", "name", "variable")
+    __slots__ = ("__weakref__", "_array", "_lent", "mean", "name", "variable", "weighted")
 
     def __init__(self, name: str, variable: Variable, mean: bool) -> None:
         self.name, self.variable, self.mean = name, variable, mean
+        self.weighted: dict[int, bool] = {}
         self._array: weakref.ref[Any] | None = None
         self._lent: list[
             weakref.ref[Any]

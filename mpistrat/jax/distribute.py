@@ -56,8 +56,8 @@ def distribute(
 
     Args:
         tree: any pytree: of dicts, of flax or equinox, a NamedTuple.
-        optimizer: of optax, if it treats each number by itself. Then an optimizer is returned, too, which `apply` takes: it
-            updates by optax's rule, and keeps the state divided over the ranks of a node.
+        optimizer: a transformation of optax. Then an optimizer is returned, too, which `apply` takes. If it treats each number by
+            itself, its state is divided over the ranks of a node; any other runs whole on every rank, after the sum.
         loss: what a replica differentiates: "mean", over the rows of its part of the batch; replicas are weighted by their
             rows where the batch is a distributed dataset's, else equally. Or "sum": a part of the whole loss, as
             `ms.nn.compute_average_loss` makes it; then gradients are summed as they are.
@@ -68,8 +68,9 @@ def distribute(
     Raises:
         ContextError: outside of a strategy's scope.
         ValueError: an argument is wrong; no floating array; max_norm where servers sum the gradients of workers; a layout that
-            does not fit, or without a mesh.
-        TypeError: float64 where JAX has it not enabled; complex numbers; an optimizer that looks at several numbers together.
+            does not fit, or without a mesh; an optimizer that looks at several numbers together, with parameter servers,
+            layouts that divide parameters, or local steps.
+        TypeError: float64 where JAX has it not enabled; complex numbers; no optimizer of optax.
         RuntimeError: the tree was distributed already.
         DeviceError: JAX computes on another kind of device than the strategy's; several GPUs on a rank.
         LayoutError: a strategy with sharded_gradients.
@@ -100,14 +101,18 @@ def distribute(
     pairs = zip(leaves, names, strict=True)
     made = [_put(placement, leaf, name, loss == "mean", given.get(name)) for leaf, name in pairs]
     params = structure.unflatten(made)
-    return params if rule is None else (params, rule)
+    if rule is None:
+        return params
+    links = map(link_of, made)
+    rule.bind([link.variable for link in links if link is not None])
+    return params, rule
 
 
 def _rule(optimizer: Any, tree: Any, max_norm: float | None) -> JaxRule:
-    if isinstance(optimizer, optax.GradientTransformation):
+    if not isinstance(optimizer, Optimizer) and callable(getattr(optimizer, "update", None)):
         return JaxRule(optimizer, tree, max_norm)
     expected, got = "a transformation of optax", f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    remedy = "One of ms.optimizers goes to ms.jax.apply only; of optax.MultiSteps take .gradient_transformation()"
+    remedy = "One of ms.optimizers goes to ms.jax.apply only"
     raise TypeError(explain(_FUNCTION, "optimizer", expected=expected, got=got, remedy=remedy))
 
 
@@ -153,7 +158,7 @@ def _canonical(leaf: Any) -> str:
 
 def _put(placement: Any, leaf: Any, name: str, mean: bool, layout: Sequence[str | None] | None) -> Any:
     """Return the leaf of the distributed tree. Collective."""
-    if not is_array(leaf) or not leaf.size:
+    if not is_array(leaf):
         return leaf
     if is_parameter(leaf):
         return Link(name, Variable(np.asarray(leaf), name=name, layout=layout), mean).make()

@@ -1,30 +1,34 @@
-"""optax's rules on blocks of weights, as an optimizer of ours.
+"""optax's rules as optimizers of ours.
 
-A rule that treats each number by itself may update any block of any parameter apart, by the rank that owns it, with state that
-lies in our slots. Whether a rule does is found by trying it: cut in two, a few numbers must come out as they do whole.
+A rule that treats each number by itself runs on blocks, by the rank that owns them, with state in our slots: see `reading`. Any
+other rule runs whole on each rank after the sum, with state in variables of the strategy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn, final
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..comm.arrays import is_gpu
+from .._util import log
+from ..comm.arrays import accumulation_dtype, is_gpu
 from ..cross_device.arena import BLOCK
 from ..errors import explain
 from ..optimizers import Optimizer
-from ..optimizers.rule import Block
-from .arrays import flatten, is_parameter, memory_of, names_of, of_memory
+from ..optimizers.rule import Block, UpdateRun
+from ..variables import Variable
+from .arrays import flatten, is_array, is_parameter, memory_of, names_of, of_memory
+from .reading import Mixes, Program, Reading, digest, read, word
 
 __all__ = ["JaxRule"]
 
+_FUNCTION = "ms.jax.distribute"
 _SMALLEST = 1024  # elements of a block: each size is compiled once, so sizes are powers of two
-_SCALES = (1.0, 1.0, 1e6, 1e-3)  # of the gradients of a trial's steps: a limit of any norm is passed
 
 
 @final
@@ -32,179 +36,389 @@ class JaxRule(Optimizer):
     """optax's rule, as an optimizer of ours.
 
     Attributes:
-        trial: numbers that came out of a trial, which ranks compare, since a transformation does not show its settings.
+        digest: of all that the rule computes, which ranks compare, since a transformation does not show its settings.
     """
 
     def __init__(self, transformation: Any, tree: Any, limit: float | None) -> None:
-        self.__state = _State(transformation)
-        self.trial = _try(self.__state, tree)
-        super().__init__(1.0, slot_names=self.__state.names, slot_start=self.__state.start, global_clipnorm=limit)
-        self.__scalars: dict[int, list[Any]] = {}  # by the step that they are for
+        """Read the rule on a tree whose leaves that are no parameters are left out.
+
+        Raises:
+            Exception: what the transformation raises on the tree.
+        """
+        leaves, structure = flatten(tree)
+        self.__structure = structure
+        self.__chosen = [index for index, leaf in enumerate(leaves) if is_parameter(leaf)]
+        forms = [
+            jax.ShapeDtypeStruct(leaf.shape, accumulation_dtype(leaf.dtype)) if is_parameter(leaf) else None
+            for leaf in leaves
+        ]
+        self.__blocks: _Blocks | None = None
+        self.__whole: _Whole | None = None
+        self.__places: dict[str, int] = {}  # of the parameters, by name of variable
+        self.__variables: list[Variable] = []
+        try:
+            self.__blocks = _Blocks(read(transformation.init, transformation.update, structure.unflatten(forms)))
+        except Exception as error:  # of foreign code: what is wrong with it, plain optax says
+            self.__whole = _Whole(transformation, structure, forms, error)
+        known = self.__blocks or self.__whole
+        assert known is not None
+        self.digest = known.digest
+        slots = {} if self.__blocks is None else self.__blocks.starts
+        super().__init__(1.0, slot_names=tuple(slots), slot_start=slots, global_clipnorm=limit)
+        self.whole = self.__whole is not None
+        self.extra = ""  # a digest of the extra arguments of the step, which ranks compare
+        self.__extra: Mapping[str, Any] = {}
+
+    def take_extra(self, extra: Mapping[str, Any]) -> None:
+        """Take the extra arguments of the next update.
+
+        Raises:
+            TypeError: the rule takes none.
+        """
+        if extra and self.__whole is None:
+            expected, got = "an optimizer whose update needs them, for extra arguments", ", ".join(extra)
+            raise TypeError(explain("ms.jax.apply", "optimizer", expected=expected, got=got))
+        self.__extra = extra
+        words = (
+            digest(*(f"{name} {word(leaf)}" for name in extra for leaf in jax.tree.leaves(extra[name])))
+            if extra
+            else ""
+        )
+        if words != self.extra:
+            self.extra = words
+
+    @property
+    def reason(self) -> str:
+        """Why the rule runs whole; "" where it runs on blocks."""
+        return "" if self.__whole is None else self.__whole.reason
+
+    def bind(self, variables: Sequence[Variable]) -> None:
+        """Serve the variables of the tree's parameters, in their order. Collective.
+
+        Raises:
+            ValueError: a rule that runs whole, and variables that are not whole on each node.
+        """
+        placement = variables[0].placement
+        self.__variables = list(variables)
+        self.__places = {variable.name: place for place, variable in enumerate(variables)}
+        if self.__blocks is not None:
+            if placement.store is not None and self.__blocks.unequal:
+                _refuse("state that begins with the weights", "parameters that servers keep")
+            return
+        divided = [variable.name for variable in variables if variable.part is not None and variable.part.split]
+        if placement.store is not None:
+            _refuse(self.reason, "parameters that servers keep")
+        if divided:
+            _refuse(self.reason, f"parts of {divided[0]}, which ranks divide")
+        if placement.local_steps is not None:
+            _refuse(self.reason, "nodes that train by themselves (local_steps)")
+        assert self.__whole is not None
+        self.__whole.begin(self.__tree([_wide(variable) for variable in variables]))
+        log.once(
+            logging.INFO,
+            f"{_FUNCTION}: the optimizer runs whole on every rank, after the sum of gradients: {self.reason}",
+        )
+
+    def __tree(self, arrays: Sequence[Any]) -> Any:
+        leaves: list[Any] = [None] * self.__structure.num_leaves
+        for index, array in zip(self.__chosen, arrays, strict=True):
+            leaves[index] = array
+        return self.__structure.unflatten(leaves)
 
     @Optimizer.learning_rate.setter  # type: ignore[attr-defined]
     def learning_rate(self, value: Any) -> None:
         if value != 1:  # what nothing is multiplied by
             expected, got = "a schedule of optax in the transformation", f"learning_rate = {value!r}"
             remedy = "Or give ms.jax.apply one of ms.optimizers, whose rate may be set"
-            raise ValueError(explain("ms.jax.distribute", "optimizer", expected=expected, got=got, remedy=remedy))
+            raise ValueError(explain(_FUNCTION, "optimizer", expected=expected, got=got, remedy=remedy))
         Optimizer.learning_rate.fset(self, value)  # type: ignore[attr-defined]
+
+    def _new_step(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> UpdateRun:
+        given = [variable for gradient, variable in pairs if gradient is not None]
+        foreign = [variable.name for variable in given if variable.name not in self.__places]
+        if foreign:
+            expected, got = "a parameter of the tree that the optimizer was made for", "one of another tree"
+            remedy = "params, optimizer = ms.jax.distribute(params, tx), of each tree"
+            raise ValueError(explain("ms.jax.apply", foreign[0], expected=expected, got=got, remedy=remedy))
+        names = {variable.name for variable in given}
+        missing = [variable.name for variable in self.__variables if variable.name not in names]
+        if self.whole and missing:
+            expected, got = f"gradients of the whole tree, as the optimizer has {self.reason}", "none"
+            remedy = "Give parameters that stay as they are zeros, or an optimizer of their own"
+            raise ValueError(explain("ms.jax.apply", missing[0], expected=expected, got=got, remedy=remedy))
+        if self.__blocks is not None and self.__blocks.unequal:
+            known = set(map(id, self._variables))
+            new = [v for v in given if id(v) not in known and v.name not in self._slots.pending]
+            self.__begin(self.__blocks, new)
+        return super()._new_step(strategy, pairs)
+
+    def __begin(self, blocks: _Blocks, variables: Sequence[Variable]) -> None:
+        """Give variables slots that do not begin with the same number everywhere. Collective."""
+        for variable in variables:
+            place = self.__places[variable.name]
+            if place in blocks.unequal:
+                begun = blocks.begin(place, _wide(variable).reshape(-1))
+                self._slots.pending[variable.name] = {
+                    name: array.reshape(variable.shape) for name, array in begun.items()
+                }
+
+    def group_of(self, variable: Any) -> int:
+        """Return the number of the variable's program."""
+        return 0 if self.__blocks is None else self.__blocks.groups[self.__places[variable.name]]
 
     def update(self, *_: Any) -> None:
         """Not called: see `update_block`."""
         raise NotImplementedError("JaxRule.update")
 
     def update_block(self, block: Block) -> None:
-        """Update a block by optax."""
+        """Update a block by optax; where the rule runs whole, the gradient is what `update_whole` returned."""
+        if self.__blocks is None:
+            block.weights[...] = block.gradient
+        else:
+            self.__blocks.update(block)
+
+    def update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> dict[str, Any]:
+        """Return new weights, by name of variable; all arrays are whole. The state is written by `store_whole`."""
+        assert self.__whole is not None
+        empty = {v.name: np.zeros(v.shape, accumulation_dtype(v.dtype)) for v in self.__variables if not v.size}
+        params, grads = (
+            self.__tree([(arrays | empty)[name] for name in self.__places]) for arrays in (weights, gradients)
+        )
+        after, _ = flatten(self.__whole.update(params, grads, self.__extra))
+        return {name: after[index] for name, index in zip(self.__places, self.__chosen, strict=True)}
+
+    def store_whole(self) -> None:
+        """Write this rank's part of the state that the last `update_whole` computed."""
+        assert self.__whole is not None
+        self.__whole.store()
+
+
+def _wide(variable: Variable) -> np.ndarray:
+    return np.asarray(variable.array, accumulation_dtype(variable.dtype))
+
+
+def _refuse(reason: str, got: str) -> None:
+    expected = f"parameters that are whole on each node, for an optimizer with {reason}"
+    remedy = (
+        "For a norm over all gradients pass max_norm= to ms.jax.distribute and leave clipping out of the chain; or take a rule "
+        "that treats each number by itself, as optax.adamw"
+    )
+    raise ValueError(explain(_FUNCTION, "optimizer", expected=expected, got=got, remedy=remedy))
+
+
+@final
+class _Blocks:
+    """A rule on blocks.
+
+    Attributes:
+        groups: the number of each parameter's program.
+        starts: what slots are before the first step, by name.
+        unequal: the parameters with slots that begin otherwise.
+        digest: of all that is computed.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        self._roles, self.digest = reading.free_state, digest(reading.text)
+        self._programs: list[tuple[Program, Mapping[str, Any]]] = []
+        known: dict[tuple[str, tuple[Any, ...]], int] = {}
+        self.groups = []
+        for program, kept in zip(reading.programs, reading.kept, strict=True):
+            key = program.text, tuple(kept.items())
+            if key not in known:
+                known[key] = len(self._programs)
+                self._programs.append((program, kept))
+            self.groups.append(known[key])
+        self.starts: dict[str, float] = {}
+        for starts in reading.starts:
+            for name, start in starts.items():
+                self.starts.setdefault(name, 0.0 if start is None else start)
+        self._initial = reading.initial
+        self.unequal = {
+            place
+            for place, starts in enumerate(reading.starts)
+            if any(start is None or start != self.starts[name] for name, start in starts.items())
+        }
+        self._updates = [jax.jit(self._update_of(*each)) for each in self._programs]
+        self._forms = reading.free_forms
+        self._first = [_strong(x, form) for x, form in zip(reading.first({}), self._forms, strict=True)]
+        self._next_free, self._advance = reading.next_free, jax.jit(self._advanced)
+        self._free: dict[int, list[Any]] = {}  # by the step that it is for
+
+    def begin(self, place: int, weights: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the slots of a parameter before its first step, all of the rule's."""
+        found = {name: np.full(weights.shape, start, weights.dtype) for name, start in self.starts.items()}
+        for name, program in self._initial[place].items():
+            found[name] = np.asarray(program({"weights": jnp.asarray(weights)}, weights.size)[0]).astype(weights.dtype)
+        return found
+
+    def update(self, block: Block) -> None:
+        """Update a block."""
         size = block.weights.size
         on_gpu = is_gpu(block.weights)  # there a block is the whole variable
         padded = size if on_gpu else min(BLOCK, max(_SMALLEST, 1 << (size - 1).bit_length()))
-        slots = [block.slots[name] for name in self.__state.names]
+        slots = [block.slots[name] for name in self._programs[block.group][1]]
         arrays = [block.weights, block.gradient, *slots]
         if padded != size:
             arrays = [np.concatenate([array, np.zeros(padded - size, array.dtype)]) for array in arrays]
         if on_gpu:
             arrays = list(map(of_memory, arrays))
-        results = self.__state.update(arrays[0], arrays[1], arrays[2:], self._scalars_of(block.step))
+        results = self._updates[block.group](arrays[0], arrays[1], arrays[2:], self._free_of(block.step))
         for target, result in zip([block.weights, *slots], jax.block_until_ready(results), strict=True):
             target[...] = memory_of(result, target)[:size]
 
-    def _scalars_of(self, step: int) -> list[Any]:
+    def _update_of(self, program: Program, kept: Mapping[str, Any]) -> Any:
+        def update(weights: Any, gradient: Any, slots: Sequence[Any], free: Sequence[Any]) -> list[Any]:
+            inputs = {"weights": weights, "gradient": gradient, **dict(zip(self._roles, free, strict=True))}
+            for (name, dtype), slot in zip(kept.items(), slots, strict=True):
+                inputs[f"slot {name}"] = slot.astype(dtype)
+            return [result.astype(weights.dtype) for result in program(inputs, weights.size)]
+
+        return update
+
+    def _free_of(self, step: int) -> list[Any]:
         """Return what the rule keeps once for all elements, as it is before a step."""
-        known = self.__scalars
+        known = self._free
         if step not in known:
             first = step - 1 if step - 1 in known else 1
-            before = known.get(first, self.__state.first_scalars)
-            self.__scalars = known = {first: before, step: self.__state.advance(before, step - first)}
+            before = known.get(first, self._first)
+            self._free = known = {first: before, step: self._advance(before, step - first)}
         return known[step]
+
+    def _advanced(self, free: Sequence[Any], steps: Any) -> Any:
+        def once(_: Any, before: list[Any]) -> list[Any]:
+            after = self._next_free(dict(zip(self._roles, before, strict=True)))
+            return [_strong(x, form) for x, form in zip(after, self._forms, strict=True)]
+
+        return jax.lax.fori_loop(0, steps, once, list(free))
+
+
+def _strong(value: Any, form: Any) -> Any:
+    """Return an array of a form, whose dtype is its own."""
+    if jax.dtypes.issubdtype(form.dtype, jax.dtypes.extended):
+        return value
+    return jnp.broadcast_to(jnp.asarray(value, form.dtype), form.shape)
 
 
 @final
-class _State:
-    """The state of a transformation on a flat vector: arrays like it, which are slots, and scalars.
+class _Whole:
+    """A rule on the whole tree, with its state in variables.
 
     Attributes:
-        names: of the slots.
-        start: their value before the first step.
-        first_scalars: the scalars before the first step.
-
-    Raises:
-        TypeError: state of another form.
+        reason: why it does not run on blocks.
+        digest: of all that is computed; "" where that cannot be traced.
     """
 
-    def __init__(self, transformation: Any) -> None:
-        self.transformation = transformation
-        some = np.arange(5, dtype=_float())
-        state = transformation.init(jnp.asarray(some))
-        leaves, self._structure = flatten(state)
-        names = names_of(state)
-        self._is_slot = [np.shape(leaf) == some.shape for leaf in leaves]
-        for leaf, name, slot in zip(leaves, names, self._is_slot, strict=True):
-            if not slot and np.shape(leaf) != ():
-                _refuse(f"state {name} of shape {np.shape(leaf)} for {some.size} numbers")
-        slots = [(name, leaf) for leaf, name, slot in zip(leaves, names, self._is_slot, strict=True) if slot]
-        self._dtypes = [None if leaf.dtype == some.dtype else leaf.dtype for _, leaf in slots]
-        self.names = tuple(name.replace("/", ".") for name, _ in slots)
-        starts = {float(number) for _, leaf in slots for number in np.asarray(leaf, np.float64)}
-        if len(starts) > 1:
-            _refuse(f"state that begins with several numbers, {sorted(starts)[:3]}")
-        self.start = starts.pop() if starts else 0.0
-        self.first_scalars = [leaf for leaf, slot in zip(leaves, self._is_slot, strict=True) if not slot]
-        self.update, self.advance = jax.jit(self._update), jax.jit(self._advance)
+    def __init__(self, transformation: Any, structure: Any, forms: Sequence[Any], error: Exception) -> None:
+        self._transformation = transformation
+        tree = structure.unflatten(forms)
+        self.digest = ""
+        self._state: list[_StateArray] = []
+        self._structure: Any = None
+        self._then: list[Any] = []
+        self._forms: list[Any] | None = None
+        self._update = self._step
+        self.reason = f"an update that cannot be traced ({type(error).__name__})"
+        if isinstance(error, Mixes):
+            self.reason = f"an update of numbers that depends on others, through {error}"
+        if _needs_extra(error):
+            self.reason = "an update with arguments of its own"
+            self._update = jax.jit(self._step)
+            return
+        try:
+            state = jax.eval_shape(transformation.init, tree)
+            closed, (_, after) = jax.make_jaxpr(self._step, return_shape=True)(tree, tree, state)
+            self.digest = digest(word(closed), word(jax.make_jaxpr(transformation.init)(tree)))
+            self._forms = jax.tree.leaves(after)
+            if jax.tree.structure(after) != jax.tree.structure(state):
+                self._forms = None
+            self._update = jax.jit(self._step)
+        except Exception:  # it may run where it is not traced: plain optax decides
+            zeros = structure.unflatten([None if form is None else jnp.zeros(form.shape, form.dtype) for form in forms])
+            self._step(zeros, zeros, transformation.init(zeros))
 
-    def _join(self, slots: Sequence[Any], scalars: Sequence[Any]) -> Any:
-        left = iter(slots if not any(self._dtypes) else self._cast(slots)), iter(scalars)
-        return self._structure.unflatten([next(left[not slot]) for slot in self._is_slot])
+    def _step(self, params: Any, grads: Any, state: Any, **extra: Any) -> tuple[Any, Any]:
+        updates, state = self._transformation.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
 
-    def _cast(self, slots: Sequence[Any]) -> list[Any]:
-        return [slot if dtype is None else slot.astype(dtype) for slot, dtype in zip(slots, self._dtypes, strict=True)]
+    def begin(self, tree: Any) -> None:
+        """Make the variables of the state. Collective."""
+        state = self._transformation.init(tree)
+        leaves, self._structure = jax.tree.flatten(state)
+        forms = self._forms or leaves
+        self._state = [
+            _StateArray(name, leaf, form) for name, leaf, form in zip(_names(state), leaves, forms, strict=True)
+        ]
 
-    def step(self, weights: Any, gradient: Any, slots: Sequence[Any], scalars: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Return weights, slots and scalars after a step."""
-        updates, state = self.transformation.update(gradient, self._join(slots, scalars), weights)
-        leaves = list(zip(flatten(state)[0], self._is_slot, strict=True))
-        kept = [leaf.astype(weights.dtype) for leaf, slot in leaves if slot]
-        return optax.apply_updates(weights, updates), kept, [leaf for leaf, slot in leaves if not slot]
+    def update(self, params: Any, grads: Any, extra: Mapping[str, Any]) -> Any:
+        """Return the parameters after a step."""
+        state = self._structure.unflatten([each.read() for each in self._state])
+        traced = all(isinstance(leaf, (int, float)) or is_array(leaf) for leaf in jax.tree.leaves(extra))
+        update = self._update if traced else self._step  # a function is no argument of a traced one
+        params, state = jax.block_until_ready(update(params, grads, state, **extra))
+        self._then, structure = jax.tree.flatten(state)
+        if structure != self._structure:
+            raise RuntimeError(explain("ms.jax.apply", "optimizer", expected=f"state {self._structure}", got=structure))
+        return params
 
-    def _update(self, weights: Any, gradient: Any, slots: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
-        weights, slots, _ = self.step(weights, gradient, slots, scalars)
-        return [weights, *slots]
-
-    def _advance(self, scalars: Sequence[Any], steps: Any) -> Any:
-        zeros = jnp.zeros(1, _float())
-        slots = [jnp.full(1, self.start, _float())] * len(self.names)
-        return jax.lax.fori_loop(0, steps, lambda _, before: self.step(zeros, zeros, slots, before)[2], list(scalars))
-
-
-def _try(state: _State, tree: Any) -> list[float]:
-    """Take a few steps with a small tree like the parameters', whole and cut in two; return the numbers that came out.
-
-    Raises:
-        TypeError: others come out.
-    """
-    leaves, structure = flatten(tree)
-    shapes = [tuple(min(n, 3) for n in leaf.shape) if is_parameter(leaf) and leaf.size else None for leaf in leaves]
-    rng = np.random.default_rng(0)
-    whole = structure.unflatten([None if shape is None else jnp.asarray(_draw(rng, shape)) for shape in shapes])
-    halves = [half for half in np.array_split(_flat(whole), 2) if half.size]
-    try:
-        their_state = state.transformation.init(whole)
-        ours = [(jnp.asarray(h), [jnp.full(h.shape, state.start, h.dtype) for _ in state.names]) for h in halves]
-        scalars = list(state.first_scalars)
-        for number, scale in enumerate((*_SCALES, np.nan)):
-            gradient = _draw(rng, _flat(whole).shape)
-            gradient *= scale if np.isfinite(scale) else 1
-            if not np.isfinite(scale):
-                gradient[0] = np.nan
-            updates, their_state = state.transformation.update(_like(whole, gradient), their_state, whole)
-            whole = optax.apply_updates(whole, updates)
-            parts = np.array_split(gradient, 2)
-            after = [state.step(w, jnp.asarray(g), s, scalars) for (w, s), g in zip(ours, parts, strict=False)]
-            ours = [(weights, slots) for weights, slots, _ in after]
-            next_scalars = state.advance(scalars, 1)
-            for _, _, theirs in after:
-                if not all(map(_same, theirs, next_scalars)):
-                    _refuse("state that depends on all numbers together")
-            scalars = next_scalars
-            got = np.concatenate([np.asarray(weights) for weights, _ in ours])
-            if not np.allclose(got, _flat(whole), rtol=1e-4, atol=1e-6, equal_nan=True):
-                _refuse(
-                    f"one that updates numbers otherwise when the tree is cut into blocks (found in trial {number})"
-                )
-            if number == len(_SCALES) - 1:
-                trial = [float(f"{n:.4g}") for n in got[:8]]
-    except (ValueError, KeyError, AttributeError) as error:
-        _refuse(f"one whose update needs the tree itself ({type(error).__name__}: {str(error)[:120]})")
-    return trial
+    def store(self) -> None:
+        """Write this rank's part of the state after the last update."""
+        # An array that the rule passes on has the memory of the old state, so all are copied before one is written.
+        pairs = list(zip(self._state, self._then, strict=True))
+        for each, parts in [(each, each.parts_of(value)) for each, value in pairs]:
+            each.write(parts)
+        self._then = []
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Whether scalars are alike but for the last bits, in which a compiled function may differ from another."""
-    return np.allclose(a, b, rtol=1e-5, equal_nan=True) if is_parameter(a) else bool(np.array_equal(a, b))
+def _needs_extra(error: Exception) -> bool:
+    """Return whether an update was called without an argument that it needs."""
+    return isinstance(error, TypeError) and "missing" in str(error) and "argument" in str(error)
 
 
-def _float() -> Any:
-    return jnp.result_type(float)  # float64 where JAX has it enabled
+def _names(tree: Any) -> list[str]:
+    return [name for name, leaf in zip(names_of(tree), flatten(tree)[0], strict=True) if leaf is not None]
 
 
-def _draw(rng: Any, shape: Sequence[int]) -> np.ndarray:
-    return np.asarray(rng.uniform(0.5, 1.5, shape) * rng.choice([-1, 1], shape), _float())
+@final
+class _StateArray:
+    """An array of a rule's state, in a variable, so that files have it. What is no array of numbers stays here."""
 
+    def __init__(self, name: str, value: Any, form: Any) -> None:
+        self._value, self._variable, self._kind = value, None, None
+        if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+            self._kind, value = jax.random.key_impl(value), jax.random.key_data(value)
+        elif not isinstance(value, (bool, int, float, np.ndarray, np.generic, jax.Array)):
+            return
+        else:
+            value = jnp.asarray(value, getattr(form, "dtype", None))
+        self._dtype = value.dtype
+        host = np.asarray(value)
+        self._variable = Variable(
+            host.astype(np.uint8) if host.dtype == np.bool_ else host, trainable=False, name=f"optax/{name}"
+        )
 
-def _flat(tree: Any) -> np.ndarray:
-    return np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)])
+    def read(self) -> Any:
+        """Return the array."""
+        if self._variable is None:
+            return self._value
+        value = jnp.asarray(self._variable.array, self._dtype)
+        return value if self._kind is None else jax.random.wrap_key_data(value, impl=self._kind)
 
+    def parts_of(self, value: Any) -> list[tuple[int, np.ndarray]]:
+        """Return copies of what this rank writes of a new array, with the first elements' numbers."""
+        if self._variable is None:
+            self._value = value
+            return []
+        if self._kind is not None:
+            value = jax.random.key_data(value)
+        flat = np.asarray(value).astype(self._variable.dtype).reshape(-1)
+        if flat.size != self._variable.size:
+            expected, got = f"state {self._variable.name} of shape {self._variable.shape}", f"{np.shape(value)}"
+            raise RuntimeError(explain("ms.jax.apply", "optimizer", expected=expected, got=got))
+        return [(low, flat[low:high].copy()) for low, high in self._variable.receiver().ranges]
 
-def _like(tree: Any, flat: np.ndarray) -> Any:
-    sizes = [leaf.size for leaf in jax.tree.leaves(tree)]
-    parts = iter(np.split(flat, np.cumsum(sizes)[:-1]))
-    return jax.tree.map(lambda leaf: jnp.asarray(next(parts)).reshape(leaf.shape), tree)
-
-
-def _refuse(got: str) -> NoReturn:
-    expected = "an optax transformation that treats each number by itself, the same in all parameters"
-    remedy = (
-        "For a norm over all gradients pass max_norm= to ms.jax.distribute and leave clipping out of the chain; give parameters "
-        "that are treated otherwise, as by a mask, an optimizer of their own: ms.jax.distribute and apply take parts of a tree; "
-        "or take one of ms.optimizers"
-    )
-    raise TypeError(explain("ms.jax.distribute", "optimizer", expected=expected, got=got, remedy=remedy))
+    def write(self, parts: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Write this rank's part."""
+        if self._variable is not None:
+            receiver = self._variable.receiver()
+            for low, part in parts:
+                receiver.take(low, part)

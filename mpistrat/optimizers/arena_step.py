@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from .._util import loops
 from .._util.buffers import BufferPool
 from .._util.partition import blocks, merge, spans_within
-from ..comm.arrays import all_reduce
+from ..comm.arrays import all_reduce, to_host
 from ..cross_device.arena import BLOCK, Consume, network_chunk
 from ..cross_device.arithmetic import combine
 from ..cross_device.pieces import PieceShare, summed_blocks
@@ -20,7 +20,7 @@ from ..variables.values import move_like, quick_digest
 from ..variables.variable import Variable
 from .hyperparameters import GRADIENT_SUM
 from .rule import BlockUpdate, Rule, Span, form_mean
-from .slots import SlotStore
+from .slots import SlotStore, gathered
 
 if TYPE_CHECKING:
     from ..cross_device.early import Memory
@@ -281,7 +281,7 @@ class ArenaStep:
         kept, base = self._store()
         for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
             gradient = kept[low - base : high - base]
-            for begin, end, scale in self._scaled(low, high, scales, self._each) if scales else ():
+            for begin, end, scale in self._scaled(low, high, scales, self._each):
                 np.multiply(gradient[begin:end], scale, out=gradient[begin:end])
             yield low, high, gradient
 
@@ -294,6 +294,38 @@ class ArenaStep:
             for start, stop, name in spans_within(self._spans, low, high):
                 self.norms[name, "weights"] += loops.squares(weights[start:stop])
                 self.norms[name, "direction"] += loops.squares(gradient[start:stop])
+
+    def whole_gradients(self, scales: Mapping[str, float]) -> dict[str, np.ndarray]:
+        """Return what all ranks kept of each variable, times its scales. Collective, inside one."""
+        for _ in self._kept_blocks(scales):
+            pass
+        kept, base = self._store()
+        return self._wholes(lambda low, high: {"gradient": kept[low - base : high - base]}, "gradient")
+
+    def whole_weights(self) -> dict[str, np.ndarray]:
+        """Return the weights of each variable, with what was not sent of them. Collective, inside one."""
+        values, residual = self.arena.values, self._slots.residual
+        if residual is not None:
+            return self._wholes(lambda low, high: {"weights": values[low:high] + residual.of(low, high)}, "weights")
+        dtype = self._slots.scratch[0].dtype
+        return {
+            v.name: np.asarray(to_host(values[v.offset : v.offset + v.size]), dtype).reshape(v.shape)
+            for v in self.variables
+        }
+
+    def _wholes(self, stored: Callable[[int, int], Mapping[str, Any]], name: str) -> dict[str, np.ndarray]:
+        low, high = self.ranges[0][0], self.ranges[-1][1]
+        flat = gathered(self.arena, low, high, name, stored)
+        return {v.name: flat[v.offset - low : v.offset - low + v.size].reshape(v.shape) for v in self.variables}
+
+    def keep_weights(self, weights: Mapping[str, Any]) -> None:
+        """Keep this rank's part of new weights in place of what was kept."""
+        kept, base = self._store()
+        for v in self.variables:
+            flat = np.asarray(weights[v.name]).reshape(-1)
+            for low, high in self.arena.owned([(v.offset, v.offset + v.size)]):
+                target = kept[low - base : high - base]
+                target[...] = move_like(flat[low - v.offset : high - v.offset], target)
 
     def take_kept(self, scales: Mapping[str, float]) -> None:
         """Take what was kept, as `take` does, times the scale of each variable where this is an update."""
@@ -310,6 +342,8 @@ class ArenaStep:
 
     def _scaled(self, low: int, high: int, scales: Mapping[str, float], each: bool) -> list[Span]:
         """Return which of the elements [low, high) are multiplied by what: by one scale, or each variable's."""
+        if not scales:
+            return []
         if not each:
             spans = [(0, high - low, scales[self._spans[0][2]])]
         else:

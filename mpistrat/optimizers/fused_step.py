@@ -18,6 +18,7 @@ import numpy as np
 
 from ..cluster.world import is_loss
 from ..comm.arrays import all_reduce, to_host
+from ..comm.call import Call
 from ..cross_device.arena import Consume, of_node
 from ..errors import ClosedError, CollectiveMismatchError, by_rank, explain
 from ..variables.arena import Arena
@@ -97,7 +98,7 @@ class FusedStep(UpdateRun):
         optimizer = self._optimizer
         clips = optimizer.clipnorm is not None or optimizer.global_clipnorm is not None
         self._scaled = clips or optimizer.check_numerics
-        self._two_passes = self._scaled or optimizer.scales_by_norms
+        self._two_passes = self._scaled or optimizer.scales_by_norms or optimizer.whole
         for step in self._arena_steps:
             step.read_settings()
         self._every, self._rate_words = self._group.environment.check_every, (0.0, "0.0")
@@ -148,6 +149,9 @@ class FusedStep(UpdateRun):
                     scales = self._scales(number)
                 if optimizer.scales_by_norms and optimizer.updates_at(number):
                     scales = self._ratios(scales, rate)
+                if optimizer.whole and optimizer.updates_at(number):
+                    self._update_whole(scales, call)
+                    scales = {}
             if self._outer is not None and optimizer.changes_weights(number):
                 self._outer.enter(self._changed())
             with self._exchanges():
@@ -280,6 +284,19 @@ class FusedStep(UpdateRun):
                 size = variable.size if variable.part is None else variable.part.whole_size
                 ratios[variable.name] = optimizer.ratio(weights, direction, size, optimizer.iterations + 1, rate)
         return ratios
+
+    def _update_whole(self, scales: Mapping[str, float], call: Call) -> None:
+        """Keep, in place of gradients times their scales, the new weights that the rule computes of whole variables."""
+        gradients: dict[str, np.ndarray] = {}
+        weights: dict[str, np.ndarray] = {}
+        for step in self._arena_steps:
+            gradients |= step.whole_gradients(scales)
+            weights |= step.whole_weights()
+        new = self._optimizer.update_whole(gradients, weights)
+        self._group.node.barrier(call)  # all have read the weights and the rule's state
+        for step in self._arena_steps:
+            step.keep_weights(new)
+        self._optimizer.store_whole()
 
     def _factor(self, scales: Mapping[str, float]) -> None:
         """Form the moments of the rule, and factor them by the sums of rows and columns over all ranks."""

@@ -66,11 +66,14 @@ class Rule(Hyperparameters):
             the whole variable and of the direction.
         factored: the slot that `form_moments` writes and that then, before `direction`, becomes in each matrix of a variable
             the sum of a row times that of a column over that of the matrix; "" for none. Only where `scales_by_norms`.
+        whole: whether `update_whole` computes the new weights of all variables together, on every rank. `update_block` then
+            gets them for gradients.
     """
 
     slot_names: tuple[str, ...]
     scales_by_norms: ClassVar[bool] = False
     factored: ClassVar[str] = ""
+    whole: bool = False
     _slot_start: Mapping[str, float]
 
     @property
@@ -99,6 +102,14 @@ class Rule(Hyperparameters):
             step, rate: as for a block.
         """
         raise NotImplementedError(f"{type(self).__name__}.ratio")
+
+    def update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> Mapping[str, Any]:
+        """Return new weights by name of variable, from whole arrays, which stay as they are."""
+        raise NotImplementedError(f"{type(self).__name__}.update_whole")
+
+    def store_whole(self) -> None:
+        """Store this rank's part of the state after `update_whole`, which all ranks of the node have called."""
+        raise NotImplementedError(f"{type(self).__name__}.store_whole")
 
     def loop(self, step: int, rate: float) -> Loop | None:
         """Return the compiled loop that does what `update_block` does, None where none does."""

@@ -26,7 +26,16 @@ from .rule import Rule
 if TYPE_CHECKING:
     from .outer_step import OuterSteps
 
-__all__ = ["WIRE_RESIDUAL", "ArenaSlots", "SlotStore", "owners", "residual_receiver", "waiting_slots", "whole_slots"]
+__all__ = [
+    "WIRE_RESIDUAL",
+    "ArenaSlots",
+    "SlotStore",
+    "gathered",
+    "owners",
+    "residual_receiver",
+    "waiting_slots",
+    "whole_slots",
+]
 
 WIRE_RESIDUAL = "wire_residual"  # what a weight lacks of what was meant, where changes travel in fewer bytes
 
@@ -309,18 +318,23 @@ def _sliced(
 def _whole(variable: Variable, names: Sequence[str], stored: _Stored) -> dict[str, np.ndarray]:
     """Return slots whole, on every rank; the first node's where nodes have their own. Collective."""
     arena, low, high = _arena_of(variable), variable.offset, variable.offset + variable.size
-    result = {}
     with arena.group.collective("optimizer.slots", variable.name, arena.dtype, variable.shape, names):
-        for name in names:
-            whole = np.zeros(variable.size, accumulation_dtype(arena.dtype))
-            for begin, part in _sliced(arena, low, high, (name,), stored)[name]:
-                whole[begin - low : begin - low + part.size] = to_host(part)
-            for root, (begin, end) in zip(owners(arena), arena.bounds(), strict=False):
-                begin, end = max(begin, low), min(end, high)
-                if begin < end:
-                    arena.group.broadcast(whole[begin - low : end - low], root)
-            result[name] = whole.reshape(variable.shape)
-    return result
+        return {name: gathered(arena, low, high, name, stored).reshape(variable.shape) for name in names}
+
+
+def gathered(arena: Arena, low: int, high: int, name: str, stored: _Stored) -> np.ndarray:
+    """Return what the owners of elements [low, high) have under a name, on every rank. Collective, inside one.
+
+    It is the first node's where nodes have their own.
+    """
+    whole = np.zeros(high - low, accumulation_dtype(arena.dtype))
+    for begin, part in _sliced(arena, low, high, (name,), stored)[name]:
+        whole[begin - low : begin - low + part.size] = to_host(part)
+    for root, (begin, end) in zip(owners(arena), arena.bounds(), strict=False):
+        begin, end = max(begin, low), min(end, high)
+        if begin < end:
+            arena.group.broadcast(whole[begin - low : end - low], root)
+    return whole
 
 
 def _parts(

@@ -118,29 +118,31 @@ def arrays(tree):
     return [np.array(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype") and leaf.dtype.kind == "f"]
 
 
-def plain(params, step, tx, epochs=EPOCHS):
+def plain(params, step, tx, epochs=EPOCHS, traced=True):
     """Train in one process of plain JAX and optax; return the arrays."""
     batches = iter(dataset())
-    trained = [leaf for leaf in jax.tree.leaves(params) if hasattr(leaf, "dtype")]
+    trained = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else None, params)
     state = tx.init(trained)
 
-    @jax.jit
     def update(grads, state, trained):
         updates, state = tx.update(grads, state, trained)
         return optax.apply_updates(trained, updates), state
+
+    update = jax.jit(update) if traced else update
 
     for epoch in range(epochs):
         if epoch:
             batches.restore({"epoch": epoch, "next": 0})
         for x, y in batches:
-            grads = [g for g in jax.tree.leaves(step(params, np.array(x), np.array(y))[1]) if hasattr(g, "dtype")]
+            grads = step(params, np.array(x), np.array(y))[1]
+            grads = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else None, grads)
             trained, state = update(grads, state, trained)
             params = _with(params, trained)
     return arrays(params)
 
 
 def _with(params, trained):
-    left = iter(trained)
+    left = iter(jax.tree.leaves(trained))
     return jax.tree.map(lambda leaf: next(left) if hasattr(leaf, "dtype") else leaf, params)
 
 
@@ -150,7 +152,7 @@ def train(strategy, params, step, optimizer, epochs=EPOCHS):
     for _ in range(epochs):
         for x, y in data:
             _, grads = step(params, x, y)
-            params = ms.jax.apply(optimizer, grads, params)
+            params = ms.jax.apply(optimizer, grads, params, of=x)
     return params
 
 
@@ -159,7 +161,7 @@ def train_by_run(strategy, params, step, optimizer, epochs=EPOCHS):
 
     def one(params, x, y):
         _, grads = step(params, x, y)
-        return ms.jax.apply(optimizer, grads, params)
+        return ms.jax.apply(optimizer, grads, params, of=x)
 
     data = strategy.distribute_dataset(dataset())
     for _ in range(epochs):

@@ -6,6 +6,7 @@ import pytest
 jax = pytest.importorskip("jax", reason="JAX is not installed: make test-frameworks")
 
 import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
 from jax_training import (  # noqa: E402
     BATCH,
     RULES,
@@ -108,7 +109,7 @@ def test_parameter_servers_that_wait_equal_one_process():
     with put(strategy=ms.ParameterServerStrategy(num_ps=1, max_staleness=0)) as (strategy, params, step, optimizer):
 
         def one(params, a, b):
-            return ms.jax.apply(optimizer, step(params, a, b)[1], params)
+            return ms.jax.apply(optimizer, step(params, a, b)[1], params, of=a)
 
         data = strategy.distribute_dataset(dataset(BATCH // strategy.num_workers))  # uneven at its end
         for _ in range(4):
@@ -152,7 +153,7 @@ def test_what_the_strategy_writes_is_seen_through_the_arrays(mpi_tmp_path):
         assert difference(arrays(read(params)), saved) == 0
         data = iter(strategy.distribute_dataset(ms.data.from_arrays(rows()).shuffle(seed=1).batch(BATCH)))
         for x, y in data:  # the same epoch as the second one was: each `train` begins at the first
-            params = ms.jax.apply(optimizer, step(params, x, y)[1], params)
+            params = ms.jax.apply(optimizer, step(params, x, y)[1], params, of=x)
         assert difference(arrays(params), again) < 1e-12
 
 
@@ -242,3 +243,61 @@ def test_keys_differ_between_replicas_and_repeat():
         assert draws[0] == draws[1]
         everywhere = [tuple(a) for mine in MPI.COMM_WORLD.allgather(draws[0]) for a in mine]
         assert len(set(everywhere)) == 2 * strategy.size
+
+
+@pytest.mark.ranks(1, 2, 3, timeout=180)
+def test_leaves_without_elements():
+    """As plain JAX and optax do, also where the rule looks at the whole tree."""
+    tree = {"w": np.ones(3), "none": np.ones((0, 2))}
+    loss = jax.value_and_grad(lambda p, x: ((p["w"] ** 2).sum() + p["none"].sum()) * x.mean())
+    for transformation in (optax.adam(0.1), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))):
+        theirs, state = tree, transformation.init(tree)
+        with ms.MultiWorkerMirroredStrategy() as strategy:
+            with strategy.scope():
+                params, optimizer = ms.jax.distribute(tree, transformation)
+            for _ in range(3):
+                x = jnp.ones(2)
+                params = ms.jax.apply(optimizer, loss(params, x)[1], params)
+                updates, state = transformation.update(loss(theirs, x)[1], state, theirs)
+                theirs = optax.apply_updates(theirs, updates)
+            np.testing.assert_allclose(params["w"], theirs["w"], rtol=1e-12)
+            assert params["none"].shape == (0, 2)
+
+
+@pytest.mark.ranks(1, 2, 3, timeout=180)
+def test_other_weights_are_assigned():
+    with put(rule="momentum") as (_, params, step, optimizer):
+        other, count = {"w": np.full((10, 16), 2.0, np.float32), "b": jnp.ones(16)}, jax.tree.map(jnp.copy, params)
+        values = {"first": other, "second": {**dict_tree()[0]["second"]}}
+        params = ms.jax.apply(optimizer, step(params, *rows())[1], params)
+        pending = jax.jit(lambda p: p["first"]["w"] + 0)(params)
+        old, params = params, ms.jax.assign(params, values)
+        assert old["first"]["w"].is_deleted()
+        assert float(pending[0, 0]) != 2  # read before the change
+        for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(values), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        params["second"] = ms.jax.assign(params["second"], count["second"])
+        ms.jax.apply(optimizer, step(params, *rows())[1], params)
+
+
+@pytest.mark.ranks(1, 2, timeout=180)
+def test_weights_that_do_not_fit_are_refused():
+    with put() as (strategy, params, _, _):
+        values = jax.tree.map(np.array, params)
+        for wrong, text in (
+            ({"first": values["first"]}, "a tree like params"),
+            ({**values, "second": {**values["second"], "b": np.ones(4)}}, r"second/b: expected shape \(3,\)"),
+            ({**values, "second": {**values["second"], "b": np.ones(3, int)}}, "second/b: expected a floating array"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                ms.jax.assign(params, wrong)
+        with pytest.raises(ms.errors.ContextError, match="outside of steps"):
+            strategy.run(ms.jax.assign, args=(params, values))
+        with pytest.raises(ValueError, match="none of its arrays"):
+            ms.jax.assign(values, values)
+        if strategy.size > 1:
+            values["first"]["b"][0] = strategy.rank
+            with pytest.raises(ms.errors.CollectiveMismatchError):
+                ms.jax.assign(params, values)
+            params = ms.jax.current(params)
+        assert params["second"]["w"].shape == (16, 3)

@@ -80,7 +80,7 @@ def test_layers_that_ranks_divide(mpi_tmp_path):
             data.set_epoch(2)
         for _ in range(2):
             for x, y in data:
-                params = ms.jax.apply(optimizer, step(params, x, y)[1], params)
+                params = ms.jax.apply(optimizer, step(params, x, y)[1], params, of=x)
         return params
 
     def check(strategy, params, wholes):

@@ -71,7 +71,7 @@ def test_a_trainer_of_a_jax_tree():
         def step(x, y):
             value, grads = gradients(state["params"], x, y)
             loss.update_state(np.full(len(y), value))
-            state["params"] = ms.jax.apply(state["optimizer"], grads, state["params"])
+            state["params"] = ms.jax.apply(state["optimizer"], grads, state["params"], of=x)
 
         trainer = ms.train.Trainer(strategy, step, metrics=[loss])
         history = trainer.fit(strategy.distribute_dataset(dataset()), 8)
