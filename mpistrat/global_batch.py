@@ -92,6 +92,7 @@ class _Record:
         return self.low <= address < self.high
 
 
+_ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()  # of strategies that are open
 _arrays: dict[int, _Record] = {}  # by the id of an array
 _views: dict[int, list[_Record]] = {}  # by the id of the owner of their memory: of arrays that do not own theirs
 _forget_at = _FORGET_FROM
@@ -121,11 +122,16 @@ class Ledger:
         """Return the set into which a new dataset puts its parts."""
         parts: set[Part] = set()
         with _lock:
+            _ledgers.add(self)
             if len(self._datasets) >= _DATASETS:
                 self._ended.update(*(known for living, known in self._datasets if living() is None))
                 self._datasets = [(living, known) for living, known in self._datasets if living() is not None]
             self._datasets.append((weakref.ref(dataset), parts))
         return parts
+
+    def close(self) -> None:
+        """Note that the strategy is closed."""
+        _ledgers.discard(self)
 
     def watch(self, method: Callable[[], None]) -> None:
         """Call a method at once if parts are unequal, else when the first unequal one is handed out. It is held weakly."""
@@ -437,13 +443,28 @@ def global_batch_size(element: Any = None) -> int | None:
     return sizes.pop() if sizes else None
 
 
-def size_of_losses(ledger: Ledger, count: int, replicas: int) -> int:
+def size_of_losses(ledger: Ledger | None, count: int) -> int:
     """Return of how many rows over all replicas so many losses of one replica are a part.
+
+    Args:
+        ledger: of the strategy; None outside of its steps, for that whose datasets the program uses.
+        count: how many losses.
 
     Raises:
         ContextError: it cannot be told.
     """
     function = "compute_average_loss"
+    if ledger is None:
+        known = [each for each in list(_ledgers) if each.parts()]
+        if not known:
+            return count
+        if len(known) > 1:
+            expected, got = "a call in strategy.run, where datasets of several strategies are in use", "one outside"
+            remedy = (
+                "Pass global_batch_size=ms.context.global_batch_size(x), of the array x whose rows have these losses"
+            )
+            raise ContextError(explain(function, "global_batch_size", expected=expected, got=got, remedy=remedy))
+        ledger = known[0]
     chosen = _named.get()
     if chosen is not None and chosen[0] is not None:
         return chosen[0].total
@@ -468,7 +489,7 @@ def size_of_losses(ledger: Ledger, count: int, replicas: int) -> int:
             got = "arrays that no distributed dataset handed out, while replicas have unequal parts of batches"
         remedy = "Pass the arrays as they came; or global_batch_size=, ms.context.global_batch_size(x) of an array as it came"
         raise ContextError(explain(function, "global_batch_size", expected=expected, got=got, remedy=remedy))
-    return count * replicas
+    return count * ledger.replicas
 
 
 def address_of(value: Any) -> int | None:

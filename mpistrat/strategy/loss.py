@@ -99,8 +99,8 @@ def _require_replica(function: str) -> None:
 
 def _global_size(loss: Any, given: int | None) -> int:
     if given is None:
-        strategy = context.get_strategy()
-        return global_batch.size_of_losses(strategy.extended.batches, int(loss.shape[0]), strategy.num_replicas_in_sync)
+        ledger = context.get_strategy().extended.batches if context.has_strategy() else None
+        return global_batch.size_of_losses(ledger, int(loss.shape[0]))
     try:
         size = operator.index(given)
     except TypeError:

@@ -15,7 +15,6 @@ from ..strategy.loss import check_loss
 from ..variables.layout import check_layouts
 from .module import link_of, put_into
 from .optimizer import distribute_optimizer
-from .rule import check_kind
 from .sync_batch_norm import SyncBatchNorm, convert
 from .tensors import array_of
 
@@ -64,8 +63,9 @@ def distribute(
 
     Args:
         module: any, on the kind of device that the strategy has; convert its dtype before.
-        optimizer: of the module's parameters, made as usual; one of torch.optim's SGD, Adam, AdamW, RMSprop, Adagrad,
-            Adadelta, Adamax, RAdam, NAdam. Without it, pass `[(v.grad, v), …]` of the strategy's variables to one of ours.
+        optimizer: of the module's parameters, made as usual. torch.optim's SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax,
+            RAdam, NAdam, ASGD and Rprop are divided over the ranks. Any other, also of your own, runs on whole tensors on every
+            rank. Without it, pass `ms.torch.gradients(module)` to an optimizer of `ms.optimizers`.
         loss: what a replica differentiates: "mean", over the rows of its part of the batch; replicas are weighted by their
             rows where the batch is a distributed dataset's, else equally. Or "sum": a part of the whole loss, as
             `ms.nn.compute_average_loss` makes it; then gradients are summed as they are.
@@ -81,7 +81,7 @@ def distribute(
         ContextError: outside of a strategy's scope.
         ValueError: an argument is wrong; a parameter that is not the module's, or without memory, or complex; SyncBatchNorm,
             where workers do not step together; a layout that does not fit, or without a mesh.
-        TypeError: a rule that does not work element by element.
+        TypeError: an optimizer whose step needs a closure, such as LBFGS.
         RuntimeError: the module was distributed already.
         LayoutError: a strategy with sharded_gradients.
         CollectiveMismatchError: on every rank, when their modules differ.
@@ -106,7 +106,6 @@ def distribute(
         _check_in_sync(strategy)
     order = list(names.values())
     if optimizer is not None:
-        check_kind(optimizer)
         chosen = [names.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
         if not all(chosen):
             remedy = "Make the optimizer of module.parameters()"

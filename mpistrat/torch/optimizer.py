@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -21,6 +23,31 @@ from .rule import Taken, TorchRule, slots_of
 from .tensors import array_of, tensor_of
 
 __all__ = ["DistributedOptimizer", "distribute_optimizer"]
+
+
+class _State(defaultdict[Any, Any]):
+    """`optimizer.state` of a distributed optimizer: it can be cleared; its entries are in `state_dict()`."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(dict)
+        self._optimizer = weakref.ref(optimizer)
+
+    def clear(self) -> None:
+        """Forget all state, as before the first step. Every rank must do it."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
+
+    def __missing__(self, parameter: Any) -> NoReturn:
+        expected, got = (
+            "optimizer.state_dict(), which all ranks call",
+            "optimizer.state[parameter], whose state is divided over ranks",
+        )
+        raise RuntimeError(explain("Optimizer.state", "", expected=expected, got=got))
+
+    def __setitem__(self, parameter: Any, state: Any) -> NoReturn:
+        expected, got = "optimizer.load_state_dict(…), which all ranks call", "optimizer.state[parameter] = …"
+        raise RuntimeError(explain("Optimizer.state", "", expected=expected, got=got))
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -101,6 +128,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state: dict[int, dict[str, Any]] = {}
         for index, (group, parameter) in enumerate(self._parameters()):
             link = link_of(parameter)
+            if link is not None and rule.whole:
+                found = rule.whole_state(link.variable.name) if parameter.requires_grad else None
+                if found:
+                    state[index] = found
+                continue
             slots = {} if link is None or not parameter.requires_grad else rule.slots(link.variable)
             if link is not None and slots:
                 taken = rule.taken_of(link.variable)
@@ -134,6 +166,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         rule, taken = self.mpistrat_rule, {}
         super().load_state_dict({**state_dict, "state": {}})
+        self.state = _State(self)
         rule.follow()
         states = state_dict["state"]
         steps = [int(state["step"]) for state in states.values() if "step" in state]
@@ -142,6 +175,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for index, (_, parameter) in enumerate(self._parameters()):
             state, link = states.get(index, {}), link_of(parameter)
             if link is None or not parameter.requires_grad:
+                continue
+            if rule.whole:
+                rule.load_whole_state(link.variable.name, state)
                 continue
             numbers = {name: value for name, value in state.items() if torch.is_tensor(value)}
             slots = {name: np.array(array_of(numbers[name])) for name in rule.slot_names if name in numbers}
@@ -191,6 +227,7 @@ def distribute_optimizer(
                 links.append(link)
                 for _, variable in each_variable([(None, link.variable)]):
                     rule.assign_group(variable, number)
+    rule.serve([link.variable for link in links])
     before = optimizer.state_dict()
     vars(optimizer).pop("step", None)  # a scheduler's wrapper of the class's own step
     optimizer.__class__ = type(kind.__name__, (DistributedOptimizer, kind), {"__module__": kind.__module__})
@@ -198,7 +235,7 @@ def distribute_optimizer(
     distributed.mpistrat_rule, distributed.mpistrat_strategy, distributed.mpistrat_module = rule, strategy, module
     distributed.mpistrat_links = tuple(zip(*(link.replicas for link in links), strict=True))
     distributed.mpistrat_overlap = Overlap(rule, strategy, links) if overlap else None
-    optimizer.state.clear()
+    optimizer.state = _State(optimizer)
     if any(_has_begun(state) for state in before["state"].values()):
         distributed.load_state_dict(before)
 

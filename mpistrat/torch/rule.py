@@ -22,8 +22,9 @@ from ..optimizers.gradients import pairs_of
 from ..optimizers.rule import Block
 from ..optimizers.settings import as_attribute, check_groups, group_settings
 from .tensors import tensor_of
+from .whole import WholeRule
 
-__all__ = ["Taken", "TorchRule", "check_kind", "slots_of"]
+__all__ = ["Taken", "TorchRule", "slots_of"]
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "RAdam", "NAdam", "ASGD", "Rprop")
 _KERNELS = {"Adam": getattr(torch, "_fused_adam_", None), "AdamW": getattr(torch, "_fused_adamw_", None)}
@@ -183,8 +184,10 @@ class TorchRule(Optimizer):
         self, kind: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer, replicas: int, limit: float | None
     ) -> None:
         self.kind, self._optimizer = kind, optimizer
-        names, start = slots_of(kind, optimizer.param_groups)
+        self.whole = not is_elementwise(kind)
+        names, start = ((), 0.0) if self.whole else slots_of(kind, optimizer.param_groups)
         super().__init__(self._rate_of_first, slot_names=names, slot_start=start, global_clipnorm=limit)
+        self.__whole: WholeRule | None = None
         self.scale = 1.0 / replicas
         self.rule, self.settings = kind.__name__, _settings(optimizer.param_groups)
         self.__taken = [Taken(number) for number in range(len(optimizer.param_groups))]
@@ -192,6 +195,7 @@ class TorchRule(Optimizer):
         self.__variables: dict[int, list[Any]] = {}  # by group
         self.__seen: list[dict[str, Any]] = []
         self.__used = _truths(optimizer.param_groups)
+        self.__served = [_read(group) for group in optimizer.param_groups]
         self.__local = threading.local()
 
     def _rate_of_first(self) -> float:
@@ -212,7 +216,7 @@ class TorchRule(Optimizer):
     def _check_state(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise RuntimeError if settings need state that was not made when the optimizer was distributed."""
         used = _truths(groups)
-        if used == self.__used:
+        if self.whole or used == self.__used:
             return
         needed = set(slots_of(self.kind, groups)[0]) - set(self.slot_names)
         if needed:
@@ -272,6 +276,7 @@ class TorchRule(Optimizer):
                 elif name not in _UNSAVED and name not in ("steps", "steps_of"):
                     group[name] = as_attribute(value, group.get(name))
         self._restore_steps(settings)
+        self.__served = [_read(group) for group in groups]
         self.follow()
 
     @property
@@ -279,6 +284,35 @@ class TorchRule(Optimizer):
         """Whether numbers whose gradient is zero stay as they are, so that an update of some rows is one of all."""
         still = self.rule == "Adagrad" or (self.rule == "SGD" and all(not each["momentum"] for each in self.settings))
         return still and all(not each["weight_decay"] for each in self.settings)
+
+    def serve(self, variables: Sequence[Any]) -> None:
+        """Begin to serve the variables of the parameters, in the order of the groups. Collective.
+
+        Raises:
+            TypeError, ValueError: a rule on whole tensors that needs a closure, or parameters that are not whole on each node.
+        """
+        if self.whole:
+            self.__whole = WholeRule(self._optimizer, variables)
+
+    def update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> Mapping[str, Any]:
+        """Return new weights, by torch's own step on whole tensors."""
+        assert self.__whole is not None
+        scaled = {name: gradient * gradient.dtype.type(self.scale) for name, gradient in gradients.items()}
+        return self.__whole.update(scaled, weights, self.iterations + 1)
+
+    def store_whole(self) -> None:
+        """Store this rank's part of the state."""
+        assert self.__whole is not None
+        self.__whole.store()
+
+    def whole_state(self, name: str) -> dict[str, Any] | None:
+        """Return the state of a parameter where the rule runs on whole tensors; else None."""
+        return None if self.__whole is None else self.__whole.state_of(name)
+
+    def load_whole_state(self, name: str, state: Mapping[str, Any]) -> None:
+        """Take the state of a parameter where the rule runs on whole tensors. Collective."""
+        assert self.__whole is not None
+        self.__whole.load(name, state)
 
     def assign_group(self, variable: Any, group: int) -> None:
         """Say which group a variable belongs to."""
@@ -310,7 +344,10 @@ class TorchRule(Optimizer):
 
     def take_step(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
         """Take a step; parameters without a gradient take none. Collective; in cross-replica context."""
-        if strategy.extended.placement.store is not None:  # servers count for themselves
+        served = strategy.extended.placement.store is not None
+        if served:
+            self._check_served()
+        if self.whole or served:  # servers count for themselves
             super().take_step(strategy, pairs, aggregate)
             return
         stepping = self._stepping(pairs_of(pairs)[0])
@@ -328,6 +365,20 @@ class TorchRule(Optimizer):
                 taken.begun, taken.scalars = True, taken.next_scalars
             else:
                 taken.lag += 1
+
+    def _check_served(self) -> None:
+        """Raise RuntimeError if the program has changed settings, which servers read of their own optimizers."""
+        now = [_read(group) for group in self._optimizer.param_groups]
+        if now == self.__served:
+            return
+        changed = {n for old, new in zip(self.__served, now, strict=True) for n in new if new[n] != old.get(n)}
+        names = ", ".join(sorted(changed))
+        expected, got = (
+            "settings that stay, as servers update the parameters by their own optimizers",
+            f"{names} changed on a worker",
+        )
+        remedy = "Use an optimizer of ms.optimizers with a schedule (gradients: ms.torch.gradients(module)), or a strategy without servers"
+        raise RuntimeError(explain(f"{self.rule}.step", names, expected=expected, got=got, remedy=remedy))
 
     def _stepping(self, pairs: Sequence[tuple[Any, Any]]) -> set[int]:
         """Return the numbers of what takes this step; variables that part from others in it get one of their own."""
@@ -351,7 +402,10 @@ class TorchRule(Optimizer):
         raise NotImplementedError("TorchRule.update")
 
     def update_block(self, block: Block) -> None:
-        """Update a block by torch's own optimizer."""
+        """Update a block by torch's own optimizer; where that runs whole, the gradient is what `update_whole` returned."""
+        if self.whole:
+            block.weights[...] = block.gradient
+            return
         if self.scale != 1:
             np.multiply(block.gradient, self.scale, out=block.gradient)
         taken = self.__taken[block.group]
@@ -384,6 +438,11 @@ class TorchRule(Optimizer):
         if step is None or step.revision != self.revision:
             step = known[key] = _BlockStep(self.kind, group, tensor_of(block.weights).dtype, self.revision)
         return step
+
+
+def _read(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group that its updates depend on."""
+    return {name: _number(value) for name, value in group.items() if name == "lr" or name not in _UNCOMPARED}
 
 
 def _truths(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, bool]]:
@@ -422,18 +481,6 @@ def slots_of(kind: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, An
     return tuple(dict.fromkeys(names)), float(groups[0].get("initial_accumulator_value", 0.0))
 
 
-def check_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer's rule works on blocks.
-
-    Raises:
-        TypeError: it does not.
-    """
-    kind = type(optimizer)
-    if kind.__name__ in ELEMENTWISE and kind is getattr(torch.optim, kind.__name__, None):
-        return
-    expected = f"one of torch.optim's {', '.join(ELEMENTWISE)}, which update each number by itself"
-    remedy = (
-        "Rules on whole tensors cannot be cut into slices: choose another, or write one with ms.optimizers.Optimizer"
-    )
-    got = f"{kind.__module__}.{kind.__qualname__}"
-    raise TypeError(explain("ms.torch.distribute", "optimizer", expected=expected, got=got, remedy=remedy))
+def is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
+    """Return whether a rule is one of torch's that update each number by itself."""
+    return kind.__name__ in ELEMENTWISE and kind is getattr(torch.optim, kind.__name__, None)

@@ -1,0 +1,212 @@
+"""A rule of torch on whole tensors, such as Adafactor or Muon: every rank runs it on copies of the parameters, after the sum.
+
+Its state lies in variables, so files have it. The groups of the program's optimizer are read before each step, and get what the
+rule writes there.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from .._util import log
+from ..comm.arrays import accumulation_dtype
+from ..errors import explain
+from ..variables import Variable
+from .tensors import array_of, tensor_of
+
+__all__ = ["WholeRule"]
+
+_FUNCTION = "ms.torch.distribute"
+
+
+@final
+class WholeRule:
+    """A copy of an optimizer with parameters of its own. Making it is collective.
+
+    Args:
+        optimizer: of torch, or a subclass of anybody.
+        variables: of its parameters, in the order of its groups.
+
+    Raises:
+        TypeError: a step that needs a closure.
+        ValueError: variables that are not whole on each node.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, variables: Sequence[Variable]) -> None:
+        self._source, kind = optimizer, type(optimizer)
+        self._name = f"{kind.__module__}.{kind.__qualname__}"
+        self._check(variables)
+        self._raw_step = inspect.unwrap(kind.step)
+        self._seed = sum(map(ord, self._name))
+        own: Any = object.__new__(kind)
+        own.__dict__.update(vars(optimizer))
+        own.__dict__.update(
+            {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}, state=defaultdict(dict)
+        )
+        self._parameters = {
+            v.name: torch.nn.Parameter(tensor_of(np.array(v.array, accumulation_dtype(v.dtype)))) for v in variables
+        }
+        left = iter(self._parameters.values())
+        own.param_groups = [
+            group | {"params": [next(left) for _ in group["params"]]} for group in optimizer.param_groups
+        ]
+        self._own, self._begun, self._state = own, {}, {}
+        for name, found in self._try().items():
+            self._begun[name] = _StateArray(f"torch/{name}/begun", np.zeros((), np.uint8))
+            self._state[name] = {key: _StateArray(f"torch/{name}/{key}", array) for key, array in found.items()}
+        text = "the optimizer runs whole on every rank, after the sum of gradients"
+        log.once(logging.INFO, f"{_FUNCTION}: {text}: {self._name} is not known to update each number by itself")
+
+    def _check(self, variables: Sequence[Variable]) -> None:
+        placement = variables[0].placement
+        divided = next((v.name for v in variables if v.part is not None and v.part.split), None)
+        if placement.store is not None:
+            got = "parameters that servers keep"
+        elif divided is not None:
+            got = f"parts of {divided}, which ranks divide"
+        elif placement.local_steps is not None:
+            got = "nodes that train by themselves (local_steps)"
+        else:
+            return
+        expected = f"parameters that are whole on each node, for {self._name}"
+        remedy = "Take SGD, Adam, AdamW or another rule that updates each number by itself"
+        raise ValueError(explain(_FUNCTION, "optimizer", expected=expected, got=got, remedy=remedy))
+
+    def _try(self) -> dict[str, dict[str, np.ndarray]]:
+        """Return the state of each parameter after a step on copies, for its forms."""
+        trial = copy.deepcopy(self._own)
+        parameters = [parameter for group in trial.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        try:
+            self._run(trial, 0)
+        except (TypeError, AttributeError, RuntimeError) as error:
+            expected, got = (
+                "an optimizer whose step needs no closure",
+                f"{self._name} ({type(error).__name__}: {error})",
+            )
+            remedy = "Take another, as SGD or AdamW"
+            raise TypeError(explain(_FUNCTION, "optimizer", expected=expected, got=got, remedy=remedy)) from error
+        found: dict[str, dict[str, np.ndarray]] = {}
+        for name, parameter in zip(self._parameters, parameters, strict=True):
+            known = {key: _array(value) for key, value in trial.state[parameter].items()}
+            left = [key for key, array in known.items() if array is None and trial.state[parameter][key] is not None]
+            if left:
+                text = f"{_FUNCTION}: files do not have the state {', '.join(left)} of {self._name}: it is no tensor or number"
+                log.once(logging.WARNING, text)
+            found[name] = {key: np.zeros_like(array) for key, array in known.items() if array is not None}
+        return found
+
+    def _run(self, optimizer: Any, step: int) -> None:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # ranks draw the same numbers
+            torch.manual_seed(self._seed + step)
+            self._raw_step(optimizer)
+
+    def update(self, gradients: Mapping[str, Any], weights: Mapping[str, Any], step: int) -> dict[str, np.ndarray]:
+        """Return new weights by name of variable; all arrays are whole. The state is written by `store`."""
+        for own, theirs in zip(self._own.param_groups, self._source.param_groups, strict=True):
+            own.update({name: value for name, value in theirs.items() if name != "params"})
+        for name, parameter in self._parameters.items():
+            parameter.grad = None
+            if name in gradients:
+                parameter.data = tensor_of(np.array(weights[name]))
+                parameter.grad = tensor_of(np.ascontiguousarray(gradients[name]))
+            self._load(name, parameter)
+        self._run(self._own, step)
+        for own, theirs in zip(self._own.param_groups, self._source.param_groups, strict=True):
+            theirs.update({name: value for name, value in own.items() if name != "params"})
+        return {name: array_of(self._parameters[name].detach()) for name in gradients}
+
+    def _load(self, name: str, parameter: torch.nn.Parameter) -> None:
+        """Give the copy of a parameter the state that its variables have."""
+        state = self._own.state[parameter]
+        if not self._begun[name].read():
+            state.clear()
+            return
+        for key, array in self._state[name].items():
+            state[key] = _like(array.read(), state.get(key))
+
+    def store(self) -> None:
+        """Write this rank's part of the state after `update`, which all ranks of the node have called."""
+        for name, parameter in self._parameters.items():
+            state = self._own.state.get(parameter, {})
+            if state:
+                self._begun[name].write(np.ones((), np.uint8))
+            for key, array in self._state[name].items():
+                if key in state:
+                    array.write(_checked(self._name, key, state[key]))
+
+    def state_of(self, name: str) -> dict[str, Any]:
+        """Return the state of a parameter as torch has it; {} before its first step."""
+        if not self._begun[name].read():
+            return {}
+        rest = self._own.state.get(self._parameters[name], {})
+        return {**rest, **{key: _like(array.read(), rest.get(key)) for key, array in self._state[name].items()}}
+
+    def load(self, name: str, state: Mapping[str, Any]) -> None:
+        """Take the state of a parameter, as torch has it. Collective: every rank gives the same."""
+        self._begun[name].assign(np.asarray(bool(state), np.uint8))
+        own = self._own.state[self._parameters[name]]
+        own.clear()
+        own.update(state)
+        for key, array in self._state[name].items():
+            if key in state:
+                array.assign(_checked(self._name, key, state[key]))
+
+
+def _array(value: Any) -> np.ndarray | None:
+    """Return a tensor or number as an array that a variable may have; None for another thing."""
+    if torch.is_tensor(value):
+        array = np.array(array_of(value.detach()))
+        return array.astype(np.uint8) if array.dtype == np.bool_ else array
+    return np.asarray(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _checked(optimizer: str, key: str, value: Any) -> np.ndarray:
+    array = _array(value)
+    if array is None:
+        expected, got = "a tensor or a number, as after the first step", type(value).__name__
+        raise RuntimeError(explain(f"{optimizer}.step", f"state {key}", expected=expected, got=got))
+    return array
+
+
+def _like(array: np.ndarray, value: Any) -> Any:
+    """Return an array as what a state has: a number if it had one, else a tensor."""
+    if isinstance(value, (int, float)):
+        return type(value)(array)
+    tensor = tensor_of(array)
+    return tensor.bool() if torch.is_tensor(value) and value.dtype == torch.bool else tensor
+
+
+@final
+class _StateArray:
+    """An array of a rule's state, in a variable."""
+
+    def __init__(self, name: str, value: np.ndarray) -> None:
+        self._variable = Variable(value, trainable=False, name=name)
+
+    def read(self) -> np.ndarray:
+        """Return a copy."""
+        return np.array(self._variable.array)
+
+    def write(self, value: np.ndarray) -> None:
+        """Write this rank's part of a new value."""
+        variable = self._variable
+        if value.shape != variable.shape:
+            expected, got = f"state of shape {variable.shape}, as after the first step", f"shape {value.shape}"
+            raise RuntimeError(explain("Optimizer.step", variable.name, expected=expected, got=got))
+        flat, receiver = value.astype(variable.dtype).reshape(-1), variable.receiver()
+        for low, high in receiver.ranges:
+            receiver.take(low, flat[low:high])
+
+    def assign(self, value: np.ndarray) -> None:
+        """Write a value that all ranks have. Collective."""
+        self._variable.assign(value.astype(self._variable.dtype))
