@@ -200,7 +200,7 @@ def test_slots_of_a_variable_that_the_file_has_none_of_start_again(mpi_tmp_path,
 def changed(optimizer):
     """What a program may do between steps."""
     optimizer.learning_rate = 0.0123
-    optimizer.clipnorm = 0.7
+    optimizer.clipnorm, optimizer.weight_decay = 0.7, 0.25
     if hasattr(optimizer, "beta_1"):
         optimizer.beta_1, optimizer.epsilon = 0.8, 1e-3
     if hasattr(optimizer, "momentum"):
