@@ -69,6 +69,10 @@ class JaxRule(Optimizer):
         self.extra = ""  # a digest of the extra arguments of the step, which ranks compare
         self.__extra: Mapping[str, Any] = {}
 
+    def get_settings(self) -> list[dict[str, Any]]:
+        """Return one group without settings: the transformation is code, so a file must not replace what was read of it."""
+        return [{}]
+
     def take_extra(self, extra: Mapping[str, Any]) -> None:
         """Take the extra arguments of the next update.
 

@@ -85,16 +85,24 @@ class StatefulRule(Rule):
         """Return new arrays with a variable's slots, whole, on the host; {} if it was never updated. Collective.
 
         After `restore` they are those of the file, also before the first step. Slots of 16-bit variables are float32. A
-        ShardedVariable has slots when all its parts have. Of one that is divided by a layout they are whole, too.
+        ShardedVariable has slots when one of its parts has; those of other parts are as before their first update. Slots of a
+        variable that is divided by a layout are whole, too.
         """
         if isinstance(variable, ShardedVariable):
-            parts = [self.slots(part) for part in variable.variables]
-            return {name: np.concatenate([part[name] for part in parts]) for name in self.slot_names if all(parts)}
+            parts = [(part, self.slots(part)) for part in variable.variables]
+            names = self.slot_names if any(slots for _, slots in parts) else ()
+            return {name: np.concatenate([self._part_of(part, slots, name) for part, slots in parts]) for name in names}
         if variable.placement.store is None and not any(variable is known for known in self._variables):
             waiting = self._slots.pending.get(variable.name, {}) if self.may_join(variable.placement.strategy) else {}
             known = {name: np.array(array) for name, array in waiting.items() if name in self.slot_names}
             return whole_slots(variable.part, known)
         return whole_slots(variable.part, self._slots.read(variable))
+
+    def _part_of(self, part: Variable, slots: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+        """Return a slot of a part of a ShardedVariable; its start, where the part was never updated."""
+        if slots:
+            return slots[name]
+        return np.full(part.shape, self.slot_start.get(name, 0.0), accumulation_dtype(part.dtype))
 
     def set_slots(self, variable: Variable | ShardedVariable, values: Mapping[str, Any]) -> None:
         """Overwrite a variable's slots; each rank takes its part. Every rank must do it.

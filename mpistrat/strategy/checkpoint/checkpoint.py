@@ -24,7 +24,7 @@ from ..._util import log
 from ..._util.files import PAGE, replacing
 from ..._util.partition import aligned_block
 from ...comm.agree import as_told, together
-from ...comm.arrays import to_host
+from ...comm.arrays import accumulation_dtype, to_host
 from ...comm.process_group import ProcessGroup
 from ...comm.recorder import RECORDER
 from ...variables import Placement
@@ -299,11 +299,11 @@ class Checkpoint:
                 # Each rank of a replica gives its part, and gets what it writes.
                 size = where.part.whole_size
                 wanted = [block_of(size, dtype, other) for other in grid.replica_ranks]
-                own = _flat(next(iter(parts))[1])
+                own = _flat(next(iter(parts))[1], dtype)
                 parts = [(block_of(size, dtype, rank)[0], where.part.elements(own, wanted))]
             elif grid is not None and not leads:
                 parts = []
-            slices.extend(Slice(key, where.first + start, _flat(array)) for start, array in parts)
+            slices.extend(Slice(key, where.first + start, _flat(array, dtype)) for start, array in parts)
             return where.first + size
 
         for variable in self._placement.variables:
@@ -319,10 +319,12 @@ class Checkpoint:
                 value = variable.gathered()  # of ON_READ variables it is collective
                 parts = [(0, value)] if leads else []
             add(where, f"variables/{key_of(where.name)}", variable.dtype, variable.size, parts)
+        of_slots = {variable.name: accumulation_dtype(variable.dtype) for variable in self._placement.variables}
         for index, kept in enumerate(self._states.kept()):
             covered: dict[tuple[str, str], list[tuple[int, int]]] = {}
             for part, shape, dtype, slots in kept.slots_here(None if everywhere else writers, leads, each_node):
                 where = ranges.get(part) or FileRange(part, 0, shape)
+                dtype = of_slots.get(part, dtype)
                 for slot, mine in slots.items():
                     key = f"optimizers/{index}/slots/{key_of(where.name)}/{key_of(slot)}"
                     end = add(where, key, dtype, math.prod(shape), mine)
@@ -346,6 +348,6 @@ class Checkpoint:
         return shares
 
 
-def _flat(array: Any) -> np.ndarray:
-    """A slice as the file has it."""
-    return np.ascontiguousarray(to_host(array)).reshape(-1)
+def _flat(array: Any, dtype: np.dtype) -> np.ndarray:
+    """Return a slice as the file has it: what a program gave an optimizer may be of another dtype than its slots."""
+    return np.ascontiguousarray(to_host(array), dtype).reshape(-1)

@@ -336,3 +336,24 @@ def test_meshes_take_masks_of_wholes_and_whole_rules():
                 theirs = optax.apply_updates(theirs, updates)
             for name, variable in variables.items():
                 np.testing.assert_allclose(variable.gathered(), theirs[name], rtol=1e-9)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_file_does_not_replace_the_transformation(mpi_tmp_path):
+    """A program that is started again with another one trains by that."""
+
+    def run(first, transformation, last):
+        with ms.MultiWorkerMirroredStrategy() as strategy:
+            with strategy.scope():
+                params, optimizer = ms.jax.distribute({"w": jnp.ones(4)}, transformation)
+            assert optimizer.get_settings() == [{}]
+            if first:
+                strategy.restore(mpi_tmp_path / "x.h5")
+                params = ms.jax.current(params)
+            for _ in range(first, last):
+                params = ms.jax.apply(optimizer, {"w": jnp.ones(4)}, params)
+            strategy.save(mpi_tmp_path / "x.h5")
+            return np.array(params["w"])
+
+    assert run(0, optax.sgd(0.5), 1).tolist() == [0.5] * 4
+    assert run(1, optax.chain(optax.sgd(0.25)), 2).tolist() == [0.25] * 4

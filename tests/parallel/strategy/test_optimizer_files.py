@@ -131,6 +131,25 @@ def test_state_of_before_the_first_step_is_in_files(kind, how, mpi_tmp_path):
         assert_equal(program.arrays(), expected)
 
 
+@pytest.mark.ranks(1, 2)
+def test_state_of_another_dtype_is_saved_as_slots_are(mpi_tmp_path):
+    state = {"iterations": 1, "slots": {"w": {"momentum": [0.5, 1.5], "velocity": np.ones(2, np.float16)}}}
+    for dtype in (np.float16, np.float32, np.float64):
+        with mirrored() as strategy:
+            with strategy.scope():
+                ms.Variable(np.ones(2, dtype), name="w")
+                optimizer = ms.optimizers.Adam(0.1)
+            optimizer.set_state(state)
+            strategy.save(mpi_tmp_path / "x.h5")
+        with mirrored() as strategy:
+            with strategy.scope():
+                w, optimizer = ms.Variable(np.ones(2, dtype), name="w"), ms.optimizers.Adam(0.1)
+            strategy.restore(mpi_tmp_path / "x.h5")
+            slots = optimizer.slots(w)
+            assert slots["momentum"].tolist() == [0.5, 1.5] and slots["velocity"].tolist() == [1.0, 1.0]
+            assert slots["momentum"].dtype == (np.float64 if dtype is np.float64 else np.float32)
+
+
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_restores_its_file_of_before_the_first_step(kind, mpi_tmp_path):
@@ -181,7 +200,7 @@ def test_slots_of_a_variable_that_the_file_has_none_of_start_again(mpi_tmp_path,
 def changed(optimizer):
     """What a program may do between steps."""
     optimizer.learning_rate = 0.0123
-    optimizer.clipnorm = 0.7
+    optimizer.clipnorm, optimizer.weight_decay = 0.7, 0.25
     if hasattr(optimizer, "beta_1"):
         optimizer.beta_1, optimizer.epsilon = 0.8, 1e-3
     if hasattr(optimizer, "momentum"):
