@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._util.content import with_zero_padding
+from .._util.files import with_zero_padding
 from ..cluster.devices import parse
 from ..comm.arrays import array_module, as_array, import_cupy, is_gpu, on_device_of, to_host
 from ..distributed_values import DistributedValues, Mirrored

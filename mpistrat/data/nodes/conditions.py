@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from ..._util import log, nest
-from ..._util.content import with_zero_padding
+from ..._util.files import with_zero_padding
 from ...errors import ShardError, explain
 from .calls import call, check_callable, name_of
 from .node import UNKNOWN, Node, Outcome

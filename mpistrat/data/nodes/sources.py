@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._util import nest
-from ..._util.content import with_zero_padding
+from ..._util.files import with_zero_padding
 from ...errors import explain
 from ..buffers import RowBuffers, take_rows
 from ..spec import ArraySpec, conform, spec_of_element, spec_of_rows, stack_rows

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat._util.content import with_zero_padding
-from mpistrat._util.files import digest_of_array
+from mpistrat._util.files import digest_of_array, with_zero_padding
 from mpistrat.data.nodes.sources import row_content
 from mpistrat.variables.values import checksum, quick_digest
 
