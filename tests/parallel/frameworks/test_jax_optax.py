@@ -336,3 +336,17 @@ def test_meshes_take_masks_of_wholes_and_whole_rules():
                 theirs = optax.apply_updates(theirs, updates)
             for name, variable in variables.items():
                 np.testing.assert_allclose(variable.gathered(), theirs[name], rtol=1e-9)
+
+
+@pytest.mark.ranks(1, 2, timeout=180)
+@pytest.mark.parametrize("chain", ["labels", "noise", "adafactor"])
+def test_state_is_taken_and_given_back(chain):
+    strategy, params, step, optimizer = put(CHAINS[chain]())
+    with strategy:
+        params = train(strategy, params, step, optimizer, epochs=1)
+        state, weights = optimizer.get_state(), jax.tree.map(np.array, params)
+        params = train(strategy, params, step, optimizer, epochs=1)
+        first = arrays(params)
+        optimizer.set_state(state)
+        params = train(strategy, ms.jax.assign(params, weights), step, optimizer, epochs=1)
+        assert difference(arrays(params), first) < 1e-12
