@@ -34,7 +34,6 @@ __all__ = [
     "named",
     "set_global_batch_size",
     "size_of_losses",
-    "step_arguments",
 ]
 
 _FORGET_FROM = 1024  # recorded arrays from which on those that were freed are removed
@@ -341,12 +340,6 @@ def begin_step(args: Sequence[Any], kwargs: Mapping[str, Any] | None, ledger: Le
 def end_step(token: Token[Any]) -> None:
     """End the step."""
     _step.reset(token)
-
-
-def step_arguments() -> list[Any]:
-    """Return the arrays and other leaves of the arguments of the step that runs; none outside of steps."""
-    step = _step.get()
-    return [] if step is None else step.leaves()
 
 
 def is_named() -> bool:

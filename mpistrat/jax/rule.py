@@ -68,6 +68,8 @@ class JaxRule(Optimizer):
         self.whole = self.__whole is not None
         self.extra = ""  # a digest of the extra arguments of the step, which ranks compare
         self.__extra: Mapping[str, Any] = {}
+        for name in ("digest", "whole", "extra"):  # of this program's transformation, whatever a file was written with
+            self.leave_to_owner(name)
 
     def get_settings(self) -> list[dict[str, Any]]:
         """Return one group without settings: the transformation is code, so a file must not replace what was read of it."""
@@ -155,6 +157,17 @@ class JaxRule(Optimizer):
             new = [v for v in given if id(v) not in known and v.name not in self._slots.pending]
             self.__begin(self.__blocks, new)
         return super()._new_step(strategy, pairs)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what `Optimizer.get_state` returns, with the state of a rule that runs whole under "whole". Collective."""
+        state = super().get_state()
+        return state if self.__whole is None else {**state, "whole": self.__whole.get_state()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take what `get_state` returned. Every rank must call it."""
+        super().set_state(state)
+        if self.__whole is not None and "whole" in state:
+            self.__whole.set_state(state["whole"])
 
     def __begin(self, blocks: _Blocks, variables: Sequence[Variable]) -> None:
         """Give variables slots that do not begin with the same number everywhere. Collective."""
@@ -364,6 +377,17 @@ class _Whole:
             raise RuntimeError(explain("ms.jax.apply", "optimizer", expected=f"state {self._structure}", got=structure))
         return params
 
+    def get_state(self) -> dict[str, np.ndarray]:
+        """Return copies of the state's arrays, by name."""
+        variables = [each.variable for each in self._state]
+        return {variable.name: variable.numpy() for variable in variables if variable is not None}
+
+    def set_state(self, arrays: Mapping[str, Any]) -> None:
+        """Write arrays that `get_state` returned. Collective."""
+        for each in self._state:
+            if each.variable is not None and each.variable.name in arrays:
+                each.variable.assign(arrays[each.variable.name])
+
     def store(self) -> None:
         """Write this rank's part of the state after the last update."""
         # An array that the rule passes on has the memory of the old state, so all are copied before one is written.
@@ -384,10 +408,15 @@ def _names(tree: Any) -> list[str]:
 
 @final
 class _StateArray:
-    """An array of a rule's state, in a variable, so that files have it. What is no array of numbers stays here."""
+    """An array of a rule's state, in a variable, so that files have it. What is no array of numbers stays here.
+
+    Attributes:
+        variable: None for what is no array.
+    """
 
     def __init__(self, name: str, value: Any, form: Any) -> None:
-        self._value, self._variable, self._kind = value, None, None
+        self._value, self._kind = value, None
+        self.variable: Variable | None = None
         if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
             self._kind, value = jax.random.key_impl(value), jax.random.key_data(value)
         elif not isinstance(value, (bool, int, float, np.ndarray, np.generic, jax.Array)):
@@ -396,33 +425,33 @@ class _StateArray:
             value = jnp.asarray(value, getattr(form, "dtype", None))
         self._dtype = value.dtype
         host = np.asarray(value)
-        self._variable = Variable(
+        self.variable = Variable(
             host.astype(np.uint8) if host.dtype == np.bool_ else host, trainable=False, name=f"optax/{name}"
         )
 
     def read(self) -> Any:
         """Return the array."""
-        if self._variable is None:
+        if self.variable is None:
             return self._value
-        value = jnp.asarray(self._variable.array, self._dtype)
+        value = jnp.asarray(self.variable.array, self._dtype)
         return value if self._kind is None else jax.random.wrap_key_data(value, impl=self._kind)
 
     def parts_of(self, value: Any) -> list[tuple[int, np.ndarray]]:
         """Return copies of what this rank writes of a new array, with the first elements' numbers."""
-        if self._variable is None:
+        if self.variable is None:
             self._value = value
             return []
         if self._kind is not None:
             value = jax.random.key_data(value)
-        flat = np.asarray(value).astype(self._variable.dtype).reshape(-1)
-        if flat.size != self._variable.size:
-            expected, got = f"state {self._variable.name} of shape {self._variable.shape}", f"{np.shape(value)}"
+        flat = np.asarray(value).astype(self.variable.dtype).reshape(-1)
+        if flat.size != self.variable.size:
+            expected, got = f"state {self.variable.name} of shape {self.variable.shape}", f"{np.shape(value)}"
             raise RuntimeError(explain("ms.jax.apply", "optimizer", expected=expected, got=got))
-        return [(low, flat[low:high].copy()) for low, high in self._variable.receiver().ranges]
+        return [(low, flat[low:high].copy()) for low, high in self.variable.receiver().ranges]
 
     def write(self, parts: Sequence[tuple[int, np.ndarray]]) -> None:
         """Write this rank's part."""
-        if self._variable is not None:
-            receiver = self._variable.receiver()
+        if self.variable is not None:
+            receiver = self.variable.receiver()
             for low, part in parts:
                 receiver.take(low, part)

@@ -362,7 +362,7 @@ class ArenaStep:
 
     def _keeps_as_they_are(self) -> bool:
         """Return whether a sum of one part is that part, and no pass changes it: then it needs no memory of its own."""
-        changed = self._factor != 1 or self._mean or self._optimizer.scales_by_norms
+        changed = self._factor != 1 or self._mean or self._optimizer.scales_by_norms or self._optimizer.whole
         return not (changed or self._rule.narrow)
 
     def _store(self) -> tuple[Any, int]:

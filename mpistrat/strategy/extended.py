@@ -402,6 +402,7 @@ class StrategyExtended(TensorFlow1Extended):
         if self.closed:
             return
         self.closed = True
+        self.batches.close()
         if self.threads is not None:
             self.threads.close()
         self.placement.close()

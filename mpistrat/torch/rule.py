@@ -377,7 +377,10 @@ class TorchRule(Optimizer):
             "settings that stay, as servers update the parameters by their own optimizers",
             f"{names} changed on a worker",
         )
-        remedy = "Use an optimizer of ms.optimizers with a schedule (gradients: ms.torch.gradients(module)), or a strategy without servers"
+        remedy = (
+            "Use an optimizer of ms.optimizers with a schedule (its gradients: ms.torch.gradients(module)), or a strategy without "
+            "servers"
+        )
         raise RuntimeError(explain(f"{self.rule}.step", names, expected=expected, got=got, remedy=remedy))
 
     def _stepping(self, pairs: Sequence[tuple[Any, Any]]) -> set[int]:

@@ -357,3 +357,17 @@ def test_a_file_does_not_replace_the_transformation(mpi_tmp_path):
 
     assert run(0, optax.sgd(0.5), 1).tolist() == [0.5] * 4
     assert run(1, optax.chain(optax.sgd(0.25)), 2).tolist() == [0.25] * 4
+
+
+@pytest.mark.ranks(1, 2, timeout=180)
+@pytest.mark.parametrize("chain", ["labels", "noise", "adafactor"])
+def test_state_is_taken_and_given_back(chain):
+    strategy, params, step, optimizer = put(CHAINS[chain]())
+    with strategy:
+        params = train(strategy, params, step, optimizer, epochs=1)
+        state, weights = optimizer.get_state(), jax.tree.map(np.array, params)
+        params = train(strategy, params, step, optimizer, epochs=1)
+        first = arrays(params)
+        optimizer.set_state(state)
+        params = train(strategy, ms.jax.assign(params, weights), step, optimizer, epochs=1)
+        assert difference(arrays(params), first) < 1e-12
