@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -55,11 +57,12 @@ class Share:
 
 def run(share: Share, seed: int, launch: Launch = launch) -> Iterator[dict[str, Any]]:
     """Run the cases of a share; yield a record of each. After a job that died the next one starts with the case after it."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": os.path.join(tempfile.gettempdir(), "mpistrat-nets-jax")}  # of all jobs
     first = 0
     while first < share.count:
         last = min(first + CHUNK, share.count)
         limit = START + EACH * (last - first)
-        result = launch(share.words(seed, first, last), share.ranks, share.mpi, limit)
+        result = launch(share.words(seed, first, last), share.ranks, share.mpi, limit, env=cache)
         begun = first - 1
         for record in records(result.out[0]):
             begun = max(begun, record["number"])

@@ -13,8 +13,10 @@ import argparse
 import importlib
 import json
 import os
+import shutil
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +29,9 @@ def prepare(framework: str) -> None:
     os.environ.setdefault("MPISTRAT_ABORT_AFTER", "40")
     os.environ.setdefault("NPROC", "1")  # threads of XLA
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "nets-jax-cache"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
     if framework.startswith("keras"):
         os.environ["KERAS_BACKEND"] = framework.split("-")[1]
 
@@ -34,7 +39,9 @@ def prepare(framework: str) -> None:
 def programs(framework: str) -> Any:
     """Return the module with config() and run() of a framework, all of its programs imported."""
     name = framework.split("-")[0]
-    for part in {"torch": ("usual", "weights", "state"), "jax": ("usual", "weights"), "keras": ()}[name]:
+    for part in {"torch": ("usual", "weights", "state"), "jax": ("usual", "weights"), "keras": ("usual", "loops")}[
+        name
+    ]:
         importlib.import_module(f"nets.patterns.{name}_{part}")
     return importlib.import_module(f"nets.patterns.{name}_program")
 
@@ -48,7 +55,8 @@ def run_programs(
 
     module, world = programs(framework), MPI.COMM_WORLD
     with tempfile.TemporaryDirectory(prefix="patterns-") as own:
-        shared = world.bcast(own)
+        shared = world.bcast(os.path.join(own, "shared"))
+        os.makedirs(shared, exist_ok=True)
         for number in range(first, last):
             rng = np.random.default_rng([seed, number])
             config = module.config(rng, number, (only or {}).get("program")) | (only or {})
@@ -65,10 +73,8 @@ def run_program(
     from nets.patterns.environments import Distributed, Environment
     from nets.patterns.verdicts import Failure, distance, verdict
 
-    folder = os.path.join(own, "plain")
-    os.makedirs(folder, exist_ok=True)
     ranks = max(world.size, 2)
-    failure = reference = got = wanted = None
+    failure, got = None, {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         world.Barrier()
@@ -84,18 +90,32 @@ def run_program(
                 failure = failure or Failure.of(error)
         except Exception as error:
             failure = Failure.of(error)
-        try:
-            wanted = module.run(Environment(folder), config, ranks)
-        except Exception as error:
-            reference = Failure.of(error)
-    apart = distance(got, wanted) if got is not None and wanted is not None else (0.0, "")
+        reference, wanted = None, {}
+        if world.rank == 0:
+            folder = tempfile.mkdtemp(dir=own)
+            try:
+                wanted = module.run(Environment(folder), config, ranks)
+            except Exception as error:
+                reference = Failure.of(error)
+    reference, wanted = from_first(world, (reference, wanted))
+    apart = (0.0, "") if failure or reference else distance(got, wanted)
     outcomes = world.allgather((failure, apart))
     if world.rank == 0:
         for name in os.listdir(shared):
             path = os.path.join(shared, name)
-            if os.path.isfile(path):
-                os.remove(path)
+            (shutil.rmtree if os.path.isdir(path) else os.remove)(path)
     return verdict(framework, config, [o[0] for o in outcomes], reference, [o[1] for o in outcomes])
+
+
+def from_first(world: Any, value: Any) -> Any:
+    """Return rank 0's value on all ranks. The others sleep until it comes: MPI would keep their cores busy. Collective."""
+    if world.rank == 0:
+        for request in [world.isend(value, dest=rank, tag=7) for rank in range(1, world.size)]:
+            request.wait()
+        return value
+    while not world.iprobe(source=0, tag=7):
+        time.sleep(0.005)
+    return world.recv(source=0, tag=7)
 
 
 def main() -> int:
