@@ -111,9 +111,9 @@ def test_documented_differences_are_those_of_their_program_and_parts_only():
     masks = CONFIG | {"program": "mean_weight_loss"}
     assert verdict("keras-jax", masks, [None], None, [(0.1, "w")])[0] == "documented"
     assert verdict("torch", masks, [None], None, [(0.1, "w")])[0] == "wrong"
-    spectral = CONFIG | {"model": "spectral"}
-    assert verdict("torch", spectral | {"kind": "empty"}, [None], None, [(0.1, "w")])[0] == "documented"
-    assert verdict("torch", spectral | {"kind": "equal"}, [None], None, [(0.1, "w")])[0] == "wrong"
+    spectral = CONFIG | {"program": "spectral"}
+    assert verdict("keras-torch", spectral | {"kind": "empty"}, [None], None, [(0.1, "w")])[0] == "documented"
+    assert verdict("keras-torch", spectral | {"kind": "equal"}, [None], None, [(0.1, "w")])[0] == "wrong"
 
 
 def test_documented_differences_name_pages_that_speak_of_them():

@@ -60,7 +60,9 @@ class Case:
         self.codec = next((s["options"]["wire"] for s in specs if s["options"].get("wire")), None)
         if any(s["options"].get("wire") == "int8" for s in specs):
             self.codec = "int8"
-        self.narrow = not servers and rng.random() < 0.2
+        more = np.random.default_rng([seed, number, SIZE, 1])  # of its own: what was drawn before stays as it is
+        self.narrow = bool(more.random() < 0.2) if servers else bool(rng.random() < 0.2)
+        self.settings = [bool(more.random() < 0.3) and "settings" not in avoid for _ in self.events]
         self.large = SIZE > 1 and (
             self.codec is not None
             or rng.random() < 0.15

@@ -20,7 +20,11 @@ from nets.differential.steps import run_segment
 #   local overflow: a step is skipped under local_steps     first grad: two replicas of a worker make v.grad at the same time
 #   unused optimizers: an optimizer that has taken no step is not in files
 #   refused average: a refused step makes a variable count as updated, which has an average then
-OPEN_FAULTS = ("decay", "server steps", "local overflow", "first grad", "unused optimizers", "refused average")
+#   settings: settings change between steps              settings in files: what was set last is not in files
+OPEN_FAULTS = (
+    "decay", "server steps", "local overflow", "first grad", "unused optimizers", "refused average", "settings",
+    "settings in files",
+)  # fmt: skip
 
 
 def run_cases(

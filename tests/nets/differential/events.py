@@ -26,6 +26,8 @@ def happen(run: Run, segment: int, event: str) -> None:
     case, strategy = run.case, run.strategy
     rng = np.random.default_rng([case.seed, case.number, SIZE, segment, 7])
     run.tag(f"event={event}")
+    if case.settings[segment]:
+        change_settings(run, rng)
     names = [name for name in case.variables if name in run.made]
     if run.spec["more"].get("local_steps"):
         strategy.outer_step()
@@ -119,6 +121,8 @@ def happen(run: Run, segment: int, event: str) -> None:
             for i in range(len(run.specs)):
                 if len(run.worlds) > 1 and next(iter(run.worlds.values()))[0].optimizers[i].anchors:
                     outer_step(run, i)
+        if "settings in files" not in case.avoid:
+            disturb_settings(run)
         if strategy.restore(path) != {"segment": segment}:
             run.note("extra of a file")
         run.load_reference(kept)
@@ -129,6 +133,35 @@ def happen(run: Run, segment: int, event: str) -> None:
         compare_weights(run, [name for name in case.variables if name in run.made], f"weights after {event}")
     run.agree()
     run.strategy.barrier()
+
+
+# By how much settings change that a program may change between steps; the results stay in their ranges.
+FACTORS = {
+    "momentum": 0.8, "beta_1": 0.9, "beta_2": 0.95, "epsilon": 2.0, "rho": 0.9, "weight_decay": 0.5, "clipnorm": 0.5,
+    "clipvalue": 0.5, "global_clipnorm": 0.5, "ema_momentum": 0.9, "loss_scale_factor": 2.0,
+}  # fmt: skip
+
+
+def change_settings(run: Run, rng: np.random.Generator) -> None:
+    """Change two settings of each optimizer. Momentum and beta_1 of Nadam stay: its product of momenta is of all steps."""
+    for spec, optimizer in zip(run.specs, run.optimizers, strict=True):
+        settings = {name: part for part in ("args", "common") for name in spec[part] if name in FACTORS}
+        names = [name for name, part in settings.items() if spec[part][name]]
+        names = [name for name in names if not (spec["rule"] == "Nadam" and name == "beta_1")]
+        for name in rng.permutation(names)[:2]:
+            value = spec[settings[name]][str(name)] * FACTORS[name]
+            spec[settings[name]][str(name)] = value
+            setattr(getattr(optimizer, "inner_optimizer", optimizer), str(name), value)
+            run.tag(f"set: {name}")
+
+
+def disturb_settings(run: Run) -> None:
+    """Give optimizers another rate and decay, which a file that is restored takes back."""
+    for spec, optimizer in zip(run.specs, run.optimizers, strict=True):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if isinstance(spec["rate"], float):
+            inner.learning_rate = spec["rate"] * 3
+        inner.weight_decay = 0.77
 
 
 def writes(run: Run) -> bool:

@@ -31,6 +31,7 @@ class Run:
         self.counts = {name: np.zeros(c["shape"]) for name, c in case.counters.items()}
         self.specs = [copy.deepcopy(spec) for spec in case.optimizers]
         case.optimizers = self.specs
+        self.first_specs = copy.deepcopy(case.optimizers)  # as a program makes optimizers before it restores a file
         self.worlds: dict[int, list[World]] = {}
 
     def start(self) -> None:
@@ -151,7 +152,15 @@ class Run:
                         aggregation=ms.VariableAggregation[c["kind"]],
                     )  # fmt: skip
             if segment == 0 or not self.optimizers:
-                self.optimizers = [self.make_optimizer(spec, i) for i, spec in enumerate(self.specs)]
+                self.optimizers = [self.make_optimizer(self.as_made(i), i) for i in range(len(self.specs))]
+
+    def as_made(self, index: int) -> dict[str, Any]:
+        """Return the settings with which a program makes an optimizer: those of its first line, not those set later."""
+        spec, first = self.specs[index], self.first_specs[index]
+        if "settings in files" in self.case.avoid:
+            return spec
+        numbers = isinstance(spec["rate"], float) and isinstance(first["rate"], float)
+        return spec | {"args": first["args"], "common": first["common"]} | ({"rate": first["rate"]} if numbers else {})
 
     def make_optimizer(self, spec: dict[str, Any], index: int) -> Any:
         """Make an optimizer of the package."""

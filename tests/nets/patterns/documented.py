@@ -36,8 +36,4 @@ DIFFERENCES = (
         "keras", ("spectral",), "A rank without rows does not take the step of the power iteration.",
         "docs/frameworks/keras.md", kinds=("empty",),
     ),
-    Difference(
-        "torch", ("spectral",), "A rank without rows does not take the step of the power iteration.",
-        "docs/frameworks/pytorch.md", kinds=("empty",),
-    ),
 )  # fmt: skip

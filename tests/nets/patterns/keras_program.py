@@ -56,7 +56,7 @@ class Program:
 
         return {
             "kind": choose(cls.kinds), "optimizer": choose(cls.optimizers), "seed": int(rng.integers(1000)),
-            "steps_per_execution": choose((1, 1, 1, 2)), "jit": choose((None, True, False)),
+            "steps_per_execution": choose((1, 1, 1, 2) if zoo.BACKEND == "jax" else (1,)), "jit": choose((None, True, False)),
             "functional": bool(rng.integers(2)), "compiled_before": bool(rng.integers(2)),
             "validates": bool(rng.random() < 0.4), "tolerance": cls.tolerance,
         }  # fmt: skip
