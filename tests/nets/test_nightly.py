@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+
+from launcher import MpiEnv, Result
 from nets import nightly
 from nets.patterns.documented import DIFFERENCES
 from nets.patterns.verdicts import Failure, distance, verdict
-
-from launcher import MpiEnv, Result
 
 MPI = MpiEnv("mpich", "python", ("mpiexec",), "MPICH")
 CONFIG = {"program": "plain", "kind": "last", "tolerance": 1e-9}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from nets.differential.drawing import AGGREGATIONS, choose, draw_optimizer, draw_strategy
 from nets.differential.layouts import SIZE, nodes_of
 from nets.differential.reference import BFLOAT16

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from nets.differential.layouts import RANK, nodes_of
 from nets.differential.reference import PART, ROUNDING, World
 from nets.differential.rules import rate_at

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from nets.differential.layouts import SIZE, nodes_of
 from nets.differential.rules import RULES, Rate
 

@@ -7,6 +7,8 @@ import os
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+import mpistrat as ms
 from nets.differential.comparing import compare_weights, value_of
 from nets.differential.drawing import choose, draw_rate
 from nets.differential.expected import outer_step
@@ -14,8 +16,6 @@ from nets.differential.layouts import RANK, SIZE
 from nets.differential.reference import dtype_of, rounded
 from nets.differential.rules import made_rate
 from nets.differential.steps import run_segment
-
-import mpistrat as ms
 
 if TYPE_CHECKING:
     from nets.differential.run import Run

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from nets.differential.layouts import SIZE, nodes_of
-from nets.differential.reference import ROUNDING, constrained, rounded
 
 import mpistrat as ms
+from nets.differential.layouts import SIZE, nodes_of
+from nets.differential.reference import ROUNDING, constrained, rounded
 
 if TYPE_CHECKING:
     from nets.differential.run import Run

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+
 from nets.differential.rules import RULES, rate_at
 
 try:

@@ -7,12 +7,12 @@ import re
 from typing import Any
 
 import numpy as np
+
+import mpistrat as ms
 from nets.differential.case import Case
 from nets.differential.layouts import RANK, SIZE, WORLD, block, nodes_of, set_layout
 from nets.differential.reference import World, constrained, dtype_of
 from nets.differential.rules import made_rate
-
-import mpistrat as ms
 
 
 class Failure(Exception):

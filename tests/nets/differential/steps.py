@@ -6,13 +6,13 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+import mpistrat as ms
 from nets.differential.comparing import allowed_part, compare_state, compare_weights
 from nets.differential.drawing import choose
 from nets.differential.expected import advance
 from nets.differential.layouts import RANK, SIZE, WORLD
 from nets.differential.reference import BFLOAT16
-
-import mpistrat as ms
 
 if TYPE_CHECKING:
     from nets.differential.run import Run

@@ -70,18 +70,23 @@ def run_program(
     framework: str, module: Any, config: dict[str, Any], world: Any, shared: str, own: str
 ) -> tuple[str, str]:
     """Run one program both ways; return its result. Collective."""
-    from nets.patterns.environments import Distributed, Environment
+    from nets.differential.layouts import set_layout
+    from nets.patterns.environments import Distributed, Environment, Left
     from nets.patterns.verdicts import Failure, distance, verdict
 
-    ranks = max(world.size, 2)
-    failure, got = None, {}
+    servers = bool(config.get("servers"))
+    ranks = max(world.size - servers, 1 if servers else 2)
+    failure, got, left = None, {}, False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         world.Barrier()
         try:
-            env = Distributed(shared)
+            set_layout(config.get("layout", "shared"))
+            env = Distributed(shared, servers)
             try:
                 got = module.run(env, config, ranks)
+            except Left:
+                left = True
             except Exception as error:
                 failure = Failure.of(error)
             try:
@@ -98,7 +103,7 @@ def run_program(
             except Exception as error:
                 reference = Failure.of(error)
     reference, wanted = from_first(world, (reference, wanted))
-    apart = (0.0, "") if failure or reference else distance(got, wanted)
+    apart = (0.0, "") if failure or reference or left else distance(got, wanted)
     outcomes = world.allgather((failure, apart))
     if world.rank == 0:
         for name in os.listdir(shared):

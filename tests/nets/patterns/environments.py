@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 import mpistrat as ms
 
@@ -60,15 +61,43 @@ class Environment:
         pass
 
 
+class Left(Exception):
+    """The program goes on without this rank."""
+
+
 class Distributed(Environment):
-    """A strategy over all ranks."""
+    """A strategy over all ranks, or over the first ones; with servers, one on the last rank."""
 
     plain = False
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, servers: bool = False) -> None:
         super().__init__(folder)
-        self.strategy = ms.MultiWorkerMirroredStrategy()
+        self.servers = servers
+        self.open(MPI.COMM_WORLD)
+
+    def open(self, comm: MPI.Intracomm) -> None:
+        """Make the strategy. Collective."""
+        if self.servers:
+            self.strategy: Any = ms.ParameterServerStrategy(num_ps=1, workers_in_sync=comm.size - 1, comm=comm)
+        else:
+            self.strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
         self.rank, self.size = self.strategy.rank, self.strategy.size
+
+    def resize(self, ranks: int) -> None:
+        """Close the strategy and make another one over the first ranks of the world. Collective.
+
+        Raises:
+            Left: on the ranks that it has no place for.
+        """
+        if self.strategy is not None:
+            self.strategy.close()
+            self.strategy = None
+        world = MPI.COMM_WORLD
+        inside = world.rank < ranks
+        part = world.Split(0 if inside else MPI.UNDEFINED, world.rank)
+        if not inside:
+            raise Left
+        self.open(part)
 
     def data(self, dataset: Any) -> Iterable[Any]:
         return self.strategy.distribute_dataset(dataset)
@@ -91,4 +120,5 @@ class Distributed(Environment):
         self.strategy.barrier()
 
     def close(self) -> None:
-        self.strategy.close()
+        if self.strategy is not None:
+            self.strategy.close()

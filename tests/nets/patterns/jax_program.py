@@ -15,10 +15,10 @@ jax.config.update("jax_enable_x64", True)
 
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
-from nets.patterns import jax_models as zoo  # noqa: E402
-from nets.patterns.environments import KINDS, Environment, sizes  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
+from nets.patterns import jax_models as zoo  # noqa: E402
+from nets.patterns.environments import KINDS, Environment, sizes  # noqa: E402
 
 Config = dict[str, Any]
 Tree = Any

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+import mpistrat as ms
 from nets.patterns import jax_models as zoo
 from nets.patterns.environments import Environment
 from nets.patterns.jax_program import KerasAdam, Program
-
-import mpistrat as ms
 
 Tree = Any
 

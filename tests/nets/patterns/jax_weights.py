@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
 from nets.patterns import jax_models as zoo
 from nets.patterns.jax_program import Program
 

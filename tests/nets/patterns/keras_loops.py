@@ -6,10 +6,10 @@ from typing import Any
 
 import keras
 import numpy as np
-from nets.patterns import keras_models as zoo
-from nets.patterns.keras_program import Program
 
 import mpistrat as ms
+from nets.patterns import keras_models as zoo
+from nets.patterns.keras_program import Program
 
 callbacks = keras.callbacks
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import keras
 import numpy as np
 from keras import layers, ops
-from nets.patterns import keras_models as zoo
-from nets.patterns.environments import Environment, sizes
 
 import mpistrat as ms
+from nets.patterns import keras_models as zoo
+from nets.patterns.environments import Environment, sizes
 
 Config = dict[str, Any]
 KINDS = ("equal", "unequal", "last", "empty")

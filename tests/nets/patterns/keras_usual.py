@@ -7,10 +7,10 @@ from typing import Any
 import keras
 import numpy as np
 from keras import layers, ops
-from nets.patterns import keras_models as zoo
-from nets.patterns.keras_program import Program, cross_entropy
 
 import mpistrat as ms
+from nets.patterns import keras_models as zoo
+from nets.patterns.keras_program import Program, cross_entropy
 
 
 class Plain(Program):

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from nets.patterns import torch_models as zoo
-from nets.patterns.environments import KINDS, Environment, sizes
 
 import mpistrat as ms
+from nets.patterns import torch_models as zoo
+from nets.patterns.environments import KINDS, Environment, sizes
 
 Config = dict[str, Any]
 Rows = collections.namedtuple("Rows", "x y")
@@ -45,6 +45,7 @@ class Program:
     tolerance: ClassVar[float | None] = None
     options: ClassVar[dict[str, Any]] = {}  # of distribute
     scheduled = False
+    served = False  # whether it may be drawn with parameter servers
     epochs = EPOCHS
 
     def __init_subclass__(cls) -> None:
@@ -63,7 +64,13 @@ class Program:
             "in_run": bool(rng.random() < 0.6), "clip": bool(cls.clips and rng.random() < 0.2),
             "overlap": bool(rng.random() < 0.1), "set_to_none": bool(rng.random() < 0.7),
             "schedule": choose(zoo.SCHEDULES), "fields": bool(rng.random() < 0.2),
+            "layout": choose(("shared", "shared", "private", "made up")), "servers": bool(cls.served and rng.random() < 0.4),
         }  # fmt: skip
+        if config["servers"]:  # steps are those of strategy.run, and servers sum
+            config |= {"in_run": True, "overlap": False, "layout": "shared"}
+            config["model"] = cls.models[0] if config["model"] == "batch_norm" else config["model"]
+        elif config["overlap"]:
+            config["layout"] = choose(("private", "made up"))
         model, optimizer = config["model"], config["optimizer"]
         if model == "embedding_sparse":  # few of torch's rules take sparse gradients
             config |= {"clip": False, "optimizer": "sgd"}

@@ -8,7 +8,10 @@ import os
 from typing import Any
 
 import torch
+from mpi4py import MPI
+
 from nets.patterns import torch_models as zoo
+from nets.patterns.environments import Left
 from nets.patterns.torch_program import Program
 
 Tensor = torch.Tensor
@@ -28,6 +31,7 @@ class Groups(Program):
 
 
 class Flags(Program):
+    served = True
     optimizers = tuple(zoo.FLAGS)
 
 
@@ -290,3 +294,38 @@ class Offset(Program):
     def prepare_module(self) -> None:
         with torch.no_grad():
             self.net[0].bias += 1e6
+
+
+class OtherRanks(Program):
+    """A file of some ranks is restored on others: fewer, or more."""
+
+    models = ("mlp", "tied", "attention", "convolution", "lstm")
+
+    def begin(self, ranks: int) -> None:
+        """Make everything anew on the first ranks."""
+        self.env.resize(ranks)
+        net = zoo.model(self.config["model"], self.config["seed"] + 1, self.dtype)
+        self.net, self.optimizer = self.distribute(net, self.make_optimizer(net))
+
+    def train(self) -> None:
+        grows = self.config["seed"] % 2
+        path = os.path.join(self.env.folder, "state.h5")
+        if not self.env.plain and grows:  # the first rank alone, from the weights that all would have
+            state = copy.deepcopy(self.net.state_dict())
+            try:
+                self.begin(1)
+                self.net.load_state_dict(state)
+            except Left:
+                pass
+        alone = not self.env.plain and grows
+        if not alone or MPI.COMM_WORLD.rank == 0:
+            for batch in self.data():
+                self.deliver(batch)
+            if not self.env.plain:
+                self.env.strategy.save(path)
+        if not self.env.plain:
+            MPI.COMM_WORLD.Barrier()
+            self.begin(MPI.COMM_WORLD.size - (not grows))
+            self.env.strategy.restore(path)
+        for batch in self.data(5):
+            self.deliver(batch)

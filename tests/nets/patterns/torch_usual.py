@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from nets.patterns import torch_models as zoo
-from nets.patterns.torch_program import Program
 from torch.nn import functional
 
 import mpistrat as ms
+from nets.patterns import torch_models as zoo
+from nets.patterns.torch_program import Program
 
 Tensor = torch.Tensor
 
@@ -19,9 +19,12 @@ Tensor = torch.Tensor
 class Plain(Program):
     """The usual loop itself."""
 
+    served = True
+
 
 class Scheduled(Program):
     scheduled = True
+    served = True
 
 
 class Accumulate(Program):
@@ -38,6 +41,8 @@ class Accumulate(Program):
 
 
 class TwoForwards(Program):
+    served = True
+
     def loss(self, a: Tensor, b: Tensor) -> Tensor:
         return self.cross_entropy(self.net(a), b) + 0.5 * self.cross_entropy(self.net(a * 2), b)
 
@@ -193,11 +198,15 @@ class SumByAverageLoss(Program):
 
 
 class LossOfRows(Program):
+    served = True
+
     def loss(self, a: Tensor, b: Tensor) -> Tensor:
         return functional.cross_entropy(self.net(a), b, reduction="none").mean()
 
 
 class AuxiliaryLoss(Program):
+    served = True
+
     def loss(self, a: Tensor, b: Tensor) -> Tensor:
         output = self.net(a)
         return self.cross_entropy(output, b) + 0.1 * output.pow(2).mean()
@@ -211,6 +220,8 @@ class ForwardMethod(Program):
 
 
 class MaskedInput(Program):
+    served = True
+
     def loss(self, a: Tensor, b: Tensor) -> Tensor:
         return self.cross_entropy(self.net(a * (torch.arange(zoo.FEATURES) % 2)), b)
 

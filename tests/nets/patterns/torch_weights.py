@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from nets.patterns import torch_models as zoo
-from nets.patterns.torch_program import Program
 from torch.nn import functional
 
 import mpistrat as ms
+from nets.patterns import torch_models as zoo
+from nets.patterns.torch_program import Program
 
 Tensor = torch.Tensor
 NO_STATISTICS = tuple(name for name in zoo.MODELS if name not in ("batch_norm", "buffers", "spectral"))

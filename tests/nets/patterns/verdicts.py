@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from nets.patterns.documented import DIFFERENCES
 
 # The form of mpistrat.errors.explain, and of errors of several ranks: "function: argument: what is wrong"
