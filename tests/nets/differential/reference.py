@@ -33,6 +33,7 @@ class Reference:
         self.spec, self.calls, self.slots, self.firsts = spec, 0, {}, {}
         self.scale, self.changed_at = spec["scaled"]["initial_scale"] if spec["scaled"] else 1.0, 0
         self.anchors, self.updates, self.outer = {}, 0, {}  # of local steps
+        self.seen: set[str] = set()
 
     def iterations(self) -> int:
         return self.calls // (self.spec["common"].get("gradient_accumulation_steps") or 1)
@@ -126,7 +127,20 @@ class Reference:
                     w = slots["average"].copy()
             w = rounded(w, variable["dtype"])
             weights[name] = rounded(constrained(w), variable["dtype"]) if variable["constraint"] else w
+        if common.get("use_ema"):  # averages are of all variables that the optimizer knows
+            for name in self.known(case, weights) - set(gradients):
+                slots, kept = self.slots_of(name, weights[name]), common["ema_momentum"] if t > 1 else 0.0
+                slots["average"] = kept * slots["average"] + (1 - kept) * weights[name]
+                often = common.get("ema_overwrite_frequency")
+                if often and t % often == 0:
+                    weights[name] = rounded(slots["average"].copy(), case.variables[name]["dtype"])
         self.calls += 1
+
+    def known(self, case: Any, weights: dict[str, Any]) -> set[str]:
+        """Return the variables that the program has handed to the optimizer, with a gradient or without."""
+        index = next(i for i, spec in enumerate(case.optimizers) if spec is self.spec)
+        self.seen |= {name for name in weights if case.variables[name]["optimizer"] == index and weights[name].size}
+        return self.seen
 
 
 def rounded(w: np.ndarray, dtype: str) -> np.ndarray:
