@@ -304,6 +304,8 @@ class Truncated(Program):
 class Adversarial(Program):
     """Two modules with an optimizer each, which take steps in turn."""
 
+    tolerance = 1e-7  # the other optimizer is Adam
+
     def after_distribute(self) -> None:
         torch.manual_seed(self.config["seed"] + 1)
         maker = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, zoo.FEATURES))
