@@ -17,16 +17,22 @@ class Difference:
     page: str
     kinds: tuple[str, ...] = ("unequal", "last", "empty", "equal")
     refused: bool = False
+    optimizers: tuple[str, ...] = ()  # if any are named, only with these
 
     def covers(self, framework: str, config: Mapping[str, Any]) -> bool:
         """Return whether this is the program of a configuration."""
         names = {config.get("program"), config.get("model"), config.get("transformation"), config.get("optimizer")}
-        return (
-            framework.startswith(self.framework) and bool(names & set(self.programs)) and config["kind"] in self.kinds
-        )
+        rules = not self.optimizers or config.get("optimizer") in self.optimizers
+        named = bool(names & set(self.programs)) and rules
+        return framework.startswith(self.framework) and named and config["kind"] in self.kinds
 
 
 DIFFERENCES = (
+    Difference(
+        "torch", ("heads_in_turn",),
+        "Steps of an optimizer are counted together, which changes the bias correction of parameters used in some steps only.",
+        "docs/frameworks/pytorch.md", optimizers=("adam", "adamw", "nadam", "radam", "adamax"),
+    ),
     Difference(
         "keras", ("embed_mask", "masked_metric", "y_ragged_mask", "masking", "mean_weight_loss"),
         "Masks and mean_with_sample_weight divide by the sum of each rank's own weights, as in DDP.",
