@@ -85,6 +85,8 @@ class Program:
     transformations: ClassVar[tuple[str, ...]] = zoo.USUAL
     kinds: ClassVar[tuple[str, ...]] = KINDS
     clips = True
+    #: How gradients get their weight: jax.value_and_grad, whose gradients apply weights; that of the package; apply's of=.
+    fronts: ClassVar[tuple[str, ...]] = ("own", "package", "of")
     dtype: ClassVar[Any] = None  # None: float64
     tolerance: ClassVar[float | None] = None
     epochs = 4
@@ -103,7 +105,7 @@ class Program:
             "kind": choose(cls.kinds), "model": choose(cls.models), "transformation": choose(cls.transformations),
             "delivery": choose(DELIVERIES), "seed": int(rng.integers(1000)), "in_run": bool(rng.random() < 0.6),
             "clip": bool(cls.clips and rng.random() < 0.2), "jit": bool(rng.random() < 0.9),
-            "front": choose(("own", "own", "package")),
+            "front": choose(cls.fronts), "layout": choose(("shared", "shared", "private", "made up")),
         }  # fmt: skip
         exact = config["transformation"] in ("sgd", "nesterov", "lion")
         return config | {"tolerance": cls.tolerance or (1e-9 if exact else 1e-7)}
@@ -113,7 +115,7 @@ class Program:
         rng = self.rng = np.random.default_rng(config["seed"])
         rows, self.batch_rows = sizes(config["kind"], ranks)
         self.x, self.y = rng.normal(size=(rows, zoo.FEATURES)), rng.integers(0, zoo.CLASSES, rows)
-        self.calls, self.results = 0, {}
+        self.calls, self.results, self.of = 0, {}, None
         params, self.forward = zoo.MODELS[config["model"]](config["seed"])
         params = self.prepare(params)
         if self.dtype is not None:
@@ -164,7 +166,7 @@ class Program:
 
     def differentiated(self, loss: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """Return the function of value and gradients, by JAX itself or by the package's front."""
-        if self.env.plain or self.config["front"] == "own":
+        if self.env.plain or self.config["front"] != "package":
             return self.jit(jax.value_and_grad(loss, **options))
         return ms.jax.value_and_grad(self.jit(loss), **options)
 
@@ -180,7 +182,8 @@ class Program:
     def apply(self, optimizer: Any, gradients: Tree, params: Tree) -> Tree:
         if self.env.plain:
             return optimizer.apply(gradients, params)
-        return ms.jax.apply(optimizer, gradients, params)
+        of = {"of": self.of} if self.config["front"] == "of" else {}
+        return ms.jax.apply(optimizer, gradients, params, **of)
 
     def update(self, gradients: Tree) -> None:
         self.params = self.apply(self.optimizer, gradients, self.params)
@@ -193,6 +196,7 @@ class Program:
     def deliver(self, batch: Any, step: Callable[..., None] | None = None) -> None:
         """Take a step with a batch, in the loop or by strategy.run."""
         a, b = batch
+        self.of = a
         step = step or self.step
         if self.config["in_run"]:
             DELIVERIES[self.config["delivery"]](self.env.run, step, a, b, self.params)

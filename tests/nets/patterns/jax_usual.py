@@ -222,6 +222,8 @@ class StoppedLeaf(Program):
 class IntegerLeaf(Program):
     """A tree with a leaf of integers, which stays as it is."""
 
+    fronts = ("own", "of")
+
     models = ("dict",)
 
     def prepare(self, params: Tree) -> Tree:

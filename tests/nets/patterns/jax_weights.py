@@ -66,6 +66,8 @@ class TwoLosses(Program):
 class OwnAccumulation(Program):
     """Gradients of three batches, added up by hand."""
 
+    fronts = ("own", "package")
+
     def step(self, a: Any, b: Any) -> None:
         _, gradients = self.gradients(self.params, a, b)
         if self.calls % 3:
@@ -119,6 +121,8 @@ class MicrobatchesOfTwo(Program):
 class TwoDataSets(Program):
     """Two data sets of other sizes in one loop; a step with each, or one with both."""
 
+    fronts = ("own", "package")
+
     def train(self) -> None:
         for epoch in range(self.epochs):
             pairs = zip(self.data(epoch), self.data(epoch + 7, self.batch_rows - 2), strict=False)
@@ -134,6 +138,8 @@ class TwoDataSets(Program):
 
 class TwoDataSetsInRun(Program):
     """Batches of two data sets as arguments of one strategy.run."""
+
+    fronts = ("own", "package")
 
     def train(self) -> None:
         def step(batch: Any, other: Any) -> None:
@@ -171,6 +177,8 @@ class Told(Program):
 class RestOfABatch(Program):
     """Rows that all replicas have after an epoch, told as no batch."""
 
+    fronts = ("own", "package")
+
     def after_epoch(self, epoch: int) -> None:
         with self.env.batch(None):
             self.step(self.x[:6], self.y[:6])
@@ -178,6 +186,8 @@ class RestOfABatch(Program):
 
 class OwnRowsUntold(Program):
     """The same without strategy.batch."""
+
+    fronts = ("own", "package")
 
     def after_epoch(self, epoch: int) -> None:
         self.step(self.x[:6], self.y[:6])
