@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nets.differential.layouts import SIZE, nodes_of
+from nets.differential.layouts import HOSTS, SIZE, nodes_of
 from nets.differential.rules import RULES, Rate
 
 AGGREGATIONS = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
@@ -116,11 +116,12 @@ def draw_optimizer(
 
 def draw_strategy(rng: np.random.Generator, kinds: tuple[str, ...] = ()) -> dict[str, Any]:
     """Draw a strategy with its options, one of `kinds` if any are given."""
-    kinds = kinds or (
-        ["OneDevice", "Mirrored", "MultiWorkerMirrored", "CentralStorage", "Mesh"]
-        if SIZE == 1
-        else ["Mirrored", *["MultiWorkerMirrored"] * 3, "CentralStorage", "Mesh", *["ParameterServer"] * 2]
-    )
+    if SIZE == 1:
+        kinds = kinds or ("OneDevice", "Mirrored", "MultiWorkerMirrored", "CentralStorage", "Mesh")
+    elif HOSTS > 1:
+        kinds = kinds or (*["MultiWorkerMirrored"] * 3, "Mesh", *["ParameterServer"] * 2)  # the others are of one node
+    else:
+        kinds = kinds or ("Mirrored", *["MultiWorkerMirrored"] * 3, "CentralStorage", "Mesh", *["ParameterServer"] * 2)
     kind = choose(rng, *kinds)
     spec = {
         "kind": kind, "layout": "shared", "devices": None, "replicas": None, "ops": None, "options": {}, "more": {}, "model": 1,
@@ -186,7 +187,7 @@ def draw_strategy(rng: np.random.Generator, kinds: tuple[str, ...] = ()) -> dict
             more["placement"] = "bytes"
         if rng.random() < 0.4:
             more["transport"] = choose(rng, "messages", "one_sided", "shared_window")
-            if spec["layout"] == "private" and more["transport"] == "shared_window":
+            if (spec["layout"] == "private" or HOSTS > 1) and more["transport"] == "shared_window":
                 more["transport"] = "messages"
         if rng.random() < 0.3:
             more["partitioner"] = int(rng.integers(2, 4))

@@ -11,14 +11,20 @@ from mpistrat.cluster.topology import Topology
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
+HOSTS = int(os.environ.get("NETS_HOSTS", "1"))  # real ones, that the ranks are on
 
 
 def nodes_of(layout: str) -> list[int]:
-    """Return the node of each rank: one for all ("shared"), each its own ("private"), or two that are made up."""
-    if layout == "shared" or SIZE == 1:
+    """Return the node of each rank: one for all ("shared"), each its own ("private"), or two that are made up.
+
+    Where the ranks are on several real hosts, their nodes are the hosts, in blocks of ranks; also of "private" ones each its own.
+    """
+    if SIZE == 1 or (layout == "shared" and HOSTS == 1):
         return [0] * SIZE
     if layout == "private":
         return list(range(SIZE))
+    if HOSTS > 1:
+        return [rank * HOSTS // SIZE for rank in range(SIZE)]
     return [rank * 2 // SIZE if SIZE != 3 else rank // 2 for rank in range(SIZE)]
 
 
@@ -49,7 +55,7 @@ def made_up_nodes(comm: Any = None, devices: Any = None, function: str = "", rep
 def set_layout(layout: str) -> None:
     """Let strategies that are made from now on see this layout."""
     os.environ["MPISTRAT_SHARED_MEMORY"] = "0" if layout == "private" else "1"
-    Topology.create = made_up_nodes if layout == "made up" and SIZE > 1 else _CREATE
+    Topology.create = made_up_nodes if layout == "made up" and SIZE > 1 and HOSTS == 1 else _CREATE
 
 
 def block(total: int, parts: int, index: int) -> int:

@@ -108,7 +108,7 @@ class Program:
             "front": choose(cls.fronts), "layout": choose(("shared", "shared", "private", "made up")),
         }  # fmt: skip
         exact = config["transformation"] in ("sgd", "nesterov", "lion")
-        return config | {"tolerance": cls.tolerance or (1e-9 if exact else 1e-7)}
+        return config | {"tolerance": cls.tolerance or (1e-9 if exact else 1e-6)}
 
     def __init__(self, env: Environment, config: Config, ranks: int) -> None:
         self.env, self.config, self.ranks = env, config, ranks

@@ -80,7 +80,7 @@ class Program:
         if model == "batch_norm" and config["kind"] == "empty":  # torch has no statistics of one row
             config["kind"] = "last"
         exact = config["optimizer"] in ("sgd", "nesterov")
-        config["tolerance"] = cls.tolerance or (1e-9 if exact else 1e-7)
+        config["tolerance"] = cls.tolerance or (1e-9 if exact else 1e-6)
         return config
 
     def __init__(self, env: Environment, config: Config, ranks: int) -> None:
