@@ -44,7 +44,8 @@ class Share:
     net: str  # differential, or a framework
     mpi: MpiEnv
     ranks: int
-    count: int
+    count: int  # the number after the last case
+    first: int = 0
     hosts: Hosts | None = None  # isolated ones with as many ranks each; None: this machine
 
     def words(self, seed: int, first: int, last: int) -> list[str]:
@@ -68,7 +69,7 @@ def run(share: Share, seed: int, launch: Launch = launch) -> Iterator[dict[str, 
     }  # one cache of all jobs
     env["NETS_HOSTS"] = str(len(share.hosts) if share.hosts is not None else 1)
     names = {"net": share.net, "mpi": share.mpi.name, "where": share.where, "ranks": share.ranks, "seed": seed}
-    first = 0
+    first = share.first
     while first < share.count:
         last = min(first + CHUNK, share.count)
         limit = START + EACH * (last - first)
@@ -81,8 +82,17 @@ def run(share: Share, seed: int, launch: Launch = launch) -> Iterator[dict[str, 
                 yield record | names
         if first < last:  # it died in a case, or before the first one
             ended = f"did not end within {limit:g} s" if result.timed_out else f"exit status {result.returncode}"
-            detail = f"{ended}\n{result.stderr[-3000:]}"
-            yield {"number": first, "result": "died", "detail": detail} | names
+            told = [
+                line["failed"]
+                for text in result.out
+                for line in records(text)
+                if line["number"] == first and line.get("clear")
+            ]
+            clear = (
+                bool(told) and not result.timed_out
+            )  # the ranks that had no error were ended with the one that had it
+            detail = told[0] if clear else f"{ended}\n{result.stderr[-3000:]}"
+            yield {"number": first, "result": "error" if clear else "died", "detail": detail} | names
             if begun < first:  # it would not start the next time either
                 return
             first += 1
@@ -116,11 +126,11 @@ def shares(
         for ranks in RANKS
     ]
     if hosts is not None:
-        made += [Share("differential", mpi, 4, some(DIFFERENTIAL / 10 / len(mpis)), hosts) for mpi in mpis]
+        made += [Share("differential", mpi, 4, some(DIFFERENTIAL / 10 / len(mpis)), hosts=hosts) for mpi in mpis]
     if frameworks is not None:
         made += [Share(net, frameworks, ranks, some(count / 2)) for net, count in PROGRAMS.items() for ranks in (2, 3)]
         if hosts is not None:
-            made.append(Share("torch", frameworks, 4, some(PROGRAMS["torch"] / 10), hosts))
+            made.append(Share("torch", frameworks, 4, some(PROGRAMS["torch"] / 10), hosts=hosts))
     return [share for share in made if not only or share.net in only]
 
 

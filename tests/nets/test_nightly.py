@@ -61,6 +61,19 @@ def test_a_job_that_never_starts_is_not_started_for_each_case():
     assert [record["result"] for record in found] == ["died"]
 
 
+@pytest.mark.parametrize(
+    ("clear", "returncode", "result"), [(True, 1, "error"), (False, 1, "died"), (True, None, "died")]
+)
+def test_a_clear_error_that_ends_the_job_is_one(clear, returncode, result):
+    """A rank whose program raises an error ends the others; its own line tells which error it was."""
+    line = json.dumps({"number": 0, "failed": "BatchError: ms.torch: no batch", "clear": clear})
+    job = ended(lines(begun=0), returncode)
+    job.out.append(line)
+    (found,) = nightly.run(nightly.Share("torch", MPI, 2, 1), 7, lambda *_, **__: job)
+    assert found["result"] == result
+    assert ("BatchError" in found["detail"]) == (result == "error")
+
+
 def test_a_hang_is_told():
     share = nightly.Share("torch", MPI, 2, 1)
     found = list(nightly.run(share, 7, lambda *_, **__: ended(lines(begun=0), None)))

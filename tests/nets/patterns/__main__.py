@@ -61,13 +61,13 @@ def run_programs(
             rng = np.random.default_rng([seed, number])
             config = module.config(rng, number, (only or {}).get("program")) | (only or {})
             yield {"number": number, "begins": True, "config": config}
-            result, detail = run_program(framework, module, config, world, shared, own)
+            result, detail = run_program(framework, module, number, config, world, shared, own)
             yield {"number": number, "result": result, "detail": detail, "config": config}
         world.Barrier()
 
 
 def run_program(
-    framework: str, module: Any, config: dict[str, Any], world: Any, shared: str, own: str
+    framework: str, module: Any, number: int, config: dict[str, Any], world: Any, shared: str, own: str
 ) -> tuple[str, str]:
     """Run one program both ways; return its result. Collective."""
     from nets.differential.layouts import set_layout
@@ -89,6 +89,8 @@ def run_program(
                 left = True
             except Exception as error:
                 failure = Failure.of(error)
+                # Other ranks may be in another collective, which ends the job: this line is what the program would have said.
+                print(json.dumps({"number": number, "failed": failure.line, "clear": failure.clear}), flush=True)
             try:
                 env.close()
             except Exception as error:

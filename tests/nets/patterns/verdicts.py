@@ -36,6 +36,11 @@ class Failure:
         return cls(type(error).__name__, str(error), ours, place)
 
     @property
+    def line(self) -> str:
+        """The error and where it was raised, in a line."""
+        return f"{self.kind}: {self.text[:500]} @ {self.place}"
+
+    @property
     def clear(self) -> bool:
         """Whether the package says in its form what was wrong."""
         return self.ours and bool(FORM.match(self.text)) and self.kind not in SECOND_HAND
@@ -67,7 +72,7 @@ def verdict(
     distances: Sequence[tuple[float, str]],
 ) -> tuple[str, str]:
     """Return the result of a program and what there is to say of it, from all ranks' outcomes."""
-    texts = [f"{failure.kind}: {failure.text[:500]} @ {failure.place}" for failure in failures if failure]
+    texts = [failure.line for failure in failures if failure]
     if reference is not None:
         both = all(failure is not None and failure.kind == reference.kind for failure in failures)
         return ("equal" if both else "wrong"), f"plain: {reference.kind}: {reference.text[:300]} | package: {texts[:1]}"

@@ -10,11 +10,11 @@ pytest.importorskip("keras")
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, id="np2"), pytest.param(3, id="np3")])
-def test_programs_are_equal_to_one_process_or_documented(mpi_run, ranks):
+def test_programs_are_equal_to_one_process_or_documented(mpi, ranks):
     from nets.programs import check
 
     backend = os.environ.get("KERAS_BACKEND", "")
     if backend not in ("torch", "jax"):
         pytest.skip(f"no programs for KERAS_BACKEND={backend!r}")
     first = 0 if ranks == 2 else 40
-    check(mpi_run, f"keras-{backend}", ranks, first, first + 30)
+    check(mpi, f"keras-{backend}", ranks, first, first + 30)
