@@ -9,30 +9,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Difference:
-    """A program whose numbers differ, or that is refused, and the page that says so."""
+    """A program whose numbers differ, and the page that says so."""
 
     framework: str
-    programs: tuple[str, ...]  # the first one's name is that of a program or of a model
+    programs: tuple[str, ...]  # names of programs, models, transformations or optimizers
     reason: str
     page: str
     kinds: tuple[str, ...] = ("unequal", "last", "empty", "equal")
-    refused: bool = False
-    optimizers: tuple[str, ...] = ()  # if any are named, only with these
 
     def covers(self, framework: str, config: Mapping[str, Any]) -> bool:
         """Return whether this is the program of a configuration."""
         names = {config.get("program"), config.get("model"), config.get("transformation"), config.get("optimizer")}
-        rules = not self.optimizers or config.get("optimizer") in self.optimizers
-        named = bool(names & set(self.programs)) and rules
-        return framework.startswith(self.framework) and named and config["kind"] in self.kinds
+        named = bool(names & set(self.programs)) and config["kind"] in self.kinds
+        return framework.startswith(self.framework) and named
 
 
 DIFFERENCES = (
-    Difference(
-        "torch", ("heads_in_turn",),
-        "Steps of an optimizer are counted together, which changes the bias correction of parameters used in some steps only.",
-        "docs/frameworks/pytorch.md", optimizers=("adam", "adamw", "nadam", "radam", "adamax"),
-    ),
     Difference(
         "keras", ("embed_mask", "masked_metric", "y_ragged_mask", "masking", "mean_weight_loss"),
         "Masks and mean_with_sample_weight divide by the sum of each rank's own weights, as in DDP.",
