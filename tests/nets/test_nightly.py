@@ -118,6 +118,8 @@ def test_only_equal_numbers_and_clear_errors_of_all_ranks_pass(failures, away, r
 def test_a_program_that_fails_in_plain_training_proves_nothing():
     assert verdict("torch", CONFIG, [None, None], PYTHON, [(0.0, "")] * 2)[0] == "wrong"
     assert verdict("torch", CONFIG, [PYTHON, PYTHON], PYTHON, [(0.0, "")] * 2)[0] == "equal"
+    assert verdict("torch", CONFIG, [PYTHON, None], PYTHON, [(0.0, "")] * 2)[0] == "wrong"
+    assert verdict("torch", CONFIG, [OURS, OURS], PYTHON, [(0.0, "")] * 2)[0] == "error"
 
 
 def test_documented_differences_are_those_of_their_program_and_parts_only():

@@ -73,14 +73,16 @@ def verdict(
 ) -> tuple[str, str]:
     """Return the result of a program and what there is to say of it, from all ranks' outcomes."""
     texts = [failure.line for failure in failures if failure]
+    everywhere = bool(texts) and len(texts) == len(failures)
+    clear = everywhere and all(f and f.ours for f in failures) and any(f and f.clear for f in failures)
     if reference is not None:
-        both = all(failure is not None and failure.kind == reference.kind for failure in failures)
-        return ("equal" if both else "wrong"), f"plain: {reference.kind}: {reference.text[:300]} | package: {texts[:1]}"
+        same = everywhere and all(f and f.kind == reference.kind for f in failures)
+        detail = f"plain: {reference.kind}: {reference.text[:300]} | package: {texts[:1]}"
+        return ("equal" if same else "error" if clear else "wrong"), detail
     if texts:
         text = " || ".join(sorted(set(texts)))[:1200]
-        if len(texts) < len(failures):
-            return "wrong", f"an error on ranks {[r for r, f in enumerate(failures) if f]} only: {text}"
-        clear = all(f and f.ours for f in failures) and any(f and f.clear for f in failures)
+        if not everywhere:
+            text = f"an error on ranks {[rank for rank, f in enumerate(failures) if f]} only: {text}"
         return ("error" if clear else "wrong"), text
     away, where = max(distances)
     if away <= config["tolerance"]:
