@@ -68,7 +68,8 @@ class Program:
         }  # fmt: skip
         if config["servers"]:  # steps are those of strategy.run, and servers sum
             config |= {"in_run": True, "overlap": False, "layout": "shared"}
-            config["model"] = cls.models[0] if config["model"] == "batch_norm" else config["model"]
+            if config["model"] in ("batch_norm", "buffers", "spectral"):  # servers compute no buffers
+                config["model"] = cls.models[0]
         elif config["overlap"]:
             config["layout"] = choose(("private", "made up"))
         model, optimizer = config["model"], config["optimizer"]

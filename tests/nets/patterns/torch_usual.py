@@ -24,7 +24,6 @@ class Plain(Program):
 
 class Scheduled(Program):
     scheduled = True
-    served = True
 
 
 class Accumulate(Program):
