@@ -66,7 +66,9 @@ def compare_weights(run: Run, names: list[str], what: str = "weights") -> None:
         dtype = variable["dtype"]
         worlds = [w.weights[name] for w in own_worlds(run)]
         if run.coded and dtype == "float32":  # a weight lacks the rounding of its last change
-            found = worlds[0] + np.clip(abs(found - worlds[0]) - 0.004, 0, None) * np.sign(found - worlds[0])
+            change = abs(worlds[0] - run.before.get(name, worlds[0]))
+            slack = np.maximum(0.004, change / 128)
+            found = worlds[0] + np.clip(abs(found - worlds[0]) - slack, 0, None) * np.sign(found - worlds[0])
         compare(run, f"{what} of {name} ({dtype})", found, worlds, allowed_part(run, name))
 
 

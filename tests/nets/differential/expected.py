@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import mpistrat as ms
-from nets.differential.layouts import SIZE, nodes_of
+from nets.differential.layouts import RANK, SIZE, nodes_of
 from nets.differential.reference import ROUNDING, constrained, rounded
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def advance(
     for i in range(count):
         for k, world in enumerate(run.worlds[node_of[run.replica_ranks[i]]]):
             losses[k][i] = float(world.loss(parts[i], names).sum()) * weights[i]
+    run.before = dict(run.worlds[node_of[RANK]][0].weights)
     servers, codec = spec["kind"] == "ParameterServer", codec_now(run)
     expected_failure = False
     for index in plan["used"]:

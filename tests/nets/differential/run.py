@@ -27,6 +27,7 @@ class Run:
         self.tags: set[tuple[str, str]] = set()  # the options that the case had, each with its strategy
         self.strategy: Any = None
         self.problem = ""
+        self.before: dict[str, np.ndarray] = {}  # weights of this rank's node before the last step
         self.coded = False  # whether numbers have lost bits between nodes
         self.counts = {name: np.zeros(c["shape"]) for name, c in case.counters.items()}
         self.specs = [copy.deepcopy(spec) for spec in case.optimizers]
