@@ -39,17 +39,13 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--count", type=int, default=20, help="the number after the last case")
     parser.add_argument("--kinds", nargs="*", default=(), help="strategies to draw from, such as ParameterServer Mesh")
-    parser.add_argument(
-        "--avoid", nargs="*", default=None, help="names of open faults to keep away from; none: avoid none"
-    )
     options = parser.parse_args()
     prepare(options.seed)
-    from nets.differential.cases import OPEN_FAULTS, run_cases
+    from nets.differential.cases import run_cases
     from nets.differential.layouts import RANK
 
-    avoid = OPEN_FAULTS if options.avoid is None else tuple(options.avoid)
     failed = 0
-    for record in run_cases(options.seed, options.first, options.count, avoid, tuple(options.kinds)):
+    for record in run_cases(options.seed, options.first, options.count, tuple(options.kinds)):
         failed += record.get("result") == "wrong"
         if RANK == 0:
             print(json.dumps(record, default=str), flush=True)

@@ -12,12 +12,10 @@ SHAPES = [(), (1,), (1, 1), (7,), (5, 3), (4, 8), (2, 3, 4), (0,), (3, 0), (17, 
 
 
 class Case:
-    """Everything that is drawn of a case. The faults in `avoid` are kept away from, `kinds` are strategies to draw from."""
+    """Everything that is drawn of a case. `kinds` are strategies to draw from; none are all."""
 
-    def __init__(
-        self, seed: int, number: int, avoid: frozenset[str] = frozenset(), kinds: tuple[str, ...] = ()
-    ) -> None:
-        self.seed, self.number, self.avoid, self.kinds = seed, number, avoid, kinds
+    def __init__(self, seed: int, number: int, kinds: tuple[str, ...] = ()) -> None:
+        self.seed, self.number = seed, number
         rng = self.rng = np.random.default_rng([seed, number, SIZE])
         self.segments = int(rng.integers(2, 5))
         self.strategy = draw_strategy(rng, kinds)
@@ -41,7 +39,6 @@ class Case:
                 "state",
                 "owner",
             )
-            event = "none" if event in avoid else event
             self.events.append(event)
             other = draw_strategy(rng, kinds) if event == "switch" else None
             self.later.append(other)
@@ -52,18 +49,12 @@ class Case:
             if event == "state" and {"again", "switch"} & set(self.events[i:]):
                 self.events[i] = "none"
         specs = [self.strategy] + [s for s in self.later if s]
-        behind = any(
-            s["kind"] == "ParameterServer" and s["more"]["num_ps"] > 1 and s["mode"] != "stale0" for s in specs
-        )
-        behind = behind and "server steps" in avoid
-        if behind:
-            self.events = ["none" if event == "new" else event for event in self.events]
         self.codec = next((s["options"]["wire"] for s in specs if s["options"].get("wire")), None)
         if any(s["options"].get("wire") == "int8" for s in specs):
             self.codec = "int8"
         more = np.random.default_rng([seed, number, SIZE, 1])  # of its own: what was drawn before stays as it is
         self.narrow = bool(more.random() < 0.2) if servers else bool(rng.random() < 0.2)
-        self.settings = [bool(more.random() < 0.3) and "settings" not in avoid for _ in self.events]
+        self.settings = [bool(more.random() < 0.3) for _ in self.events]
         self.large = SIZE > 1 and (
             self.codec is not None
             or rng.random() < 0.15
@@ -80,9 +71,6 @@ class Case:
         self.overflow = (
             rng.random() < 0.5 and (scaled or checked) and not self.codec and all(s["mode"] != "stale0" for s in specs)
         )
-        self.overflow &= not ("local overflow" in avoid and any(s["more"].get("local_steps") for s in specs))
-        averages = any(o["common"].get("use_ema") for o in self.optimizers)
-        self.overflow &= not ("refused average" in avoid and averages)
         self.begin = bool(
             not self.overflow and (rng.random() < 0.4 or any(s["more"].get("sharded_gradients") for s in specs))
         )
@@ -91,7 +79,7 @@ class Case:
             s["more"].get("local_steps") or s["more"].get("sharded_gradients") or s["options"].get("wire")
             for s in specs
         )
-        self.absent = rng.random() < 0.35 and not behind
+        self.absent = rng.random() < 0.35
         self.delivery = {name: choose(rng, "grad", "grad", "own", "float64", "strided") for name in self.variables}
 
     def draw_variables(self, rng: np.random.Generator) -> None:

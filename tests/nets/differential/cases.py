@@ -15,25 +15,14 @@ from nets.differential.layouts import RANK, SIZE, WORLD
 from nets.differential.run import Failure, Run
 from nets.differential.steps import run_segment
 
-# Faults of the package that are known and open: cases keep away from them. Take a name out once its fault is mended.
-#   decay: weight_decay is set after the first step         server steps: a server gets a first variable of an optimizer late
-#   local overflow: a step is skipped under local_steps     first grad: two replicas of a worker make v.grad at the same time
-#   refused average: a refused step makes a variable count as updated, which has an average then
-#   settings: settings change between steps
-OPEN_FAULTS = (
-    "decay", "server steps", "local overflow", "first grad", "refused average", "settings",
-)  # fmt: skip
 
-
-def run_cases(
-    seed: int, first: int, last: int, avoid: tuple[str, ...] = OPEN_FAULTS, kinds: tuple[str, ...] = ()
-) -> Iterator[dict[str, Any]]:
+def run_cases(seed: int, first: int, last: int, kinds: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
     """Run cases `first` to `last` - 1 of a seed; yield a record before and after each. Collective."""
     folder = WORLD.bcast(tempfile.mkdtemp(prefix="differential-") if RANK == 0 else None)
     try:
         for number in range(first, last):
             yield {"number": number, "begins": True}
-            case = Case(seed, number, frozenset(avoid), kinds)
+            case = Case(seed, number, kinds)
             tags, problem = run_case(case, folder)
             record = {
                 "number": number,

@@ -35,9 +35,6 @@ def happen(run: Run, segment: int, event: str) -> None:
             if len(run.worlds) > 1 and next(iter(run.worlds.values()))[0].optimizers[i].anchors:
                 outer_step(run, i)
     worlds = [world for some in run.worlds.values() for world in some]
-    unused = "unused optimizers" in case.avoid and any(o.calls == 0 for o in worlds[0].optimizers)
-    if unused and event in ("iterations", "again"):
-        event = "none"
     if event == "rate":
         for spec, optimizer in zip(run.specs, run.optimizers, strict=True):
             spec["rate"] = draw_rate(rng, spec["rule"])
@@ -121,8 +118,7 @@ def happen(run: Run, segment: int, event: str) -> None:
             for i in range(len(run.specs)):
                 if len(run.worlds) > 1 and next(iter(run.worlds.values()))[0].optimizers[i].anchors:
                     outer_step(run, i)
-        if "settings in files" not in case.avoid:
-            disturb_settings(run)
+        disturb_settings(run)
         if strategy.restore(path) != {"segment": segment}:
             run.note("extra of a file")
         run.load_reference(kept)

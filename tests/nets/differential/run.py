@@ -141,10 +141,6 @@ class Run:
                     for worlds in self.worlds.values():
                         for world in worlds:
                             world.weights.setdefault(name, start.astype(np.float64))
-            if self.spec["kind"] == "ParameterServer" and self.works and "first grad" in self.case.avoid:
-                for handle in self.made.values():
-                    if not isinstance(handle, ms.ShardedVariable):
-                        handle.gradient(0)
             for name, c in case.counters.items():
                 if name not in self.counters:
                     sync = ms.VariableSynchronization.ON_READ if c["on_read"] else ms.VariableSynchronization.AUTO
@@ -158,8 +154,6 @@ class Run:
     def as_made(self, index: int) -> dict[str, Any]:
         """Return the settings with which a program makes an optimizer: those of its first line, not those set later."""
         spec, first = self.specs[index], self.first_specs[index]
-        if "settings in files" in self.case.avoid:
-            return spec
         numbers = isinstance(spec["rate"], float) and isinstance(first["rate"], float)
         return spec | {"args": first["args"], "common": first["common"]} | ({"rate": first["rate"]} if numbers else {})
 
