@@ -86,7 +86,7 @@ class Program:
     kinds: ClassVar[tuple[str, ...]] = KINDS
     clips = True
     #: How gradients get their weight: jax.value_and_grad, whose gradients apply weights; that of the package; apply's of=.
-    fronts: ClassVar[tuple[str, ...]] = ("own", "package", "of")
+    fronts: ClassVar[tuple[str, ...]] = ("own", "package", "package", "of", "of")
     dtype: ClassVar[Any] = None  # None: float64
     tolerance: ClassVar[float | None] = None
     epochs = 4

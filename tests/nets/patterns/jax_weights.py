@@ -66,7 +66,7 @@ class TwoLosses(Program):
 class OwnAccumulation(Program):
     """Gradients of three batches, added up by hand."""
 
-    fronts = ("own", "package")
+    fronts = ("own", "package", "package")
 
     def step(self, a: Any, b: Any) -> None:
         _, gradients = self.gradients(self.params, a, b)
@@ -121,7 +121,7 @@ class MicrobatchesOfTwo(Program):
 class TwoDataSets(Program):
     """Two data sets of other sizes in one loop; a step with each, or one with both."""
 
-    fronts = ("own", "package")
+    fronts = ("own", "package", "package")
 
     def train(self) -> None:
         for epoch in range(self.epochs):
@@ -139,7 +139,7 @@ class TwoDataSets(Program):
 class TwoDataSetsInRun(Program):
     """Batches of two data sets as arguments of one strategy.run."""
 
-    fronts = ("own", "package")
+    fronts = ("own", "package", "package")
 
     def train(self) -> None:
         def step(batch: Any, other: Any) -> None:
@@ -177,7 +177,7 @@ class Told(Program):
 class RestOfABatch(Program):
     """Rows that all replicas have after an epoch, told as no batch."""
 
-    fronts = ("own", "package")
+    fronts = ("own", "package", "package")
 
     def after_epoch(self, epoch: int) -> None:
         with self.env.batch(None):
@@ -187,7 +187,7 @@ class RestOfABatch(Program):
 class OwnRowsUntold(Program):
     """The same without strategy.batch."""
 
-    fronts = ("own", "package")
+    fronts = ("own", "package", "package")
 
     def after_epoch(self, epoch: int) -> None:
         self.step(self.x[:6], self.y[:6])
