@@ -195,6 +195,7 @@ class ThroughBytes(Program):
         torch.save({"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}, held)
         held.seek(0)
         state = torch.load(held)
+        self.env.barrier()  # all ranks of a node have read the one copy
         for p in self.net.parameters():
             with torch.no_grad():
                 if self.env.rank == 0:
