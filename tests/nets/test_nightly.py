@@ -122,6 +122,11 @@ def test_a_program_that_fails_in_plain_training_proves_nothing():
     assert verdict("torch", CONFIG, [OURS, OURS], PYTHON, [(0.0, "")] * 2)[0] == "error"
 
 
+def test_a_server_takes_no_steps_that_could_fail():
+    assert verdict("torch", CONFIG | {"servers": True}, [OURS, OURS, None], None, [(0.0, "")] * 3)[0] == "error"
+    assert verdict("torch", CONFIG | {"servers": True}, [OURS, None, None], None, [(0.0, "")] * 3)[0] == "wrong"
+
+
 def test_documented_differences_are_those_of_their_program_and_parts_only():
     masks = CONFIG | {"program": "mean_weight_loss"}
     assert verdict("keras-jax", masks, [None], None, [(0.1, "w")])[0] == "documented"

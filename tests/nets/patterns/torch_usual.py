@@ -23,6 +23,7 @@ class Plain(Program):
 
 
 class Scheduled(Program):
+    served = True
     scheduled = True
 
 
