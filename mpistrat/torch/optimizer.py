@@ -189,7 +189,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                         if name not in slots and name != "step" and not value.shape
                     }
                     lag = rule.iterations - int(state.get("step", rule.iterations))
-                    taken[variable] = Taken(0, lag, True, scalars)
+                    taken[variable] = Taken(0, lag, _has_begun(state), scalars)
             if slots or any(link.variable is known for known in rule.variables):
                 _give(rule, link.variable, slots)
         rule.load_taken(taken)

@@ -378,8 +378,8 @@ class TorchRule(Optimizer):
             f"{names} changed on a worker",
         )
         remedy = (
-            "Use an optimizer of ms.optimizers with a schedule (its gradients: ms.torch.gradients(module)), or a strategy without "
-            "servers"
+            "Use an optimizer of ms.optimizers with a schedule (its gradients: ms.torch.gradients(module)), or a strategy "
+            "without servers"
         )
         raise RuntimeError(explain(f"{self.rule}.step", names, expected=expected, got=got, remedy=remedy))
 

@@ -59,7 +59,7 @@ class Passes:
 
     def __init__(self, strategy: Any, module: torch.nn.Module) -> None:
         self.idle = True
-        self._strategy, self._root = strategy, weakref.ref(module)
+        self._strategy, self._root = weakref.ref(strategy), weakref.ref(module)  # layers find it without holding them
         self._name = type(module).__name__
         self._active: set[int] = set()  # the ids of the modules of the pass that runs
         self._open: list[Callable[[], None] | None] = []  # what ends each call that runs; None of a call in a pass
@@ -137,7 +137,7 @@ class Passes:
         if len(known) == 1:  # of the pass that computed the inputs
             return known.pop()
         try:
-            weight = weight_of_pass(self._strategy, tensors, f"{self._name}.forward")
+            weight = weight_of_pass(self._strategy(), tensors, f"{self._name}.forward")
         except BatchError as error:
             if module.training:
                 raise
@@ -148,7 +148,7 @@ class Passes:
     def tells(self, inputs: Any) -> bool:
         """Return whether a pass with these inputs has a weight."""
         try:
-            weight_of_pass(self._strategy, _tensors(inputs), self._name)
+            weight_of_pass(self._strategy(), _tensors(inputs), self._name)
         except BatchError:
             return False
         return True

@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
 
+
 from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
@@ -244,9 +245,7 @@ def test_hooks_of_the_step_are_called_as_in_plain_torch():
         module = Heads().double()
         optimizer = optim.SGD(module.parameters(), lr=0.1)
         optimizer.register_step_pre_hook(lambda *_: seen.append("pre, before distribute"))
-        everywhere = torch.optim.optimizer.register_optimizer_step_post_hook(
-            lambda *_: seen.append("post, of all optimizers")
-        )
+        everywhere = register_optimizer_step_post_hook(lambda *_: seen.append("post, of all optimizers"))
         module, optimizer = wrap(module, optimizer)
         optimizer.register_step_post_hook(lambda opt, args, kwargs: seen.append(type(opt).__name__))
         take(module, optimizer, slice(None))
