@@ -41,9 +41,11 @@ class Link:
         counts: whether this rank computes; a server does not in training, nor does a worker without a batch.
         share: by what this rank's gradients are multiplied before the sum: its part of the batch's rows.
         rowless: whether this rank has no row of the batch, and computes with another one in its place.
+        some_rowless: whether a rank has none.
         in_step: whether a step of the model runs, whose metrics are this rank's own.
         in_epoch: whether workers step by servers, and have not met after it.
         in_sum: whether the gradients of the update that runs are summed already.
+        joined: the optimizers that were found when they updated the model, not in its attributes.
         left: where an update leaves its gradients, instead of taking them; None where it takes them.
         wants_stop: whether a callback of this rank alone may have asked to stop.
         stops: whether all ranks stop after this step.
@@ -64,7 +66,7 @@ class Link:
         grid = extended.placement.grid
         self._replica = None if grid is None or grid.replica.topology.size == 1 else grid.replica
         self.counts = True
-        self.share, self.rowless = 1.0 / self.size, False
+        self.share, self.rowless, self.some_rowless = 1.0 / self.size, False, False
         self.in_step = self.in_sum = self.in_epoch = False
         self.left: list[Any] | None = None
         self.wants_stop = self.stops = False
@@ -73,6 +75,7 @@ class Link:
         self.steps = 1
         self.update: Any = None
         self.alone = len(extended.replicas) == 1
+        self.joined: list[Any] = []
         self._staging: dict[np.dtype, np.ndarray] = {}  # memory used again: new pages cost as much as the sum
 
     # a step
@@ -92,11 +95,12 @@ class Link:
         if self.served:  # a step is one of this worker
             share = weight_of_pass(self.strategy, nest.flatten(batch), "fit") if total else 1.0
             self.share, self.rowless = share / summed_replicas(self.strategy), rows == 0
+            self.some_rowless = self.rowless
             return
         share = 1.0 / self.size if rows is None else rows / total
         if share != self.share or self.rowless:
             _settle()
-        self.share, self.rowless = share, rows == 0
+        self.share, self.rowless, self.some_rowless = share, rows == 0, 0 < total < self.size
 
     def sum_gradients(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """Return the sums over all ranks of their shares of arrays, one call for each dtype. Collective; in any thread.
@@ -235,6 +239,13 @@ class Link:
         with self._group.collective(f"keras {what}"):
             return np.asarray(self._group.all_gather_int(mine))
 
+    def differ(self, arrays: Sequence[np.ndarray]) -> list[bool]:
+        """Return which arrays some ranks have other numbers of. Collective, but under parameter servers: there all may differ."""
+        if self.served or not arrays:
+            return [True] * len(arrays)
+        table = self.numbers("state of a step", *(checksum(np.ascontiguousarray(a).reshape(-1)) for a in arrays))
+        return [bool(differs) for differs in (table != table[0]).any(axis=0)]
+
     def exchange(self, what: str, text: str) -> list[str]:
         """Return the texts of all ranks. Collective."""
         _settle()
@@ -268,6 +279,28 @@ class Link:
             with self._replica.collective("keras stop"):
                 self.stops = bool(self._replica.agree(int(wish), "max"))
 
+    def compare_weights(self, names: Sequence[str], arrays: Sequence[np.ndarray]) -> None:
+        """Check that all ranks have the same weights, but for rounding. Collective.
+
+        Raises:
+            CollectiveMismatchError: on every rank.
+        """
+        if not any(self.differ(arrays)):
+            return
+        theirs = self.broadcast(arrays)
+        pairs = zip(names, arrays, theirs, strict=True)
+        far = [name for name, mine, root in pairs if not _close(mine, root)]
+        everyones = self.exchange("weights", ", ".join(far[:3]))
+        ranks = [rank for rank, text in enumerate(everyones) if text]
+        if ranks:
+            got = f"others than rank {self.root}'s on {named('rank', ranks)}: {everyones[ranks[0]]}"
+            expected = "the same weights on every rank after an epoch"
+            remedy = (
+                "Let only Keras's optimizers update trainable weights, which average gradients over ranks, and assign numbers "
+                "that all ranks have; trainable=False for what each rank changes by its own rows"
+            )
+            raise CollectiveMismatchError(explain("fit", "", expected=expected, got=got, remedy=remedy))
+
     def compare_replicas(self, function: str, what: str, arrays: Iterable[Any]) -> None:
         """Check that the ranks of each replica have the same arrays. Collective, where replicas have several ranks.
 
@@ -294,6 +327,13 @@ class Link:
         if who and len(who) < len(table) and not self.stops:
             log.logger.info("keras: stop_training was set by %s: all ranks stop", named("rank", who))
         return bool(who)
+
+
+def _close(a: np.ndarray, b: np.ndarray) -> bool:
+    """Return whether arrays differ by rounding at most, as after the same steps on other processors."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    largest = np.abs(b, where=np.isfinite(b), out=np.zeros_like(b)).max(initial=0.0)
+    return bool(np.allclose(a, b, rtol=1e-3, atol=1e-3 * float(largest), equal_nan=True))
 
 
 def _settle() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import ContextError, LayoutError, explain
 from .link import Link, subclass
 
-__all__ = ["DistributedOptimizer", "distribute_optimizer", "not_in_fit"]
+__all__ = ["DistributedOptimizer", "distribute_optimizer", "in_graph", "not_in_fit"]
 
 
 class DistributedOptimizer(keras.optimizers.Optimizer):
@@ -38,7 +38,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             known = self._trainable_variables if variables is None else variables
             if _torch_update()(self, list(grads), known):
                 return
-        super().apply(sum_over_ranks(self.mpistrat, list(grads), variables), variables)
+        grads = sum_over_ranks(self.mpistrat, list(grads), variables)
+        with self.mpistrat.after_sum():
+            super().apply(grads, variables)
 
     def _apply_by_servers(self, gradients: list[Any], variables: list[Any] | None) -> None:
         """Push the gradients, and take over the servers' weights."""
@@ -118,6 +120,21 @@ def sum_over_ranks(link: Link, gradients: Sequence[Any], variables: Sequence[Any
     for index, total in zip(there, add(link, [gradients[index] for index in there], shapes), strict=True):
         totals[index] = total
     return totals
+
+
+def in_graph(tensors: Iterable[Any]) -> bool:
+    """Return whether tensors are of a function that is being compiled, without numbers."""
+    if keras.backend.backend() == "torch":
+        import torch
+
+        return bool(torch.compiler.is_compiling())
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
+    import tensorflow as tf
+
+    return not tf.executing_eagerly()
 
 
 def _torch_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:

@@ -13,7 +13,15 @@ from keras.src.random import seed_generator
 
 from .link import Link
 
-__all__ = ["arrays_of", "describe", "is_seed", "statistics_of", "take_from_root"]
+__all__ = [
+    "arrays_of",
+    "describe",
+    "describe_optimizer",
+    "optimizers_in",
+    "own_arrays",
+    "statistics_of",
+    "take_from_root",
+]
 
 
 def arrays_of(variables: Sequence[Any]) -> list[np.ndarray]:
@@ -21,23 +29,28 @@ def arrays_of(variables: Sequence[Any]) -> list[np.ndarray]:
     return [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
 
 
-def is_seed(variable: Any) -> bool:
+def _is_seed(variable: Any) -> bool:
     """Return whether a variable is the state of a random generator."""
     return bool(variable.name == "seed_generator_state")
 
 
-def _optimizers(model: Any) -> Iterator[Any]:
-    for value in vars(model).values():
-        if isinstance(value, keras.optimizers.Optimizer):
-            yield value
+def optimizers_in(model: Any) -> list[Any]:
+    """Return the optimizers of a model: attributes of it and its layers, items of lists, tuples and dicts there, and others that joined."""
+    owners = [model, *model._flatten_layers(include_self=False)]
+    found = [optimizer for owner in owners for value in list(vars(owner).values()) for optimizer in _optimizers(value)]
+    return _once([*found, *model.mpistrat.joined])
 
 
-def _all(model: Any) -> list[Any]:
-    """Every variable once, the same order on every rank."""
-    found = [*model.variables]
-    for optimizer in _optimizers(model):
-        found += optimizer.variables
-    return list({id(variable): variable for variable in found}.values())
+def _optimizers(value: Any) -> Iterator[Any]:
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for child in list(value.values() if isinstance(value, dict) else value):
+            yield from _optimizers(child)
+
+
+def _once(items: list[Any]) -> list[Any]:
+    return list({id(item): item for item in items}.values())
 
 
 def describe(model: Any) -> str:
@@ -46,11 +59,14 @@ def describe(model: Any) -> str:
     for variable in model.variables:
         kind = "" if variable.trainable else " not trained"
         texts.append(f"{variable.name} {variable.dtype} {_shape(variable)}{kind}")
-    for optimizer in _optimizers(model):
-        settings = sorted((name, value) for name, value in optimizer.get_config().items() if name != "name")
-        texts.append(f"{type(optimizer).__name__} with {len(optimizer.variables)} variables")
-        texts += [f"{name}={_without_names(value)!r}" for name, value in settings]
-    return ", ".join(texts)
+    return ", ".join([*texts, *map(describe_optimizer, optimizers_in(model))])
+
+
+def describe_optimizer(optimizer: Any) -> str:
+    """Return what must be the same of an optimizer on every rank."""
+    settings = sorted((name, value) for name, value in optimizer.get_config().items() if name != "name")
+    texts = [f"{type(optimizer).__name__} with {len(optimizer.variables)} variables"]
+    return ", ".join([*texts, *(f"{name}={_without_names(value)!r}" for name, value in settings)])
 
 
 def _shape(variable: Any) -> str:
@@ -64,8 +80,15 @@ def _without_names(config: Any) -> Any:
     return config
 
 
+def _all(model: Any) -> list[Any]:
+    """Return every variable of a model and its optimizers once, in the same order on every rank."""
+    theirs = [variable for optimizer in optimizers_in(model) for variable in optimizer.variables]
+    return _once([*model.variables, *theirs])
+
+
 def take_from_root(link: Link, model: Any) -> None:
     """Give the variables of the model and its optimizers the root's numbers, and replicas other seeds. Collective."""
+    own_arrays(model)
     variables = [variable for variable in _all(model) if variable.dtype != "string"]
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
     common = seed_generator.global_seed_generator().state
@@ -78,7 +101,7 @@ def take_from_root(link: Link, model: Any) -> None:
         for seed in np.random.SeedSequence([zlib.crc32(state.data), link.rank, index]).generate_state(1)
     )
     for variable, mine, array in zip([*variables, common], [*arrays, None], theirs, strict=True):
-        if is_seed(variable) and not link.first:
+        if _is_seed(variable) and not link.first:
             array = array.copy()
             array[0] = next(own_seeds) ^ int(array[0])
         elif mine is not None and np.array_equal(_bits(mine), _bits(array)):
@@ -91,6 +114,24 @@ def take_from_root(link: Link, model: Any) -> None:
             torch.set_rng_state(torch.from_numpy(state))
         else:
             torch.manual_seed(next(own_seeds))
+
+
+def own_arrays(model: Any) -> None:
+    """Give each of JAX's variables of a model and its optimizers an array of its own.
+
+    An assignment from one variable to another lets both have one array, as those of averages to weights at the end of a fit.
+    A step of Keras deletes the arrays of the variables that it is called with.
+    """
+    if keras.backend.backend() != "jax":
+        return
+    import jax.numpy as jnp
+
+    seen: set[int] = set()
+    for variable in _all(model):
+        array = variable.value
+        if id(array) in seen:
+            variable.assign(jnp.array(array, copy=True))
+        seen.add(id(array))
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
