@@ -76,7 +76,7 @@ class Link:
         self.update: Any = None
         self.alone = len(extended.replicas) == 1
         self.joined: list[Any] = []
-        self._staging: dict[np.dtype, np.ndarray] = {}  # memory used again: new pages cost as much as the sum
+        self._staging: dict[tuple[np.dtype, int], np.ndarray] = {}  # memory used again: new pages cost as much as the sum
 
     # a step
 
@@ -127,9 +127,10 @@ class Link:
     def _sum_of_one_dtype(self, dtype: np.dtype, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Return the sums one after the other. One number more tells the other ranks that this one wants to stop."""
         ends = list(itertools.accumulate(array.size for array in arrays))
-        mine = self._staging.get(dtype)
-        if mine is None or mine.size != ends[-1] + 1:
-            mine = self._staging[dtype] = np.empty(ends[-1] + 1, dtype)
+        place = (dtype, ends[-1])
+        if place not in self._staging:
+            self._staging[place] = np.empty(ends[-1] + 1, dtype)
+        mine = self._staging[place]
         for array, end in zip(arrays, ends, strict=True):
             part = mine[end - array.size : end].reshape(array.shape)
             if self.rowless:  # what stands in the row's place may give NaN

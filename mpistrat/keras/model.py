@@ -17,6 +17,7 @@ from .callbacks import on_this_rank
 from .inputs import Batches, ServedBatches, arrays_in, batches_of
 from .jax_step import JaxStep
 from .link import Link
+from .losses import over_ranks
 from .optimizer import distribute_optimizer, not_in_fit
 from .served import ServedUpdate, check_served
 from .state import arrays_of, describe, optimizers_in, own_arrays, statistics_of, take_from_root
@@ -363,7 +364,7 @@ class Step:
         link = self._model.mpistrat
         if not link.counts:
             return ({}, *state) if state else {}
-        with link.step():
+        with link.step(), over_ranks(link):
             if not link.some_rowless:
                 return self._function(*state, source)
             return self._with_rowless_ranks(*state, source)

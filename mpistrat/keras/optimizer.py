@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import ContextError, LayoutError, explain
 from .link import Link, subclass
 
-__all__ = ["DistributedOptimizer", "distribute_optimizer", "in_graph", "not_in_fit"]
+__all__ = ["DistributedOptimizer", "distribute_optimizer", "in_graph", "not_in_fit", "sum_over_ranks"]
 
 
 class DistributedOptimizer(keras.optimizers.Optimizer):
