@@ -34,6 +34,7 @@ class Agreement(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Take over the root's weights, and its epoch: it may have read a backup. Collective."""
         self._link.wants_stop = self._link.stops = False
+        self._link.begin_training()
         self.model.take_from_root()
         if self._link.update is not None:
             self._link.update.begin()

@@ -36,10 +36,12 @@ class Batches(data_adapter.DataAdapter):
 
     Attributes:
         counts: how many rows this rank had of each batch of the last epoch.
+        training: whether a step of training takes each batch.
     """
 
     def __init__(self, link: Link) -> None:
         self.link = link
+        self.training = False
         self.counts: list[int] = []
 
     @abstractmethod
@@ -63,7 +65,7 @@ class Batches(data_adapter.DataAdapter):
     def __iter__(self) -> Iterator[Any]:
         self.counts, self.link.counts = [], True
         for batch, rows, total in self.local_batches():
-            self.link.begin_batch(rows, total, batch)
+            self.link.begin_batch(rows, total, batch, self.training)
             self.counts.append(_rows(batch) if rows is None else rows)
             yield _converted(batch)
 
@@ -365,7 +367,7 @@ def batches_of(
                 remedy = "Put it into the dataset: batches of (x, y) or (x, y, sample_weight)"
                 raise ValueError(explain(function, name, expected="none, beside a dataset", got="one", remedy=remedy))
         batches = DatasetBatches(link, _distributed(link, function, x, training), class_weight)
-        return ServedBatches(link, batches) if link.served and training else batches
+        return _for(link, training, batches)
     if isinstance(x, keras.utils.PyDataset):
         expected = "arrays, a dataset of ms.data, or batches of this rank's own"
         remedy = (
@@ -376,13 +378,19 @@ def batches_of(
     if array_data_adapter.can_convert_arrays((x, y, sample_weight)):
         settings = {"batch_size": batch_size, "steps": steps, "class_weight": class_weight}
         arrays = ArrayBatches(link, (x, y, sample_weight), shuffle, **settings)
-        if not (link.served and training):
-            return arrays
-        dealt = _distributed(link, function, arrays.dataset(), training)
-        return ServedBatches(link, arrays, DatasetBatches(link, dealt, None))
+        dealt = None
+        if link.served and training:
+            dealt = DatasetBatches(link, _distributed(link, function, arrays.dataset(), training), None)
+        return _for(link, training, arrays, dealt)
     adapter = get_data_adapter(x, y, sample_weight, batch_size, steps, False, class_weight)
-    own = OwnBatches(link, adapter, type(x).__name__)
-    return ServedBatches(link, own) if link.served and training else own
+    return _for(link, training, OwnBatches(link, adapter, type(x).__name__))
+
+
+def _for(link: Link, training: bool, whole: Batches, dealt: Batches | None = None) -> Batches:
+    """Return batches for training, or not."""
+    batches = ServedBatches(link, whole, dealt) if link.served and training else whole
+    batches.training = training
+    return batches
 
 
 def _distributed(link: Link, function: str, dataset: Any, training: bool) -> DistributedDataset:

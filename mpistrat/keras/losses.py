@@ -67,7 +67,7 @@ def _reduced(
     mine = ops.stop_gradient(ops.mean(ops.cast(divisors, "float32")))
     if keras.backend.backend() == "jax":
         mine = _after(sums.last, mine)
-    (sums.last,) = sum_over_ranks(sums.link, [mine], None)
+    (sums.last,) = sum_over_ranks(sums.link, [mine], lambda: sums.link.share)
     return loss * ops.cast(ops.divide_no_nan(mine, sums.last), loss.dtype)
 
 

@@ -211,10 +211,13 @@ class DistributedModel(keras.Model):
         return {**given, "callbacks": shown, "verbose": given["verbose"] if link.writes else 0}
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Do one step on the batches that ranks have; each counts alike. Collective.
+        """Do one step on the batches that ranks have. Collective.
+
+        A rank's batch weighs by its rows, if a distributed dataset handed it out; others count equally.
 
         Raises:
             LayoutError: under parameter servers.
+            BatchError: replicas have unequal parts of batches, and it cannot be told which batch this one is.
         """
         if self.mpistrat.served:
             raise not_in_fit("train_on_batch")
@@ -227,16 +230,20 @@ class DistributedModel(keras.Model):
     def _on_batch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         link, given = self.mpistrat, _arguments(function, args, kwargs)
         as_dict = given.pop("return_dict")
+        names = [name for name in ("x", "y", "sample_weight") if name in given]
         with link.errors():
-            link.begin_batch()
-            link.compare_replicas(
-                function.__name__, "batches", arrays_in((given["x"], given["y"], given["sample_weight"]))
-            )
+            data = tuple(given[name] for name in names)
+            link.begin_own_batch(function.__name__, [leaf for leaf in keras.tree.flatten(data) if leaf is not None])
+            link.compare_replicas(function.__name__, "batches", arrays_in(data))
+            if link.rowless:
+                given.update((name, keras.tree.map_structure(_with_row, given[name])) for name in names)
             if not link.current:
                 with link.together(function.__name__):
-                    self._symbolic_build(data_batch=(given["x"], given["y"], given["sample_weight"]))
+                    self._distribute_optimizers()
+                    self._symbolic_build(data_batch=tuple(given[name] for name in names))
                 link.same(function.__name__, "model", describe(self))
                 self.take_from_root()
+            own_arrays(self)
             function(**given, return_dict=True)
             logs = {name: float(value) for name, value in self.get_metrics_result().items()}
         return logs if as_dict else self._flatten_metrics_in_order(logs)
@@ -320,6 +327,13 @@ def _part(link: Link, variable: Any, array: np.ndarray) -> np.ndarray:
     if variable.aggregation == "only_first_replica" and not link.first:
         return np.zeros_like(array)
     return array
+
+
+def _with_row(array: Any) -> Any:
+    """Return an array of a batch, with a row that does not count where it has none."""
+    if array is None or array.shape[0]:
+        return array
+    return np.zeros((1, *array.shape[1:]), keras.backend.standardize_dtype(array.dtype))
 
 
 def _symbolic(array: Any) -> Any:
