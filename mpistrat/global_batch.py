@@ -32,9 +32,11 @@ __all__ = [
     "global_batch_size",
     "is_named",
     "named",
+    "now",
     "set_global_batch_size",
     "size_of_losses",
     "step_arguments",
+    "weights_since",
 ]
 
 _FORGET_FROM = 1024  # recorded arrays from which on those that were freed are removed
@@ -290,6 +292,10 @@ class HandedOut:
             if len(_arrays) + len(_views) >= _forget_at:
                 _forget()
         self._is_last(total)
+
+    def weights_of_last(self) -> set[float]:
+        """Return what the local replicas' parts of the batch weigh that was handed out last."""
+        return {part.weight for part in self._last}
 
     def say(self, total: int) -> None:
         """Record a batch of which only the size is known."""
@@ -575,6 +581,23 @@ def _leaves(value: Any) -> list[Any]:
         for leaf in nest.flatten(child):
             leaves += leaf.values if isinstance(leaf, DistributedValues) else [leaf]
     return leaves
+
+
+def is_named() -> bool:
+    """Return whether a `with strategy.batch(...)` block runs."""
+    return _named.get() is not None
+
+
+def now() -> int:
+    """Return a time in the order in which batches are handed out; see `weights_since`."""
+    return next(_times)
+
+
+def weights_since(time: int) -> set[float]:
+    """Return what this rank's parts weigh of the last batches of the datasets that handed out any after a time."""
+    datasets = [reference() for reference in list((_datasets.get() or {}).values())]
+    late = [dataset for dataset in datasets if dataset is not None and dataset.time > time]
+    return set().union(*(dataset.weights_of_last() for dataset in late))
 
 
 def _open() -> Iterator[HandedOut]:

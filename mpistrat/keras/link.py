@@ -168,7 +168,11 @@ class Link:
         return self.share
 
     def _share_of_loop(self) -> float:
-        return self._weight_of((), "Optimizer.apply") / self.size
+        try:
+            return self._weight_of((), "Optimizer.apply") / self.size
+        except BatchError as error:
+            why = "a loop of the program's own does not show which batch they are of"
+            raise self._ambiguous(why, "Pass the batch to strategy.run") from error
 
     def _share_of_compiled_loop(self, optimizer: Any) -> float:
         if self.strategy.extended.batches.uneven or self.share != 1.0 / self.size:
@@ -183,9 +187,9 @@ class Link:
 
     def _ambiguous(self, why: str, remedy: str) -> BatchError:
         return BatchError(
-            f"Optimizer.apply: these gradients have no weight: {why}. Ranks have unequal parts of batches (rank {self.rank} "
-            f"{self.share:.4g} of this one). {remedy}; or write `with strategy.batch(x):` around an update by one batch, x being an array "
-            "of it; or give ranks equal parts (drop_remainder=True)"
+            f"Optimizer.apply: these gradients have no weight: {why}. Ranks have unequal parts of batches (rank {self.rank}). {remedy}; "
+            "or write `with strategy.batch(x):` around an update by one batch, x being an array of it, None if it is of no distributed "
+            "dataset; or give ranks equal parts (drop_remainder=True)"
         )
 
     def sum_gradients(self, *arrays: np.ndarray, weigh: Callable[[], float]) -> list[np.ndarray]:
