@@ -78,9 +78,12 @@ class Link:
         self.update: Any = None
         self.alone = len(extended.replicas) == 1
         self.joined: list[Any] = []
-        self._begun = self._start = self._changed = 0  # steps of training; before this loop; the last with another share
-        self._parts, self._drawn = 0.0, 0  # of the last step of training: 0 where equal
-        self._staging: dict[tuple[np.dtype, int], np.ndarray] = {}  # memory used again: new pages cost as much as the sum
+        # Steps of training so far, and before this loop; the last one with other parts than before; its parts, 0 if equal.
+        self._begun = self._start = self._changed = 0
+        self._parts = 0.0
+        self._drawn = 0  # when the batch of the step was drawn
+        # Memory used again: new pages cost as much as the sum.
+        self._staging: dict[tuple[np.dtype, int], np.ndarray] = {}
 
     # a step
 
@@ -145,7 +148,8 @@ class Link:
         named = global_batch.is_named()
         if compiled:
             if named:
-                raise self._ambiguous("strategy.batch has no effect in a compiled function", "Compile without it: run_eagerly=True")
+                why, remedy = "strategy.batch has no effect in a compiled function", "Compile with run_eagerly=True"
+                raise self._ambiguous(why, remedy)
             return functools.partial(self.share_of_step if self.in_step else self._share_of_compiled_loop, optimizer)
         share = self.share_of_step(optimizer) if self.in_step and not named else self._share_of_loop()
         return lambda: share
@@ -164,7 +168,11 @@ class Link:
             raise self._ambiguous(why, remedy)
         weight = self.share * self.size
         if not all(math.isclose(other, weight) for other in global_batch.weights_since(self._drawn)):
-            raise self._ambiguous("the step has drawn another batch, of another weight", "Draw all of a step's rows in one batch")
+            why, remedy = (
+                "the step has drawn another batch, of another weight",
+                "Draw all of a step's rows in one batch",
+            )
+            raise self._ambiguous(why, remedy)
         return self.share
 
     def _share_of_loop(self) -> float:
@@ -182,14 +190,18 @@ class Link:
 
     def _weight_of(self, arrays: Sequence[Any], function: str) -> float:
         if not self.alone and self.strategy.extended.batches.uneven:
-            raise self._ambiguous(f"{function} on a rank with several replicas", "Use fit, or start one process for each replica")
+            why, remedy = (
+                f"{function} on a rank with several replicas",
+                "Use fit, or start one process for each replica",
+            )
+            raise self._ambiguous(why, remedy)
         return weight_of_pass(self.strategy, arrays, function)
 
     def _ambiguous(self, why: str, remedy: str) -> BatchError:
         return BatchError(
-            f"Optimizer.apply: these gradients have no weight: {why}. Ranks have unequal parts of batches (rank {self.rank}). {remedy}; "
-            "or write `with strategy.batch(x):` around an update by one batch, x being an array of it, None if it is of no distributed "
-            "dataset; or give ranks equal parts (drop_remainder=True)"
+            f"Optimizer.apply: these gradients have no weight: {why}. Ranks have unequal parts of batches (rank {self.rank}). "
+            f"{remedy}; or write `with strategy.batch(x):` around an update by one batch, x being an array of it, None if it is of "
+            "no distributed dataset; or give ranks equal parts (drop_remainder=True)"
         )
 
     def sum_gradients(self, *arrays: np.ndarray, weigh: Callable[[], float]) -> list[np.ndarray]:

@@ -56,15 +56,17 @@ def _reduced(
     values: Any, sample_weight: Any = None, mask: Any = None, reduction: str = "sum_over_batch_size", dtype: Any = None
 ) -> Any:
     """Return a loss as Keras does, in a step its part of that of all ranks' rows."""
-    divisors = mask
+    exact = keras.backend.standardize_dtype(dtype or keras.config.floatx()) == "float64"
+    divisors, exact_dtype = mask, "float64" if exact else "float32"
     if reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
-        copied = None if sample_weight is None else ops.convert_to_tensor(sample_weight, "float32") * 1.0  # changed in place
-        divisors = keras_losses.apply_mask(copied, mask, "float32", reduction)
+        given = sample_weight  # copied, since apply_mask changes it in place
+        given = None if given is None else ops.convert_to_tensor(given, exact_dtype) * 1.0
+        divisors = keras_losses.apply_mask(given, mask, exact_dtype, reduction)
     loss = _reduce(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
     sums = _sums.get()
     if sums is None or divisors is None:
         return loss
-    mine = ops.stop_gradient(ops.mean(ops.cast(divisors, "float32")))
+    mine = ops.stop_gradient(ops.mean(ops.cast(divisors, exact_dtype)))
     if keras.backend.backend() == "jax":
         mine = _after(sums.last, mine)
     (sums.last,) = sum_over_ranks(sums.link, [mine], lambda: sums.link.share)
@@ -72,7 +74,7 @@ def _reduced(
 
 
 def _after(first: Any, second: Any) -> Any:
-    """Return JAX's second array, which a compiled function computes after the first one: sums must be in one order on all ranks."""
+    """Return JAX's second array, to be computed after the first one: all ranks sum in one order."""
     import jax
 
     if first is None or getattr(first, "_trace", None) is not getattr(second, "_trace", None):

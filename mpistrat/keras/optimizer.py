@@ -108,7 +108,9 @@ def not_in_fit(function: str) -> LayoutError:
 def sum_over_ranks(
     link: Link, gradients: Sequence[Any], weigh: Callable[[], float], variables: Sequence[Any] | None = None
 ) -> list[Any]:
-    """Return the sum over all ranks of each gradient, multiplied by this rank's share; None stays None. Collective, when it is computed.
+    """Return the sum over all ranks of each gradient, multiplied by this rank's share; None stays None.
+
+    The computation is collective, in the step that runs.
 
     Args:
         link: of the model.

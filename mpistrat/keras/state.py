@@ -35,10 +35,10 @@ def _is_seed(variable: Any) -> bool:
 
 
 def optimizers_in(model: Any) -> list[Any]:
-    """Return the optimizers of a model: attributes of it and its layers, items of lists, tuples and dicts there, and others that joined."""
+    """Return the optimizers in attributes of a model and its layers, in lists, tuples and dicts there, and those that joined."""
     owners = [model, *model._flatten_layers(include_self=False)]
-    found = [optimizer for owner in owners for value in list(vars(owner).values()) for optimizer in _optimizers(value)]
-    return _once([*found, *model.mpistrat.joined])
+    values = [value for owner in owners for value in list(vars(owner).values())]
+    return _once([*(optimizer for value in values for optimizer in _optimizers(value)), *model.mpistrat.joined])
 
 
 def _optimizers(value: Any) -> Iterator[Any]:
