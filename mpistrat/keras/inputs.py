@@ -129,7 +129,9 @@ class ArrayBatches(Batches):
         return f"arrays {forms} in batches of {self._size} rows, digest of some rows {digest:08x}"
 
     def example(self) -> Any:
-        return self._taken(slice(0, min(self._size, self._rows)))
+        whole = min(self._size, self._rows)
+        low, high = (0, whole) if self.link.served else block(whole, self.link.size, self.link.rank)
+        return self._taken(slice(low, max(high, low + 1)))
 
     def _taken(self, rows: Any) -> Any:
         take = lambda leaf: leaf.convert_to_numpy(leaf[rows])  # noqa: E731

@@ -200,8 +200,8 @@ class Link:
     def _ambiguous(self, why: str, remedy: str) -> BatchError:
         return BatchError(
             f"Optimizer.apply: these gradients have no weight: {why}. Ranks have unequal parts of batches (rank {self.rank}). "
-            f"{remedy}; or write `with strategy.batch(x):` around an update by one batch, x being an array of it, None if it is of "
-            "no distributed dataset; or give ranks equal parts (drop_remainder=True)"
+            f"{remedy}; or write `with strategy.batch(x):` around an update by one batch, x being an array of it, None if it "
+            "is of no distributed dataset; or give ranks equal parts (drop_remainder=True)"
         )
 
     def sum_gradients(self, *arrays: np.ndarray, weigh: Callable[[], float]) -> list[np.ndarray]:

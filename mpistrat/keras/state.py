@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -66,7 +67,8 @@ def describe_optimizer(optimizer: Any) -> str:
     """Return what must be the same of an optimizer on every rank."""
     settings = sorted((name, value) for name, value in optimizer.get_config().items() if name != "name")
     texts = [f"{type(optimizer).__name__} with {len(optimizer.variables)} variables"]
-    return ", ".join([*texts, *(f"{name}={_without_names(value)!r}" for name, value in settings)])
+    texts += [f"{name}={_without_names(value)!r}" for name, value in settings]
+    return re.sub(r" at 0x[0-9a-f]+", "", ", ".join(texts))  # of objects in closures
 
 
 def _shape(variable: Any) -> str:
