@@ -206,9 +206,13 @@ class Ledger:
         step = _step.get()
         return set() if step is None else {record.part for leaf in step.leaves() for record in self._records(leaf)}
 
+    def parts_by_memory(self, arrays: Iterable[Any]) -> set[Part]:
+        """Return the parts whose memory arrays have, or a part of it."""
+        return {record.part for array in arrays for record in self._records(array)}
+
     def find(self, element: Any) -> Part | None:
         """Return the part that an array belongs to: by identity, memory, or number of rows; None if it is unknown."""
-        known = {record.part for record in self._records(element)}
+        known = self.parts_by_memory([element])
         if not known and _has_rows(element):
             known = self.parts(int(element.shape[0]))
         return _one(known)

@@ -23,10 +23,12 @@ from .._util.partition import block
 from ..data import Dataset, DistributedDataset, from_arrays
 from ..distributed_values import PerReplica
 from ..errors import CollectiveMismatchError, explain
+from ..global_batch import Part
 from ..strategy.input import Distributor, Division
+from ..strategy.loss import weight_of_pass
 from .link import Link
 
-__all__ = ["Batches", "ServedBatches", "arrays_in", "batches_of"]
+__all__ = ["Batches", "ServedBatches", "arrays_in", "batches_of", "with_row"]
 
 _COMPARED = 64  # rows of an array that ranks compare
 
@@ -88,6 +90,13 @@ class Batches(data_adapter.DataAdapter):
 
 def _rows(batch: Any) -> int:
     return next(int(leaf.shape[0]) for leaf in keras.tree.flatten(batch) if leaf is not None)
+
+
+def with_row(array: Any) -> Any:
+    """Return an array of a batch, with a row that does not count where it has none."""
+    if array.shape[0]:
+        return array
+    return np.zeros((1, *array.shape[1:]), keras.backend.standardize_dtype(array.dtype))
 
 
 def _converted(batch: Any) -> Any:
@@ -275,7 +284,25 @@ class OwnBatches(Batches):
                 return
             self.link.compare_replicas("fit, evaluate or predict", f"batch {number}", arrays_in(batch))
             number += 1
-            yield batch, None, 0
+            part = self._part_of(batch)
+            if part is None:
+                yield batch, None, 0
+            else:
+                yield keras.tree.map_structure(with_row, batch, none_is_leaf=False), part.rows, part.total
+
+    def _part_of(self, batch: Any) -> Part | None:
+        """Return which part of a batch this is, if a distributed dataset has handed it out, and parts are unequal.
+
+        Raises:
+            BatchError: it has arrays of batches of different weights.
+        """
+        ledger = self.link.strategy.extended.batches
+        if not ledger.uneven:
+            return None
+        parts = ledger.parts_by_memory(leaf for leaf in keras.tree.flatten(batch) if leaf is not None)
+        if len({part.weight for part in parts}) > 1:
+            weight_of_pass(self.link.strategy, keras.tree.flatten(batch), "fit")
+        return next(iter(parts), None)
 
     def _check(self, number: int, states: list[int]) -> None:
         """Check that all ranks have a batch, or none.

@@ -14,7 +14,7 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
 from ..errors import explain
 from .callbacks import on_this_rank
-from .inputs import Batches, ServedBatches, arrays_in, batches_of
+from .inputs import Batches, ServedBatches, arrays_in, batches_of, with_row
 from .jax_step import JaxStep
 from .link import Link
 from .losses import over_ranks
@@ -236,7 +236,8 @@ class DistributedModel(keras.Model):
             link.begin_own_batch(function.__name__, [leaf for leaf in keras.tree.flatten(data) if leaf is not None])
             link.compare_replicas(function.__name__, "batches", arrays_in(data))
             if link.rowless:
-                given.update((name, keras.tree.map_structure(_with_row, given[name])) for name in names)
+                data = keras.tree.map_structure(with_row, data, none_is_leaf=False)
+                given.update(zip(names, data, strict=True))
             if not link.current:
                 with link.together(function.__name__):
                     self._distribute_optimizers()
@@ -327,13 +328,6 @@ def _part(link: Link, variable: Any, array: np.ndarray) -> np.ndarray:
     if variable.aggregation == "only_first_replica" and not link.first:
         return np.zeros_like(array)
     return array
-
-
-def _with_row(array: Any) -> Any:
-    """Return an array of a batch, with a row that does not count where it has none."""
-    if array is None or array.shape[0]:
-        return array
-    return np.zeros((1, *array.shape[1:]), keras.backend.standardize_dtype(array.dtype))
 
 
 def _symbolic(array: Any) -> Any:

@@ -91,7 +91,8 @@ def _all(model: Any) -> list[Any]:
 def take_from_root(link: Link, model: Any) -> None:
     """Give the variables of the model and its optimizers the root's numbers, and replicas other seeds. Collective."""
     own_arrays(model)
-    variables = [variable for variable in _all(model) if variable.dtype != "string"]
+    rows = _states_of_rows(model)
+    variables = [variable for variable in _all(model) if variable.dtype != "string" and id(variable) not in rows]
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
     common = seed_generator.global_seed_generator().state
     *theirs, state = link.broadcast([*arrays, *arrays_of([common]), _state_of_torch()])
@@ -152,12 +153,19 @@ def _state_of_torch() -> np.ndarray:
 
 def statistics_of(model: Any) -> list[Any]:
     """Return the variables that each rank changes by its own rows: floating, not trained, of layers that are not frozen."""
-    frozen = {
+    others = {
         id(variable)
         for layer in model._flatten_layers()
         if not layer.trainable
         for variable in layer.non_trainable_weights
-    }
+    } | _states_of_rows(model)
     return [
-        variable for variable in model.non_trainable_weights if "float" in variable.dtype and id(variable) not in frozen
+        variable for variable in model.non_trainable_weights if "float" in variable.dtype and id(variable) not in others
     ]
+
+
+def _states_of_rows(model: Any) -> set[int]:
+    """Return the ids of the states that stateful layers keep of each row, which are each rank's own."""
+    layers = [layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
+    states = keras.tree.flatten([getattr(layer, "states", None) for layer in layers])
+    return {id(state) for state in states if state is not None}
