@@ -587,11 +587,6 @@ def _leaves(value: Any) -> list[Any]:
     return leaves
 
 
-def is_named() -> bool:
-    """Return whether a `with strategy.batch(...)` block runs."""
-    return _named.get() is not None
-
-
 def now() -> int:
     """Return a time in the order in which batches are handed out; see `weights_since`."""
     return next(_times)

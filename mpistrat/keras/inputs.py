@@ -18,6 +18,7 @@ from keras.src.trainers.data_adapters import (
     get_data_adapter,
 )
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
 from .._util.partition import block
 from ..data import Dataset, DistributedDataset, from_arrays
@@ -249,14 +250,15 @@ class OwnBatches(Batches):
 
     def _source(self) -> Iterable[Any]:
         made: Iterable[Any]
-        if isinstance(self._adapter, TFDatasetAdapter) and keras.backend.backend() == "tensorflow":
+        backend = keras.backend.backend()
+        if isinstance(self._adapter, TFDatasetAdapter) and backend == "tensorflow":
             made = self._adapter.get_tf_dataset()
-        elif keras.backend.backend() == "tensorflow":
-            made = self._adapter.get_numpy_iterator()
-        elif keras.backend.backend() == "torch":
+        elif isinstance(self._adapter, TorchDataLoaderAdapter) and backend == "torch":
             made = self._adapter.get_torch_dataloader()
-        else:
+        elif backend == "jax":
             made = self._adapter.get_jax_iterator()
+        else:
+            made = self._adapter.get_numpy_iterator()
         return made
 
     def on_epoch_begin(self) -> None:
@@ -269,26 +271,30 @@ class OwnBatches(Batches):
         iterator = iter(self._source())
         number = 0
         while True:
-            state, batch = _MORE, None
+            state, batch, part = _MORE, None, None
             try:
                 batch = next(iterator)
+                part = self._part_of(batch)
             except StopIteration:
                 state = _END
             except Exception:
                 if not self.link.in_epoch:
-                    self.link.numbers("batch", _FAILED)
+                    self.link.numbers("batch", _FAILED, 0)
                 raise
+            total = 0 if part is None else part.total
             if not self.link.in_epoch:
-                self._check(number, self.link.numbers("batch", state)[:, 0].tolist())
+                table = self.link.numbers("batch", state, total)
+                self._check(number, table[:, 0].tolist())
+                total = int(table[:, 1].max())  # an empty part has no memory
             if state == _END:
                 return
             self.link.compare_replicas("fit, evaluate or predict", f"batch {number}", arrays_in(batch))
             number += 1
-            part = self._part_of(batch)
-            if part is None:
-                yield batch, None, 0
+            if total:
+                rows = _rows(batch) if part is None else part.rows
+                yield keras.tree.map_structure(with_row, batch, none_is_leaf=False), rows, total
             else:
-                yield keras.tree.map_structure(with_row, batch, none_is_leaf=False), part.rows, part.total
+                yield batch, None, 0
 
     def _part_of(self, batch: Any) -> Part | None:
         """Return which part of a batch this is, if a distributed dataset has handed it out, and parts are unequal.
