@@ -206,13 +206,18 @@ class Ledger:
         step = _step.get()
         return set() if step is None else {record.part for leaf in step.leaves() for record in self._records(leaf)}
 
-    def parts_by_memory(self, arrays: Iterable[Any]) -> set[Part]:
-        """Return the parts whose memory arrays have, or a part of it."""
-        return {record.part for array in arrays for record in self._records(array)}
+    def parts_of(self, arrays: Sequence[Any]) -> set[Part]:
+        """Return the parts of arrays that are the very ones which a dataset handed out."""
+        records = [_arrays.get(id(array)) for array in arrays]
+        return {
+            record.part
+            for record, array in zip(records, arrays, strict=True)
+            if record is not None and record.ledger is self and record.array() is array
+        }
 
     def find(self, element: Any) -> Part | None:
         """Return the part that an array belongs to: by identity, memory, or number of rows; None if it is unknown."""
-        known = self.parts_by_memory([element])
+        known = {record.part for record in self._records(element)}
         if not known and _has_rows(element):
             known = self.parts(int(element.shape[0]))
         return _one(known)

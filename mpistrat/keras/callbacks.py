@@ -56,13 +56,13 @@ class Agreement(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Agree on `stop_training`, and compare the learning rates and the weights. Collective."""
-        weights = self.model.trainable_weights
-        if not self._link.served:  # which have given all ranks theirs
-            self._link.compare_weights([weight.path for weight in weights], arrays_of(weights))
         self.model.stop_training = self._link.agree_on_stop(bool(self.model.stop_training))
         rate = getattr(self.model.optimizer, "learning_rate", None)
         if rate is not None:
             self._link.same("fit", "learning rate after an epoch", repr(float(keras.ops.convert_to_numpy(rate))))
+        weights = self.model.trainable_weights
+        if not self._link.served:  # which have given all ranks theirs
+            self._link.compare_weights([weight.path for weight in weights], arrays_of(weights))
 
 
 def on_this_rank(link: Link, callbacks: Any) -> list[Any]:

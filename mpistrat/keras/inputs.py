@@ -305,7 +305,7 @@ class OwnBatches(Batches):
         ledger = self.link.strategy.extended.batches
         if not ledger.uneven:
             return None
-        parts = ledger.parts_by_memory(leaf for leaf in keras.tree.flatten(batch) if leaf is not None)
+        parts = ledger.parts_of(keras.tree.flatten(batch))
         if len({part.weight for part in parts}) > 1:
             weight_of_pass(self.link.strategy, keras.tree.flatten(batch), "fit")
         return next(iter(parts), None)

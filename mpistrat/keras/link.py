@@ -403,7 +403,7 @@ class Link:
         ranks = [rank for rank, text in enumerate(everyones) if text]
         if ranks:
             got = f"others than rank {self.root}'s on {named('rank', ranks)}: {everyones[ranks[0]]}"
-            expected = "the same weights on every rank after an epoch"
+            expected = "the same weights after an epoch on every rank"
             remedy = (
                 "Let only Keras's optimizers update trainable weights, which average gradients over ranks, and assign numbers "
                 "that all ranks have; trainable=False for what each rank changes by its own rows"
