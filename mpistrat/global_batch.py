@@ -32,8 +32,10 @@ __all__ = [
     "global_batch_size",
     "is_named",
     "named",
+    "now",
     "set_global_batch_size",
     "size_of_losses",
+    "weights_since",
 ]
 
 _FORGET_FROM = 1024  # recorded arrays from which on those that were freed are removed
@@ -209,6 +211,15 @@ class Ledger:
         step = _step.get()
         return set() if step is None else {record.part for leaf in step.leaves() for record in self._records(leaf)}
 
+    def parts_of(self, arrays: Sequence[Any]) -> set[Part]:
+        """Return the parts of arrays that are the very ones which a dataset handed out."""
+        records = [_arrays.get(id(array)) for array in arrays]
+        return {
+            record.part
+            for record, array in zip(records, arrays, strict=True)
+            if record is not None and record.ledger is self and record.array() is array
+        }
+
     def find(self, element: Any) -> Part | None:
         """Return the part that an array belongs to: by identity, memory, or number of rows; None if it is unknown."""
         known = {record.part for record in self._records(element)}
@@ -295,6 +306,10 @@ class HandedOut:
             if len(_arrays) + len(_views) >= _forget_at:
                 _forget()
         self._is_last(total)
+
+    def weights_of_last(self) -> set[float]:
+        """Return what the local replicas' parts of the batch weigh that was handed out last."""
+        return {part.weight for part in self._last}
 
     def say(self, total: int) -> None:
         """Record a batch of which only the size is known."""
@@ -589,6 +604,18 @@ def _leaves(value: Any) -> list[Any]:
         for leaf in nest.flatten(child):
             leaves += leaf.values if isinstance(leaf, DistributedValues) else [leaf]
     return leaves
+
+
+def now() -> int:
+    """Return a time in the order in which batches are handed out; see `weights_since`."""
+    return next(_times)
+
+
+def weights_since(time: int) -> set[float]:
+    """Return what this rank's parts weigh of the last batches of the datasets that handed out any after a time."""
+    datasets = [reference() for reference in list((_datasets.get() or {}).values())]
+    late = [dataset for dataset in datasets if dataset is not None and dataset.time > time]
+    return set().union(*(dataset.weights_of_last() for dataset in late))
 
 
 def _open() -> Iterator[HandedOut]:

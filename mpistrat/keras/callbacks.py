@@ -9,6 +9,7 @@ import keras
 
 from ..errors import explain
 from .link import Link
+from .state import arrays_of
 
 __all__ = ["on_this_rank"]
 
@@ -33,6 +34,7 @@ class Agreement(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Take over the root's weights, and its epoch: it may have read a backup. Collective."""
         self._link.wants_stop = self._link.stops = False
+        self._link.begin_training()
         self.model.take_from_root()
         if self._link.update is not None:
             self._link.update.begin()
@@ -53,13 +55,14 @@ class Agreement(keras.callbacks.Callback):
         self.model.stop_training = link.stops
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Agree on `stop_training`, and compare the learning rates, and of a replica's ranks the weights. Collective."""
-        weights = (keras.ops.convert_to_numpy(weight.value) for weight in self.model.trainable_weights)
-        self._link.compare_replicas("fit", "weights after an epoch", weights)
+        """Agree on `stop_training`, and compare the learning rates and the weights. Collective."""
         self.model.stop_training = self._link.agree_on_stop(bool(self.model.stop_training))
         rate = getattr(self.model.optimizer, "learning_rate", None)
         if rate is not None:
             self._link.same("fit", "learning rate after an epoch", repr(float(keras.ops.convert_to_numpy(rate))))
+        weights = self.model.trainable_weights
+        if not self._link.served:  # which have given all ranks theirs
+            self._link.compare_weights([weight.path for weight in weights], arrays_of(weights))
 
 
 def on_this_rank(link: Link, callbacks: Any) -> list[Any]:

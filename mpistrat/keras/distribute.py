@@ -9,6 +9,7 @@ import keras
 from .. import context
 from ..cluster.devices import parse
 from ..errors import LayoutError, check_framework, explain
+from .guard import guard
 from .link import Link, subclass
 from .model import DistributedModel
 
@@ -57,6 +58,7 @@ def distribute(model: M) -> M:
         check_framework(backend, "jax", jax.__version__, "0.6", "older versions have no buffer_callback")
     given.__class__ = subclass(type(given), DistributedModel)
     vars(given)["mpistrat"] = Link(context.get_strategy())
+    guard(given)
     if given.compiled:
         given.distribute_compiled()
     return model

@@ -147,7 +147,13 @@ class FusedUpdate:
         return flat[low:high].reshape(self._variables[index].shape)
 
     def step(
-        self, gradients: Sequence[np.ndarray], there: Sequence[int], own: Sequence[np.ndarray], done: int, rate: float
+        self,
+        gradients: Sequence[np.ndarray],
+        there: Sequence[int],
+        own: Sequence[np.ndarray],
+        done: int,
+        rate: float,
+        share: float,
     ) -> None:
         """Sum the gradients and update. Collective. Variables without a gradient stay.
 
@@ -157,6 +163,7 @@ class FusedUpdate:
             own: all variables' numbers, as this rank has them.
             done: number of steps before this one.
             rate: the learning rate.
+            share: by what this rank's gradients are multiplied.
         """
         link = self._link
         self._follow()
@@ -164,10 +171,10 @@ class FusedUpdate:
         for array, index in zip(gradients, there, strict=True):
             low, high = self.spans[index]
             ranges.append((low, self._starts[index + 1]))
-            if link.rowless:  # what stands in the row's place may give NaN
+            if share:
+                np.multiply(array, share, out=mine[low:high].reshape(array.shape))
+            else:  # what stands in the row's place may give NaN
                 mine[low:high] = 0
-            else:
-                np.multiply(array, link.share, out=mine[low:high].reshape(array.shape))
         end = self._starts[-1]
         mine[end] = link.wants_stop
         ranges = partition.merge([*ranges, (end, end + 1)])
@@ -267,7 +274,7 @@ class TorchUpdate:
         for variable, _ in self._fused.slots:
             variable.value.data = variable.value.detach().clone()
 
-    def step(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    def step(self, gradients: Sequence[Any], variables: Sequence[Any], share: float) -> None:
         """Sum the gradients and update. Collective. Variables without a gradient stay."""
         import torch
 
@@ -279,7 +286,7 @@ class TorchUpdate:
         mine = [array_of(gradient.detach()) for gradient in dense]
         own = [array_of(variable.value.detach()) for variable in optimizer._trainable_variables]
         rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
-        self._fused.step(mine, there, own, int(optimizer.iterations), rate)
+        self._fused.step(mine, there, own, int(optimizer.iterations), rate, share)
         with torch.no_grad():
             torch._foreach_copy_([variable.value for variable in variables], [self._new[index] for index in there])
         optimizer.iterations.assign_add(1)

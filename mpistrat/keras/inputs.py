@@ -18,15 +18,18 @@ from keras.src.trainers.data_adapters import (
     get_data_adapter,
 )
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
 from .._util.partition import block
 from ..data import Dataset, DistributedDataset, from_arrays
 from ..distributed_values import PerReplica
 from ..errors import CollectiveMismatchError, explain
+from ..global_batch import Part
 from ..strategy.input import Distributor, Division
+from ..strategy.loss import weight_of_pass
 from .link import Link
 
-__all__ = ["Batches", "ServedBatches", "arrays_in", "batches_of"]
+__all__ = ["Batches", "ServedBatches", "arrays_in", "batches_of", "with_row"]
 
 _COMPARED = 64  # rows of an array that ranks compare
 
@@ -36,10 +39,12 @@ class Batches(data_adapter.DataAdapter):
 
     Attributes:
         counts: how many rows this rank had of each batch of the last epoch.
+        training: whether a step of training takes each batch.
     """
 
     def __init__(self, link: Link) -> None:
         self.link = link
+        self.training = False
         self.counts: list[int] = []
 
     @abstractmethod
@@ -63,7 +68,7 @@ class Batches(data_adapter.DataAdapter):
     def __iter__(self) -> Iterator[Any]:
         self.counts, self.link.counts = [], True
         for batch, rows, total in self.local_batches():
-            self.link.begin_batch(rows, total, batch)
+            self.link.begin_batch(rows, total, batch, self.training)
             self.counts.append(_rows(batch) if rows is None else rows)
             yield _converted(batch)
 
@@ -86,6 +91,13 @@ class Batches(data_adapter.DataAdapter):
 
 def _rows(batch: Any) -> int:
     return next(int(leaf.shape[0]) for leaf in keras.tree.flatten(batch) if leaf is not None)
+
+
+def with_row(array: Any) -> Any:
+    """Return an array of a batch, with a row that does not count where it has none."""
+    if array.shape[0]:
+        return array
+    return np.zeros((1, *array.shape[1:]), keras.backend.standardize_dtype(array.dtype))
 
 
 def _converted(batch: Any) -> Any:
@@ -127,7 +139,9 @@ class ArrayBatches(Batches):
         return f"arrays {forms} in batches of {self._size} rows, digest of some rows {digest:08x}"
 
     def example(self) -> Any:
-        return self._taken(slice(0, min(self._size, self._rows)))
+        whole = min(self._size, self._rows)
+        low, high = (0, whole) if self.link.served else block(whole, self.link.size, self.link.rank)
+        return self._taken(slice(low, max(high, low + 1)))
 
     def _taken(self, rows: Any) -> Any:
         take = lambda leaf: leaf.convert_to_numpy(leaf[rows])  # noqa: E731
@@ -236,14 +250,15 @@ class OwnBatches(Batches):
 
     def _source(self) -> Iterable[Any]:
         made: Iterable[Any]
-        if isinstance(self._adapter, TFDatasetAdapter) and keras.backend.backend() == "tensorflow":
+        backend = keras.backend.backend()
+        if isinstance(self._adapter, TFDatasetAdapter) and backend == "tensorflow":
             made = self._adapter.get_tf_dataset()
-        elif keras.backend.backend() == "tensorflow":
-            made = self._adapter.get_numpy_iterator()
-        elif keras.backend.backend() == "torch":
+        elif isinstance(self._adapter, TorchDataLoaderAdapter) and backend == "torch":
             made = self._adapter.get_torch_dataloader()
-        else:
+        elif backend == "jax":
             made = self._adapter.get_jax_iterator()
+        else:
+            made = self._adapter.get_numpy_iterator()
         return made
 
     def on_epoch_begin(self) -> None:
@@ -256,22 +271,44 @@ class OwnBatches(Batches):
         iterator = iter(self._source())
         number = 0
         while True:
-            state, batch = _MORE, None
+            state, batch, part = _MORE, None, None
             try:
                 batch = next(iterator)
+                part = self._part_of(batch)
             except StopIteration:
                 state = _END
             except Exception:
                 if not self.link.in_epoch:
-                    self.link.numbers("batch", _FAILED)
+                    self.link.numbers("batch", _FAILED, 0)
                 raise
+            total = 0 if part is None else part.total
             if not self.link.in_epoch:
-                self._check(number, self.link.numbers("batch", state)[:, 0].tolist())
+                table = self.link.numbers("batch", state, total)
+                self._check(number, table[:, 0].tolist())
+                total = int(table[:, 1].max())  # an empty part has no memory
             if state == _END:
                 return
             self.link.compare_replicas("fit, evaluate or predict", f"batch {number}", arrays_in(batch))
             number += 1
-            yield batch, None, 0
+            if total:
+                rows = _rows(batch) if part is None else part.rows
+                yield keras.tree.map_structure(with_row, batch, none_is_leaf=False), rows, total
+            else:
+                yield batch, None, 0
+
+    def _part_of(self, batch: Any) -> Part | None:
+        """Return which part of a batch this is, if a distributed dataset has handed it out, and parts are unequal.
+
+        Raises:
+            BatchError: it has arrays of batches of different weights.
+        """
+        ledger = self.link.strategy.extended.batches
+        if not ledger.uneven:
+            return None
+        parts = ledger.parts_of(keras.tree.flatten(batch))
+        if len({part.weight for part in parts}) > 1:
+            weight_of_pass(self.link.strategy, keras.tree.flatten(batch), "fit")
+        return next(iter(parts), None)
 
     def _check(self, number: int, states: list[int]) -> None:
         """Check that all ranks have a batch, or none.
@@ -365,7 +402,7 @@ def batches_of(
                 remedy = "Put it into the dataset: batches of (x, y) or (x, y, sample_weight)"
                 raise ValueError(explain(function, name, expected="none, beside a dataset", got="one", remedy=remedy))
         batches = DatasetBatches(link, _distributed(link, function, x, training), class_weight)
-        return ServedBatches(link, batches) if link.served and training else batches
+        return _for(link, training, batches)
     if isinstance(x, keras.utils.PyDataset):
         expected = "arrays, a dataset of ms.data, or batches of this rank's own"
         remedy = (
@@ -376,13 +413,19 @@ def batches_of(
     if array_data_adapter.can_convert_arrays((x, y, sample_weight)):
         settings = {"batch_size": batch_size, "steps": steps, "class_weight": class_weight}
         arrays = ArrayBatches(link, (x, y, sample_weight), shuffle, **settings)
-        if not (link.served and training):
-            return arrays
-        dealt = _distributed(link, function, arrays.dataset(), training)
-        return ServedBatches(link, arrays, DatasetBatches(link, dealt, None))
+        dealt = None
+        if link.served and training:
+            dealt = DatasetBatches(link, _distributed(link, function, arrays.dataset(), training), None)
+        return _for(link, training, arrays, dealt)
     adapter = get_data_adapter(x, y, sample_weight, batch_size, steps, False, class_weight)
-    own = OwnBatches(link, adapter, type(x).__name__)
-    return ServedBatches(link, own) if link.served and training else own
+    return _for(link, training, OwnBatches(link, adapter, type(x).__name__))
+
+
+def _for(link: Link, training: bool, whole: Batches, dealt: Batches | None = None) -> Batches:
+    """Return batches for training, or not."""
+    batches = ServedBatches(link, whole, dealt) if link.served and training else whole
+    batches.training = training
+    return batches
 
 
 def _distributed(link: Link, function: str, dataset: Any, training: bool) -> DistributedDataset:

@@ -6,6 +6,7 @@ step of a million parameters takes three times as long.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -86,9 +87,10 @@ class _KerasUpdate:
                 return optimizer.stateless_apply(slots, gradients, weights)
 
         self._link, self._updated = optimizer.mpistrat, jax.jit(updated, donate_argnums=(0, 2))
+        self._weigh = functools.partial(self._link.share_of_step, optimizer)
 
     def __call__(self, weights: Any, slots: Any, gradients: Sequence[np.ndarray]) -> tuple[Any, Any]:
-        weights, slots = self._updated(slots, self._link.sum_gradients(*gradients), weights)
+        weights, slots = self._updated(slots, self._link.sum_gradients(*gradients, weigh=self._weigh), weights)
         return weights, slots
 
 
@@ -117,6 +119,7 @@ class _Update:
         import jax
 
         fused = self._fused = FusedUpdate(optimizer.mpistrat, optimizer)
+        self._weigh = functools.partial(optimizer.mpistrat.share_of_step, optimizer)
         self._all, shapes = range(len(fused.new)), [memory.shape for memory in fused.new]
 
         def made(flat: Any, done: Any) -> tuple[list[Any], Any]:
@@ -140,7 +143,7 @@ class _Update:
                 slots[place] = alias
         done = int(slots[self._iterations])
         rate = slots[self._rate] if self._schedule is None else self._schedule(slots[self._iterations])
-        self._fused.step(gradients, self._all, list(map(np.asarray, weights)), done, float(rate))
+        self._fused.step(gradients, self._all, list(map(np.asarray, weights)), done, float(rate), self._weigh())
         # Nobody writes that memory until all ranks have the next gradients, which need these weights.
         weights, slots[self._iterations] = self._made(self._flat, slots[self._iterations])
         return weights, slots

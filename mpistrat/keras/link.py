@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import keras
@@ -13,12 +14,13 @@ import numpy as np
 from keras.src import api_export
 from keras.src.saving import object_registration
 
+from .. import context, global_batch
 from .._util import log, nest
 from .._util.text import named
 from ..comm.agree import only_differences, same, together
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import PerReplica
-from ..errors import CollectiveMismatchError, by_rank, explain
+from ..errors import BatchError, CollectiveMismatchError, by_rank, explain
 from ..strategy.loss import summed_replicas, weight_of_pass
 from ..variables.values import checksum
 
@@ -39,11 +41,13 @@ class Link:
         served: whether parameter servers hold the weights; then ranks meet after each epoch, not in each step.
         alone: whether it has one replica.
         counts: whether this rank computes; a server does not in training, nor does a worker without a batch.
-        share: by what this rank's gradients are multiplied before the sum: its part of the batch's rows.
+        share: by what this rank's gradients of the step are multiplied before the sum: its part of the batch's rows.
         rowless: whether this rank has no row of the batch, and computes with another one in its place.
+        some_rowless: whether a rank has none.
         in_step: whether a step of the model runs, whose metrics are this rank's own.
         in_epoch: whether workers step by servers, and have not met after it.
         in_sum: whether the gradients of the update that runs are summed already.
+        joined: the optimizers that were found when they updated the model, not in its attributes.
         left: where an update leaves its gradients, instead of taking them; None where it takes them.
         wants_stop: whether a callback of this rank alone may have asked to stop.
         stops: whether all ranks stop after this step.
@@ -64,7 +68,7 @@ class Link:
         grid = extended.placement.grid
         self._replica = None if grid is None or grid.replica.topology.size == 1 else grid.replica
         self.counts = True
-        self.share, self.rowless = 1.0 / self.size, False
+        self.share, self.rowless, self.some_rowless = 1.0 / self.size, False, False
         self.in_step = self.in_sum = self.in_epoch = False
         self.left: list[Any] | None = None
         self.wants_stop = self.stops = False
@@ -73,12 +77,18 @@ class Link:
         self.steps = 1
         self.update: Any = None
         self.alone = len(extended.replicas) == 1
-        self._staging: dict[np.dtype, np.ndarray] = {}  # memory used again: new pages cost as much as the sum
+        self.joined: list[Any] = []
+        # Steps of training so far, and before this loop; the last one with other parts than before; its parts, 0 if equal.
+        self._begun = self._start = self._changed = 0
+        self._parts = 0.0
+        self._drawn = 0  # when the batch of the step was drawn
+        # Memory used again: new pages cost as much as the sum.
+        self._staging: dict[tuple[np.dtype, int], np.ndarray] = {}
 
     # a step
 
-    def begin_batch(self, rows: int | None = None, total: int = 0, batch: Any = None) -> None:
-        """Say how many rows of a batch this rank has, and how many all have; nothing where all count alike.
+    def begin_batch(self, rows: int | None, total: int, batch: Any, training: bool) -> None:
+        """Begin the step of a batch, of which this rank and all ranks have so many rows; None where all ranks count equally.
 
         Under parameter servers the batch, as a dataset handed it out, tells what part of the servers' step it is.
 
@@ -92,24 +102,121 @@ class Link:
         if self.served:  # a step is one of this worker
             share = weight_of_pass(self.strategy, nest.flatten(batch), "fit") if total else 1.0
             self.share, self.rowless = share / summed_replicas(self.strategy), rows == 0
+            self.some_rowless = self.rowless
             return
-        share = 1.0 / self.size if rows is None else rows / total
-        if share != self.share or self.rowless:
-            _settle()
-        self.share, self.rowless = share, rows == 0
+        self._begin(1.0 / self.size if rows is None else rows / total, rows == 0, 0 < total < self.size)
+        if training:
+            self._begin_training_step(0 if rows is None or rows * self.size == total else total)
 
-    def sum_gradients(self, *arrays: np.ndarray) -> list[np.ndarray]:
+    def begin_own_batch(self, function: str, arrays: Sequence[Any]) -> None:
+        """Begin the step of a batch that the program gave to a function. Collective.
+
+        Raises:
+            BatchError: replicas have unequal parts of batches, and it cannot be told which batch this one is.
+        """
+        weight = self._weight_of(arrays, function)
+        some_rowless = bool((self.numbers("batch", weight != 0) == 0).any())
+        self._begin(weight / self.size, weight == 0, some_rowless)
+        if function == "train_on_batch":
+            self._begin_training_step(0 if weight == 1 else weight)
+
+    def begin_training(self) -> None:
+        """Forget the steps before: no gradient of theirs is in an update from now on."""
+        self._start = self._begun
+
+    def _begin(self, share: float, rowless: bool, some_rowless: bool) -> None:
+        if share != self.share or rowless != self.rowless:
+            _settle()
+        self.share, self.rowless, self.some_rowless = share, rowless, some_rowless
+        self._drawn = global_batch.now()
+
+    def _begin_training_step(self, parts: float) -> None:
+        self._begun += 1
+        if parts != self._parts:
+            self._changed, self._parts = self._begun, parts
+
+    def weigher(self, optimizer: Any, compiled: bool) -> Callable[[], float]:
+        """Return what returns, when gradients are summed, by what this rank's are multiplied: in a step its batch's part.
+
+        Args:
+            optimizer: updates by the gradients.
+            compiled: whether the sum is in a function that is being compiled.
+
+        Raises:
+            BatchError: outside of steps, when replicas have unequal parts of batches, and no batch is named.
+        """
+        named = global_batch.is_named()
+        if compiled:
+            if named:
+                why, remedy = "strategy.batch has no effect in a compiled function", "Compile with run_eagerly=True"
+                raise self._ambiguous(why, remedy)
+            return functools.partial(self.share_of_step if self.in_step else self._share_of_compiled_loop, optimizer)
+        share = self.share_of_step(optimizer) if self.in_step and not named else self._share_of_loop()
+        return lambda: share
+
+    def share_of_step(self, optimizer: Any) -> float:
+        """Return what this rank's gradients of the step are multiplied by before the sum.
+
+        Raises:
+            BatchError: they may be of several batches of different weights.
+        """
+        first = max(self._start, vars(optimizer).get("mpistrat_updated", 0)) + 1
+        vars(optimizer)["mpistrat_updated"] = self._begun
+        if self._changed > first:
+            why = f"{optimizer.name} updates by what may be gradients of {self._begun - first + 1} batches of different weights"
+            remedy = "Let it update in each step, with gradient_accumulation_steps=… where gradients are added up"
+            raise self._ambiguous(why, remedy)
+        weight = self.share * self.size
+        if not all(math.isclose(other, weight) for other in global_batch.weights_since(self._drawn)):
+            why, remedy = (
+                "the step has drawn another batch, of another weight",
+                "Draw all of a step's rows in one batch",
+            )
+            raise self._ambiguous(why, remedy)
+        return self.share
+
+    def _share_of_loop(self) -> float:
+        try:
+            return self._weight_of((), "Optimizer.apply") / self.size
+        except BatchError as error:
+            why = "a loop of the program's own does not show which batch they are of"
+            raise self._ambiguous(why, "Pass the batch to strategy.run") from error
+
+    def _share_of_compiled_loop(self, optimizer: Any) -> float:
+        if self.strategy.extended.batches.uneven or self.share != 1.0 / self.size:
+            why = f"{optimizer.name} updates in a compiled function outside of fit and train_on_batch"
+            raise self._ambiguous(why, "Compile what computes the gradients, and call the optimizer outside of it")
+        return 1.0 / self.size
+
+    def _weight_of(self, arrays: Sequence[Any], function: str) -> float:
+        if not self.alone and self.strategy.extended.batches.uneven:
+            why, remedy = (
+                f"{function} on a rank with several replicas",
+                "Use fit, or start one process for each replica",
+            )
+            raise self._ambiguous(why, remedy)
+        return weight_of_pass(self.strategy, arrays, function)
+
+    def _ambiguous(self, why: str, remedy: str) -> BatchError:
+        return BatchError(
+            f"Optimizer.apply: these gradients have no weight: {why}. Ranks have unequal parts of batches (rank {self.rank}). "
+            f"{remedy}; or write `with strategy.batch(x):` around an update by one batch, x being an array of it, None if it "
+            "is of no distributed dataset; or give ranks equal parts (drop_remainder=True)"
+        )
+
+    def sum_gradients(self, *arrays: np.ndarray, weigh: Callable[[], float]) -> list[np.ndarray]:
         """Return the sums over all ranks of their shares of arrays, one call for each dtype. Collective; in any thread.
 
-        The results are valid until the next call.
+        The results are valid until the next call. `weigh` returns the share.
         """
         try:
             totals: list[Any] = list(arrays)
+            share = weigh()
             by_dtype: dict[np.dtype, list[int]] = {}
             for index, array in enumerate(arrays):
                 by_dtype.setdefault(array.dtype, []).append(index)
             for dtype, members in by_dtype.items():
-                flat = self._sum_of_one_dtype(dtype, [arrays[index] for index in members])
+                flat = self._sum_of_one_dtype(dtype, [arrays[index] for index in members], share)
                 low = 0
                 for index in members:
                     array = arrays[index]
@@ -120,18 +227,19 @@ class Link:
             self.failure = error
             raise
 
-    def _sum_of_one_dtype(self, dtype: np.dtype, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    def _sum_of_one_dtype(self, dtype: np.dtype, arrays: Sequence[np.ndarray], share: float) -> np.ndarray:
         """Return the sums one after the other. One number more tells the other ranks that this one wants to stop."""
         ends = list(itertools.accumulate(array.size for array in arrays))
-        mine = self._staging.get(dtype)
-        if mine is None or mine.size != ends[-1] + 1:
-            mine = self._staging[dtype] = np.empty(ends[-1] + 1, dtype)
+        place = (dtype, ends[-1])
+        if place not in self._staging:
+            self._staging[place] = np.empty(ends[-1] + 1, dtype)
+        mine = self._staging[place]
         for array, end in zip(arrays, ends, strict=True):
             part = mine[end - array.size : end].reshape(array.shape)
-            if self.rowless:  # what stands in the row's place may give NaN
+            if share:
+                np.multiply(array, share, out=part)
+            else:  # what stands in the row's place may give NaN
                 part[...] = 0
-            else:
-                np.multiply(array, self.share, out=part)
         mine[-1] = self.wants_stop
         total = self._reduce(mine)
         if total[-1]:
@@ -143,6 +251,9 @@ class Link:
         if not self.alone:
             others = [np.zeros_like(mine)] * (len(self.strategy.extended.replicas) - 1)
             return np.asarray(self.strategy.reduce("SUM", PerReplica((mine, *others))))
+        replica = context.get_replica_context()
+        if replica is not None and replica.strategy is self.strategy:  # in strategy.run
+            return np.asarray(replica.all_reduce("SUM", mine))
         return np.asarray(self.strategy.reduce("SUM", mine))
 
     def step(self) -> contextlib.AbstractContextManager[Any]:
@@ -168,11 +279,13 @@ class Link:
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """Raise the error of a collective inside a graph as what it was."""
+        """Raise the error of a collective inside a graph as what it was. At the end no step runs."""
         self.failure = None
         try:
             yield
+            self._begin(1.0 / self.size, False, False)
         except Exception as error:
+            self.share, self.rowless = 1.0 / self.size, False
             failure = self._take_failure()
             if failure is None or failure is error:
                 raise
@@ -235,6 +348,13 @@ class Link:
         with self._group.collective(f"keras {what}"):
             return np.asarray(self._group.all_gather_int(mine))
 
+    def differ(self, arrays: Sequence[np.ndarray]) -> list[bool]:
+        """Return which arrays some ranks have other numbers of. Collective, but under parameter servers: there all may differ."""
+        if self.served or not arrays:
+            return [True] * len(arrays)
+        table = self.numbers("state of a step", *(checksum(np.ascontiguousarray(a).reshape(-1)) for a in arrays))
+        return [bool(differs) for differs in (table != table[0]).any(axis=0)]
+
     def exchange(self, what: str, text: str) -> list[str]:
         """Return the texts of all ranks. Collective."""
         _settle()
@@ -268,6 +388,28 @@ class Link:
             with self._replica.collective("keras stop"):
                 self.stops = bool(self._replica.agree(int(wish), "max"))
 
+    def compare_weights(self, names: Sequence[str], arrays: Sequence[np.ndarray]) -> None:
+        """Check that all ranks have the same weights, but for rounding. Collective.
+
+        Raises:
+            CollectiveMismatchError: on every rank.
+        """
+        if not any(self.differ(arrays)):
+            return
+        theirs = self.broadcast(arrays)
+        pairs = zip(names, arrays, theirs, strict=True)
+        far = [name for name, mine, root in pairs if not _close(mine, root)]
+        everyones = self.exchange("weights", ", ".join(far[:3]))
+        ranks = [rank for rank, text in enumerate(everyones) if text]
+        if ranks:
+            got = f"others than rank {self.root}'s on {named('rank', ranks)}: {everyones[ranks[0]]}"
+            expected = "the same weights after an epoch on every rank"
+            remedy = (
+                "Let only Keras's optimizers update trainable weights, which average gradients over ranks, and assign numbers "
+                "that all ranks have; trainable=False for what each rank changes by its own rows"
+            )
+            raise CollectiveMismatchError(explain("fit", "", expected=expected, got=got, remedy=remedy))
+
     def compare_replicas(self, function: str, what: str, arrays: Iterable[Any]) -> None:
         """Check that the ranks of each replica have the same arrays. Collective, where replicas have several ranks.
 
@@ -294,6 +436,13 @@ class Link:
         if who and len(who) < len(table) and not self.stops:
             log.logger.info("keras: stop_training was set by %s: all ranks stop", named("rank", who))
         return bool(who)
+
+
+def _close(a: np.ndarray, b: np.ndarray) -> bool:
+    """Return whether arrays differ by rounding at most, as after the same steps on other processors."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    largest = np.abs(b, where=np.isfinite(b), out=np.zeros_like(b)).max(initial=0.0)
+    return bool(np.allclose(a, b, rtol=1e-3, atol=1e-3 * float(largest), equal_nan=True))
 
 
 def _settle() -> None:

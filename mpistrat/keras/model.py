@@ -14,12 +14,13 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
 from ..errors import explain
 from .callbacks import on_this_rank
-from .inputs import Batches, ServedBatches, arrays_in, batches_of
+from .inputs import Batches, ServedBatches, arrays_in, batches_of, with_row
 from .jax_step import JaxStep
 from .link import Link
+from .losses import over_ranks
 from .optimizer import distribute_optimizer, not_in_fit
 from .served import ServedUpdate, check_served
-from .state import arrays_of, describe, statistics_of, take_from_root
+from .state import arrays_of, describe, optimizers_in, own_arrays, statistics_of, take_from_root
 
 __all__ = ["DistributedModel"]
 
@@ -59,10 +60,12 @@ class DistributedModel(keras.Model):
     def distribute_compiled(self) -> None:
         """Distribute the optimizers of a compiled model, and check what else it was compiled with."""
         _check_model(self)
-        for value in list(vars(self).values()):
-            if isinstance(value, keras.optimizers.Optimizer):
-                distribute_optimizer(self.mpistrat, value)
+        self._distribute_optimizers()
         self.mpistrat.current, self.mpistrat.steps = False, self.steps_per_execution
+
+    def _distribute_optimizers(self) -> None:
+        for optimizer in optimizers_in(self):
+            distribute_optimizer(self.mpistrat, optimizer)
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make what does a step."""
@@ -108,7 +111,7 @@ class DistributedModel(keras.Model):
             if isinstance(batches, ServedBatches):
                 given["steps_per_epoch"] = self._begin_serving(given["steps_per_epoch"])
             try:
-                return super().fit(
+                history = super().fit(
                     batches,
                     epochs=given["epochs"],
                     verbose=given["verbose"] if link.writes else 0,
@@ -117,6 +120,8 @@ class DistributedModel(keras.Model):
                     shuffle=False,
                     **{name: given[name] for name in names[1:]},
                 )
+                own_arrays(self)  # Keras lets weights and averages have one
+                return history
             finally:
                 link.update, link.in_epoch = None, False
                 batches.close()
@@ -142,6 +147,7 @@ class DistributedModel(keras.Model):
         link = self.mpistrat
         link.same(function, "arguments", text)
         with link.together(function):
+            self._distribute_optimizers()
             self._symbolic_build(data_batch=batches.example())
         link.same(function, "model", describe(self))
 
@@ -205,10 +211,13 @@ class DistributedModel(keras.Model):
         return {**given, "callbacks": shown, "verbose": given["verbose"] if link.writes else 0}
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Do one step on the batches that ranks have; each counts alike. Collective.
+        """Do one step on the batches that ranks have. Collective.
+
+        A rank's batch weighs by its rows, if a distributed dataset handed it out; others count equally.
 
         Raises:
             LayoutError: under parameter servers.
+            BatchError: replicas have unequal parts of batches, and it cannot be told which batch this one is.
         """
         if self.mpistrat.served:
             raise not_in_fit("train_on_batch")
@@ -221,16 +230,21 @@ class DistributedModel(keras.Model):
     def _on_batch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         link, given = self.mpistrat, _arguments(function, args, kwargs)
         as_dict = given.pop("return_dict")
+        names = [name for name in ("x", "y", "sample_weight") if name in given]
         with link.errors():
-            link.begin_batch()
-            link.compare_replicas(
-                function.__name__, "batches", arrays_in((given["x"], given["y"], given["sample_weight"]))
-            )
+            data = tuple(given[name] for name in names)
+            link.begin_own_batch(function.__name__, [leaf for leaf in keras.tree.flatten(data) if leaf is not None])
+            link.compare_replicas(function.__name__, "batches", arrays_in(data))
+            if link.rowless:
+                data = keras.tree.map_structure(with_row, data, none_is_leaf=False)
+                given.update(zip(names, data, strict=True))
             if not link.current:
                 with link.together(function.__name__):
-                    self._symbolic_build(data_batch=(given["x"], given["y"], given["sample_weight"]))
+                    self._distribute_optimizers()
+                    self._symbolic_build(data_batch=tuple(given[name] for name in names))
                 link.same(function.__name__, "model", describe(self))
                 self.take_from_root()
+            own_arrays(self)
             function(**given, return_dict=True)
             logs = {name: float(value) for name, value in self.get_metrics_result().items()}
         return logs if as_dict else self._flatten_metrics_in_order(logs)
@@ -338,8 +352,8 @@ def _in_order(link: Link, outputs: Any, counts: list[int]) -> Any:
 class Step:
     """Keras's function of a step, in which metrics are this rank's own.
 
-    A rank without a row of the batch computes with another one, whose gradient does not count; what that changed in metrics and
-    running statistics is put back.
+    A rank without a row of the batch computes with another one, whose gradient does not count. It puts back what that has changed
+    in metrics, and in state of the model that depends on rows: what the ranks with rows have not changed in the same way.
     """
 
     def __init__(self, model: Any, function: Callable[..., Any]) -> None:
@@ -355,27 +369,37 @@ class Step:
         *state, source = args
         if keras.backend.backend() != "torch" and self._model.steps_per_execution == 1:
             source = iter([next(source)])  # tells whether there is a row
-        if not self._model.mpistrat.counts:
+        link = self._model.mpistrat
+        if not link.counts:
             return ({}, *state) if state else {}
-        with self._model.mpistrat.step():
-            if not self._model.mpistrat.rowless:
+        with link.step(), over_ranks(link):
+            if not link.some_rowless:
                 return self._function(*state, source)
-            return self._without_row(*state, source)
+            return self._with_rowless_ranks(*state, source)
 
-    def _without_row(self, *args: Any) -> Any:
-        if keras.backend.backend() == "jax":
-            import jax.numpy as jnp
+    def _with_rowless_ranks(self, *args: Any) -> Any:
+        model, link = self._model, self._model.mpistrat
+        if keras.backend.backend() != "jax":
+            statistics, metrics = statistics_of(model), model.metrics_variables
+            before = arrays_of([*statistics, *metrics])
+            logs = self._function(*args)
+            back = [*link.differ(arrays_of(statistics)), *[True] * len(metrics)]
+            for variable, array, differs in zip([*statistics, *metrics], before, back, strict=True):
+                if differs and link.rowless:
+                    variable.assign(array)
+            return logs
+        import jax.numpy as jnp
 
-            (state, source) = args  # which the step is given for its own use
-            kept = [[jnp.array(array) for array in state[index]] for index in (1, -1)]
-            logs, (first, _, *slots, _) = self._function(state, source)
-            return logs, (first, kept[0], *slots, kept[1])
-        variables = [*self._model.metrics_variables, *statistics_of(self._model)]
-        arrays = arrays_of(variables)
-        logs = self._function(*args)
-        for variable, array in zip(variables, arrays, strict=True):
-            variable.assign(array)
-        return logs
+        (state, source) = args  # which the step is given for its own use
+        kept = [[jnp.array(array) for array in state[index]] for index in (1, -1)]
+        logs, (first, others, *slots, metrics) = self._function(state, source)
+        variables = {id(variable): index for index, variable in enumerate(model.non_trainable_variables)}
+        places = [variables[id(variable)] for variable in statistics_of(model)]
+        differ = dict(zip(places, link.differ([np.asarray(others[place]) for place in places]), strict=True))
+        if link.rowless:
+            others = [kept[0][place] if differ.get(place) else array for place, array in enumerate(others)]
+            metrics = kept[1]
+        return logs, (first, others, *slots, metrics)
 
 
 def _check_model(model: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import ContextError, LayoutError, explain
 from .link import Link, subclass
 
-__all__ = ["DistributedOptimizer", "distribute_optimizer", "not_in_fit"]
+__all__ = ["DistributedOptimizer", "distribute_optimizer", "in_graph", "not_in_fit", "sum_over_ranks"]
 
 
 class DistributedOptimizer(keras.optimizers.Optimizer):
@@ -38,7 +38,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             known = self._trainable_variables if variables is None else variables
             if _torch_update()(self, list(grads), known):
                 return
-        super().apply(sum_over_ranks(self.mpistrat, list(grads), variables), variables)
+        grads = list(grads)
+        grads = sum_over_ranks(self.mpistrat, grads, self.mpistrat.weigher(self, in_graph(grads)), variables)
+        with self.mpistrat.after_sum():
+            super().apply(grads, variables)
 
     def _apply_by_servers(self, gradients: list[Any], variables: list[Any] | None) -> None:
         """Push the gradients, and take over the servers' weights."""
@@ -71,7 +74,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             expected, got = "Keras's own train_step, compiled", "another one"
             remedy = "With JAX as Keras's backend, use ms.MultiWorkerMirroredStrategy() for a train_step of your own"
             raise LayoutError(explain("fit", "train_step", expected=expected, got=got, remedy=remedy))
-        grads = sum_over_ranks(link, list(grads), None)
+        grads = list(grads)
+        grads = sum_over_ranks(link, grads, link.weigher(self, in_graph(grads)))
         with link.after_sum():
             return super().stateless_apply(optimizer_variables, grads, trainable_variables)
 
@@ -101,12 +105,17 @@ def not_in_fit(function: str) -> LayoutError:
     return LayoutError(explain(function, "", expected=expected, got=got, remedy=remedy))
 
 
-def sum_over_ranks(link: Link, gradients: Sequence[Any], variables: Sequence[Any] | None) -> list[Any]:
-    """Return the mean over all ranks, weighted by rows, of each gradient; None stays None. Collective, in the step that runs.
+def sum_over_ranks(
+    link: Link, gradients: Sequence[Any], weigh: Callable[[], float], variables: Sequence[Any] | None = None
+) -> list[Any]:
+    """Return the sum over all ranks of each gradient, multiplied by this rank's share; None stays None.
+
+    The computation is collective, in the step that runs.
 
     Args:
         link: of the model.
         gradients: the backend's tensors.
+        weigh: returns the share, when the sum is computed.
         variables: theirs, where known: TensorFlow's sparse gradients do not tell their shape.
     """
     there = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -115,28 +124,43 @@ def sum_over_ranks(link: Link, gradients: Sequence[Any], variables: Sequence[Any
         return totals
     shapes = [tuple((gradients if variables is None else variables)[index].shape) for index in there]
     add = _BACKENDS[keras.backend.backend()]
-    for index, total in zip(there, add(link, [gradients[index] for index in there], shapes), strict=True):
+    for index, total in zip(there, add(link, [gradients[index] for index in there], weigh, shapes), strict=True):
         totals[index] = total
     return totals
 
 
-def _torch_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
+def in_graph(tensors: Iterable[Any]) -> bool:
+    """Return whether tensors are of a function that is being compiled, without numbers."""
+    if keras.backend.backend() == "torch":
+        import torch
+
+        return bool(torch.compiler.is_compiling())
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
+    import tensorflow as tf
+
+    return not tf.executing_eagerly()
+
+
+def _torch_add(link: Link, tensors: list[Any], weigh: Callable[[], float], shapes: list[tuple[int, ...]]) -> list[Any]:
     add = _outside_of_torch_graphs()
-    return add(link, [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors])
+    return add(link, [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors], weigh)
 
 
 @functools.cache
-def _outside_of_torch_graphs() -> Callable[[Link, list[Any]], list[Any]]:
+def _outside_of_torch_graphs() -> Callable[[Link, list[Any], Callable[[], float]], list[Any]]:
     """What sums tensors; torch.compile leaves its graph for it."""
     import torch
 
     from ..torch.tensors import array_of, tensor_of
 
-    def add(link: Link, tensors: list[Any]) -> list[Any]:
-        totals = link.sum_gradients(*(array_of(tensor.detach().cpu()) for tensor in tensors))
+    def add(link: Link, tensors: list[Any], weigh: Callable[[], float]) -> list[Any]:
+        totals = link.sum_gradients(*(array_of(tensor.detach().cpu()) for tensor in tensors), weigh=weigh)
         return [tensor_of(total).to(tensor.device) for total, tensor in zip(totals, tensors, strict=True)]
 
-    disabled: Callable[[Link, list[Any]], list[Any]] = torch.compiler.disable(add)
+    disabled: Callable[[Link, list[Any], Callable[[], float]], list[Any]] = torch.compiler.disable(add)
     return disabled
 
 
@@ -156,7 +180,7 @@ def _torch_update() -> Callable[[Any, list[Any], list[Any]], bool]:
             fused.leave()
             fused = vars(optimizer)["mpistrat_update"] = None
         if fused is not None:
-            fused.step(gradients, variables)
+            fused.step(gradients, variables, optimizer.mpistrat.weigher(optimizer, False)())
         return fused is not None
 
     disabled: Callable[[Any, list[Any], list[Any]], bool] = torch.compiler.disable(update)
@@ -176,14 +200,14 @@ def _torch_push(step: Callable[..., list[np.ndarray]], gradients: list[Any], wei
     return disabled()
 
 
-def _jax_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
+def _jax_add(link: Link, tensors: list[Any], weigh: Callable[[], float], shapes: list[tuple[int, ...]]) -> list[Any]:
     import jax
     from jax.experimental.buffer_callback import buffer_callback
 
     forms = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
 
     def add_buffers(_: Any, totals: Sequence[Any], *buffers: Any) -> None:
-        for target, total in zip(totals, link.sum_gradients(*map(np.asarray, buffers)), strict=True):
+        for target, total in zip(totals, link.sum_gradients(*map(np.asarray, buffers), weigh=weigh), strict=True):
             np.copyto(np.asarray(target), total)
 
     # Totals take the place of gradients. Steps are in order since each needs the weights of the one before.
@@ -191,11 +215,14 @@ def _jax_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]]) -> l
     return list(buffer_callback(add_buffers, forms, has_side_effect=True, input_output_aliases=places)(*tensors))
 
 
-def _tensorflow_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
+def _tensorflow_add(
+    link: Link, tensors: list[Any], weigh: Callable[[], float], shapes: list[tuple[int, ...]]
+) -> list[Any]:
     import tensorflow as tf
 
     dense = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    totals = tf.numpy_function(link.sum_gradients, dense, [tensor.dtype for tensor in dense], stateful=True)
+    add = functools.partial(link.sum_gradients, weigh=weigh)
+    totals = tf.numpy_function(add, dense, [tensor.dtype for tensor in dense], stateful=True)
     for total, shape in zip(totals, shapes, strict=True):
         total.set_shape(shape)
     return list(totals)
@@ -212,7 +239,7 @@ def _tensorflow_push(step: Callable[..., list[np.ndarray]], gradients: list[Any]
 
 
 _SERVED = {"torch": _torch_push, "tensorflow": _tensorflow_push}
-_BACKENDS: dict[str, Callable[[Link, list[Any], list[tuple[int, ...]]], list[Any]]] = {
+_BACKENDS: dict[str, Callable[..., list[Any]]] = {
     "torch": _torch_add,
     "jax": _jax_add,
     "tensorflow": _tensorflow_add,

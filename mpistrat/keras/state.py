@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +14,15 @@ from keras.src.random import seed_generator
 
 from .link import Link
 
-__all__ = ["arrays_of", "describe", "is_seed", "statistics_of", "take_from_root"]
+__all__ = [
+    "arrays_of",
+    "describe",
+    "describe_optimizer",
+    "optimizers_in",
+    "own_arrays",
+    "statistics_of",
+    "take_from_root",
+]
 
 
 def arrays_of(variables: Sequence[Any]) -> list[np.ndarray]:
@@ -21,23 +30,28 @@ def arrays_of(variables: Sequence[Any]) -> list[np.ndarray]:
     return [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
 
 
-def is_seed(variable: Any) -> bool:
+def _is_seed(variable: Any) -> bool:
     """Return whether a variable is the state of a random generator."""
     return bool(variable.name == "seed_generator_state")
 
 
-def _optimizers(model: Any) -> Iterator[Any]:
-    for value in vars(model).values():
-        if isinstance(value, keras.optimizers.Optimizer):
-            yield value
+def optimizers_in(model: Any) -> list[Any]:
+    """Return the optimizers in attributes of a model and its layers, in lists, tuples and dicts there, and those that joined."""
+    owners = [model, *model._flatten_layers(include_self=False)]
+    values = [value for owner in owners for value in list(vars(owner).values())]
+    return _once([*(optimizer for value in values for optimizer in _optimizers(value)), *model.mpistrat.joined])
 
 
-def _all(model: Any) -> list[Any]:
-    """Every variable once, the same order on every rank."""
-    found = [*model.variables]
-    for optimizer in _optimizers(model):
-        found += optimizer.variables
-    return list({id(variable): variable for variable in found}.values())
+def _optimizers(value: Any) -> Iterator[Any]:
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for child in list(value.values() if isinstance(value, dict) else value):
+            yield from _optimizers(child)
+
+
+def _once(items: list[Any]) -> list[Any]:
+    return list({id(item): item for item in items}.values())
 
 
 def describe(model: Any) -> str:
@@ -46,11 +60,15 @@ def describe(model: Any) -> str:
     for variable in model.variables:
         kind = "" if variable.trainable else " not trained"
         texts.append(f"{variable.name} {variable.dtype} {_shape(variable)}{kind}")
-    for optimizer in _optimizers(model):
-        settings = sorted((name, value) for name, value in optimizer.get_config().items() if name != "name")
-        texts.append(f"{type(optimizer).__name__} with {len(optimizer.variables)} variables")
-        texts += [f"{name}={_without_names(value)!r}" for name, value in settings]
-    return ", ".join(texts)
+    return ", ".join([*texts, *map(describe_optimizer, optimizers_in(model))])
+
+
+def describe_optimizer(optimizer: Any) -> str:
+    """Return what must be the same of an optimizer on every rank."""
+    settings = sorted((name, value) for name, value in optimizer.get_config().items() if name != "name")
+    texts = [f"{type(optimizer).__name__} with {len(optimizer.variables)} variables"]
+    texts += [f"{name}={_without_names(value)!r}" for name, value in settings]
+    return re.sub(r" at 0x[0-9a-f]+", "", ", ".join(texts))  # of objects in closures
 
 
 def _shape(variable: Any) -> str:
@@ -64,9 +82,17 @@ def _without_names(config: Any) -> Any:
     return config
 
 
+def _all(model: Any) -> list[Any]:
+    """Return every variable of a model and its optimizers once, in the same order on every rank."""
+    theirs = [variable for optimizer in optimizers_in(model) for variable in optimizer.variables]
+    return _once([*model.variables, *theirs])
+
+
 def take_from_root(link: Link, model: Any) -> None:
     """Give the variables of the model and its optimizers the root's numbers, and replicas other seeds. Collective."""
-    variables = [variable for variable in _all(model) if variable.dtype != "string"]
+    own_arrays(model)
+    rows = _states_of_rows(model)
+    variables = [variable for variable in _all(model) if variable.dtype != "string" and id(variable) not in rows]
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
     common = seed_generator.global_seed_generator().state
     *theirs, state = link.broadcast([*arrays, *arrays_of([common]), _state_of_torch()])
@@ -78,7 +104,7 @@ def take_from_root(link: Link, model: Any) -> None:
         for seed in np.random.SeedSequence([zlib.crc32(state.data), link.rank, index]).generate_state(1)
     )
     for variable, mine, array in zip([*variables, common], [*arrays, None], theirs, strict=True):
-        if is_seed(variable) and not link.first:
+        if _is_seed(variable) and not link.first:
             array = array.copy()
             array[0] = next(own_seeds) ^ int(array[0])
         elif mine is not None and np.array_equal(_bits(mine), _bits(array)):
@@ -91,6 +117,24 @@ def take_from_root(link: Link, model: Any) -> None:
             torch.set_rng_state(torch.from_numpy(state))
         else:
             torch.manual_seed(next(own_seeds))
+
+
+def own_arrays(model: Any) -> None:
+    """Give each of JAX's variables of a model and its optimizers an array of its own.
+
+    An assignment from one variable to another lets both have one array, as those of averages to weights at the end of a fit.
+    A step of Keras deletes the arrays of the variables that it is called with.
+    """
+    if keras.backend.backend() != "jax":
+        return
+    import jax.numpy as jnp
+
+    seen: set[int] = set()
+    for variable in _all(model):
+        array = variable.value
+        if id(array) in seen:
+            variable.assign(jnp.array(array, copy=True))
+        seen.add(id(array))
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
@@ -109,12 +153,19 @@ def _state_of_torch() -> np.ndarray:
 
 def statistics_of(model: Any) -> list[Any]:
     """Return the variables that each rank changes by its own rows: floating, not trained, of layers that are not frozen."""
-    frozen = {
+    others = {
         id(variable)
         for layer in model._flatten_layers()
         if not layer.trainable
         for variable in layer.non_trainable_weights
-    }
+    } | _states_of_rows(model)
     return [
-        variable for variable in model.non_trainable_weights if "float" in variable.dtype and id(variable) not in frozen
+        variable for variable in model.non_trainable_weights if "float" in variable.dtype and id(variable) not in others
     ]
+
+
+def _states_of_rows(model: Any) -> set[int]:
+    """Return the ids of the states that stateful layers keep of each row, which are each rank's own."""
+    layers = [layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
+    states = keras.tree.flatten([getattr(layer, "states", None) for layer in layers])
+    return {id(state) for state in states if state is not None}
