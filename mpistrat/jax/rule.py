@@ -21,6 +21,7 @@ from ..cross_device.arena import BLOCK
 from ..errors import explain
 from ..optimizers import Optimizer
 from ..optimizers.rule import Block, UpdateRun
+from ..optimizers.whole_state import StateArray
 from ..variables import Variable
 from .arrays import flatten, is_array, is_parameter, memory_of, names_of, of_memory
 from .reading import Mixes, Program, Reading, digest, read, word
@@ -424,10 +425,8 @@ class _StateArray:
         else:
             value = jnp.asarray(value, getattr(form, "dtype", None))
         self._dtype = value.dtype
-        host = np.asarray(value)
-        self.variable = Variable(
-            host.astype(np.uint8) if host.dtype == np.bool_ else host, trainable=False, name=f"optax/{name}"
-        )
+        self._array = StateArray(f"optax/{name}", np.asarray(value))
+        self.variable = self._array.variable
 
     def read(self) -> Any:
         """Return the array."""
@@ -443,15 +442,9 @@ class _StateArray:
             return []
         if self._kind is not None:
             value = jax.random.key_data(value)
-        flat = np.asarray(value).astype(self.variable.dtype).reshape(-1)
-        if flat.size != self.variable.size:
-            expected, got = f"state {self.variable.name} of shape {self.variable.shape}", f"{np.shape(value)}"
-            raise RuntimeError(explain("ms.jax.apply", "optimizer", expected=expected, got=got))
-        return [(low, flat[low:high].copy()) for low, high in self.variable.receiver().ranges]
+        return self._array.parts_of(np.asarray(value))
 
     def write(self, parts: Sequence[tuple[int, np.ndarray]]) -> None:
         """Write this rank's part."""
         if self.variable is not None:
-            receiver = self.variable.receiver()
-            for low, part in parts:
-                receiver.take(low, part)
+            self._array.write(parts)

@@ -19,6 +19,7 @@ import torch
 from .._util import log
 from ..comm.arrays import accumulation_dtype
 from ..errors import explain
+from ..optimizers.whole_state import StateArray
 from ..variables import Variable
 from .tensors import array_of, tensor_of
 
@@ -60,8 +61,8 @@ class WholeRule:
         ]
         self._own, self._begun, self._state = own, {}, {}
         for name, found in self._try().items():
-            self._begun[name] = _StateArray(f"torch/{name}/begun", np.zeros((), np.uint8))
-            self._state[name] = {key: _StateArray(f"torch/{name}/{key}", array) for key, array in found.items()}
+            self._begun[name] = StateArray(f"torch/{name}/begun", np.zeros((), np.uint8))
+            self._state[name] = {key: StateArray(f"torch/{name}/{key}", array) for key, array in found.items()}
         text = "the optimizer runs whole on every rank, after the sum of gradients"
         log.once(logging.INFO, f"{_FUNCTION}: {text}: {self._name} is not known to update each number by itself")
 
@@ -128,45 +129,46 @@ class WholeRule:
     def _load(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Give the copy of a parameter the state that its variables have."""
         state = self._own.state[parameter]
-        if not self._begun[name].read():
+        if not self._begun[name].variable.array:
             state.clear()
             return
         for key, array in self._state[name].items():
-            state[key] = _like(array.read(), state.get(key))
+            state[key] = _like(np.array(array.variable.array), state.get(key))
 
     def store(self) -> None:
         """Write this rank's part of the state after `update`, which all ranks of the node have called."""
         for name, parameter in self._parameters.items():
             state = self._own.state.get(parameter, {})
+            values = {key: _checked(self._name, key, state[key]) for key in self._state[name] if key in state}
+            for key, value in values.items():
+                array = self._state[name][key]
+                array.write(array.parts_of(value))
             if state:
-                self._begun[name].write(np.ones((), np.uint8))
-            for key, array in self._state[name].items():
-                if key in state:
-                    array.write(_checked(self._name, key, state[key]))
+                self._begun[name].write(self._begun[name].parts_of(np.ones((), np.uint8)))
 
     def state_of(self, name: str) -> dict[str, Any]:
         """Return the state of a parameter as torch has it; {} before its first step."""
-        if not self._begun[name].read():
+        if not self._begun[name].variable.array:
             return {}
         rest = self._own.state.get(self._parameters[name], {})
-        return {**rest, **{key: _like(array.read(), rest.get(key)) for key, array in self._state[name].items()}}
+        found = {key: np.array(array.variable.array) for key, array in self._state[name].items()}
+        return {**rest, **{key: _like(array, rest.get(key)) for key, array in found.items()}}
 
     def load(self, name: str, state: Mapping[str, Any]) -> None:
         """Take the state of a parameter, as torch has it. Collective: every rank gives the same."""
-        self._begun[name].assign(np.asarray(bool(state), np.uint8))
+        self._begun[name].variable.assign(np.asarray(bool(state), np.uint8))
         own = self._own.state[self._parameters[name]]
         own.clear()
         own.update(state)
         for key, array in self._state[name].items():
             if key in state:
-                array.assign(_checked(self._name, key, state[key]))
+                array.variable.assign(_checked(self._name, key, state[key]).astype(array.variable.dtype))
 
 
 def _array(value: Any) -> np.ndarray | None:
     """Return a tensor or number as an array that a variable may have; None for another thing."""
     if torch.is_tensor(value):
-        array = np.array(array_of(value.detach()))
-        return array.astype(np.uint8) if array.dtype == np.bool_ else array
+        return np.array(array_of(value.detach()))
     return np.asarray(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
@@ -184,29 +186,3 @@ def _like(array: np.ndarray, value: Any) -> Any:
         return type(value)(array)
     tensor = tensor_of(array)
     return tensor.bool() if torch.is_tensor(value) and value.dtype == torch.bool else tensor
-
-
-@final
-class _StateArray:
-    """An array of a rule's state, in a variable."""
-
-    def __init__(self, name: str, value: np.ndarray) -> None:
-        self._variable = Variable(value, trainable=False, name=name)
-
-    def read(self) -> np.ndarray:
-        """Return a copy."""
-        return np.array(self._variable.array)
-
-    def write(self, value: np.ndarray) -> None:
-        """Write this rank's part of a new value."""
-        variable = self._variable
-        if value.shape != variable.shape:
-            expected, got = f"state of shape {variable.shape}, as after the first step", f"shape {value.shape}"
-            raise RuntimeError(explain("Optimizer.step", variable.name, expected=expected, got=got))
-        flat, receiver = value.astype(variable.dtype).reshape(-1), variable.receiver()
-        for low, high in receiver.ranges:
-            receiver.take(low, flat[low:high])
-
-    def assign(self, value: np.ndarray) -> None:
-        """Write a value that all ranks have. Collective."""
-        self._variable.assign(value.astype(self._variable.dtype))
