@@ -1,5 +1,7 @@
 """The scale of losses: the numbers of TensorFlow's documentation, and of uneven batches."""
 
+import gc
+
 import numpy as np
 import pytest
 from strategies import without_mpi
@@ -85,6 +87,7 @@ def test_regularization(two):
 
 
 def test_contexts(two):
+    gc.collect()  # strategies of other tests, which may have datasets
     assert compute_average_loss([1.0, 3.0]) == 2.0  # outside of scopes: one replica
     assert scale_regularization_loss(5.0) == 5.0
     with two.scope():
@@ -196,3 +199,16 @@ def test_a_batch_that_nobody_holds_is_forgotten(two, monkeypatch):
     kept = [batch for step, batch in enumerate(data) if step % 100 == 0]
     assert len(global_batch._arrays) < 2 * 1024
     assert {ms.context.global_batch_size(batch) for batch in kept} == {4}
+
+
+def test_outside_of_steps_it_is_the_batch_of_the_strategy_in_use(two):
+    """As in a loop of torch on ranks with one replica each."""
+    gc.collect()
+    data = two.distribute_dataset(ms.data.from_arrays(np.arange(5.0)).batch(5))
+    for batch in data:
+        for part in two.local_results(batch):
+            assert compute_average_loss(np.full(len(part), 10.0)) == 10.0 * len(part) / 5
+    with pytest.raises(ms.errors.ContextError, match="4 losses"):
+        compute_average_loss(np.ones(4))
+    two.close()
+    assert compute_average_loss(np.ones(4)) == 1.0
