@@ -190,7 +190,9 @@ class Ledger:
             elif not self._agree(given, weight, arrays, counts):
                 weight = None
             if weight is None and not given:
-                weight = _one({part.weight for count in counts for part in self.parts(count)})
+                counts_second = {int(array.shape[1]) for array in arrays if _may_be_by_columns(array)}
+                known = {part.weight for count in counts for part in self.parts(count)}
+                weight = _one(known | {part.weight for count in counts_second for part in self.parts(count) if known})
             if weight is None and not given and total and len(counts) == 1:
                 weight = counts.pop() * self.replicas / total
             if weight is None and not self.uneven:
@@ -523,6 +525,12 @@ def address_of(value: Any) -> int | None:
 
 def _has_rows(value: Any) -> bool:
     return bool(getattr(value, "shape", None))
+
+
+def _may_be_by_columns(array: Any) -> bool:
+    """Return whether rows may be the second dimension, as of recurrent layers: the others are time, and features or tokens."""
+    kind = str(array.dtype)
+    return len(array.shape) > 2 or (len(array.shape) == 2 and ("int" in kind))
 
 
 def _bounds(array: np.ndarray) -> tuple[int, int]:

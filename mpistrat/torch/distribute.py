@@ -13,10 +13,12 @@ from ..cluster.devices import parse
 from ..errors import explain
 from ..strategy.loss import check_loss
 from ..variables.layout import check_layouts
-from .module import link_of, put_into
+from .module import divide_gradients, link_of, put_into
 from .optimizer import distribute_optimizer
+from .rule import is_elementwise
 from .sync_batch_norm import SyncBatchNorm, convert
 from .tensors import array_of
+from .whole import tried
 
 __all__ = ["check_tensors", "distribute"]
 
@@ -111,6 +113,8 @@ def distribute(
             remedy = "Make the optimizer of module.parameters()"
             expected, got = "parameters of the module", f"{chosen.count('')} that are not"
             raise ValueError(explain(function, "optimizer", expected=expected, got=got, remedy=remedy))
+        if not is_elementwise(type(optimizer)):
+            tried(optimizer)
         left = set(chosen)
         order = chosen + [name for name in order if name not in left]
     if sync_batch_norm:
@@ -118,6 +122,8 @@ def distribute(
     put_into(strategy, module, order, loss == "mean", layouts or {})
     _seed(strategy)
     if optimizer is None:
+        if loss == "mean":
+            divide_gradients(module)
         return module
     distribute_optimizer(module, optimizer, max_norm, loss == "mean", overlap)
     return module, optimizer

@@ -25,6 +25,7 @@ __all__ = [
     "DistributedModule",
     "Link",
     "check_parameters",
+    "divide_gradients",
     "gradients",
     "link_of",
     "local_gradient",
@@ -141,9 +142,15 @@ class Link:
         """Give the parameter the variable's memory; of a variable on a server, what is read of it now."""
         self.parameter.data = tensor_of(self.variable.array) if self.tensor is None else self.tensor
 
-    def forget(self) -> None:
-        """Forget the gradient."""
-        self.parameter.grad = None
+    def forget(self, set_to_none: bool) -> None:
+        """Forget the gradient, or make it zero if there is one."""
+        gradient = self.parameter.grad
+        if gradient is None or set_to_none:
+            self.parameter.grad = None
+        elif gradient is self.shown and self.gradient is not None:
+            self.gradient.zero_()
+        else:
+            gradient.detach_().zero_()
 
     def pair(self, by_rows: bool) -> tuple[Any, Variable]:
         """Return the gradient and the variable, as `apply_gradients` takes them.
@@ -166,10 +173,7 @@ class Link:
             rows = by_rows and gradient.sparse_dim() == 1
             return slices_of(gradient) if rows else array_of(gradient.to_dense()), self.variable
         if parameter.data_ptr() != self.address or parameter.dtype is not tensor.dtype:
-            cause = ".half(), .to(dtype), share_memory() or parameter.data = … after distribute"
-            got = f"a {parameter.dtype} tensor elsewhere: {cause}"
-            remedy = "Convert the module before ms.torch.distribute; write with parameter.copy_(…) or load_state_dict"
-            self._refuse("the memory of its variable", got, remedy)
+            self.check_memory()
         if gradient is None:
             return None, self.variable
         if self.gradient is None:
@@ -178,6 +182,15 @@ class Link:
         elif gradient is not self.shown:
             self.gradient.copy_(gradient)  # the program's own
         return self._present
+
+    def check_memory(self) -> None:
+        """Raise RuntimeError if the parameter has lost the memory of its variable."""
+        parameter, tensor = self.parameter, self.tensor
+        if tensor is not None and (parameter.data_ptr() != self.address or parameter.dtype is not tensor.dtype):
+            cause = ".half(), .to(dtype), share_memory() or parameter.data = … after distribute"
+            got = f"a {parameter.dtype} tensor elsewhere: {cause}"
+            remedy = "Convert the module before ms.torch.distribute; write with parameter.copy_(…) or load_state_dict"
+            self._refuse("the memory of its variable", got, remedy)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # of a parameter in a file, or in another process
@@ -235,8 +248,7 @@ class DistributedModule(torch.nn.Module):
     Attributes:
         mpistrat_strategy: whose variables its parameters are.
         mpistrat_links: what ties each parameter to its variable.
-        mpistrat_passes: what weighs passes by the rows of a replica's part of a batch; None where losses are scaled already.
-        mpistrat_memory: whether variables have their memory in this process; else servers have it.
+        mpistrat_passes: what weighs passes by the rows of a replica's part of a batch, and reads parameters from servers.
         mpistrat_changed: whether layers or parameters were registered since the last step.
         mpistrat_replicas: the modules of all local replicas; this one is the first.
         mpistrat_buffers: the variables of the buffers; of the first local replica's module only.
@@ -244,8 +256,7 @@ class DistributedModule(torch.nn.Module):
 
     mpistrat_strategy: Any
     mpistrat_links: Sequence[Link]
-    mpistrat_passes: Passes | None
-    mpistrat_memory: bool
+    mpistrat_passes: Passes
     mpistrat_changed: bool
     mpistrat_replicas: Sequence[torch.nn.Module]
     mpistrat_buffers: Buffers | None
@@ -262,26 +273,36 @@ class DistributedModule(torch.nn.Module):
             replica = local_replica(self.mpistrat_strategy)
             if replica:
                 return replicas[replica](*args, **kwargs)
-        if not self.mpistrat_memory:
-            _attach(self)
         passes = self.mpistrat_passes
-        if passes is None or passes.idle:
+        if passes.idle:
             return super().__call__(*args, **kwargs)
+        depth, output = passes.depth, None
         try:
             passes.enter(self, (args, kwargs))
-            return super().__call__(*args, **kwargs)
+            output = super().__call__(*args, **kwargs)
+            return output
         finally:
-            passes.leave()
+            passes.leave(depth, output)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield this replica's parameters."""
+        replicas = self.mpistrat_replicas
+        replica = local_replica(self.mpistrat_strategy) if len(replicas) > 1 else 0
+        return (
+            replicas[replica].named_parameters(*args, **kwargs)
+            if replica
+            else super().named_parameters(*args, **kwargs)
+        )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Set the mode. With `eval()` statistics that replicas have changed differently become their means: collective then."""
-        trained = self.training
+        before, trained = self.training, any(layer.training for layer in self.modules())
         result = super().train(*args, **kwargs)
-        if self.training != trained:
+        if self.training != before:
             for module in self.mpistrat_replicas[1:]:
                 module.train(*args, **kwargs)
-            if trained and self.mpistrat_buffers is not None:
-                self.mpistrat_buffers.average()
+        if trained and not self.training and self.mpistrat_buffers is not None:
+            self.mpistrat_buffers.average()
         return result
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -366,26 +387,35 @@ def put_into(
             link.replicas = copies
             of_replica.append(link)
     buffers = Buffers(strategy, replicas)
-    for each, of_replica in zip(replicas, links, strict=True):
+    for number, (each, of_replica) in enumerate(zip(replicas, links, strict=True)):
         kind = type(each)
-        methods = {"__module__": kind.__module__, **(with_passes(kind) if weighs else {})}
+        methods = {"__module__": kind.__module__, **with_passes(kind)}
         each.__class__ = type(kind.__name__, (DistributedModule, kind), methods)
         distributed: Any = each
         distributed.mpistrat_strategy, distributed.mpistrat_links = strategy, tuple(of_replica)
-        distributed.mpistrat_memory, distributed.mpistrat_changed = own_memory, False
+        distributed.mpistrat_changed = False
         distributed.mpistrat_buffers = buffers if each is module else None
         object.__setattr__(each, "mpistrat_replicas", tuple(replicas) if each is module else (each,))
         for name, layer in each.named_modules():
             _roots[layer] = weakref.ref(each)
             if isinstance(layer, SyncBatchNorm):
                 layer.strategy, layer.place = strategy, name
-        distributed.mpistrat_passes = Passes(strategy, each) if weighs else None
+        read = None if own_memory else functools.partial(_read, tuple(of_replica))
+        distributed.mpistrat_passes = Passes(strategy, each, number, weighs, read)
 
 
-@torch.compiler.disable
-def _attach(module: Any) -> None:
+def divide_gradients(module: Any) -> None:
+    """Divide gradients by the number of replicas as they are computed: an optimizer of `ms.optimizers` sums them."""
+    replicas = summed_replicas(module.mpistrat_strategy)
+    for link in module.mpistrat_links if replicas > 1 else ():
+        for each in link.replicas:
+            if each.gradient is not None:
+                each.parameter.register_hook(functools.partial(torch.mul, other=1.0 / replicas))
+
+
+def _read(links: Sequence[Link]) -> None:
     """Read parameters that servers have."""
-    for link in module.mpistrat_links:
+    for link in links:
         link.attach()
 
 
@@ -422,5 +452,7 @@ def check_parameters(module: Any, replica: int) -> None:
                 rank = f" (rank {module.mpistrat_strategy.rank})"
                 raise RuntimeError(explain("step", name, expected=expected, got=got + rank, remedy=remedy))
         vars(own)["mpistrat_changed"] = False
-    if own.mpistrat_passes is not None:
-        own.mpistrat_passes.forget()
+    for link in own.mpistrat_links:
+        if link.tensor is not None and link.gradient is None:
+            link.check_memory()  # what is frozen is in files, too
+    own.mpistrat_passes.forget()

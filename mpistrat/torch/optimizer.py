@@ -99,7 +99,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.mpistrat_overlap is not None:
             self.mpistrat_overlap.settle()
         by_rows = rule.by_rows
-        rule.apply_gradients([link.pair(by_rows) for link in self._own_links() if link.parameter.requires_grad])
+        links = [link for link in self._own_links() if link.parameter.requires_grad or link.parameter.grad is not None]
+        rule.apply_gradients([link.pair(by_rows) for link in links])
 
     def _own_links(self) -> Sequence[Link]:
         """Return the links of this replica; outside of steps, of the first local one."""
@@ -113,7 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         inside = frame.strategy is self.mpistrat_strategy and frame.replica is not None
         for links in (self._own_links(),) if inside else self.mpistrat_links:
             for link in links:
-                link.forget()
+                link.forget(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take a group, before `distribute` only."""

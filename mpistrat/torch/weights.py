@@ -8,6 +8,8 @@ equal nothing is done.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +18,8 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from ..errors import BatchError
+from ..errors import BatchError, explain
+from ..strategy.contexts import local_replica
 from ..strategy.loss import weight_of_pass
 from .sync_batch_norm import SyncBatchNorm
 
@@ -33,7 +36,7 @@ class _Weigh(torch.autograd.Function):
 
     @staticmethod
     def forward(tensor: torch.Tensor, weight: Any) -> torch.Tensor:
-        return tensor.view_as(tensor)
+        return tensor.detach()  # no view: a layer may write its weights in place
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -53,30 +56,48 @@ class _Weigh(torch.autograd.Function):
 class Passes:
     """The passes of one local replica's module: each call of it, or of one of its layers outside of such a call, is one.
 
+    Args:
+        strategy: the strategy.
+        module: the module.
+        replica: the local replica.
+        weighs: whether losses are means over a replica's rows.
+        read: called before each pass: it reads parameters that servers have. None where parameters have their memory here.
+
     Attributes:
         idle: whether nothing is to be done, since all parts of batches were equal so far.
     """
 
-    def __init__(self, strategy: Any, module: torch.nn.Module) -> None:
+    def __init__(
+        self, strategy: Any, module: torch.nn.Module, replica: int, weighs: bool, read: Callable[[], None] | None
+    ) -> None:
         self.idle = True
         self._strategy, self._root = weakref.ref(strategy), weakref.ref(module)  # layers find it without holding them
-        self._name = type(module).__name__
+        self._name, self._replica, self._weighs, self._read = type(module).__name__, replica, weighs, read
         self._active: set[int] = set()  # the ids of the modules of the pass that runs
         self._open: list[Callable[[], None] | None] = []  # what ends each call that runs; None of a call in a pass
         self._recent: set[float] = set()  # the weights of passes since the last step
-        strategy.extended.batches.watch(self._begin)
+        self._alone = len(strategy.extended.replicas) == 1
+        if read is not None or not self._alone:
+            self._begin()
+        elif weighs:
+            strategy.extended.batches.watch(self._begin)
 
     def _begin(self) -> None:
-        """Watch calls of layers from now on: parts are unequal."""
+        """Watch calls of layers from now on: parts are unequal, servers have parameters, or a rank has several replicas."""
         root = self._root()
-        if root is None:
+        if root is None or not self.idle:
             return
         self.idle = False
         for layer in root.modules():
-            if layer is not root and any(True for _ in layer.parameters()):
+            if layer is not root and (any(True for _ in layer.parameters()) or isinstance(layer, SyncBatchNorm)):
                 _passes[layer] = self
                 layer.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
                 layer.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+
+    @property
+    def depth(self) -> int:
+        """How many calls run."""
+        return len(self._open)
 
     @torch.compiler.disable
     def enter(self, module: torch.nn.Module, inputs: Any) -> None:
@@ -84,46 +105,54 @@ class Passes:
 
         Raises:
             BatchError: parts are unequal, and it cannot be told which batch the inputs belong to.
+            RuntimeError: the layer belongs to another local replica.
         """
-        if module is self._root():
-            self._reset()  # what an interrupt left
         self._open.append(None)
-        if self._active or not torch.is_grad_enabled():
+        if self._active:
             return
-        weight: Any = self._weight(module, inputs)
-        if weight is None:
+        strategy: Any = self._strategy()
+        if not self._alone and local_replica(strategy) != self._replica:
+            expected = f"the layers of replica {local_replica(strategy)} in its step"
+            remedy = "Call the module or its methods, which find this replica's layers"
+            got = f"{type(module).__name__} of replica {self._replica}"
+            raise RuntimeError(explain(f"{self._name}.forward", "", expected=expected, got=got, remedy=remedy))
+        if self._read is not None:
+            self._read()
+        weighs = self._weighs and strategy.extended.batches.uneven and torch.is_grad_enabled()
+        weight: Any = self._weight(module, inputs) if weighs else None
+        if weight is None and self._read is None:
             return
         layers = list(module.modules())
-        undo = _weigh_parameters(layers, weight)
+        undo = [] if weight is None else _weigh_parameters(layers, weight)
         self._active = set(map(id, layers))
+        norms = [layer for layer in layers if isinstance(layer, SyncBatchNorm)]
 
         def end() -> None:
             self._active = set()
             for container, key, value in undo:
                 container[key] = value
-            for layer in layers:
-                if isinstance(layer, SyncBatchNorm):
-                    layer.share = 1.0
+            for layer in norms:
+                layer.share = 1.0
 
         self._open[-1] = end
-        for layer in layers:
-            if isinstance(layer, SyncBatchNorm):
-                layer.share = weight if isinstance(weight, float) else 1.0
+        for layer in norms:
+            layer.share = weight if isinstance(weight, float) else 1.0
 
     @torch.compiler.disable
-    def leave(self) -> None:
-        """End the call that began last."""
-        end = self._open.pop() if self._open else None
-        if end is not None:
-            end()
-
-    def _reset(self) -> None:
-        while self._open:
-            self.leave()
+    def leave(self, depth: int | None = None, output: Any = None) -> None:
+        """End the call that began last, or all calls but so many; note the weight of the pass at its output."""
+        depth = max(len(self._open) - 1, 0) if depth is None else depth
+        while len(self._open) > depth:
+            end = self._open.pop()
+            if end is not None:
+                end()
+                if len(self._recent) == 1:
+                    _note_weight(output, next(iter(self._recent)))
 
     def forget(self) -> None:
-        """Forget the weights of earlier passes: their step is taken."""
+        """Forget the weights of earlier passes, whose step is taken, and calls that an interrupt has left."""
         self._recent.clear()
+        self.leave(0)
 
     def _weight(self, module: torch.nn.Module, inputs: Any) -> Any:
         """Return the weight of a pass, an error that its backward pass raises, or None for a pass that needs none."""
@@ -145,10 +174,19 @@ class Passes:
         self._recent.add(weight)
         return weight
 
-    def tells(self, inputs: Any) -> bool:
-        """Return whether a pass with these inputs has a weight."""
+    def begins(self, inputs: Any) -> bool:
+        """Return whether a call of a method with these inputs begins a pass: it reads parameters, or has a weight."""
+        if self._active:
+            return False
+        if self._read is not None:
+            return True
+        if not (self._weighs and torch.is_grad_enabled()):
+            return False
+        tensors = list(_tensors(inputs))
+        if len(_weights_before(tensors)) == 1:
+            return True
         try:
-            weight_of_pass(self._strategy(), _tensors(inputs), self._name)
+            weight_of_pass(self._strategy(), tensors, self._name)
         except BatchError:
             return False
         return True
@@ -163,7 +201,7 @@ def _enter(layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
 def _leave(layer: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     passes = _passes.get(layer)
     if passes is not None:
-        passes.leave()
+        passes.leave(output=output)
 
 
 def _weigh_parameters(layers: list[torch.nn.Module], weight: Any) -> list[tuple[Any, Any, Any]]:
@@ -193,24 +231,38 @@ def _weigh_parameters(layers: list[torch.nn.Module], weight: Any) -> list[tuple[
                 undo.append((own, name, parameter))
         attributes = vars(layer)
         for name, held in list(attributes.items()):  # such as an LSTM's list of its weights
-            if type(held) in (list, tuple, dict) and (name[:1] != "_" or name == "_flat_weights"):
-                values = list(held.values() if type(held) is dict else held)
-                if any(isinstance(value, torch.nn.Parameter) and value.requires_grad for value in values):
-                    undo.append((attributes, name, held))
+            if (name[:1] != "_" or name == "_flat_weights") and _holds(held):
+                undo.append((attributes, name, held))
     for container, key, value in undo:
-        container[key] = weighed(value) if isinstance(value, torch.Tensor) else _map(value, weighed)
+        container[key] = _replaced(value, weighed)
     return undo
 
 
-def _map(held: Any, weighed: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a list, tuple or dict in which parameters are replaced."""
+def _trains(value: Any) -> bool:
+    return isinstance(value, torch.nn.Parameter) and value.requires_grad
 
-    def replaced(value: Any) -> Any:
-        return weighed(value) if isinstance(value, torch.nn.Parameter) and value.requires_grad else value
 
-    return (
-        {key: replaced(value) for key, value in held.items()} if type(held) is dict else type(held)(map(replaced, held))
-    )
+def _holds(held: Any) -> bool:
+    """Return whether a nest of lists, tuples and dicts has a parameter."""
+    if type(held) in (list, tuple, dict):
+        return any(_trains(value) or _holds(value) for value in (held.values() if type(held) is dict else held))
+    return False
+
+
+def _replaced(value: Any, weighed: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a parameter that weighs, or a nest with those."""
+    if isinstance(value, torch.Tensor):
+        return weighed(value) if value.requires_grad else value
+    if type(value) is dict:
+        return {key: _replaced(each, weighed) for key, each in value.items()}
+    return type(value)([_replaced(each, weighed) for each in value]) if type(value) in (list, tuple) else value
+
+
+def _note_weight(output: Any, weight: float) -> None:
+    """Note the weight of a pass at what it computed, where passes that go on with it find it at once."""
+    for tensor in _tensors(output):
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+            tensor.grad_fn.metadata[_Weigh] = weight
 
 
 def _weights_before(tensors: list[Any]) -> set[Any]:
@@ -220,6 +272,9 @@ def _weights_before(tensors: list[Any]) -> set[Any]:
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
+        if _Weigh in node.metadata:
+            weights.add(node.metadata[_Weigh])
+            continue
         if isinstance(node, _Weigh._backward_cls):  # type: ignore[attr-defined]
             weights.add(node.weight)  # type: ignore[attr-defined]
             continue
@@ -231,8 +286,12 @@ def _weights_before(tensors: list[Any]) -> set[Any]:
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[Any]:
-    """Yield the tensors and arrays in a nest, and in objects that hold some."""
-    if isinstance(value, (torch.Tensor, np.ndarray)):
+    """Yield the tensors and arrays in a nest, and in objects that hold some; those that `vmap` and the like wrap."""
+    if isinstance(value, torch.Tensor):
+        while torch._C._functorch.is_functorch_wrapped_tensor(value):
+            value = torch._C._functorch.get_unwrapped(value)
+        yield value
+    elif isinstance(value, np.ndarray):
         yield value
     elif isinstance(value, (str, bytes, int, float, complex, type, torch.nn.Module)) or value is None or not depth:
         return
@@ -242,6 +301,9 @@ def _tensors(value: Any, depth: int = 4) -> Iterator[Any]:
     elif isinstance(value, (list, tuple, set)):
         for each in value:
             yield from _tensors(each, depth - 1)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name, None), depth - 1)
     elif hasattr(value, "__dict__") and not callable(value):
         yield from _tensors(vars(value), depth - 1)
 
@@ -253,31 +315,32 @@ def with_passes(kind: type[torch.nn.Module]) -> dict[str, Any]:
         if base.__module__.partition(".")[0] == "torch":
             break
         for name, function in vars(base).items():
-            if inspect.isfunction(function) and name not in _OWN and name[:2] != "__" and name not in methods:
-                methods[name] = _as_pass(function)
+            own = name == "forward" or (name not in _OWN and name[:2] != "__")
+            if inspect.isfunction(function) and own and name not in methods:
+                methods[name] = _as_pass(name, function)
     return methods
 
 
-def _as_pass(function: Callable[..., Any]) -> Callable[..., Any]:
+def _as_pass(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         passes = vars(self).get("mpistrat_passes")
-        if (
-            passes is None
-            or passes.idle
-            or not torch.is_grad_enabled()
-            or passes._active
-            or not passes.tells((args, kwargs))
-        ):
+        if passes is None or passes.idle:
             return function(self, *args, **kwargs)
-        passes.enter(self, (args, kwargs))
+        replicas = self.mpistrat_replicas
+        replica = local_replica(self.mpistrat_strategy) if len(replicas) > 1 else 0
+        if replica:
+            return getattr(replicas[replica], name)(*args, **kwargs)
+        if not passes.begins((args, kwargs)):
+            return function(self, *args, **kwargs)
+        depth, output = passes.depth, None
         try:
-            return function(self, *args, **kwargs)
+            passes.enter(self, (args, kwargs))
+            output = function(self, *args, **kwargs)
+            return output
         finally:
-            passes.leave()
+            passes.leave(depth, output)
 
-    method.__dict__.update(function.__dict__)
-    method.__name__, method.__qualname__, method.__doc__ = function.__name__, function.__qualname__, function.__doc__
-    method.__module__, method.__wrapped__ = function.__module__, function  # type: ignore[attr-defined]
     return method
 
 

@@ -23,7 +23,7 @@ from ..optimizers.whole_state import StateArray
 from ..variables import Variable
 from .tensors import array_of, tensor_of
 
-__all__ = ["WholeRule"]
+__all__ = ["WholeRule", "tried"]
 
 _FUNCTION = "ms.torch.distribute"
 
@@ -83,33 +83,15 @@ class WholeRule:
 
     def _try(self) -> dict[str, dict[str, np.ndarray]]:
         """Return the state of each parameter after a step on copies, for its forms."""
-        trial = copy.deepcopy(self._own)
-        parameters = [parameter for group in trial.param_groups for parameter in group["params"]]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        try:
-            self._run(trial, 0)
-        except (TypeError, AttributeError, RuntimeError) as error:
-            expected, got = (
-                "an optimizer whose step needs no closure",
-                f"{self._name} ({type(error).__name__}: {error})",
-            )
-            remedy = "Take another, as SGD or AdamW"
-            raise TypeError(explain(_FUNCTION, "optimizer", expected=expected, got=got, remedy=remedy)) from error
         found: dict[str, dict[str, np.ndarray]] = {}
-        for name, parameter in zip(self._parameters, parameters, strict=True):
-            known = {key: _array(value) for key, value in trial.state[parameter].items()}
-            left = [key for key, array in known.items() if array is None and trial.state[parameter][key] is not None]
+        for name, state in zip(self._parameters, tried(self._own), strict=True):
+            known = {key: _array(value) for key, value in state.items()}
+            left = [key for key, array in known.items() if array is None and state[key] is not None]
             if left:
                 text = f"{_FUNCTION}: files do not have the state {', '.join(left)} of {self._name}: it is no tensor or number"
                 log.once(logging.WARNING, text)
             found[name] = {key: np.zeros_like(array) for key, array in known.items() if array is not None}
         return found
-
-    def _run(self, optimizer: Any, step: int) -> None:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # ranks draw the same numbers
-            torch.manual_seed(self._seed + step)
-            self._raw_step(optimizer)
 
     def update(self, gradients: Mapping[str, Any], weights: Mapping[str, Any], step: int) -> dict[str, np.ndarray]:
         """Return new weights by name of variable; all arrays are whole. The state is written by `store`."""
@@ -125,6 +107,11 @@ class WholeRule:
         for own, theirs in zip(self._own.param_groups, self._source.param_groups, strict=True):
             theirs.update({name: value for name, value in own.items() if name != "params"})
         return {name: array_of(self._parameters[name].detach()) for name in gradients}
+
+    def _run(self, optimizer: Any, step: int) -> None:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # ranks draw the same numbers
+            torch.manual_seed(self._seed + step)
+            self._raw_step(optimizer)
 
     def _load(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Give the copy of a parameter the state that its variables have."""
@@ -163,6 +150,29 @@ class WholeRule:
         for key, array in self._state[name].items():
             if key in state:
                 array.variable.assign(_checked(self._name, key, state[key]).astype(array.variable.dtype))
+
+
+def tried(optimizer: torch.optim.Optimizer) -> list[Mapping[str, Any]]:
+    """Return the state of each parameter after a step of a copy with gradients of zeros.
+
+    Raises:
+        TypeError: the step fails.
+    """
+    kind = type(optimizer)
+    trial: Any = object.__new__(kind)
+    trial.__dict__.update(copy.deepcopy(vars(optimizer)))  # copy.deepcopy of an optimizer leaves its own attributes out
+    parameters = [parameter for group in trial.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            inspect.unwrap(kind.step)(trial)  # type: ignore[call-arg]
+    except Exception as error:  # of a program's own rule
+        expected = "an optimizer whose step, without a closure, takes gradients of zeros"
+        got = f"{kind.__module__}.{kind.__qualname__} ({type(error).__name__}: {error})"
+        remedy = "Take another, as SGD or AdamW"
+        raise TypeError(explain(_FUNCTION, "optimizer", expected=expected, got=got, remedy=remedy)) from error
+    return [trial.state[parameter] for parameter in parameters]
 
 
 def _array(value: Any) -> np.ndarray | None:

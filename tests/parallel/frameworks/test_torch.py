@@ -383,22 +383,23 @@ def test_rank_0s_numbers_are_everybodys_and_masks_differ():
         assert [comm.allgather(torch.rand(8).numpy().tobytes()) for _ in range(2)] == first
 
 
-@pytest.mark.ranks(1, 2)
-def test_an_optimizer_of_ours_takes_a_modules_gradients():
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("loss", ["sum", "mean"])
+def test_an_optimizer_of_ours_takes_a_modules_gradients(loss):
     reference = mlp()
     plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
     module = mlp()
     with ms.MultiWorkerMirroredStrategy() as strategy:
         with strategy.scope():
-            ms.torch.distribute(module, loss="sum")
+            ms.torch.distribute(module, loss=loss)
             optimizer = ms.optimizers.SGD(0.1)
 
         def step(x, y):
             module.zero_grad()
             losses = torch.nn.functional.cross_entropy(
-                module(torch.from_numpy(x)), torch.from_numpy(y), reduction="sum"
+                module(torch.from_numpy(x)), torch.from_numpy(y), reduction="none"
             )
-            (losses / ms.context.global_batch_size()).backward()
+            (losses.mean() if loss == "mean" else losses.sum() / ms.context.global_batch_size()).backward()
             optimizer.apply_gradients(ms.torch.gradients(module))
 
         data = strategy.distribute_dataset(dataset())

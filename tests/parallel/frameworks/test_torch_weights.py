@@ -17,7 +17,9 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.encoder, self.decoder = nn.Linear(3, 5), nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.ones(3))
         self.kept = None
+        self.pairs = [[self.encoder.weight, [self.decoder.bias]]]  # not where torch looks for parameters
 
     def encode(self, x):
         return self.encoder(x).tanh()
@@ -25,15 +27,24 @@ class Net(nn.Module):
     def tied(self, x):
         return functional.linear(functional.linear(x, self.encoder.weight), self.encoder.weight.T)
 
+    def loss(self, x):
+        out = self(x) + self.pairs[0][1][0]  # a call of itself, and a bare parameter after it
+        return (out - x).square().mean() + (self.scale * x).mean()
+
+    def of_hidden(self, hidden):
+        return hidden @ self.pairs[0][0]
+
     def forward(self, x):
         hidden = self.encode(x)
         self.kept = hidden.square().mean()
-        return self.decoder(hidden)
+        return self.scale * self.decoder(hidden)
 
 
 def net():
     torch.manual_seed(0)
-    return Net().double()
+    made = Net().double()
+    made.pairs = [[made.encoder.weight, [made.decoder.bias]]]
+    return made
 
 
 def data(rows=ROWS, seed=0):
@@ -152,8 +163,39 @@ def time_first(x, net, optimizer):
     loss_of(net(x.T[:, :, None].expand(3, len(x), 3)), x.T[:, :, None]).backward()
 
 
+def a_method_that_calls_the_module(x, net, optimizer):
+    net.loss(x).backward()
+
+
+def forward_itself(x, net, optimizer):
+    loss_of(net.forward(x), x).backward()
+
+
+def a_method_of_what_another_pass_computed(x, net, optimizer):
+    loss_of(net.of_hidden(functional.gelu(net.encode(x))), x).backward()
+
+
+def under_vmap(x, net, optimizer):
+    if len(x):
+        loss_of(torch.func.vmap(net)(x), x).backward()
+    else:
+        usual(x, net, optimizer)
+
+
+def weights_clamped_in_forward(x, net, optimizer):
+    hook = net.encoder.register_forward_pre_hook(lambda layer, _: _clamp(layer))
+    usual(x, net, optimizer)
+    hook.remove()
+
+
+def _clamp(layer):
+    with torch.no_grad():
+        layer.weight.clamp_(-0.3, 0.3)
+
+
 LOOPS = [
-    usual, module_zero_grad, gradients_by_hand, two_losses, losses_of_two_passes_in_one_graph, a_pass_without_gradients_between,
+    a_method_that_calls_the_module, forward_itself, a_method_of_what_another_pass_computed, under_vmap, usual,
+    module_zero_grad, gradients_by_hand, two_losses, losses_of_two_passes_in_one_graph, a_pass_without_gradients_between,
     a_look_after_backward, methods, a_method_and_a_call, a_method_with_bare_weights, a_loss_that_the_module_keeps,
     a_penalty_of_the_weights, a_gradient_penalty, in_place_on_the_output, a_hook_on_a_layer, functional_call, a_checkpoint,
     a_reentrant_checkpoint_of_layers, a_list_of_views, time_first,
@@ -426,6 +468,73 @@ def test_recurrent_layers_and_parameters_in_lists():
         check(module, reference)
         assert all(type(p) is nn.Parameter for p in module.parameters())
         assert module.again[0] is module.weights[0]
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(
+    "loop", [usual, methods, a_method_and_a_call, a_penalty_of_the_weights], ids=lambda loop: loop.__name__
+)
+def test_several_replicas_of_a_rank_have_modules_of_their_own(loop):
+    with ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]) as strategy:
+        module, optimizer = put(strategy)
+
+        def step(rows):
+            if loop in (methods, a_method_and_a_call):
+                optimizer.zero_grad()
+                x = torch.from_numpy(rows)
+                loss_of(module(x) if loop is methods else module.encode(x) @ x.new_ones(5, 3), x).backward()
+                optimizer.step()
+            else:
+                take(loop, torch.from_numpy(rows), module, optimizer)
+
+        for _ in range(2):
+            for batch in strategy.distribute_dataset(ms.data.from_arrays(data()).batch(BATCH)):
+                strategy.run(step, args=(batch,))
+
+        def plain(x, net, optimizer):
+            if loop in (methods, a_method_and_a_call):
+                loss_of(net(x) if loop is methods else net.encode(x) @ x.new_ones(5, 3), x).backward()
+            else:
+                loop(x, net, optimizer)
+
+        check(module, alone(plain, batches_of(data())))
+        with strategy.batch(None), pytest.raises(RuntimeError, match="the layers of replica 1"):
+            strategy.run(lambda: module.decoder(torch.ones(2, 5, dtype=torch.float64)))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("loop", [usual, methods, a_method_with_bare_weights], ids=lambda loop: loop.__name__)
+def test_servers_are_read_before_methods_and_layers(loop):
+    with ms.ParameterServerStrategy(num_ps=1, max_staleness=0) as strategy:
+        module, optimizer = put(strategy)
+        x = data(16)
+        for batch in strategy.distribute_dataset(ms.data.from_arrays(x).batch(16 // (strategy.size - 1))):
+            strategy.run(lambda a: take(loop, torch.from_numpy(a), module, optimizer), args=(batch,))
+        for _ in range(2):
+            for batch in strategy.distribute_dataset(ms.data.from_arrays(x).batch(16 // (strategy.size - 1))):
+                strategy.run(lambda a: take(loop, torch.from_numpy(a), module, optimizer), args=(batch,))
+            strategy.barrier()
+        if not strategy.is_server:
+            module(torch.from_numpy(x))
+            check(module, alone(loop, [x], epochs=3))
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_are_made_zero_are_zeros_and_frozen_ones_still_step():
+    def train(wrap, rows, optimizer_of=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, weight_decay=0.1)):
+        module = net()
+        module, optimizer = wrap(module, optimizer_of(module.parameters()))
+        for number in range(6):
+            optimizer.zero_grad(set_to_none=False)
+            (module.encode(rows) if number % 2 else module(rows)).square().mean().backward()
+            module.decoder.weight.requires_grad_(number < 3)
+            optimizer.step()
+        return module
+
+    rows = torch.from_numpy(data(8))
+    with ms.MultiWorkerMirroredStrategy() as strategy, strategy.scope():
+        mine = rows[4 * strategy.rank : 4 * strategy.rank + 4]
+        check(train(ms.torch.distribute, mine), train(lambda *both: both, rows))
 
 
 @pytest.mark.ranks(2)
