@@ -7,7 +7,7 @@ other rule runs whole on each rank after the sum, with state in variables of the
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -153,11 +153,31 @@ class JaxRule(Optimizer):
             expected, got = f"gradients of the whole tree, as the optimizer has {self.reason}", "none"
             remedy = "Give parameters that stay as they are zeros, or an optimizer of their own"
             raise ValueError(explain("ms.jax.apply", missing[0], expected=expected, got=got, remedy=remedy))
+        new: list[Variable] = []
         if self.__blocks is not None and self.__blocks.unequal:
             known = set(map(id, self._variables))
             new = [v for v in given if id(v) not in known and v.name not in self._slots.pending]
             self.__begin(self.__blocks, new)
-        return super()._new_step(strategy, pairs)
+        try:
+            step = super()._new_step(strategy, pairs)
+        except BaseException:
+            for variable in new:
+                self._slots.pending.pop(variable.name, None)
+            raise
+        self._updated_first = list(dict.fromkeys([*self._updated_first, *new]))  # which a step that fails forgets
+        return step
+
+    def restart_slots(self, variables: Collection[Variable] | None) -> None:
+        """Give slots the values of before the first step: where these depend on weights, on those of the next step."""
+        super().restart_slots(variables)
+        if self.__blocks is None or not self.__blocks.unequal:
+            return
+        chosen = set(map(id, self._variables if variables is None else variables))
+        begun = self.__blocks.unequal
+        self._variables[:] = [
+            v for v in self._variables if id(v) not in chosen or self.__places.get(v.name) not in begun
+        ]
+        self._steps.clear()
 
     def get_state(self) -> dict[str, Any]:
         """Return what `Optimizer.get_state` returns, with the state of a rule that runs whole under "whole". Collective."""

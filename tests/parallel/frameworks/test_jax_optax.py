@@ -371,3 +371,32 @@ def test_state_is_taken_and_given_back(chain):
         optimizer.set_state(state)
         params = train(strategy, ms.jax.assign(params, weights), step, optimizer, epochs=1)
         assert difference(arrays(params), first) < 1e-12
+
+
+@pytest.mark.ranks(1, 2, timeout=180)
+@pytest.mark.parametrize("how", ["restore", "set_state", "refused"])
+@pytest.mark.parametrize("chain", ["schedule_free", "cocob"])
+def test_state_that_begins_with_the_weights_begins_again(how, chain, mpi_tmp_path):
+    """With the state of before the first step, or after one that was refused, it begins with the weights of the next step."""
+    tree, step = dict_tree()
+    weights = jax.tree.map(lambda leaf: np.array(leaf) + 1, tree)
+    expected = plain(weights, step, BLOCKS[chain]())
+    strategy, params, step, optimizer = put(BLOCKS[chain]())
+    with strategy:
+        early = optimizer.get_state()
+        if how == "refused":
+            wrong = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), params)
+            optimizer.check_numerics = True
+            with pytest.raises(FloatingPointError):
+                ms.jax.apply(optimizer, wrong, params)
+            params = ms.jax.assign(ms.jax.current(params), weights)
+        elif how == "set_state":
+            params = ms.jax.assign(train(strategy, params, step, optimizer, epochs=1), weights)
+            optimizer.set_state(early)
+        else:
+            params = ms.jax.assign(params, weights)
+            strategy.save(mpi_tmp_path / "early.h5")
+            params = train(strategy, params, step, optimizer, epochs=1)
+            strategy.restore(mpi_tmp_path / "early.h5")
+            params = ms.jax.current(params)
+        assert difference(arrays(train(strategy, params, step, optimizer)), expected) < 1e-9
