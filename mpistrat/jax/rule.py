@@ -65,8 +65,11 @@ class JaxRule(Optimizer):
         assert known is not None
         self.digest = known.digest
         slots = {} if self.__blocks is None else self.__blocks.starts
-        super().__init__(1.0, slot_names=tuple(slots), slot_start=slots, global_clipnorm=limit)
         self.whole = self.__whole is not None
+        kind = " on whole trees" if self.whole else f" with {', '.join(slots)}" if slots else ""  # which files compare
+        super().__init__(
+            1.0, slot_names=tuple(slots), slot_start=slots, global_clipnorm=limit, name=f"optax rule{kind}"
+        )
         self.extra = ""  # a digest of the extra arguments of the step, which ranks compare
         self.__extra: Mapping[str, Any] = {}
         for name in ("digest", "whole", "extra"):  # of this program's transformation, whatever a file was written with
@@ -185,7 +188,15 @@ class JaxRule(Optimizer):
         return state if self.__whole is None else {**state, "whole": self.__whole.get_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take what `get_state` returned. Every rank must call it."""
+        """Take what `get_state` returned. Every rank must call it.
+
+        Raises:
+            ValueError: the state of a rule that runs whole for one that does not, or the other way round.
+        """
+        if state["slots"] if self.whole else "whole" in state:
+            kinds = "the whole tree", "each number by itself"
+            expected, got = (f"the state of a rule on {kind}" for kind in (kinds if self.whole else kinds[::-1]))
+            raise ValueError(explain("Optimizer.set_state", self.name, expected=expected, got=got))
         super().set_state(state)
         if self.__whole is not None and "whole" in state:
             self.__whole.set_state(state["whole"])

@@ -400,3 +400,31 @@ def test_state_that_begins_with_the_weights_begins_again(how, chain, mpi_tmp_pat
             strategy.restore(mpi_tmp_path / "early.h5")
             params = ms.jax.current(params)
         assert difference(arrays(train(strategy, params, step, optimizer)), expected) < 1e-9
+
+
+OTHERS = [("global_norm", "multi_steps"), ("adamw", "global_norm"), ("sgd", "adamw")]
+
+
+@pytest.mark.ranks(1, 2, timeout=180)
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize(("there", "here"), OTHERS)
+def test_the_state_of_a_rule_that_keeps_something_else_is_refused(there, here, stepped, mpi_tmp_path):
+    chains = CHAINS | {"sgd": lambda: optax.sgd(0.1)}
+    strategy, params, step, optimizer = put(chains[there]())
+    with strategy:
+        params = train(strategy, params, step, optimizer, epochs=1)
+        state = optimizer.get_state()
+        strategy.save(mpi_tmp_path / "x.h5")
+    strategy, params, step, optimizer = put(chains[here]())
+    with strategy:
+        if stepped:
+            params = train(strategy, params, step, optimizer, epochs=1)
+        before, taken = arrays(params), optimizer.iterations
+        with pytest.raises(ValueError, match="optimizer 0 is 'optax rule.*, here 'optax rule"):
+            strategy.restore(mpi_tmp_path / "x.h5")
+        if "whole" in state and not optimizer.whole:
+            with pytest.raises(ValueError, match="the whole tree"):
+                optimizer.set_state(state)
+        params = ms.jax.current(params)
+        assert difference(arrays(params), before) == 0 and optimizer.iterations == taken
+        train(strategy, params, step, optimizer, epochs=1)
