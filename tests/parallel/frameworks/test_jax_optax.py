@@ -258,6 +258,65 @@ def test_arguments_of_an_update():
                 ms.jax.apply(optimizer, start, params, value=float(strategy.rank))
 
 
+def scaled(counting=False):
+    """A transformation with an argument that may be left out; where it counts, its state depends on that."""
+
+    def update(updates, state, params=None, *, scale=1.0, **extra):
+        return jax.tree.map(lambda leaf: scale * leaf, updates), state + scale if counting else state
+
+    return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
+
+
+SPARE = {
+    "supported": lambda: optax.with_extra_args_support(optax.adam(0.1)),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "scaled": lambda: optax.chain(scaled(), optax.sgd(0.1, momentum=0.9)),
+    "masked": lambda: optax.chain(optax.masked(scaled(), matrices), optax.adam(0.1)),
+    "several": lambda: optax.MultiSteps(optax.chain(optax.adam(0.1), scaled()), 2),
+    "norm": lambda: optax.chain(scaled(), optax.clip_by_global_norm(0.1)),
+}
+
+
+@pytest.mark.ranks(1, 2, timeout=180)
+@pytest.mark.parametrize("chain", SPARE)
+def test_arguments_that_an_update_does_not_need(chain):
+    """They are given in some steps, with other numbers and of other types; the rule runs as it does without them."""
+    start, transformation = {"w": jnp.ones((5, 3)), "b": jnp.ones(3)}, SPARE[chain]()
+    theirs, state = start, transformation.init(start)
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            params, optimizer = ms.jax.distribute(start, SPARE[chain]())
+        assert optimizer.whole == (chain == "norm")
+        for number, scale in enumerate([None, 0.5, 2, None, jnp.asarray(3.0), 0.25, np.float64(0.125)]):
+            gradients = jax.tree.map(lambda leaf, number=number: (1.0 + number) * leaf, start)
+            extra = {} if scale is None else {"scale": scale, "value_fn": jnp.sum}
+            params = ms.jax.apply(optimizer, gradients, params, **extra)
+            updates, state = transformation.update(gradients, state, theirs, **extra)
+            theirs = optax.apply_updates(theirs, updates)
+            assert difference(arrays(params), arrays(theirs)) < 1e-9
+        if strategy.size > 1 and chain != "norm":
+            own = {"scale": float(strategy.rank)}
+            if chain in ("supported", "injected"):  # which do not read it
+                ms.jax.apply(optimizer, start, params, **own)
+            else:
+                with pytest.raises(ms.errors.CollectiveMismatchError, match="extra"):
+                    ms.jax.apply(optimizer, start, params, **own)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("make", [lambda: optax.scale(-0.1), lambda: optax.chain(scaled(counting=True), optax.sgd(0.1))])
+def test_arguments_that_cannot_be_taken_are_refused(make):
+    """optax takes none, or state that is kept once would depend on which steps had them."""
+    start = {"w": jnp.ones((5, 3))}
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            params, optimizer = ms.jax.distribute(start, make())
+        with pytest.raises(TypeError, match="extra arguments.*scale"):
+            ms.jax.apply(optimizer, start, params, scale=0.5)
+        params = ms.jax.apply(optimizer, start, ms.jax.current(params))
+        np.testing.assert_allclose(params["w"], 0.9, rtol=1e-6)
+
+
 @pytest.mark.ranks(1, timeout=180)
 def test_what_optax_itself_refuses_is_its_error():
     tree, _ = dict_tree()
