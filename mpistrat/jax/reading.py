@@ -236,7 +236,8 @@ class Reading:
 
     Attributes:
         kept: the names and dtypes of the arrays that are kept for each element of each leaf.
-        programs: of each leaf: from "weights", "gradient", its slots and the free state to the weights and slots after a step.
+        programs: of each leaf: from "weights", "gradient", its slots, the free state and extra arguments ("extra 0", …) to the
+            weights and slots after a step.
         free_state: the roles of the free state; its `first` program computes it, `next_free` what it is after a step.
         first, next_free: the programs.
         free_forms: their shapes and dtypes.
@@ -262,24 +263,25 @@ class Reading:
         self.text = "\n".join([program.text for program in (*programs, first, next_free, *begun)])
 
 
-def read(init: Any, update: Any, params: Any) -> Reading:
+def read(init: Any, update: Any, params: Any, extra: Sequence[Any] = ()) -> Reading:
     """Return the rule of a transformation whose update of each element depends on that element alone.
 
     Args:
-        init, update: the transformation's.
+        init, update: the transformation's; `update` takes the numbers of `extra` after its usual arguments.
         params: a tree of `jax.ShapeDtypeStruct`.
+        extra: numbers or arrays.
 
     Raises:
         Mixes: elements meet.
         Exception: what the transformation raises on the tree, or JAX where it cannot be traced.
     """
 
-    def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        updates, state = update(grads, state, params)
+    def step(params: Any, grads: Any, state: Any, numbers: Sequence[Any]) -> tuple[Any, Any]:
+        updates, state = update(grads, state, params, *numbers)
         return optax.apply_updates(params, updates), state
 
     start, state = jax.make_jaxpr(init, return_shape=True)(params)
-    closed, (after, next_state) = jax.make_jaxpr(step, return_shape=True)(params, params, state)
+    closed, (after, next_state) = jax.make_jaxpr(step, return_shape=True)(params, params, state, list(extra))
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     kept, structure = jax.tree_util.tree_flatten_with_path(state)
     then, next_structure = jax.tree.flatten(next_state)
@@ -296,8 +298,10 @@ def read(init: Any, update: Any, params: Any) -> Reading:
             inputs.append(_Node("free", x, role=f"state {number}"))
         else:
             inputs.append(_Node("element", x, leaf=place[0], role=f"slot {place[1]}"))
+    forms_of_extra = closed.in_avals[len(closed.in_avals) - len(extra) :]
+    more = [_Node("free", form, role=f"extra {number}") for number, form in enumerate(forms_of_extra)]
     reader = _Reader([tuple(x.shape) for _, x in leaves])
-    results = reader.walk_closed(closed, [*weights, *gradients, *inputs])
+    results = reader.walk_closed(closed, [*weights, *gradients, *inputs, *more])
     started = reader.walk_closed(start, weights)
     own: list[list[_Node]] = [[_of_leaf(node, i)] for i, node in enumerate(results[: len(leaves)])]
     names: list[dict[str, np.dtype]] = [{} for _ in leaves]

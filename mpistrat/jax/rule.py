@@ -7,7 +7,7 @@ other rule runs whole on each rank after the sum, with state in variables of the
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -24,7 +24,7 @@ from ..optimizers.rule import Block, UpdateRun
 from ..optimizers.whole_state import StateArray
 from ..variables import Variable
 from .arrays import flatten, is_array, is_parameter, memory_of, names_of, of_memory
-from .reading import Mixes, Program, Reading, digest, read, word
+from .reading import Mixes, Program, digest, read, word
 
 __all__ = ["JaxRule"]
 
@@ -58,15 +58,18 @@ class JaxRule(Optimizer):
         self.__places: dict[str, int] = {}  # of the parameters, by name of variable
         self.__variables: list[Variable] = []
         try:
-            self.__blocks = _Blocks(read(transformation.init, transformation.update, structure.unflatten(forms)))
+            self.__blocks = _Blocks(transformation, structure.unflatten(forms))
         except Exception as error:  # of foreign code: what is wrong with it, plain optax says
             self.__whole = _Whole(transformation, structure, forms, error)
         known = self.__blocks or self.__whole
         assert known is not None
         self.digest = known.digest
         slots = {} if self.__blocks is None else self.__blocks.starts
-        super().__init__(1.0, slot_names=tuple(slots), slot_start=slots, global_clipnorm=limit)
         self.whole = self.__whole is not None
+        kind = " on whole trees" if self.whole else f" with {', '.join(slots)}" if slots else ""  # which files compare
+        super().__init__(
+            1.0, slot_names=tuple(slots), slot_start=slots, global_clipnorm=limit, name=f"optax rule{kind}"
+        )
         self.extra = ""  # a digest of the extra arguments of the step, which ranks compare
         self.__extra: Mapping[str, Any] = {}
         for name in ("digest", "whole", "extra"):  # of this program's transformation, whatever a file was written with
@@ -80,10 +83,12 @@ class JaxRule(Optimizer):
         """Take the extra arguments of the next update.
 
         Raises:
-            TypeError: the rule takes none.
+            TypeError: the rule takes none, or keeps what depends on them without needing them; servers update parameters.
         """
-        if extra and self.__whole is None:
-            expected, got = "an optimizer whose update needs them, for extra arguments", ", ".join(extra)
+        if self.__blocks is not None and not self.__blocks.take_extra(extra):
+            extra = {}  # which the rule does not read
+        if extra and self.__blocks is not None and self.__variables[0].placement.store is not None:
+            expected, got = "no extra arguments for an update that servers compute", ", ".join(extra)
             raise TypeError(explain("ms.jax.apply", "optimizer", expected=expected, got=got))
         self.__extra = extra
         words = (
@@ -153,11 +158,31 @@ class JaxRule(Optimizer):
             expected, got = f"gradients of the whole tree, as the optimizer has {self.reason}", "none"
             remedy = "Give parameters that stay as they are zeros, or an optimizer of their own"
             raise ValueError(explain("ms.jax.apply", missing[0], expected=expected, got=got, remedy=remedy))
+        new: list[Variable] = []
         if self.__blocks is not None and self.__blocks.unequal:
             known = set(map(id, self._variables))
             new = [v for v in given if id(v) not in known and v.name not in self._slots.pending]
             self.__begin(self.__blocks, new)
-        return super()._new_step(strategy, pairs)
+        try:
+            step = super()._new_step(strategy, pairs)
+        except BaseException:
+            for variable in new:
+                self._slots.pending.pop(variable.name, None)
+            raise
+        self._updated_first = list(dict.fromkeys([*self._updated_first, *new]))  # which a step that fails forgets
+        return step
+
+    def restart_slots(self, variables: Collection[Variable] | None) -> None:
+        """Give slots the values of before the first step: where these depend on weights, on those of the next step."""
+        super().restart_slots(variables)
+        if self.__blocks is None or not self.__blocks.unequal:
+            return
+        chosen = set(map(id, self._variables if variables is None else variables))
+        begun = self.__blocks.unequal
+        self._variables[:] = [
+            v for v in self._variables if id(v) not in chosen or self.__places.get(v.name) not in begun
+        ]
+        self._steps.clear()
 
     def get_state(self) -> dict[str, Any]:
         """Return what `Optimizer.get_state` returns, with the state of a rule that runs whole under "whole". Collective."""
@@ -165,7 +190,15 @@ class JaxRule(Optimizer):
         return state if self.__whole is None else {**state, "whole": self.__whole.get_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take what `get_state` returned. Every rank must call it."""
+        """Take what `get_state` returned. Every rank must call it.
+
+        Raises:
+            ValueError: the state of a rule that runs whole for one that does not, or the other way round.
+        """
+        if state["slots"] if self.whole else "whole" in state:
+            kinds = "the whole tree", "each number by itself"
+            expected, got = (f"the state of a rule on {kind}" for kind in (kinds if self.whole else kinds[::-1]))
+            raise ValueError(explain("Optimizer.set_state", self.name, expected=expected, got=got))
         super().set_state(state)
         if self.__whole is not None and "whole" in state:
             self.__whole.set_state(state["whole"])
@@ -235,7 +268,9 @@ class _Blocks:
         digest: of all that is computed.
     """
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, transformation: Any, tree: Any) -> None:
+        self._transformation, self._tree = transformation, tree
+        reading = self._reading = read(transformation.init, transformation.update, tree)
         self._roles, self.digest = reading.free_state, digest(reading.text)
         self._programs: list[tuple[Program, Mapping[str, Any]]] = []
         known: dict[tuple[str, tuple[Any, ...]], int] = {}
@@ -256,11 +291,64 @@ class _Blocks:
             for place, starts in enumerate(reading.starts)
             if any(start is None or start != self.starts[name] for name, start in starts.items())
         }
-        self._updates = [jax.jit(self._update_of(*each)) for each in self._programs]
+        self._plain = self._updates = [jax.jit(self._update_of(*each)) for each in self._programs]
+        self._extra: list[Any] = []  # the numbers among the extra arguments that the updates read
+        self._known_extra: tuple[Any, Any] = (None, self._plain)
         self._forms = reading.free_forms
         self._first = [_strong(x, form) for x, form in zip(reading.first({}), self._forms, strict=True)]
         self._next_free, self._advance = reading.next_free, jax.jit(self._advanced)
         self._free: dict[int, list[Any]] = {}  # by the step that it is for
+
+    def take_extra(self, extra: Mapping[str, Any]) -> bool:
+        """Take the extra arguments of the next update; return whether it reads any.
+
+        Raises:
+            TypeError: the rule takes no such arguments, or elements meet through them.
+        """
+        leaves, structure = jax.tree.flatten(dict(extra))
+        numbers = [leaf for leaf in leaves if _is_number(leaf)]
+        fixed = [None if _is_number(leaf) else leaf for leaf in leaves]  # a function, or None
+        key = structure, fixed, [(type(leaf), np.shape(leaf), getattr(leaf, "dtype", None)) for leaf in numbers]
+        if not extra:
+            self._updates = self._plain
+        elif self._known_extra[0] == key:
+            self._updates = self._known_extra[1]
+        else:
+            self._updates = self._read_with(structure, leaves, ", ".join(extra))
+            self._known_extra = key, self._updates
+        reads = self._updates is not self._plain
+        self._extra = list(map(jnp.asarray, numbers)) if reads else []
+        return reads
+
+    def _read_with(self, structure: Any, leaves: Sequence[Any], names: str) -> list[Any]:
+        """Return the updates of all programs with extra arguments; the known ones, where these are not read."""
+
+        def update(grads: Any, state: Any, params: Any, *numbers: Any) -> Any:
+            left = iter(numbers)
+            given = structure.unflatten([next(left) if _is_number(leaf) else leaf for leaf in leaves])
+            return self._transformation.update(grads, state, params, **given)
+
+        got, expected = names, "extra arguments that the optimizer's update takes"
+        before = self._reading
+        try:
+            reading = read(self._transformation.init, update, self._tree, list(filter(_is_number, leaves)))
+        except Exception as error:  # of foreign code
+            got = f"{names} ({type(error).__name__}: {error})"
+            raise TypeError(explain("ms.jax.apply", "optimizer", expected=expected, got=got)) from error
+        if reading.text == before.text:
+            return self._plain
+        programs: dict[int, Program] = {}
+        alike = [
+            programs.setdefault(group, program).text == program.text
+            for group, program in zip(self.groups, reading.programs, strict=True)
+        ]
+        if reading.next_free.text != before.next_free.text or reading.kept != before.kept or not all(alike):
+            expected = (
+                "extra arguments that no count, rate or choice of parameters depends on, where an update may lack them"
+            )
+            remedy = "Give the update an argument without a default, so that it runs whole"
+            raise TypeError(explain("ms.jax.apply", "optimizer", expected=expected, got=got, remedy=remedy))
+        return [jax.jit(self._update_of(programs[group], kept)) for group, (_, kept) in enumerate(self._programs)]
 
     def begin(self, place: int, weights: np.ndarray) -> dict[str, np.ndarray]:
         """Return the slots of a parameter before its first step, all of the rule's."""
@@ -280,13 +368,16 @@ class _Blocks:
             arrays = [np.concatenate([array, np.zeros(padded - size, array.dtype)]) for array in arrays]
         if on_gpu:
             arrays = list(map(of_memory, arrays))
-        results = self._updates[block.group](arrays[0], arrays[1], arrays[2:], self._free_of(block.step))
+        results = self._updates[block.group](arrays[0], arrays[1], arrays[2:], self._free_of(block.step), self._extra)
         for target, result in zip([block.weights, *slots], jax.block_until_ready(results), strict=True):
             target[...] = memory_of(result, target)[:size]
 
     def _update_of(self, program: Program, kept: Mapping[str, Any]) -> Any:
-        def update(weights: Any, gradient: Any, slots: Sequence[Any], free: Sequence[Any]) -> list[Any]:
+        def update(
+            weights: Any, gradient: Any, slots: Sequence[Any], free: Sequence[Any], extra: Sequence[Any]
+        ) -> list[Any]:
             inputs = {"weights": weights, "gradient": gradient, **dict(zip(self._roles, free, strict=True))}
+            inputs.update((f"extra {number}", value) for number, value in enumerate(extra))
             for (name, dtype), slot in zip(kept.items(), slots, strict=True):
                 inputs[f"slot {name}"] = slot.astype(dtype)
             return [result.astype(weights.dtype) for result in program(inputs, weights.size)]
@@ -308,6 +399,11 @@ class _Blocks:
             return [_strong(x, form) for x, form in zip(after, self._forms, strict=True)]
 
         return jax.lax.fori_loop(0, steps, once, list(free))
+
+
+def _is_number(leaf: Any) -> bool:
+    """Return whether an extra argument is one of a traced function; a function is none."""
+    return is_array(leaf) or type(leaf) in (int, float)
 
 
 def _strong(value: Any, form: Any) -> Any:
@@ -370,7 +466,7 @@ class _Whole:
     def update(self, params: Any, grads: Any, extra: Mapping[str, Any]) -> Any:
         """Return the parameters after a step."""
         state = self._structure.unflatten([each.read() for each in self._state])
-        traced = all(isinstance(leaf, (int, float)) or is_array(leaf) for leaf in jax.tree.leaves(extra))
+        traced = all(isinstance(leaf, bool) or _is_number(leaf) for leaf in jax.tree.leaves(extra))
         update = self._update if traced else self._step  # a function is no argument of a traced one
         params, state = jax.block_until_ready(update(params, grads, state, **extra))
         self._then, structure = jax.tree.flatten(state)

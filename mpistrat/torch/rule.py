@@ -186,7 +186,8 @@ class TorchRule(Optimizer):
         self.kind, self._optimizer = kind, optimizer
         self.whole = not is_elementwise(kind)
         names, start = ((), 0.0) if self.whole else slots_of(kind, optimizer.param_groups)
-        super().__init__(self._rate_of_first, slot_names=names, slot_start=start, global_clipnorm=limit)
+        name = f"torch {kind.__name__}{' on whole tensors' if self.whole else ''}"  # which files compare
+        super().__init__(self._rate_of_first, slot_names=names, slot_start=start, global_clipnorm=limit, name=name)
         self.__whole: WholeRule | None = None
         self.scale = 1.0 / replicas
         self.rule, self.settings = kind.__name__, _settings(optimizer.param_groups)

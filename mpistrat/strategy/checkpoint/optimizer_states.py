@@ -234,6 +234,14 @@ class OptimizerStates:
         """Return the optimizer that takes what a file has under a number; None where the program has not made it."""
         return self.with_number(number) or self._find(number, _Restored(about["name"], {}, about["made"]))
 
+    def instead_of(self, about: Mapping[str, Any]) -> Any:
+        """Return what the program has made in the place of an optimizer of a file; None if that may be made yet."""
+        store, new = self._placement.store, list(self._made())
+        if about["made"] is None or any(one.name == about["name"] for one in new):
+            return None
+        numbers = ((store.number_of(one) if store else one.number_in(self._placement), one) for one in new)
+        return next((one for number, one in numbers if number == about["made"]), None)
+
     def give(self) -> None:
         """Give those that the program has made already what was restored for them. Done by all ranks alike."""
         with self._lock:

@@ -22,6 +22,7 @@ from ..._util import log
 from ...comm.arrays import accumulation_dtype
 from ...comm.process_group import ProcessGroup
 from ...errors import explain
+from ...optimizers.node_slots import OUTER_MOMENTUM, slots_for
 from ...optimizers.slots import WIRE_RESIDUAL, residual_receiver
 from ...variables import Placement, Receiver
 from ...variables.values import parse_dtype
@@ -96,12 +97,12 @@ class Restoring:
             each = zip(numbers, enumerate(found["optimizers"]), strict=True)
             optimizers = {number: {**about, "index": index} for number, (index, about) in each if number is not None}
             left = _Misfits(wanted, there, forms)
-            strangers = {} if found["weights_only"] else self._strangers(optimizers)
+            names_here = self._slots_taken(forms)
+            strangers = {} if found["weights_only"] else self._strangers(optimizers, names_here)
             if strict and (left.problems or strangers):
                 problems = "; ".join([*left.problems.values(), *strangers.values()])
                 expected = "a file of this program's variables and optimizers"
                 raise ValueError(explain("Strategy.restore", os.fspath(path), expected=expected, got=problems))
-            names_here = self._slots_taken(forms)
             forms = {key: form for key, form in forms.items() if left.fits(key) and names_here.get(key, key)}
             parts = self._own_parts(stack, found["places"], Path(path), opening)
             extra = self._compare(path, forms, file, parts, root)
@@ -127,8 +128,6 @@ class Restoring:
 
     def _slots_taken(self, keys: Iterable[str]) -> dict[str, str]:
         """Return what this node's optimizers call the slots that they take of a file, by key, "" for what no node takes."""
-        from ...optimizers.node_slots import slots_for
-
         by_owner: dict[str, list[str]] = {}
         for key in keys:
             if key.startswith("optimizers/"):
@@ -289,7 +288,7 @@ class Restoring:
                     found.setdefault(slots[slot], []).append((where.first, where.receiver(receiver)))
         return found
 
-    def _strangers(self, optimizers: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+    def _strangers(self, optimizers: Mapping[int, Mapping[str, Any]], names_here: Mapping[str, str]) -> dict[int, str]:
         """Return the texts of what does not fit the optimizers here, by number."""
         problems = {}
         for optimizer in self._states.registered:
@@ -303,12 +302,29 @@ class Restoring:
                 problems[number] = f"optimizer {number} is {saved!r} in it, here {optimizer.name!r}"
         for number, about in optimizers.items():
             one, settings = self._states.taking(number, about), about["settings"]
+            other = self._states.instead_of(about) if one is None else None
+            if other is not None:
+                problems.setdefault(number, f"optimizer {number} is {about['name']!r} in it, here {other.name!r}")
+            slots = set() if one is None else _slots_of(about["index"], names_here) - {frozenset(one.slot_names)}
+            if slots and number not in problems:
+                there, here = (", ".join(sorted(names)) or "none" for names in (next(iter(slots)), one.slot_names))
+                problems[number] = f"optimizer {one.name!r} has the slots {there} in it, here {here}"
             groups = 0 if one is None or settings is None else len(one.get_settings())
             if groups and len(settings) != groups and number not in problems:
                 problems[number] = (
                     f"optimizer {one.name!r} has {len(settings)} groups of parameters in it, here {groups}"
                 )
         return problems
+
+
+def _slots_of(index: int, names_here: Mapping[str, str]) -> set[frozenset[str]]:
+    """Return the names of the slots that variables have by an optimizer of a file, as they are here."""
+    found: dict[str, set[str]] = {}
+    for key, name in names_here.items():
+        owner, _, _ = key.rpartition("/")
+        if owner.startswith(f"optimizers/{index}/slots/") and name not in ("", WIRE_RESIDUAL, OUTER_MOMENTUM):
+            found.setdefault(owner, set()).add(name)
+    return set(map(frozenset, found.values()))
 
 
 def _change(parts: Parts | None, arrays: Sequence[Taken], problem: Exception | None) -> None:

@@ -258,6 +258,65 @@ def test_arguments_of_an_update():
                 ms.jax.apply(optimizer, start, params, value=float(strategy.rank))
 
 
+def scaled(counting=False):
+    """A transformation with an argument that may be left out; where it counts, its state depends on that."""
+
+    def update(updates, state, params=None, *, scale=1.0, **extra):
+        return jax.tree.map(lambda leaf: scale * leaf, updates), state + scale if counting else state
+
+    return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
+
+
+SPARE = {
+    "supported": lambda: optax.with_extra_args_support(optax.adam(0.1)),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "scaled": lambda: optax.chain(scaled(), optax.sgd(0.1, momentum=0.9)),
+    "masked": lambda: optax.chain(optax.masked(scaled(), matrices), optax.adam(0.1)),
+    "several": lambda: optax.MultiSteps(optax.chain(optax.adam(0.1), scaled()), 2),
+    "norm": lambda: optax.chain(scaled(), optax.clip_by_global_norm(0.1)),
+}
+
+
+@pytest.mark.ranks(1, 2, timeout=180)
+@pytest.mark.parametrize("chain", SPARE)
+def test_arguments_that_an_update_does_not_need(chain):
+    """They are given in some steps, with other numbers and of other types; the rule runs as it does without them."""
+    start, transformation = {"w": jnp.ones((5, 3)), "b": jnp.ones(3)}, SPARE[chain]()
+    theirs, state = start, transformation.init(start)
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            params, optimizer = ms.jax.distribute(start, SPARE[chain]())
+        assert optimizer.whole == (chain == "norm")
+        for number, scale in enumerate([None, 0.5, 2, None, jnp.asarray(3.0), 0.25, np.float64(0.125)]):
+            gradients = jax.tree.map(lambda leaf, number=number: (1.0 + number) * leaf, start)
+            extra = {} if scale is None else {"scale": scale, "value_fn": jnp.sum}
+            params = ms.jax.apply(optimizer, gradients, params, **extra)
+            updates, state = transformation.update(gradients, state, theirs, **extra)
+            theirs = optax.apply_updates(theirs, updates)
+            assert difference(arrays(params), arrays(theirs)) < 1e-9
+        if strategy.size > 1 and chain != "norm":
+            own = {"scale": float(strategy.rank)}
+            if chain in ("supported", "injected"):  # which do not read it
+                ms.jax.apply(optimizer, start, params, **own)
+            else:
+                with pytest.raises(ms.errors.CollectiveMismatchError, match="extra"):
+                    ms.jax.apply(optimizer, start, params, **own)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("make", [lambda: optax.scale(-0.1), lambda: optax.chain(scaled(counting=True), optax.sgd(0.1))])
+def test_arguments_that_cannot_be_taken_are_refused(make):
+    """optax takes none, or state that is kept once would depend on which steps had them."""
+    start = {"w": jnp.ones((5, 3))}
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            params, optimizer = ms.jax.distribute(start, make())
+        with pytest.raises(TypeError, match="extra arguments.*scale"):
+            ms.jax.apply(optimizer, start, params, scale=0.5)
+        params = ms.jax.apply(optimizer, start, ms.jax.current(params))
+        np.testing.assert_allclose(params["w"], 0.9, rtol=1e-6)
+
+
 @pytest.mark.ranks(1, timeout=180)
 def test_what_optax_itself_refuses_is_its_error():
     tree, _ = dict_tree()
@@ -371,3 +430,60 @@ def test_state_is_taken_and_given_back(chain):
         optimizer.set_state(state)
         params = train(strategy, ms.jax.assign(params, weights), step, optimizer, epochs=1)
         assert difference(arrays(params), first) < 1e-12
+
+
+@pytest.mark.ranks(1, 2, timeout=180)
+@pytest.mark.parametrize("how", ["restore", "set_state", "refused"])
+@pytest.mark.parametrize("chain", ["schedule_free", "cocob"])
+def test_state_that_begins_with_the_weights_begins_again(how, chain, mpi_tmp_path):
+    """With the state of before the first step, or after one that was refused, it begins with the weights of the next step."""
+    tree, step = dict_tree()
+    weights = jax.tree.map(lambda leaf: np.array(leaf) + 1, tree)
+    expected = plain(weights, step, BLOCKS[chain]())
+    strategy, params, step, optimizer = put(BLOCKS[chain]())
+    with strategy:
+        early = optimizer.get_state()
+        if how == "refused":
+            wrong = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), params)
+            optimizer.check_numerics = True
+            with pytest.raises(FloatingPointError):
+                ms.jax.apply(optimizer, wrong, params)
+            params = ms.jax.assign(ms.jax.current(params), weights)
+        elif how == "set_state":
+            params = ms.jax.assign(train(strategy, params, step, optimizer, epochs=1), weights)
+            optimizer.set_state(early)
+        else:
+            params = ms.jax.assign(params, weights)
+            strategy.save(mpi_tmp_path / "early.h5")
+            params = train(strategy, params, step, optimizer, epochs=1)
+            strategy.restore(mpi_tmp_path / "early.h5")
+            params = ms.jax.current(params)
+        assert difference(arrays(train(strategy, params, step, optimizer)), expected) < 1e-9
+
+
+OTHERS = [("global_norm", "multi_steps"), ("adamw", "global_norm"), ("sgd", "adamw")]
+
+
+@pytest.mark.ranks(1, 2, timeout=180)
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize(("there", "here"), OTHERS)
+def test_the_state_of_a_rule_that_keeps_something_else_is_refused(there, here, stepped, mpi_tmp_path):
+    chains = CHAINS | {"sgd": lambda: optax.sgd(0.1)}
+    strategy, params, step, optimizer = put(chains[there]())
+    with strategy:
+        params = train(strategy, params, step, optimizer, epochs=1)
+        state = optimizer.get_state()
+        strategy.save(mpi_tmp_path / "x.h5")
+    strategy, params, step, optimizer = put(chains[here]())
+    with strategy:
+        if stepped:
+            params = train(strategy, params, step, optimizer, epochs=1)
+        before, taken = arrays(params), optimizer.iterations
+        with pytest.raises(ValueError, match="optimizer 0 is 'optax rule.*, here 'optax rule"):
+            strategy.restore(mpi_tmp_path / "x.h5")
+        if "whole" in state and not optimizer.whole:
+            with pytest.raises(ValueError, match="the whole tree"):
+                optimizer.set_state(state)
+        params = ms.jax.current(params)
+        assert difference(arrays(params), before) == 0 and optimizer.iterations == taken
+        train(strategy, params, step, optimizer, epochs=1)

@@ -161,3 +161,32 @@ def test_other_groups_are_an_error_before_anything_changes(mpi_tmp_path):
         with pytest.raises(ValueError, match="has 2 groups of parameters in it, here 1"):
             strategy.restore(mpi_tmp_path / "x.h5")
         assert (module.weight == 7.0).all() and optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.ranks(1, 2, timeout=60)
+@pytest.mark.parametrize(
+    ("there", "here"), [("Adam", "SGD"), ("SGD", "Adam"), ("Adafactor", "Adam"), ("AdamW", "Adam")]
+)
+def test_the_file_of_another_rule_is_refused_before_anything_changes(there, here, mpi_tmp_path):
+    """A rule's state means nothing to another one."""
+
+    def made(rule):
+        torch.manual_seed(0)
+        module = torch.nn.Linear(4, 2)
+        with strategy.scope():
+            return ms.torch.distribute(module, getattr(torch.optim, rule)(module.parameters(), lr=0.1))
+
+    def step(module, optimizer):
+        module(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        step(*made(there))
+        strategy.save(mpi_tmp_path / "x.h5")
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        module, optimizer = made(here)
+        before = module.weight.detach().clone()
+        with pytest.raises(ValueError, match=f"is 'torch {there}.*, here 'torch {here}'"):
+            strategy.restore(mpi_tmp_path / "x.h5")
+        assert torch.equal(module.weight, before)
+        step(module, optimizer)

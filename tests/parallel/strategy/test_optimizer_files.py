@@ -393,3 +393,28 @@ def test_optimizers_are_known_by_where_they_were_made(mpi_tmp_path):
         strategy.restore(mpi_tmp_path / "x.h5")
         step(strategy, first, w)
         assert w.numpy().tolist() == pytest.approx([-0.1] * 3)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("kind", [mirrored, mesh, servers])
+@pytest.mark.parametrize("there", ["SGD", "Adam"])
+def test_state_of_another_optimizer_is_refused_before_anything_changes(there, kind, stepped, mpi_tmp_path):
+    """Another name, or the same with other slots, whether the program has taken a step or not."""
+    rules = {"SGD": lambda: ms.optimizers.SGD(0.1, momentum=0.9), "Adam": lambda: ms.optimizers.Adam(0.1)}
+    with kind() as strategy:
+        program = Program(strategy, rules[there])
+        program.step(2)
+        strategy.save(mpi_tmp_path / "x.h5")
+    with kind() as strategy:
+        program = Program(strategy, lambda: ms.optimizers.Adam(0.1, amsgrad=True))
+        if stepped:
+            program.step(3)
+        before, taken = program.arrays(), program.optimizer.iterations
+        text = "slots momentum, velocity in it, here" if there == "Adam" else "is 'sgd' in it, here 'adam'"
+        with pytest.raises(ValueError, match=text):
+            strategy.restore(mpi_tmp_path / "x.h5")
+        assert_equal(program.arrays(), before)
+        assert program.optimizer.iterations == taken
+        strategy.restore(mpi_tmp_path / "x.h5", strict=False)  # the weights alone
+        program.step()
