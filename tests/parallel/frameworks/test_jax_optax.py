@@ -304,7 +304,9 @@ def test_arguments_that_an_update_does_not_need(chain):
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("make", [lambda: optax.scale(-0.1), lambda: optax.chain(scaled(counting=True), optax.sgd(0.1))])
+@pytest.mark.parametrize(
+    "make", [lambda: optax.scale(-0.1), lambda: optax.chain(scaled(counting=True), optax.sgd(0.1))]
+)
 def test_arguments_that_cannot_be_taken_are_refused(make):
     """optax takes none, or state that is kept once would depend on which steps had them."""
     start = {"w": jnp.ones((5, 3))}
