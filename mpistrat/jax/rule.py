@@ -307,7 +307,7 @@ class _Blocks:
         """
         leaves, structure = jax.tree.flatten(dict(extra))
         numbers = [leaf for leaf in leaves if _is_number(leaf)]
-        fixed = [None if _is_number(leaf) else leaf for leaf in leaves]  # a function, or None
+        fixed = [None if _is_number(leaf) else leaf for leaf in leaves]  # as functions
         key = structure, fixed, [(type(leaf), np.shape(leaf), getattr(leaf, "dtype", None)) for leaf in numbers]
         if not extra:
             self._updates = self._plain
