@@ -248,6 +248,7 @@ class DistributedModule(torch.nn.Module):
     Attributes:
         mpistrat_strategy: whose variables its parameters are.
         mpistrat_links: what ties each parameter to its variable.
+        mpistrat_frozen: those of parameters that were frozen when the module was distributed.
         mpistrat_passes: what weighs passes by the rows of a replica's part of a batch, and reads parameters from servers.
         mpistrat_changed: whether layers or parameters were registered since the last step.
         mpistrat_replicas: the modules of all local replicas; this one is the first.
@@ -256,6 +257,7 @@ class DistributedModule(torch.nn.Module):
 
     mpistrat_strategy: Any
     mpistrat_links: Sequence[Link]
+    mpistrat_frozen: Sequence[Link]
     mpistrat_passes: Passes
     mpistrat_changed: bool
     mpistrat_replicas: Sequence[torch.nn.Module]
@@ -394,6 +396,7 @@ def put_into(
         distributed: Any = each
         distributed.mpistrat_strategy, distributed.mpistrat_links = strategy, tuple(of_replica)
         distributed.mpistrat_changed = False
+        distributed.mpistrat_frozen = tuple(x for x in of_replica if x.tensor is not None and x.gradient is None)
         distributed.mpistrat_buffers = buffers if each is module else None
         object.__setattr__(each, "mpistrat_replicas", tuple(replicas) if each is module else (each,))
         for name, layer in each.named_modules():
@@ -452,7 +455,7 @@ def check_parameters(module: Any, replica: int) -> None:
                 rank = f" (rank {module.mpistrat_strategy.rank})"
                 raise RuntimeError(explain("step", name, expected=expected, got=got + rank, remedy=remedy))
         vars(own)["mpistrat_changed"] = False
-    for link in own.mpistrat_links:
-        if link.tensor is not None and link.gradient is None:
-            link.check_memory()  # what is frozen is in files, too
-    own.mpistrat_passes.forget()
+    for link in own.mpistrat_frozen:  # they are in files, too
+        link.check_memory()
+    if not own.mpistrat_passes.idle:
+        own.mpistrat_passes.forget()

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch.optim import optimizer as base
 
 from .. import context
 from ..comm.arrays import accumulation_dtype
@@ -59,6 +60,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     mpistrat_links: Sequence[Sequence[Link]]  # of the parameters of each local replica
     mpistrat_overlap: Overlap | None
 
+    @torch.compiler.disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Sum the gradients over all replicas, and update. Collective.
 
@@ -72,10 +74,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if torch.is_inference_mode_enabled():  # nothing that is kept may be made in it
             with torch.inference_mode(False):
-                return self._step(closure)
+                return self.step(closure)
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _hooks_of_all():
+            return _with_hooks(self, closure)
         return self._step(closure)
 
-    step = torch.compiler.disable(torch.optim.Optimizer.profile_hook_step(step))
     step.__dict__.update(
         hooked=True,  # as torch marks a step that calls hooks
         _wrapped_by_lr_sched=True,  # so that a scheduler leaves it as it is
@@ -99,8 +102,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.mpistrat_overlap is not None:
             self.mpistrat_overlap.settle()
         by_rows = rule.by_rows
-        links = [link for link in self._own_links() if link.parameter.requires_grad or link.parameter.grad is not None]
-        rule.apply_gradients([link.pair(by_rows) for link in links])
+        pairs = []
+        for link in self._own_links():
+            parameter = link.parameter
+            if parameter.requires_grad or parameter.grad is not None:
+                pairs.append(link.pair(by_rows))
+        rule.apply_gradients(pairs)
 
     def _own_links(self) -> Sequence[Link]:
         """Return the links of this replica; outside of steps, of the first local one."""
@@ -194,6 +201,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if slots or any(link.variable is known for known in rule.variables):
                 _give(rule, link.variable, slots)
         rule.load_taken(taken)
+
+
+def _hooks_of_all() -> bool:
+    """Return whether hooks of the steps of all optimizers are registered."""
+    return bool(base._global_optimizer_pre_hooks or base._global_optimizer_post_hooks)
+
+
+@torch.optim.Optimizer.profile_hook_step
+def _with_hooks(optimizer: Any, closure: Callable[[], Any] | None) -> Any:
+    return optimizer._step(closure)
 
 
 def _give(rule: TorchRule, variable: Variable, slots: dict[str, Any]) -> None:

@@ -194,6 +194,7 @@ class TorchRule(Optimizer):
         self.__taken = [Taken(number) for number in range(len(optimizer.param_groups))]
         self.__taken_by: dict[Any, int] = {}  # not compared: the settings have the number of each group
         self.__variables: dict[int, list[Any]] = {}  # by group
+        self.__together = False  # whether all have taken a step, and keep no numbers once for all elements
         self.__seen: list[dict[str, Any]] = []
         self.__used = _truths(optimizer.param_groups)
         self.__served = [_read(group) for group in optimizer.param_groups]
@@ -341,6 +342,7 @@ class TorchRule(Optimizer):
                     known[key] = len(self.__taken)
                     self.__taken.append(Taken(group, found.lag, found.begun, found.scalars))  # type: ignore[union-attr]
                 self.__taken_by[variable] = group if key is None else known[key]
+        self.__together = False
         self._steps.clear()
 
     def take_step(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
@@ -351,7 +353,15 @@ class TorchRule(Optimizer):
         if self.whole or served:  # servers count for themselves
             super().take_step(strategy, pairs, aggregate)
             return
-        stepping = self._stepping(pairs_of(pairs)[0])
+        given = pairs_of(pairs)[0]
+        if (
+            self.__together
+            and len(given) == len(self.__taken_by)
+            and all(gradient is not None for gradient, _ in given)
+        ):
+            super().take_step(strategy, pairs, aggregate)
+            return
+        stepping = self._stepping(given)
         if self.rule in _WITH_SCALARS:
             for number in stepping:
                 taken, step = self.__taken[number], self.iterations + 1 - self.__taken[number].lag
@@ -366,6 +376,9 @@ class TorchRule(Optimizer):
                 taken.begun, taken.scalars = True, taken.next_scalars
             else:
                 taken.lag += 1
+        # Then a step in which all have gradients changes none of these numbers.
+        plain = self.rule not in _WITH_SCALARS
+        self.__together = plain and all(taken.begun for taken in self.__taken)
 
     def _check_served(self) -> None:
         """Raise RuntimeError if the program has changed settings, which servers read of their own optimizers."""
