@@ -108,14 +108,14 @@ class Passes:
             RuntimeError: the layer belongs to another local replica.
         """
         self._open.append(None)
-        if self._active:
-            return
         strategy: Any = self._strategy()
         if not self._alone and local_replica(strategy) != self._replica:
             expected = f"the layers of replica {local_replica(strategy)} in its step"
             remedy = "Call the module or its methods, which find this replica's layers"
             got = f"{type(module).__name__} of replica {self._replica}"
             raise RuntimeError(explain(f"{self._name}.forward", "", expected=expected, got=got, remedy=remedy))
+        if self._active:
+            return
         if self._read is not None:
             self._read()
         weighs = self._weighs and strategy.extended.batches.uneven and torch.is_grad_enabled()
