@@ -74,7 +74,9 @@ class Passes:
         self._strategy, self._root = weakref.ref(strategy), weakref.ref(module)  # layers find it without holding them
         self._name, self._replica, self._weighs, self._read = type(module).__name__, replica, weighs, read
         self._active: set[int] = set()  # the ids of the modules of the pass that runs
-        self._open: list[Callable[[], None] | None] = []  # what ends each call that runs; None of a call in a pass
+        self._open: list[
+            Callable[[], Any] | None
+        ] = []  # ends each call that runs, and returns its weight; None in a pass
         self._recent: set[float] = set()  # the weights of passes since the last step
         self._alone = len(strategy.extended.replicas) == 1
         if read is not None or not self._alone:
@@ -127,12 +129,13 @@ class Passes:
         self._active = set(map(id, layers))
         norms = [layer for layer in layers if isinstance(layer, SyncBatchNorm)]
 
-        def end() -> None:
+        def end() -> Any:
             self._active = set()
             for container, key, value in undo:
                 container[key] = value
             for layer in norms:
                 layer.share = 1.0
+            return weight
 
         self._open[-1] = end
         for layer in norms:
@@ -144,10 +147,9 @@ class Passes:
         depth = max(len(self._open) - 1, 0) if depth is None else depth
         while len(self._open) > depth:
             end = self._open.pop()
-            if end is not None:
-                end()
-                if len(self._recent) == 1:
-                    _note_weight(output, next(iter(self._recent)))
+            weight = None if end is None else end()
+            if isinstance(weight, float):
+                _note_weight(output, weight)
 
     def forget(self) -> None:
         """Forget the weights of earlier passes, whose step is taken, and calls that an interrupt has left."""
@@ -164,7 +166,9 @@ class Passes:
         tensors = list(_tensors(inputs))
         known = _weights_before(tensors)
         if len(known) == 1:  # of the pass that computed the inputs
-            return known.pop()
+            weight = known.pop()
+            self._recent.add(weight)
+            return weight
         try:
             weight = weight_of_pass(self._strategy(), tensors, f"{self._name}.forward")
         except BatchError as error:

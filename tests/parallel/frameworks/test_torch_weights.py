@@ -519,6 +519,30 @@ def test_servers_are_read_before_methods_and_layers(loop):
             check(module, alone(loop, [x], epochs=3))
 
 
+@pytest.mark.ranks(2, 3)
+def test_a_pass_goes_on_with_what_a_pass_of_another_batch_computed():
+    """The graph of the first batch is kept; a pass of the second comes between; layers go on with the first."""
+
+    def train(batches, wrap):
+        module = net()
+        module, optimizer = wrap(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        first, second = map(torch.from_numpy, batches)
+        hidden = functional.softplus(module.encoder(first))
+        loss_of(module(second), second).backward()
+        loss_of(functional.softplus(module.decoder(hidden)) * 1.0, first).backward()
+        again = functional.softplus(
+            module.decoder(functional.softplus(module.encoder(functional.softplus(module(first)))))
+        )
+        loss_of(again, first).backward()
+        optimizer.step()
+        return module
+
+    x = data(8)  # batches of 5 and 3 rows
+    with ms.MultiWorkerMirroredStrategy() as strategy, strategy.scope():
+        rows = list(strategy.distribute_dataset(ms.data.from_arrays(x).batch(5)))
+        check(train(rows, ms.torch.distribute), train(batches_of(x, 5), lambda *both: both))
+
+
 @pytest.mark.ranks(2)
 def test_gradients_that_are_made_zero_are_zeros_and_frozen_ones_still_step():
     def train(wrap, rows, optimizer_of=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, weight_decay=0.1)):
