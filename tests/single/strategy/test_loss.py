@@ -1,18 +1,19 @@
 """The scale of losses: the numbers of TensorFlow's documentation, and of uneven batches."""
 
-import gc
+import weakref
 
 import numpy as np
 import pytest
 from strategies import without_mpi
 
 import mpistrat as ms
-from mpistrat import context
+from mpistrat import context, global_batch
 from mpistrat.nn import compute_average_loss, scale_regularization_loss
 
 
 @pytest.fixture
-def two():
+def two(monkeypatch):
+    monkeypatch.setattr(global_batch, "_ledgers", weakref.WeakSet())  # without the strategies of other tests
     with without_mpi(2) as made:
         yield made
     context.set_global_batch_size(None)
@@ -87,7 +88,6 @@ def test_regularization(two):
 
 
 def test_contexts(two):
-    gc.collect()  # strategies of other tests, which may have datasets
     assert compute_average_loss([1.0, 3.0]) == 2.0  # outside of scopes: one replica
     assert scale_regularization_loss(5.0) == 5.0
     with two.scope():
@@ -192,8 +192,6 @@ def test_batches_that_were_changed_and_kept_are_no_guess(two):
 
 
 def test_a_batch_that_nobody_holds_is_forgotten(two, monkeypatch):
-    from mpistrat import global_batch
-
     monkeypatch.setattr(global_batch, "_forget_at", 1024)  # whatever was alive in earlier tests
     data = two.distribute_dataset(ms.data.from_arrays(np.zeros(30_000)).batch(4))
     kept = [batch for step, batch in enumerate(data) if step % 100 == 0]
@@ -203,7 +201,6 @@ def test_a_batch_that_nobody_holds_is_forgotten(two, monkeypatch):
 
 def test_outside_of_steps_it_is_the_batch_of_the_strategy_in_use(two):
     """As in a loop of torch on ranks with one replica each."""
-    gc.collect()
     data = two.distribute_dataset(ms.data.from_arrays(np.arange(5.0)).batch(5))
     for batch in data:
         for part in two.local_results(batch):
