@@ -11,4 +11,4 @@ pytest.importorskip("jax")
 def test_programs_are_equal_to_one_process_or_clear_errors(mpi, ranks):
     from nets.programs import check
 
-    check(mpi, "jax", ranks, 0, 24)
+    check(mpi, "jax", ranks, 0, 12)

@@ -16,5 +16,5 @@ def test_programs_are_equal_to_one_process_or_documented(mpi, ranks):
     backend = os.environ.get("KERAS_BACKEND", "")
     if backend not in ("torch", "jax"):
         pytest.skip(f"no programs for KERAS_BACKEND={backend!r}")
-    first = 0 if ranks == 2 else 40
-    check(mpi, f"keras-{backend}", ranks, first, first + 30)
+    first, count = 0 if ranks == 2 else 40, 20 if backend == "torch" else 8  # JAX compiles each program
+    check(mpi, f"keras-{backend}", ranks, first, first + count)
