@@ -151,7 +151,7 @@ class Ledger:
                 method()
 
     def parts(self, rows: int | None = None) -> set[Part]:
-        """Return the parts with so many rows, or all: those of living datasets, and without any those of freed ones."""
+        """Return the parts with this number of rows, or all. Freed datasets count only if no living one has any."""
         with _lock:
             known = [(living() is not None, parts) for living, parts in self._datasets]
             found = {part for alive, parts in known if alive for part in parts if rows in (None, part.rows)}
@@ -179,27 +179,28 @@ class Ledger:
             return 1.0
         arrays = [value for value in inputs if _has_rows(value)]
         by_memory = {record.part.weight for array in arrays for record in self._records(array)}
-        if len(by_memory) == 1:
-            return by_memory.pop()
+        weight = _one(by_memory) if by_memory else self._without_memory(arrays, total)
+        if weight is None:
+            raise self._unknown(arrays, by_memory, function, where)
+        return weight
+
+    def _without_memory(self, arrays: Sequence[Any], total: int | None) -> float | None:
+        """Return the weight of a pass by the arguments of the step or by rows; None if it cannot be told."""
         counts = {0 if 0 in array.shape else int(array.shape[0]) for array in arrays}
-        if not by_memory:
-            given = self.given()
-            weight = _one({part.weight for part in given}) if given else None
+        given = self.given()
+        if given:
+            weight = _one({part.weight for part in given})
             if weight is None:
                 weight = _one({part.weight for part in given if part.rows in counts})
             elif not self._agree(given, weight, arrays, counts):
                 weight = None
-            if weight is None and not given:
-                counts_second = {int(array.shape[1]) for array in arrays if _may_be_by_columns(array)}
-                known = {part.weight for count in counts for part in self.parts(count)}
-                weight = _one(known | {part.weight for count in counts_second for part in self.parts(count) if known})
-            if weight is None and not given and total and len(counts) == 1:
+        else:
+            by_rows = {part.weight for count in counts for part in self.parts(count)}
+            columns = {int(array.shape[1]) for array in arrays if _may_be_by_columns(array)} if by_rows else set()
+            weight = _one(by_rows | {part.weight for count in columns for part in self.parts(count)})
+            if weight is None and total and len(counts) == 1:
                 weight = counts.pop() * self.replicas / total
-            if weight is None and not self.uneven:
-                weight = 1.0
-            if weight is not None:
-                return weight
-        raise self._unknown(arrays, by_memory, function, where)
+        return 1.0 if weight is None and not self.uneven else weight
 
     def _agree(self, given: set[Part], weight: float, arrays: Sequence[Any], counts: set[int]) -> bool:
         """Return whether inputs may be of the batch among a step's arguments: no batch of another weight has as many rows."""
@@ -215,24 +216,12 @@ class Ledger:
 
     def parts_of(self, arrays: Sequence[Any]) -> set[Part]:
         """Return the parts of arrays that are the very ones which a dataset handed out."""
-        records = [_arrays.get(id(array)) for array in arrays]
-        return {
-            record.part
-            for record, array in zip(records, arrays, strict=True)
-            if record is not None and record.ledger is self and record.array() is array
-        }
-
-    def find(self, element: Any) -> Part | None:
-        """Return the part that an array belongs to: by identity, memory, or number of rows; None if it is unknown."""
-        known = {record.part for record in self._records(element)}
-        if not known and _has_rows(element):
-            known = self.parts(int(element.shape[0]))
-        return _one(known)
+        return {record.part for array in arrays if (record := _record_of(array)) and record.ledger is self}
 
     def _records(self, value: Any) -> list[_Record]:
         """Return what is known of an array: it was handed out, or is a part of the memory of arrays that were."""
-        own = _arrays.get(id(value))
-        if own is not None and own.array() is value:
+        own = _record_of(value)
+        if own is not None:
             return [own] if own.ledger is self else []
         address = address_of(value)
         if address is None:
@@ -579,10 +568,16 @@ def _forget() -> None:
     _forget_at = max(_FORGET_FROM, 2 * (len(_arrays) + len(_views)))
 
 
+def _record_of(array: Any) -> _Record | None:
+    """Return the record of an array that a dataset handed out itself."""
+    record = _arrays.get(id(array))
+    return record if record is not None and record.array() is array else None
+
+
 def _known(leaf: Any, ledger: Ledger | None = None) -> list[_Record]:
     """Return the record of an array that was handed out, or those of the arrays whose memory it has."""
-    own = _arrays.get(id(leaf))
-    if own is not None and own.array() is leaf:
+    own = _record_of(leaf)
+    if own is not None:
         return [own]
     return [] if ledger is None else ledger._records(leaf)
 

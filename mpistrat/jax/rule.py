@@ -21,7 +21,7 @@ from ..cross_device.arena import BLOCK
 from ..errors import explain
 from ..optimizers import Optimizer
 from ..optimizers.rule import Block, UpdateRun
-from ..optimizers.whole_state import StateArray
+from ..optimizers.whole_state import StateArray, require_whole
 from ..variables import Variable
 from .arrays import flatten, is_array, is_parameter, memory_of, names_of, of_memory
 from .reading import Mixes, Program, digest, read, word
@@ -29,6 +29,10 @@ from .reading import Mixes, Program, digest, read, word
 __all__ = ["JaxRule"]
 
 _FUNCTION = "ms.jax.distribute"
+_REMEDY = (
+    "For a norm over all gradients pass max_norm= to ms.jax.distribute and leave clipping out of the chain; or take a rule "
+    "that treats each number by itself, as optax.adamw"
+)
 _SMALLEST = 1024  # elements of a block: each size is compiled once, so sizes are powers of two
 
 
@@ -115,15 +119,10 @@ class JaxRule(Optimizer):
         self.__places = {variable.name: place for place, variable in enumerate(variables)}
         if self.__blocks is not None:
             if placement.store is not None and self.__blocks.unequal:
-                _refuse("state that begins with the weights", "parameters that servers keep")
+                rule = "an optimizer with state that begins with the weights"
+                require_whole(_FUNCTION, variables, rule, _REMEDY)
             return
-        divided = [variable.name for variable in variables if variable.part is not None and variable.part.split]
-        if placement.store is not None:
-            _refuse(self.reason, "parameters that servers keep")
-        if divided:
-            _refuse(self.reason, f"parts of {divided[0]}, which ranks divide")
-        if placement.local_steps is not None:
-            _refuse(self.reason, "nodes that train by themselves (local_steps)")
+        require_whole(_FUNCTION, variables, f"an optimizer with {self.reason}", _REMEDY)
         assert self.__whole is not None
         self.__whole.begin(self.__tree([_wide(variable) for variable in variables]))
         log.once(
@@ -246,15 +245,6 @@ class JaxRule(Optimizer):
 
 def _wide(variable: Variable) -> np.ndarray:
     return np.asarray(variable.array, accumulation_dtype(variable.dtype))
-
-
-def _refuse(reason: str, got: str) -> None:
-    expected = f"parameters that are whole on each node, for an optimizer with {reason}"
-    remedy = (
-        "For a norm over all gradients pass max_norm= to ms.jax.distribute and leave clipping out of the chain; or take a rule "
-        "that treats each number by itself, as optax.adamw"
-    )
-    raise ValueError(explain(_FUNCTION, "optimizer", expected=expected, got=got, remedy=remedy))
 
 
 @final

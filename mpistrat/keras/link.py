@@ -88,7 +88,7 @@ class Link:
     # a step
 
     def begin_batch(self, rows: int | None, total: int, batch: Any, training: bool) -> None:
-        """Begin the step of a batch, of which this rank and all ranks have so many rows; None where all ranks count equally.
+        """Begin the step of a batch, given its rows on this rank and on all ranks; None if all ranks count equally.
 
         Under parameter servers the batch, as a dataset handed it out, tells what part of the servers' step it is.
 

@@ -1,4 +1,4 @@
-"""State of a rule that runs on whole tensors: arrays of any shape, in variables, so files have them and a node has one copy."""
+"""A rule that runs on whole tensors: what it needs of its variables, and its state, arrays of any shape in variables."""
 
 from __future__ import annotations
 
@@ -10,12 +10,32 @@ import numpy as np
 from ..errors import explain
 from ..variables import Variable
 
-__all__ = ["StateArray"]
+__all__ = ["StateArray", "require_whole"]
+
+
+def require_whole(function: str, variables: Sequence[Variable], rule: str, remedy: str) -> None:
+    """Check that the variables of a rule on whole tensors are whole on each node.
+
+    Raises:
+        ValueError: servers keep them, ranks divide one, or nodes train by themselves.
+    """
+    placement = variables[0].placement
+    divided = next((v.name for v in variables if v.part is not None and v.part.split), None)
+    if placement.store is not None:
+        got = "parameters that servers keep"
+    elif divided is not None:
+        got = f"parts of {divided}, which ranks divide"
+    elif placement.local_steps is not None:
+        got = "nodes that train by themselves (local_steps)"
+    else:
+        return
+    expected = f"parameters that are whole on each node, for {rule}"
+    raise ValueError(explain(function, "optimizer", expected=expected, got=got, remedy=remedy))
 
 
 @final
 class StateArray:
-    """An array of a rule's state. Making one is collective.
+    """An array of a rule's state, in a variable: files have it, and a node has one copy. Making one is collective.
 
     Args:
         name: of the variable.

@@ -73,7 +73,7 @@ class ParameterServerStrategy(Strategy):
         communication_options, cross_device_ops: how the worker's own replicas are reduced.
         comm: communicator, duplicated here; default COMM_WORLD.
         devices: this rank's, as for MirroredStrategy; servers use none.
-        replicas: instead of devices: so many replicas in sync on CPUs, equally many on each worker of `workers_in_sync`. Their
+        replicas: instead of devices: the number of replicas in sync on CPUs, the same on each worker of `workers_in_sync`. Their
             sums are in the order of replicas.
 
     Raises:

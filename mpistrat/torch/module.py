@@ -278,13 +278,7 @@ class DistributedModule(torch.nn.Module):
         passes = self.mpistrat_passes
         if passes.idle:
             return super().__call__(*args, **kwargs)
-        depth, output = passes.depth, None
-        try:
-            passes.enter(self, (args, kwargs))
-            output = super().__call__(*args, **kwargs)
-            return output
-        finally:
-            passes.leave(depth, output)
+        return passes.call(self, super().__call__, args, kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """Yield this replica's parameters."""

@@ -109,12 +109,12 @@ class _BlockStep:
         parameter.data = torch.zeros(1, dtype=parameter.dtype, device="cpu")
         parameter.grad = torch.zeros_like(parameter)
         state = self._optimizer.state[parameter]
-        if not (first or self._at_once):
-            for name in self._known:
-                state[name] = torch.zeros(1, dtype=parameter.dtype, device="cpu")
-            self._set_scalars(state, step, scalars)
-        elif not self._at_once:
+        if not self._at_once:
             state.clear()
+            if not first:
+                for name in self._known:
+                    state[name] = torch.zeros(1, dtype=parameter.dtype, device="cpu")
+                self._set_scalars(state, step, scalars)
         self._group["lr"] = rate
         with torch.no_grad():
             self._raw_step(self._optimizer)
@@ -365,11 +365,9 @@ class TorchRule(Optimizer):
         if self.rule in _WITH_SCALARS:
             for number in stepping:
                 taken, step = self.__taken[number], self.iterations + 1 - self.__taken[number].lag
-                group = self._optimizer.param_groups[taken.group]
-                trial = _BlockStep(self.kind, group, torch.float32, self.revision)
-                trial.names()
+                rate = float(self._optimizer.param_groups[taken.group]["lr"])
                 first = not taken.begun and step == 1
-                taken.next_scalars = trial.scalars(step, first, taken.scalars, float(group["lr"]))
+                taken.next_scalars = self._trial(taken.group).scalars(step, first, taken.scalars, rate)
         super().take_step(strategy, pairs, aggregate)
         for number, taken in enumerate(self.__taken):
             if number in stepping:
@@ -441,20 +439,31 @@ class TorchRule(Optimizer):
         taken, scalars = known.get(("scalars", group), (0, {}))
         if taken >= step:
             taken, scalars = 0, {}
-        trial = _BlockStep(self.kind, self._optimizer.param_groups[group], torch.float32, self.revision)
-        trial.names()
+        trial = self._trial(group)
         for number in range(taken + 1, step):
             scalars = trial.scalars(number, number == 1, scalars, rate)
         known["scalars", group] = step - 1, scalars
         return scalars
 
     def _block_step(self, block: Block, group: Mapping[str, Any]) -> _BlockStep:
-        known: dict[Any, Any] = self.__local.__dict__
         key = self.__taken[block.group].group, block.weights.dtype
+        return self._kept(key, group, tensor_of(block.weights).dtype)[0]
+
+    def _trial(self, number: int) -> _BlockStep:
+        """Return the step of a group that computes what torch keeps once for all elements."""
+        trial, new = self._kept(("trial", number), self._optimizer.param_groups[number], torch.float32)
+        if new:
+            trial.names()
+        return trial
+
+    def _kept(self, key: Any, group: Mapping[str, Any], dtype: Any) -> tuple[_BlockStep, bool]:
+        """Return this thread's step under a key, and whether it is new: settings have changed, or it is the first."""
+        known: dict[Any, Any] = self.__local.__dict__
         step = known.get(key)
-        if step is None or step.revision != self.revision:
-            step = known[key] = _BlockStep(self.kind, group, tensor_of(block.weights).dtype, self.revision)
-        return step
+        if step is not None and step.revision == self.revision:
+            return step, False
+        step = known[key] = _BlockStep(self.kind, group, dtype, self.revision)
+        return step, True
 
 
 def _read(group: Mapping[str, Any]) -> dict[str, Any]:

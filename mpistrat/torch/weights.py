@@ -96,13 +96,20 @@ class Passes:
                 layer.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
                 layer.register_forward_hook(_leave, with_kwargs=True, always_call=True)
 
-    @property
-    def depth(self) -> int:
-        """How many calls run."""
-        return len(self._open)
+    def call(
+        self, module: torch.nn.Module, function: Callable[..., Any], args: Any, kwargs: Any, method: bool = False
+    ) -> Any:
+        """Call a function of the module, which may begin a pass. A method whose inputs tell no batch begins none."""
+        depth, output = len(self._open), None
+        try:
+            self.enter(module, (args, kwargs), method)
+            output = function(*args, **kwargs)
+            return output
+        finally:
+            self.leave(depth, output)
 
     @torch.compiler.disable
-    def enter(self, module: torch.nn.Module, inputs: Any) -> None:
+    def enter(self, module: torch.nn.Module, inputs: Any, method: bool = False) -> None:
         """Begin a call of the module or of one of its layers; each is followed by `leave`.
 
         Raises:
@@ -121,7 +128,7 @@ class Passes:
         if self._read is not None:
             self._read()
         weighs = self._weighs and strategy.extended.batches.uneven and torch.is_grad_enabled()
-        weight: Any = self._weight(module, inputs) if weighs else None
+        weight: Any = self._weight(module, inputs, method) if weighs else None
         if weight is None and self._read is None:
             return
         layers = list(module.modules())
@@ -143,7 +150,7 @@ class Passes:
 
     @torch.compiler.disable
     def leave(self, depth: int | None = None, output: Any = None) -> None:
-        """End the call that began last, or all calls but so many; note the weight of the pass at its output."""
+        """End the last call, or all calls above `depth`; record the weight of the pass at its output."""
         depth = max(len(self._open) - 1, 0) if depth is None else depth
         while len(self._open) > depth:
             end = self._open.pop()
@@ -156,7 +163,7 @@ class Passes:
         self._recent.clear()
         self.leave(0)
 
-    def _weight(self, module: torch.nn.Module, inputs: Any) -> Any:
+    def _weight(self, module: torch.nn.Module, inputs: Any, method: bool) -> Any:
         """Return the weight of a pass, an error that its backward pass raises, or None for a pass that needs none."""
         if torch._C._current_graph_task_id() != -1:  # a checkpoint computes again what its pass had computed
             if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # for the saved tensors only
@@ -172,28 +179,13 @@ class Passes:
         try:
             weight = weight_of_pass(self._strategy(), tensors, f"{self._name}.forward")
         except BatchError as error:
+            if method and self._read is None:
+                return None
             if module.training:
                 raise
             return error  # most passes of evaluation have no backward pass
         self._recent.add(weight)
         return weight
-
-    def begins(self, inputs: Any) -> bool:
-        """Return whether a call of a method with these inputs begins a pass: it reads parameters, or has a weight."""
-        if self._active:
-            return False
-        if self._read is not None:
-            return True
-        if not (self._weighs and torch.is_grad_enabled()):
-            return False
-        tensors = list(_tensors(inputs))
-        if len(_weights_before(tensors)) == 1:
-            return True
-        try:
-            weight_of_pass(self._strategy(), tensors, self._name)
-        except BatchError:
-            return False
-        return True
 
 
 def _enter(layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -335,15 +327,7 @@ def _as_pass(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         replica = local_replica(self.mpistrat_strategy) if len(replicas) > 1 else 0
         if replica:
             return getattr(replicas[replica], name)(*args, **kwargs)
-        if not passes.begins((args, kwargs)):
-            return function(self, *args, **kwargs)
-        depth, output = passes.depth, None
-        try:
-            passes.enter(self, (args, kwargs))
-            output = function(self, *args, **kwargs)
-            return output
-        finally:
-            passes.leave(depth, output)
+        return passes.call(self, functools.partial(function, self), args, kwargs, method=True)
 
     return method
 

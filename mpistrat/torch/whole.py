@@ -19,7 +19,7 @@ import torch
 from .._util import log
 from ..comm.arrays import accumulation_dtype
 from ..errors import explain
-from ..optimizers.whole_state import StateArray
+from ..optimizers.whole_state import StateArray, require_whole
 from ..variables import Variable
 from .tensors import array_of, tensor_of
 
@@ -44,7 +44,8 @@ class WholeRule:
     def __init__(self, optimizer: torch.optim.Optimizer, variables: Sequence[Variable]) -> None:
         self._source, kind = optimizer, type(optimizer)
         self._name = f"{kind.__module__}.{kind.__qualname__}"
-        self._check(variables)
+        remedy = "Take SGD, Adam, AdamW or another rule that updates each number by itself"
+        require_whole(_FUNCTION, variables, self._name, remedy)
         self._raw_step = inspect.unwrap(kind.step)
         self._seed = sum(map(ord, self._name))
         own: Any = object.__new__(kind)
@@ -65,21 +66,6 @@ class WholeRule:
             self._state[name] = {key: StateArray(f"torch/{name}/{key}", array) for key, array in found.items()}
         text = "the optimizer runs whole on every rank, after the sum of gradients"
         log.once(logging.INFO, f"{_FUNCTION}: {text}: {self._name} is not known to update each number by itself")
-
-    def _check(self, variables: Sequence[Variable]) -> None:
-        placement = variables[0].placement
-        divided = next((v.name for v in variables if v.part is not None and v.part.split), None)
-        if placement.store is not None:
-            got = "parameters that servers keep"
-        elif divided is not None:
-            got = f"parts of {divided}, which ranks divide"
-        elif placement.local_steps is not None:
-            got = "nodes that train by themselves (local_steps)"
-        else:
-            return
-        expected = f"parameters that are whole on each node, for {self._name}"
-        remedy = "Take SGD, Adam, AdamW or another rule that updates each number by itself"
-        raise ValueError(explain(_FUNCTION, "optimizer", expected=expected, got=got, remedy=remedy))
 
     def _try(self) -> dict[str, dict[str, np.ndarray]]:
         """Return the state of each parameter after a step on copies, for its forms."""

@@ -107,7 +107,7 @@ def happen(run: Run, segment: int, event: str) -> None:
         kept, saving = copy.deepcopy(run.reference_state()), None
         if rng.integers(2):
             strategy.save(path, {"segment": segment})
-        else:  # written while training goes on
+        else:  # written during training
             saving = strategy.begin_save(path, {"segment": segment})
             run.tag("begin_save")
         run_segment(run, segment)

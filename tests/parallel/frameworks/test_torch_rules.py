@@ -79,6 +79,12 @@ def make(name):
     return module, RULES[name](module)
 
 
+def put(strategy, name):
+    module, optimizer = make(name)
+    with strategy.scope():
+        return ms.torch.distribute(module, optimizer)
+
+
 def take(module, optimizer, rows, head=0):
     optimizer.zero_grad()
     (module(torch.from_numpy(x[rows]), head) - torch.from_numpy(y[rows])).square().mean().backward()
@@ -113,9 +119,7 @@ def test_parameters_count_their_own_steps(name):
     """Heads take turns, and one parameter never has a gradient: each one's state is of the steps in which it had one."""
     reference, plain = make(name)
     with ms.MultiWorkerMirroredStrategy() as strategy:
-        module, optimizer = make(name)
-        with strategy.scope():
-            module, optimizer = ms.torch.distribute(module, optimizer)
+        module, optimizer = put(strategy, name)
         for number in range(9):
             head = (number // 2) % 2
             take(reference, plain, slice(None), head)
@@ -163,9 +167,7 @@ def test_a_file_has_the_steps_of_each_parameter(name, tmp_path_factory):
     for part in range(2):
         with ms.MultiWorkerMirroredStrategy() as strategy:
             path = path or strategy.broadcast_object(str(tmp_path_factory.mktemp("files") / "state.h5"))
-            module, optimizer = make(name)
-            with strategy.scope():
-                module, optimizer = ms.torch.distribute(module, optimizer)
+            module, optimizer = put(strategy, name)
             if part:
                 strategy.restore(path)
             for number in range(3):
@@ -189,9 +191,7 @@ def test_a_schedule_of_momentum_and_betas_is_followed(name):
     reference, plain = make(name)
     run(reference, plain, slice(None))
     with ms.MultiWorkerMirroredStrategy() as strategy:
-        module, optimizer = make(name)
-        with strategy.scope():
-            module, optimizer = ms.torch.distribute(module, optimizer)
+        module, optimizer = put(strategy, name)
         run(module, optimizer, own_rows(strategy))
         check(module, reference)
 
@@ -205,9 +205,7 @@ def test_a_schedule_of_momentum_and_betas_is_followed(name):
 def test_settings_that_change_later_are_read_in_each_step(name, change):
     reference, plain = make(name)
     with ms.MultiWorkerMirroredStrategy() as strategy:
-        module, optimizer = make(name)
-        with strategy.scope():
-            module, optimizer = ms.torch.distribute(module, optimizer)
+        module, optimizer = put(strategy, name)
         for number in range(4):
             if number == 2:
                 optimizer.param_groups[-1].update(change)
@@ -260,9 +258,7 @@ def test_hooks_of_the_step_are_called_as_in_plain_torch():
 def test_cleared_state_starts_again():
     reference, plain = make("Adam")
     with ms.MultiWorkerMirroredStrategy() as strategy:
-        module, optimizer = make("Adam")
-        with strategy.scope():
-            module, optimizer = ms.torch.distribute(module, optimizer)
+        module, optimizer = put(strategy, "Adam")
         for number in range(5):
             if number == 3:
                 plain.state.clear()
@@ -304,9 +300,7 @@ def test_what_cannot_run_whole_is_an_error_at_distribute():
 @pytest.mark.ranks(2)
 def test_a_layer_that_was_replaced_is_an_error_that_names_its_parameter():
     with ms.MultiWorkerMirroredStrategy() as strategy:
-        module, optimizer = make("SGD")
-        with strategy.scope():
-            module, optimizer = ms.torch.distribute(module, optimizer)
+        module, optimizer = put(strategy, "SGD")
         own = module.heads[0]
         module.heads[0] = nn.Linear(8, 4, bias=False).double()
         with pytest.raises(RuntimeError, match=r"heads.0.weight.*replaced.*rank"):
