@@ -19,6 +19,7 @@ import optax  # noqa: E402
 import mpistrat as ms  # noqa: E402
 from nets.patterns import jax_models as zoo  # noqa: E402
 from nets.patterns.environments import KINDS, Environment, sizes  # noqa: E402
+from nets.patterns.loops import Loop  # noqa: E402
 
 Config = dict[str, Any]
 Tree = Any
@@ -77,7 +78,7 @@ class KerasAdam(PlainOptimizer):
         super().__init__(optax.GradientTransformation(init, update), params)
 
 
-class Program:
+class Program(Loop):
     """The usual loop. A subclass is a program of the name of its class, and changes one of the methods."""
 
     programs: ClassVar[dict[str, type[Program]]] = {}
@@ -144,20 +145,6 @@ class Program:
         """Take a step of one batch."""
         _, gradients = self.gradients(self.params, a, b)
         self.update(gradients)
-
-    def after_epoch(self, epoch: int) -> None:
-        """Do something between epochs."""
-
-    def train(self) -> None:
-        """Run all epochs."""
-        data = self.data()
-        for epoch in range(self.epochs):
-            for batch in data:
-                self.deliver(batch)
-            self.after_epoch(epoch)
-
-    def finish(self) -> None:
-        """Do something at the end."""
 
     # what they share
 

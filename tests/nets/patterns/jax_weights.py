@@ -5,36 +5,24 @@ Where the package cannot know it, it must raise an error; a gradient is never we
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from nets.patterns import jax_models as zoo
+from nets.patterns import loops
 from nets.patterns.jax_program import Program
 
 Tree = Any
 
 
-class DrawnAhead(Program):
+class DrawnAhead(loops.Ahead, Program):
     """The next batch is drawn before the step with this one."""
 
-    def train(self) -> None:
-        for epoch in range(self.epochs):
-            batches = iter(self.data(epoch))
-            before = next(batches)
-            for batch in batches:
-                self.deliver(before)
-                before = batch
-            self.deliver(before)
 
-
-class DrawnAtOnce(Program):
-    def train(self) -> None:
-        for epoch in range(self.epochs):
-            for batch in reversed(list(self.data(epoch))):
-                self.deliver(batch)
+class DrawnAtOnce(loops.AtOnce, Program):
+    """All batches of an epoch are drawn before the first step."""
 
 
 class ConvertedBefore(Program):
@@ -118,49 +106,23 @@ class MicrobatchesOfTwo(Program):
         self.update(total)
 
 
-class TwoDataSets(Program):
+class TwoDataSets(loops.Pairs, Program):
     """Two data sets of other sizes in one loop; a step with each, or one with both."""
 
     fronts = ("own", "package", "package")
 
-    def train(self) -> None:
-        for epoch in range(self.epochs):
-            pairs = zip(self.data(epoch), self.data(epoch + 7, self.batch_rows - 2), strict=False)
-            for batch, other in itertools.islice(pairs, 3):
-                if self.config["seed"] % 2:
-                    self.deliver(batch)
-                    self.deliver(other)
-                else:
-                    _, first = self.gradients(self.params, *batch)
-                    _, second = self.gradients(self.params, *other)
-                    self.update(jax.tree.map(jnp.add, first, second))
+    def both(self, batch: Any, other: Any) -> None:
+        _, first = self.gradients(self.params, *batch)
+        _, second = self.gradients(self.params, *other)
+        self.update(jax.tree.map(jnp.add, first, second))
 
 
-class TwoDataSetsInRun(Program):
+class TwoDataSetsInRun(loops.PairsInRun, TwoDataSets):
     """Batches of two data sets as arguments of one strategy.run."""
 
-    fronts = ("own", "package", "package")
 
-    def train(self) -> None:
-        def step(batch: Any, other: Any) -> None:
-            _, first = self.gradients(self.params, *batch)
-            _, second = self.gradients(self.params, *other)
-            self.update(jax.tree.map(jnp.add, first, second))
-
-        for epoch in range(self.epochs):
-            pairs = zip(self.data(epoch), self.data(epoch + 7, self.batch_rows - 2), strict=False)
-            for pair in itertools.islice(pairs, 3):
-                self.env.run(step, args=pair)
-
-
-class LeftByBreak(Program):
-    def train(self) -> None:
-        for epoch in range(self.epochs):
-            for batch in self.data(epoch):
-                self.deliver(batch)
-                break
-            for batch in self.data(epoch + 7, self.batch_rows + 1):
-                self.deliver(batch)
+class LeftByBreak(loops.Left, Program):
+    """A loop is left by break."""
 
 
 class Told(Program):

@@ -13,6 +13,7 @@ import torch
 import mpistrat as ms
 from nets.patterns import torch_models as zoo
 from nets.patterns.environments import KINDS, Environment, sizes
+from nets.patterns.loops import Loop
 
 Config = dict[str, Any]
 Rows = collections.namedtuple("Rows", "x y")
@@ -33,7 +34,7 @@ DELIVERIES: dict[str, Callable[..., Any]] = {
 }
 
 
-class Program:
+class Program(Loop):
     """The usual loop. A subclass is a program of the name of its class, and changes one of the methods."""
 
     programs: ClassVar[dict[str, type[Program]]] = {}
@@ -130,20 +131,6 @@ class Program:
         self.backward(loss)
         self.update()
         return float(loss.detach()) if len(a) else 0.0
-
-    def after_epoch(self, epoch: int) -> None:
-        """Do something between epochs."""
-
-    def train(self) -> None:
-        """Run all epochs."""
-        data = self.data()
-        for epoch in range(self.epochs):
-            for batch in data:
-                self.deliver(batch)
-            self.after_epoch(epoch)
-
-    def finish(self) -> None:
-        """Do something at the end."""
 
     # what they share
 

@@ -6,14 +6,13 @@ Where the package cannot know it, it must raise an error; a pass is never weight
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 import mpistrat as ms
+from nets.patterns import loops
 from nets.patterns import torch_models as zoo
 from nets.patterns.torch_program import Program
 
@@ -21,22 +20,12 @@ Tensor = torch.Tensor
 NO_STATISTICS = tuple(name for name in zoo.MODELS if name not in ("batch_norm", "buffers", "spectral"))
 
 
-class DrawnAhead(Program):
+class DrawnAhead(loops.Ahead, Program):
     """The next batch is drawn before the step with this one."""
 
-    def train(self) -> None:
-        for epoch in range(self.epochs):
-            for batch in ahead(iter(self.data(epoch))):
-                self.deliver(batch)
 
-
-class DrawnAtOnce(Program):
-    """All batches of an epoch are drawn into a list first, and taken from its end."""
-
-    def train(self) -> None:
-        for epoch in range(self.epochs):
-            for batch in reversed(list(self.data(epoch))):
-                self.deliver(batch)
+class DrawnAtOnce(loops.AtOnce, Program):
+    """All batches of an epoch are drawn before the first step."""
 
 
 class ConvertedBefore(Program):
@@ -206,51 +195,23 @@ class TwoModulesApart(Program):
         self.keep(self.other, "other.")
 
 
-class TwoDataSets(Program):
+class TwoDataSets(loops.Pairs, Program):
     """Two data sets of other sizes, drawn in turn; one step with both, or one with each."""
 
-    def train(self) -> None:
-        for epoch in range(self.epochs):
-            pairs = zip(self.data(epoch), self.data(epoch + 7, self.batch_rows - 2), strict=False)
-            for batch, other in itertools.islice(pairs, 3):
-                if self.config["seed"] % 2:
-                    self.deliver(batch)
-                    self.deliver(other)
-                else:
-                    a, b = (torch.from_numpy(rows) for rows in self.arrays(batch))
-                    u, v = (torch.from_numpy(rows) for rows in self.arrays(other))
-                    self.zero_grad()
-                    (self.cross_entropy(self.net(a), b) + 0.5 * self.cross_entropy(self.net(u), v)).backward()
-                    self.update()
+    def both(self, batch: Any, other: Any) -> None:
+        a, b = (torch.as_tensor(rows) for rows in self.arrays(batch))
+        u, v = (torch.as_tensor(rows) for rows in self.arrays(other))
+        self.zero_grad()
+        (self.cross_entropy(self.net(a), b) + 0.5 * self.cross_entropy(self.net(u), v)).backward()
+        self.update()
 
 
-class TwoDataSetsInRun(Program):
+class TwoDataSetsInRun(loops.PairsInRun, TwoDataSets):
     """Batches of two data sets as arguments of one strategy.run."""
 
-    def train(self) -> None:
-        def step(batch: Any, other: Any) -> None:
-            a, b = (torch.as_tensor(rows) for rows in self.arrays(batch))
-            u, v = (torch.as_tensor(rows) for rows in self.arrays(other))
-            self.zero_grad()
-            (self.cross_entropy(self.net(a), b) + 0.5 * self.cross_entropy(self.net(u), v)).backward()
-            self.update()
 
-        for epoch in range(self.epochs):
-            pairs = zip(self.data(epoch), self.data(epoch + 7, self.batch_rows - 2), strict=False)
-            for pair in itertools.islice(pairs, 3):
-                self.env.run(step, args=pair)
-
-
-class LeftByBreak(Program):
-    """A loop is left by break, and another data set is begun."""
-
-    def train(self) -> None:
-        for epoch in range(self.epochs):
-            for batch in itertools.islice(self.data(epoch), 2):
-                self.deliver(batch)
-                break
-            for batch in self.data(epoch + 7, self.batch_rows + 1):
-                self.deliver(batch)
+class LeftByBreak(loops.Left, Program):
+    """A loop is left by break."""
 
 
 class RestOfABatch(Program):
@@ -379,12 +340,3 @@ class CopiedModule(Program):
 
     def finish(self) -> None:
         self.keep(self.copy, "copy.")
-
-
-def ahead(batches: Iterator[Any]) -> Iterator[Any]:
-    """Draw one batch ahead."""
-    before = next(batches)
-    for batch in batches:
-        yield before
-        before = batch
-    yield before
