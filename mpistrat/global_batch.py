@@ -227,8 +227,8 @@ class Ledger:
         if address is None:
             return []
         with _lock:
-            records = [*_arrays.values(), *itertools.chain.from_iterable(_views.values())]
-        return [record for record in records if record.ledger is self and record.has(address)]
+            records = itertools.chain(_arrays.values(), *_views.values())
+            return [record for record in records if record.ledger is self and record.has(address)]
 
     def _unknown(self, arrays: Sequence[Any], weights: set[float], function: str, where: str) -> BatchError:
         shapes = ", ".join(str(tuple(array.shape)) for array in arrays) or "none"

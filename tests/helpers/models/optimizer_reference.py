@@ -268,7 +268,7 @@ def apply(
     rate: float,
     **settings: Any,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Take `steps` steps of a `Training` with the same settings; return weights and averages at the end."""
+    """Take `calls` steps of a `Training` with the same settings; return weights and averages at the end."""
     training = Training(weights)
     for call in range(calls):
         training.step(rule, gradients(call), rate, **settings)

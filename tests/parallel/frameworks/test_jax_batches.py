@@ -226,19 +226,14 @@ PAIRS = [two_datasets, two_datasets_in_run, sums_over_steps_of_run, two_applicat
 
 
 @pytest.mark.ranks(1, 2, 3, timeout=180)
-def test_patterns_of_one_batch_equal_one_process():
-    for pattern in ONE_BATCH:
+@pytest.mark.parametrize(
+    ("patterns", "expected"), [(ONE_BATCH, SINGLE), (PAIRS, PAIRED)], ids=["one batch", "two batches"]
+)
+def test_patterns_equal_one_process(patterns, expected):
+    for pattern in patterns:
         strategy, params, optimizer = put()
         with strategy:
-            check(pattern(strategy, params, optimizer), SINGLE)
-
-
-@pytest.mark.ranks(1, 2, 3, timeout=180)
-def test_patterns_of_two_batches_equal_one_process():
-    for pattern in PAIRS:
-        strategy, params, optimizer = put()
-        with strategy:
-            check(pattern(strategy, params, optimizer), PAIRED)
+            check(pattern(strategy, params, optimizer), expected)
 
 
 @pytest.mark.ranks(1, 2, timeout=180)
