@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from before_after import ratio
+
 from mpistrat._util.text import counted
 from mpistrat.bench import machine
 from mpistrat.bench.machine import layout as title
@@ -276,6 +278,28 @@ def draw_growth(axis: Any, cells: list[dict[str, Any]], names: list[str]) -> Non
     axis.set_xlabel("workers (squares: 2 servers)")
 
 
+def draw_before_after(folder: Path) -> None:
+    """Draw how many times as long a step takes as before, over models: the median over pairs, and its limits of 95 %."""
+    results = load(folder, "before_after")
+    if not results:
+        return
+    figure = new_figure(10, 0.35 * sum(len(result["seconds"]) for result in results) + 2)
+    axis = figure.subplots()
+    names = []
+    for result in results:
+        for name, times in result["seconds"].items():
+            low, middle, high = ratio(times["before"], times["after"])
+            axis.plot([low, high], [len(names)] * 2, color="#1f77b4")
+            axis.plot(middle, len(names), "o", color="#1f77b4")
+            names.append(name)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.axvline(1, color="#7f7f7f", linewidth=1)
+    axis.set_xlabel("time of a step / time before, of pairs in turns, with limits of 95 %")
+    axis.grid(alpha=0.3, axis="x")
+    finish(figure, "A step with frameworks, before and after", caption(results), folder / "before_after.png")
+
+
 if __name__ == "__main__":
     draw_all_reduce(Path(sys.argv[1]))
     draw_training_step(Path(sys.argv[1]))
@@ -285,3 +309,4 @@ if __name__ == "__main__":
     draw_checkpoints(Path(sys.argv[1]))
     draw_watching(Path(sys.argv[1]))
     draw_wire(Path(sys.argv[1]))
+    draw_before_after(Path(sys.argv[1]))

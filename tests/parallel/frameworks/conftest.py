@@ -17,6 +17,14 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def same_names():
+    """Keras counts the models and layers of a process: ranks that made other numbers of them would give other names."""
+    keras = sys.modules.get("keras")
+    if keras is not None:
+        keras.utils.clear_session(free_memory=False)
+
+
 @pytest.fixture
 def float64():
     """Keras computes in float64."""
