@@ -71,12 +71,13 @@ test-change: $(ENVS_test)  ## beyond make test, BUDGET=20 minutes of what a chan
 test-all: $(ENVS_test)  ## every test, which takes most of an hour
 	$(PYTEST) --tier all --beside $(PYTEST_ARGS)
 
-# Kills of ranks and hosts, 2,400 in all, on one host and two, both MPIs, in place and by restarts, with servers; then a SLURM, and mistakes.
+# Kills of ranks and hosts, 2,800 in all, on one host and two, both MPIs, in place and by restarts, with servers, with PyTorch and JAX;
+# then a SLURM, and mistakes.
 CAMPAIGN ?= benchmarks/results/$(shell date +%F)
 KILLS = $(1) tests/campaign/kills.py --mpi-env $(if $(findstring openmpi,$(1)),openmpi,mpich)=$(1) --output $(CAMPAIGN)
 MPICH_PYTHON := $(ENV_mpich)/bin/python
 OPENMPI_PYTHON := $(ENV_openmpi)/bin/python
-campaign: $(ENV_mpich)/.test-$(KEY) $(ENV_openmpi)/.test-$(KEY)  ## kill ranks 2,400 times and see what becomes of their jobs: two to three hours
+campaign: $(ENV_mpich)/.test-$(KEY) $(ENV_openmpi)/.test-$(KEY) .venv-frameworks/.test-$(KEY)  ## kill ranks 2,800 times and see what becomes of their jobs: two to three hours
 	$(call KILLS,$(OPENMPI_PYTHON)) --survive --ranks 4 --sweep --kills 1000
 	$(call KILLS,$(OPENMPI_PYTHON)) --survive --ranks 4 --kinds outside --kills 400
 	$(call KILLS,$(OPENMPI_PYTHON)) --survive --ranks 4 --hosts 2 --kills 200
@@ -86,6 +87,8 @@ campaign: $(ENV_mpich)/.test-$(KEY) $(ENV_openmpi)/.test-$(KEY)  ## kill ranks 2
 	$(call KILLS,$(MPICH_PYTHON)) --sweep --kills 300
 	$(call KILLS,$(MPICH_PYTHON)) --ranks 4 --servers 2 --kills 100
 	$(call KILLS,$(MPICH_PYTHON)) --ranks 4 --hosts 2 --kills 40
+	$(call KILLS,.venv-frameworks/bin/python) --model torch --kills 200
+	$(call KILLS,.venv-frameworks/bin/python) --model jax --kills 200
 	$(MPICH_PYTHON) tests/campaign/slurm.py --mpi-env mpich=$(MPICH_PYTHON) --cycles 50 --output $(CAMPAIGN)
 	$(call KILLS,$(MPICH_PYTHON)) --faults --kinds commit later line --kills 60
 	$(call KILLS,$(OPENMPI_PYTHON)) --faults --survive --ranks 4 --hosts 2 --kills 60

@@ -4,6 +4,7 @@
     python tests/campaign/kills.py --survive --ranks 4 --sweep --kills 500 --mpi-env openmpi=.venv-openmpi/bin/python
     python tests/campaign/kills.py --servers 1 --ranks 4 --kills 500 --mpi-env mpich=.venv/bin/python
     python tests/campaign/kills.py --hosts 2 --ranks 4 --kills 50 --mpi-env mpich=.venv/bin/python
+    python tests/campaign/kills.py --model torch --kills 200 --mpi-env mpich=.venv-frameworks/bin/python
     python tests/campaign/kills.py --faults --mpi-env mpich=.venv/bin/python
 
 A rank of the job (victim.py) dies where it runs its n-th line of the package in a step, begins its n-th collective, or runs
@@ -41,6 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from faults import FAULTS, IN_PLACE
+from models import MODELS
 from places import Here, Place, TwoHosts, processes_of
 from victim import EPOCHS, ROWS, STEPS, Kill
 
@@ -66,6 +68,7 @@ class Way:
     ranks: int = 2
     survive: bool = False
     servers: int = 0
+    model: str = "numpy"
     fault: str = ""
     kinds: tuple[str, ...] = KINDS
 
@@ -105,8 +108,8 @@ def run_job(way: Way, plan: list[Kill], folder: Path) -> tuple[str, list[str]]:
     """Run a job to its end, killing ranks as planned from outside; return its hash and what was wrong."""
     folder.mkdir()
     environment = {
-        "KILL_PLAN": json.dumps(plan), "FAULT": way.fault, "SERVERS": str(way.servers), "OMP_NUM_THREADS": "1",
-        "CAMPAIGN": str(folder), "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        "KILL_PLAN": json.dumps(plan), "FAULT": way.fault, "SERVERS": str(way.servers), "MODEL": way.model,
+        "OMP_NUM_THREADS": "1", "CAMPAIGN": str(folder), "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
     }  # fmt: skip
     words = [way.python, "-m", "mpistrat", "run", "-n", str(way.ranks), "--restarts", str(len(plan) + 5)]
     words += [*(["--survive"] if way.survive else []), str(Path(__file__).with_name("victim.py"))]
@@ -279,6 +282,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--each", type=int, default=6, help="kills of a job")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--servers", type=int, default=0, help="that many of the ranks are parameter servers")
+    parser.add_argument("--model", choices=sorted(MODELS), default="numpy", help="what computes gradients")
     parser.add_argument(
         "--hosts", type=int, choices=(1, 2), default=1, help="2: jobs of a real SLURM on two isolated hosts"
     )
@@ -316,12 +320,22 @@ def main() -> int:
     options = _arguments()
     name, _, python = options.mpi_env.partition("=")
     began, place = time.monotonic(), TwoHosts() if options.hosts > 1 else Here()
-    way = Way(os.path.abspath(python), place, options.ranks, options.survive, options.servers, "", tuple(options.kinds))
+    way = Way(
+        os.path.abspath(python),
+        place,
+        options.ranks,
+        options.survive,
+        options.servers,
+        options.model,
+        "",
+        tuple(options.kinds),
+    )
     word = ("in_place" if way.survive else "restarts") + ("_servers" if way.servers else "")
+    word += "" if way.model == "numpy" else f"_{way.model}"
     word += "" if way.kinds == KINDS else "_" + "_".join(sorted({*way.kinds}))
     result: dict[str, Any] = {
         "campaign": word, "mpi": name, "date": time.strftime("%Y-%m-%d"), "seed": options.seed, "ranks": way.ranks,
-        "hosts": options.hosts, "servers": way.servers, "load": os.getloadavg()[0],
+        "hosts": options.hosts, "servers": way.servers, "model": way.model, "load": os.getloadavg()[0],
     }  # fmt: skip
     try:
         if options.faults:

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+from models import BATCH, COLUMNS, MODELS, Model, Served
 
 import mpistrat as ms
 import mpistrat.train.checkpoints
@@ -26,7 +27,7 @@ from mpistrat.comm import job_files
 from mpistrat.comm.process_group import ProcessGroup
 from mpistrat.strategy.checkpoint.snapshot import SnapshotFile, Snapshots
 
-STEPS, EPOCHS, BATCH, ROWS, REPLICAS = 60, 4, 8, 120, 4
+STEPS, EPOCHS, ROWS, REPLICAS = 60, 4, 120, 4
 PACKAGE = str(Path(ms.__file__).parent)
 COMMIT = ("strategy/checkpoint/snapshot.py", "comm/job_files.py")
 RECOVERY = (
@@ -148,14 +149,16 @@ class Victim:
 
 
 class Watch(ms.train.Callback):
-    """Writes which rows each step had."""
+    """Writes which rows each step had, and reduces the rate."""
 
-    def __init__(self, generation: int, victim: Victim) -> None:
+    def __init__(self, generation: int, victim: Victim, model: Model) -> None:
         self.rows: list[int] = []
+        self._model = model
         self._generation, self._victim, self._steps = generation, victim, 0
         self._file = os.open(f"record-{socket.gethostname()}-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def on_step_end(self, loop: Any) -> None:
+        self._model.decay()
         line = json.dumps([self._generation, loop.step, self.rows, time.time()]) + "\n"
         os.write(self._file, line.encode())
         self.rows.clear()
@@ -181,36 +184,30 @@ def train(job: Any) -> None:
         strategy: Any = ms.ParameterServerStrategy(num_ps=size - workers, workers_in_sync=2 - workers % 2)
     else:
         strategy = ms.MultiWorkerMirroredStrategy(replicas=REPLICAS)
+    model: Model = Served(strategy) if servers else MODELS[os.environ["MODEL"]](strategy)
     with strategy.scope():
-        w = ms.Variable(np.zeros(500), name="w")
-        b = ms.Variable(np.zeros(500, np.float32), name="b")
         seen = ms.train.Sum("seen")
-        optimizer: Any = ms.optimizers.Adagrad(0.1) if servers else ms.optimizers.Adam(0.1)
-    rows = np.random.default_rng(0).normal(size=(ROWS, 500))
+    rows = np.random.default_rng(0).normal(size=(ROWS, COLUMNS))
     data = ms.data.from_arrays((np.arange(ROWS), rows)).shuffle(seed=1).batch(BATCH // (4 if servers else 1))
     data = strategy.distribute_dataset(data)
-    watch = Watch(job.generation, victim)
+    watch = Watch(job.generation, victim, model)
 
     def step(numbers: np.ndarray, x: np.ndarray) -> None:
         watch.rows.extend(numbers.tolist())
-        if servers:  # of asynchronous training only what each row adds is sure
-            ones = np.zeros(500)
-            ones[numbers] = 1
-            optimizer.apply_gradients([(ones, w), (ones.astype(np.float32), b)])
-            return
-        gradients = (np.asarray(w) - x).sum(0) / BATCH, np.asarray(b) - x.astype(np.float32).sum(0)
-        optimizer.apply_gradients([(gradients[0], w), (gradients[1], b)])
-        seen.update_state(x[:, 0])
+        model.step(numbers, x)
+        if not servers:
+            seen.update_state(x[:, 0])
 
     if servers and strategy.is_server:
         victim.serve()
-    checkpoints = ms.train.Checkpoints(strategy, "checkpoints", snapshot_seconds=0.02, every_steps=40)
+    checkpoints = ms.train.Checkpoints(
+        strategy, "checkpoints", snapshot_seconds=0.02, every_steps=40, objects=model.objects
+    )
     ms.train.Trainer(strategy, step, metrics=[seen], callbacks=[watch], checkpoints=checkpoints).fit(data, EPOCHS)
     sys.settrace(None)
-    slots = [optimizer.slots(v)[name].tobytes() for v in (w, b) for name in sorted(optimizer.slot_names)]
+    content = b"".join(model.content())
     if rank == 0:
-        bits = hashlib.sha256(b"".join([w.numpy().tobytes(), b.numpy().tobytes(), *slots])).hexdigest()
-        Path("result").write_text(bits)
+        Path("result").write_text(hashlib.sha256(content).hexdigest())
 
 
 if __name__ == "__main__":
