@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from abc import abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +27,16 @@ _known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionar
 _KEPT_STEPS = 1024  # one for each set of variables that had gradients together
 
 
-class Optimizer(StatefulRule):
+class _Counted(ABCMeta):
+    """Counts an optimizer when it is complete: a server's thread looks for it by its ordinal, and must not find half of one."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        made._count()
+        return made
+
+
+class Optimizer(StatefulRule, metaclass=_Counted):
     """Updates variables by their gradients. Subclass it for a rule of your own: `__init__` and `update`.
 
     An update works on flat blocks, element by element, so that it may be done on any part of any variable: each rank of a
@@ -97,7 +106,6 @@ class Optimizer(StatefulRule):
             gradient_accumulation_steps,
             check_numerics,
         )
-        self._count()
         self.name = name or type(self).__name__.lower()
         added = (AVERAGE,) * self.use_ema + (GRADIENT_SUM,) * bool(self.gradient_accumulation_steps)
         self.slot_names = (*slot_names, *added)

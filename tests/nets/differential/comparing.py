@@ -94,7 +94,9 @@ def compare_state(run: Run, names: list[str]) -> None:
             for slot in expected[0]:
                 if slot in found:
                     part = allowed_part(run, name)
-                    if slot == "linear":  # Ftrl divides a difference of roots, of which only the rounding is left, by the rate
+                    if (
+                        slot == "linear"
+                    ):  # Ftrl divides a difference of roots, of which only the rounding is left, by the rate
                         part /= min(1.0, rate_at(run.specs[i]["rate"], references[0].calls))
                     compare(run, f"slot {slot} of {name}", found[slot], [e[slot] for e in expected], part)
         if run.works and inner.iterations != references[0].iterations():

@@ -36,7 +36,10 @@ def advance(
     for i in range(count):
         for k, world in enumerate(run.worlds[node_of[run.replica_ranks[i]]]):
             losses[k][i] = float(world.loss(parts[i], names).sum()) * weights[i]
-    run.before = dict(run.worlds[node_of[RANK]][0].weights)
+    for worlds in run.worlds.values():
+        for world in worlds:
+            world.before = dict(world.weights)
+    run.before = run.worlds[node_of[RANK]][0].before
     servers, codec = spec["kind"] == "ParameterServer", codec_now(run)
     expected_failure = False
     for index in plan["used"]:

@@ -158,11 +158,12 @@ class World:
 
     def __init__(self, case: Any, sign: int) -> None:
         self.case, self.sign, self.weights = case, sign, {}
+        self.before: dict[str, np.ndarray] = {}  # the weights that a step computes all its gradients with
         self.optimizers = [Reference(spec) for spec in case.optimizers]
 
     def gradient(self, variable: dict[str, Any], ids: np.ndarray, weight: float) -> tuple[np.ndarray, np.ndarray]:
         """Return the gradient summed over rows of the data, and the sum of the absolute values of its terms."""
-        case, w, u = self.case, self.weights[variable["name"]], self.case.u[ids]
+        case, w, u = self.case, self.before[variable["name"]], self.case.u[ids]
         p, q = variable["p"], variable["q"]
         if variable["table"] is None:
             return weight * (len(ids) * (w - q) - u.sum() * p), weight * (len(ids) * abs(w - q) + abs(u).sum() * abs(p))

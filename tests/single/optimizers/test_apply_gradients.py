@@ -1,5 +1,6 @@
 """apply_gradients under the default strategy, on one process without MPI: what it takes, and what it refuses."""
 
+import contextlib
 import tracemalloc
 
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.optimizers.arena_step import _merged
+from mpistrat.optimizers.optimizer import find, known
+from mpistrat.variables.placement import ORDINAL_STEP
 
 SGD = ms.optimizers.SGD
 
@@ -247,3 +250,31 @@ def test_many_sets_of_variables_take_little_memory(dtype, monkeypatch):
     assert grown < 2 << 20  # every set with blocks of its own would take 1 MiB
     taken = [1 + sum(chosen >> i & 1 for chosen in range(1, 101)) for i in range(8)]
     assert [float(v.numpy()[-1]) for v in variables] == [-n for n in taken]
+
+
+@pytest.mark.parametrize("scope", [False, True])
+def test_an_optimizer_is_found_only_when_it_is_complete(scope):
+    """A server looks for optimizers in a thread, while the program makes them."""
+    seen = []
+
+    class Own(ms.optimizers.Optimizer):
+        def __init__(self, rate):
+            before = set(known())
+            super().__init__(rate)
+            seen.extend(set(known()) - before)
+            self.scale = 2.0
+
+        def update(self, gradient, weights, slots, step, rate, scratch):
+            weights -= self.scale * rate * gradient
+
+    with ms.OneDeviceStrategy() as strategy, strategy.scope() if scope else contextlib.nullcontext():
+        made = Own(0.1)
+        assert not seen
+        assert find(made.ordinal) is made
+
+
+def test_an_optimizer_whose_constructor_fails_takes_no_number():
+    before = SGD(0.1)
+    with pytest.raises(ValueError, match="weight_decay"):
+        SGD(0.1, weight_decay=-1)
+    assert SGD(0.1).ordinal == before.ordinal + ORDINAL_STEP
