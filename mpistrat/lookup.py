@@ -6,6 +6,7 @@ from typing import Any, final
 
 import numpy as np
 
+from ._util.masks import plain_array
 from .errors import explain
 
 __all__ = ["KeyValueTensorInitializer", "StaticHashTable"]
@@ -29,7 +30,10 @@ class KeyValueTensorInitializer:
 
     def __init__(self, keys: Any, values: Any, key_dtype: Any = None, value_dtype: Any = None) -> None:
         function = "KeyValueTensorInitializer"
-        self.keys, self.values = _as_keys(keys, key_dtype, function), np.array(values, value_dtype)
+        self.keys, self.values = (
+            _as_keys(keys, key_dtype, function),
+            np.array(plain_array(values, function, "values", value_dtype)),
+        )
         if self.keys.ndim != 1 or self.keys.shape != self.values.shape:
             got = f"keys of shape {self.keys.shape}, values of shape {self.values.shape}"
             raise ValueError(explain(function, "", expected="as many values as keys, in one dimension", got=got))
@@ -62,7 +66,7 @@ class StaticHashTable:
     def __init__(self, initializer: KeyValueTensorInitializer, default_value: Any, name: str = "table") -> None:
         self._initializer, self.default_value, self.name = initializer, default_value, name
         keys, values = initializer.keys, initializer.values
-        default = np.asarray(default_value)
+        default = plain_array(default_value, "StaticHashTable", f"{name}: default_value")
         if default.ndim or not np.can_cast(default.dtype, values.dtype, "same_kind"):
             expected, got = f"one value of dtype {values.dtype}", repr(default_value)
             raise TypeError(explain("StaticHashTable", f"{name}: default_value", expected=expected, got=got))
@@ -134,7 +138,7 @@ class StaticHashTable:
 
 def _as_keys(keys: Any, dtype: Any, function: str) -> np.ndarray:
     """Return keys as an array of int64, text or bytes."""
-    array = np.asarray(keys, dtype)
+    array = plain_array(keys, function, "keys", dtype)
     if array.dtype.kind in "iu" and np.can_cast(array.dtype, _INTEGERS):
         return array.astype(_INTEGERS)
     if array.dtype.kind not in "US":

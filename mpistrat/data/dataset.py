@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 
 from .._util import nest
 from .._util.arguments import integer, tensorflow_names
+from .._util.masks import plain_array
 from ..errors import explain
 from .feed.feed import DatasetIterator
 from .nodes import batch as batches
@@ -431,7 +432,7 @@ class Dataset:
     @tensorflow_names()
     def from_tensors(tensors: Any) -> Dataset:
         """A dataset of one element, a nest of arrays."""
-        one = nest.map_structure(lambda leaf: np.asarray(leaf)[np.newaxis], plain_lists(tensors))
+        one = nest.map_structure(lambda leaf: plain_array(leaf, "from_tensors")[np.newaxis], plain_lists(tensors))
         return Dataset(array_rows(one))
 
     @staticmethod

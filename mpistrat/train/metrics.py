@@ -258,7 +258,7 @@ class _Thresholds(Metric):
         if weight is None:
             weights: Any = np.ones(y_pred.shape)
         else:
-            (weights,) = host(weight)
+            (weights,) = host(sample_weight=weight)
             _, weights = same_rank(y_pred, weights)
             weights = weights.reshape(weights.shape + (1,) * (y_pred.ndim - weights.ndim))
             weights = np.broadcast_to(weights, y_pred.shape)
@@ -297,7 +297,7 @@ class _Decisions(_Thresholds):
         super().__init__(name, many)
 
     def added(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> np.ndarray:
-        labels, scores = same_rank(*host(y_true, y_pred))
+        labels, scores = same_rank(*host(y_true=y_true, y_pred=y_pred))
         if self._top_k is not None:
             kept = np.argsort(-scores, -1, kind="stable")[..., : self._top_k]
             filtered = np.full(scores.shape, -1e10)
@@ -387,7 +387,7 @@ class AUC(_Thresholds):
         super().__init__(name, [-_SMALLEST, *between, 1 + _SMALLEST])
 
     def added(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> np.ndarray:
-        return self.count(*same_rank(*host(y_true, y_pred)), sample_weight)
+        return self.count(*same_rank(*host(y_true=y_true, y_pred=y_pred)), sample_weight)
 
     def result_of(self, sums: np.ndarray) -> float:
         true, false, missed, spared = self.parts(sums)
