@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .._util.files import with_zero_padding
+from .._util.underflow import may_underflow
 from ..cluster.devices import parse
 from ..comm.arrays import array_module, as_array, import_cupy, is_gpu, on_device_of, to_host
 from ..distributed_values import DistributedValues, Mirrored
@@ -70,7 +71,7 @@ def initial_array(value: Any, dtype: np.dtype | None) -> np.ndarray:
         return convert(value, array, dtype, "Variable", "any")
     if not hasattr(value, "dtype"):
         if array.dtype == np.float64:
-            return array.astype(np.float32)
+            return _cast(array, np.dtype(np.float32))
         if array.dtype == np.int64 and (array == array.astype(np.int32)).all():
             return array.astype(np.int32)
     return array.astype(parse_dtype(array.dtype), copy=False)
@@ -97,6 +98,11 @@ def convert(value: Any, array: Any, dtype: np.dtype, function: str, casting: str
         raise TypeError(explain(function, "value", expected=expected, got=str(array.dtype), remedy=remedy))
     if type(value) in _PLAIN and dtype.kind in "iu":
         _check_range(array, dtype, function)
+    return _cast(array, dtype)
+
+
+@may_underflow
+def _cast(array: Any, dtype: np.dtype) -> Any:
     return array.astype(dtype)
 
 
