@@ -6,6 +6,7 @@ from typing import Any, final
 
 import numpy as np
 
+from ._util.arguments import check_range
 from ._util.masks import plain_array
 from .errors import explain
 
@@ -25,6 +26,7 @@ class KeyValueTensorInitializer:
 
     Raises:
         TypeError: keys of another kind.
+        OverflowError: integers that value_dtype or key_dtype cannot hold.
         ValueError: not as many keys as values, or more than one dimension.
     """
 
@@ -32,7 +34,7 @@ class KeyValueTensorInitializer:
         function = "KeyValueTensorInitializer"
         self.keys, self.values = (
             _as_keys(keys, key_dtype, function),
-            np.array(plain_array(values, function, "values", value_dtype)),
+            _converted(values, value_dtype, function, "values"),
         )
         if self.keys.ndim != 1 or self.keys.shape != self.values.shape:
             got = f"keys of shape {self.keys.shape}, values of shape {self.values.shape}"
@@ -136,9 +138,17 @@ class StaticHashTable:
         return f"<StaticHashTable {self.name!r} {self.size()} keys, {self.key_dtype} to {self.value_dtype}>"
 
 
+def _converted(values: Any, dtype: Any, function: str, argument: str) -> np.ndarray:
+    """Return a new array of a dtype, by default the values' own."""
+    given = plain_array(values, function, argument)
+    if dtype is not None:
+        check_range(function, argument, given, np.dtype(dtype))
+    return np.array(given, dtype)
+
+
 def _as_keys(keys: Any, dtype: Any, function: str) -> np.ndarray:
     """Return keys as an array of int64, text or bytes."""
-    array = plain_array(keys, function, "keys", dtype)
+    array = _converted(keys, dtype, function, "keys")
     if array.dtype.kind in "iu" and np.can_cast(array.dtype, _INTEGERS):
         return array.astype(_INTEGERS)
     if array.dtype.kind not in "US":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ def check_unmasked(value: Any, found: NDArray[Any], function: str, argument: str
     Raises:
         TypeError: numbers are masked: in the array, in a list of arrays, or in arrays that an array of objects holds.
     """
+    if "numpy.ma" not in sys.modules:  # so there is no masked array
+        return np.asarray(found)
     plain = type(found) is np.ndarray
     if plain and found.dtype.kind != "O" and not isinstance(value, (list, tuple)):
         return found
