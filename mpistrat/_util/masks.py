@@ -13,7 +13,7 @@ from ..errors import explain
 __all__ = ["check_unmasked", "plain_array"]
 
 
-def plain_array(value: Any, function: str, argument: str = "", dtype: DTypeLike = None) -> NDArray[Any]:
+def plain_array(value: Any, function: str, argument: str = "", dtype: DTypeLike | None = None) -> NDArray[Any]:
     """Return `np.asarray(value, dtype)` of an array that a user passed.
 
     Raises:

@@ -209,7 +209,8 @@ def gather_all(
     small = [index for index, nbytes in enumerate(whole) if nbytes <= _SMALL and len(leaves) > 1]
     joined: list[Any] = [None] * len(leaves)
     if small:
-        found = _exchange_together(group, *([some[i] for i in small] for some in (hosts, axes, totals)))
+        chosen = [hosts[i] for i in small], [axes[i] for i in small], [totals[i] for i in small]
+        found = _exchange_together(group, *chosen)
         for index, result in zip(small, found, strict=True):
             joined[index] = result
     for index, host in enumerate(hosts):

@@ -308,7 +308,7 @@ class Hyperparameters(ABC):
     # checks of arguments
 
     def _within(self, argument: str, value: Any, limits: Limits) -> float:
-        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") or getattr(value, "ndim", 0):
+        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") or getattr(value, "ndim", False):
             got = f"{type(value).__name__} {value!r:.60}"
             raise TypeError(explain(type(self).__name__, argument, expected=limits.text, got=got))
         number = float(value)

@@ -11,6 +11,7 @@ from strategies import without_mpi
 import mpistrat as ms
 from mpistrat._util.masks import plain_array
 from mpistrat.data.spec import ArraySpec
+from mpistrat.train.callbacks import plain
 
 MASKED: Any = np.ma.masked_array([1.0, 999.0, 3.0, 4.0], mask=[0, 1, 0, 0])
 FLAG: Any = np.ma.masked_array([True], mask=[True])
@@ -104,6 +105,8 @@ DOORS = {
     "write_shards of arrays": lambda it: ms.data.write_shards(it.folder / "set", {"x": RAGGED}),
     "ShardWriter.write": lambda it: writer(it, "write", {"x": MASKED}),
     "ShardWriter.write_row": lambda it: writer(it, "write_row", {"x": MASKED}),
+    "extra of a file": lambda it: it.strategy.save(it.folder / "file.h5", extra={"best": np.ma.masked}),
+    "results of a callback": lambda it: plain({"loss": np.ma.masked}),
     "lookup": lambda it: ms.lookup.KeyValueTensorInitializer([1, 2, 3, 4], MASKED),
     "lookup of keys": lambda it: ms.lookup.StaticHashTable(
         ms.lookup.KeyValueTensorInitializer([0, 1], [5, 6]), -1
@@ -150,13 +153,13 @@ def test_the_error_names_function_place_and_count(tmp_path):
 
 def test_without_a_masked_number_it_is_plain_data(tmp_path):
     program = Program(tmp_path)
-    for plain in (np.ma.masked_array([1.0, 2.0, 3.0, 4.0]), np.ma.masked_array([1.0, 2.0, 3.0, 4.0], mask=[0] * 4)):
-        program.variable.assign(plain)
+    for unmasked in (np.ma.masked_array([1.0, 2.0, 3.0, 4.0]), np.ma.masked_array([1.0, 2.0, 3.0, 4.0], mask=[0] * 4)):
+        program.variable.assign(unmasked)
         assert program.variable.numpy().tolist() == [1, 2, 3, 4]
-        assert program.strategy.reduce("SUM", plain, axis=0) == 10
-        (batch,) = ms.data.from_arrays(plain).batch(4)
+        assert program.strategy.reduce("SUM", unmasked, axis=0) == 10
+        (batch,) = ms.data.from_arrays(unmasked).batch(4)
         assert type(batch) is np.ndarray and batch.tolist() == [1, 2, 3, 4]
-        assert [element["x"].tolist() for element in rows(plain)] == [[1.0] * 4, [1, 2, 3, 4]]
+        assert [element["x"].tolist() for element in rows(unmasked)] == [[1.0] * 4, [1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize(
