@@ -8,10 +8,13 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+import numpy as _numpy
+
 from ._util.lazy import lazy
 from ._version import __version__
 from .comm.job_files import expect_end_under_launcher as _expect_end_under_launcher
 from .comm.monitor.abort import install_under_launcher as _install_under_launcher
+from .errors import check_framework as _check_framework
 
 if TYPE_CHECKING:
     from . import (
@@ -178,6 +181,7 @@ __all__ = [
     "experimental_set_strategy",
 ]
 
+_check_framework("mpistrat", "numpy", _numpy.__version__, "2.0", "older ones wrap integers and round float16 otherwise")
 _install_under_launcher()
 _expect_end_under_launcher()
 

@@ -109,7 +109,7 @@ def explain(
         >>> explain("Strategy.gather", "axis", expected="0 <= axis < 2", got=5)
         'Strategy.gather: axis: expected 0 <= axis < 2, got 5'
     """
-    where = f"{function}: {argument}: " if argument else f"{function}: "
+    where = "".join(f"{name}: " for name in (function, argument) if name)
     text = f"{where}expected {expected}, got {got}"
     if rank is not None:
         text = f"rank {rank}: {text}"

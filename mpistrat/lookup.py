@@ -6,6 +6,8 @@ from typing import Any, final
 
 import numpy as np
 
+from ._util.arguments import check_range
+from ._util.masks import plain_array
 from .errors import explain
 
 __all__ = ["KeyValueTensorInitializer", "StaticHashTable"]
@@ -24,12 +26,16 @@ class KeyValueTensorInitializer:
 
     Raises:
         TypeError: keys of another kind.
+        OverflowError: integers that value_dtype or key_dtype cannot hold.
         ValueError: not as many keys as values, or more than one dimension.
     """
 
     def __init__(self, keys: Any, values: Any, key_dtype: Any = None, value_dtype: Any = None) -> None:
         function = "KeyValueTensorInitializer"
-        self.keys, self.values = _as_keys(keys, key_dtype, function), np.array(values, value_dtype)
+        self.keys, self.values = (
+            _as_keys(keys, key_dtype, function),
+            _converted(values, value_dtype, function, "values"),
+        )
         if self.keys.ndim != 1 or self.keys.shape != self.values.shape:
             got = f"keys of shape {self.keys.shape}, values of shape {self.values.shape}"
             raise ValueError(explain(function, "", expected="as many values as keys, in one dimension", got=got))
@@ -62,7 +68,7 @@ class StaticHashTable:
     def __init__(self, initializer: KeyValueTensorInitializer, default_value: Any, name: str = "table") -> None:
         self._initializer, self.default_value, self.name = initializer, default_value, name
         keys, values = initializer.keys, initializer.values
-        default = np.asarray(default_value)
+        default = plain_array(default_value, "StaticHashTable", f"{name}: default_value")
         if default.ndim or not np.can_cast(default.dtype, values.dtype, "same_kind"):
             expected, got = f"one value of dtype {values.dtype}", repr(default_value)
             raise TypeError(explain("StaticHashTable", f"{name}: default_value", expected=expected, got=got))
@@ -132,9 +138,17 @@ class StaticHashTable:
         return f"<StaticHashTable {self.name!r} {self.size()} keys, {self.key_dtype} to {self.value_dtype}>"
 
 
+def _converted(values: Any, dtype: Any, function: str, argument: str) -> np.ndarray:
+    """Return a new array of a dtype, by default the values' own."""
+    given = plain_array(values, function, argument)
+    if dtype is not None:
+        check_range(function, argument, given, np.dtype(dtype))
+    return np.array(given, dtype)
+
+
 def _as_keys(keys: Any, dtype: Any, function: str) -> np.ndarray:
     """Return keys as an array of int64, text or bytes."""
-    array = np.asarray(keys, dtype)
+    array = _converted(keys, dtype, function, "keys")
     if array.dtype.kind in "iu" and np.can_cast(array.dtype, _INTEGERS):
         return array.astype(_INTEGERS)
     if array.dtype.kind not in "US":

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ._util.masks import plain_array
+
 __all__ = [
     "CommunicationImplementation",
     "IndexedSlices",
@@ -111,6 +113,7 @@ class IndexedSlices:
         """
         if self.dense_shape is None:
             raise ValueError("IndexedSlices.to_dense: dense_shape: expected a shape, got None")
-        dense = np.zeros(self.dense_shape, np.asarray(self.values).dtype)
-        np.add.at(dense, np.asarray(self.indices), np.asarray(self.values))
+        values = plain_array(self.values, "IndexedSlices.to_dense", "values")
+        dense = np.zeros(self.dense_shape, values.dtype)
+        np.add.at(dense, plain_array(self.indices, "IndexedSlices.to_dense", "indices"), values)
         return dense

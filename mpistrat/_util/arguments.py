@@ -7,9 +7,11 @@ import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ..errors import explain
 
-__all__ = ["integer", "tensorflow_names"]
+__all__ = ["check_range", "integer", "tensorflow_names"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,6 +34,21 @@ def integer(function: str, argument: str, value: Any, least: int | None = None, 
     if least is not None and number < least:
         raise ValueError(explain(function, argument, expected=f"at least {least}", got=number))
     return number
+
+
+def check_range(function: str, argument: str, array: Any, dtype: np.dtype[Any]) -> None:
+    """Raise OverflowError for integers of an array that another dtype cannot hold, which `astype` would wrap.
+
+    Example:
+        >>> check_range("f", "x", np.array([0, 255]), np.dtype(np.uint8))
+    """
+    if dtype.kind not in "iu" or array.dtype.kind not in "iu" or array.dtype == dtype or not array.size:
+        return
+    limits = np.iinfo(dtype)
+    for extreme in (int(array.min()), int(array.max())):
+        if not limits.min <= extreme <= limits.max:
+            expected = f"integers from {limits.min} to {limits.max}"
+            raise OverflowError(explain(function, argument, expected=expected, got=extreme))
 
 
 def tensorflow_names(*unused: str, **ours: str) -> Callable[[F], F]:

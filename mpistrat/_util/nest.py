@@ -54,18 +54,79 @@ def _key(key: Any) -> str:
 
 
 def _rebuild(node: Any, keys: list[Any], children: list[Any]) -> Any:
-    if type(node) is dict or isinstance(node, Mapping):
+    """Return a node of the same type with other children, and with all else that the node has.
+
+    Raises:
+        TypeError: the class allows no such copy.
+    """
+    kind = type(node)
+    if kind is dict:
         by_key = dict(zip(keys, children, strict=True))
-        ordered = {key: by_key[key] for key in node}
-        return ordered if type(node) is dict else type(node)(ordered)  # type: ignore[call-arg]
-    if _is_dataclass(node):
+        return {key: by_key[key] for key in node}
+    if kind in (list, tuple):
+        return kind(children)
+    try:
+        if isinstance(node, Mapping):
+            return _mapping_like(node, dict(zip(keys, children, strict=True)))
+        if isinstance(node, tuple):
+            return _tuple_like(node, children)
         made = copy.copy(node)  # dataclasses.replace would call an __init__, which may take other arguments than fields
+        if isinstance(node, list):
+            made[:] = children
+            return made
         for key, child in zip(keys, children, strict=True):
             object.__setattr__(made, key, child)
         return made
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*children)
-    return type(node)(children) if type(node) in (list, tuple) else list(children)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        remedy = "Pass a dict, list or tuple, or give the class a __copy__ that copies its items"
+        raise TypeError(f"cannot copy a {kind.__name__} with other values ({why}). {remedy}") from error
+
+
+def _mapping_like(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if isinstance(node, dict) or hasattr(node, "__copy__"):
+        made = _with_items(node, items)
+        if made is not None:
+            return made
+    made = type(node)({key: items[key] for key in node})  # type: ignore[call-arg]
+    same = list(made) == list(node) and all(made[key] is value or is_nested(value) for key, value in items.items())
+    if not same or _settings(made) != _settings(node):
+        raise ValueError("its class makes another one of its items")
+    return made
+
+
+def _with_items(node: Any, items: dict[Any, Any]) -> Any:
+    """Return a copy of a mapping whose items are set to others; None where it cannot be copied or does not change."""
+    try:
+        made = copy.copy(node)
+        if made is node:
+            return None
+        own = getattr(node, "__dict__", None)
+        if own is node:  # its items are its attributes
+            made.__dict__ = made
+        elif own:
+            vars(made).update((name, value) for name, value in own.items() if name not in vars(made))
+        for key, value in items.items():
+            made[key] = value
+    except Exception:
+        return None
+    return made
+
+
+def _settings(node: Any) -> dict[str, Any]:
+    """Return the attributes that are a plain value; of the others a new object cannot have the same."""
+    own = getattr(node, "__dict__", {})
+    return {name: value if isinstance(value, (str, int, float, type(None))) else ... for name, value in own.items()}
+
+
+def _tuple_like(node: tuple[Any, ...], children: list[Any]) -> Any:
+    kind = type(node)
+    try:
+        made = tuple.__new__(kind, children)  # whatever arguments its class takes
+    except TypeError:  # of a class that is written in C
+        return kind(children)
+    getattr(made, "__dict__", {}).update(getattr(node, "__dict__", {}))
+    return made
 
 
 def flatten(structure: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._util.log import once
+from .._util.masks import check_unmasked
 from ..errors import MissingDependencyError, explain
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def as_array(value: Any, function: str = "as_array", argument: str = "value") ->
     (Variables have it), Python numbers and sequences of them. The result is in this machine's byte order.
 
     Raises:
-        TypeError: for what is none of these; a sparse tensor.
+        TypeError: for what is none of these; a sparse tensor; masked numbers.
         MissingDependencyError: a bfloat16 tensor, without ml_dtypes.
 
     Example:
@@ -111,9 +112,10 @@ def as_array(value: Any, function: str = "as_array", argument: str = "value") ->
             return cupy.asarray(value)
         return cupy.from_dlpack(value)
     try:
-        array = np.asarray(value)
+        array = np.asanyarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(_no_array(value, function, argument)) from error
+    array = check_unmasked(value, array, function, argument)
     if array.dtype.kind == "O":
         raise TypeError(_no_array(value, function, argument))
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
@@ -175,14 +177,14 @@ def pinned_empty(size: int, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(memory, np.uint8, size * dtype.itemsize).view(dtype)
 
 
-def to_host(value: Any) -> np.ndarray:
+def to_host(value: Any, function: str = "to_host", argument: str = "value") -> np.ndarray:
     """Return a value as a NumPy array; what lies on a GPU is copied through pinned memory.
 
     Example:
         >>> to_host(3.5)
         array(3.5)
     """
-    array = as_array(value, "to_host")
+    array = as_array(value, function, argument)
     if not is_gpu(array):
         return array
     cupy = import_cupy("to_host")

@@ -24,7 +24,7 @@ from ..errors import CollectiveMismatchError, explain
 from ..options import CommunicationOptions
 from ..types import ReduceOp
 from .arithmetic import Arithmetic, arithmetic, combine, finish
-from .values import beside, local_arrays, local_values
+from .values import beside, counted_axis, local_arrays, local_values
 
 __all__ = ["all_to_all", "reduce_scatter"]
 
@@ -59,12 +59,14 @@ def reduce_scatter(
     timeout = None if options is None else options.timeout_seconds
     with group.collective(function, name, detail=(op.value, "axis", axis, *forms), timeout=timeout) as call:
         hows = [arithmetic(op, arrays[0].dtype, topology.num_replicas) for arrays in leaves]
-        for arrays in leaves:
-            _check_axis(arrays[0], axis, function)
+        axes = [_checked_axis(arrays[0], axis, function) for arrays in leaves]
         own = [_summed_here(topology, arrays, how) for arrays, how in zip(leaves, hows, strict=True)]
-        cuts = [[0, *(end for _, end in bounds(array.shape[axis], topology.num_replicas))] for array in own]
+        cuts = [
+            [0, *(end for _, end in bounds(array.shape[along], topology.num_replicas))]
+            for array, along in zip(own, axes, strict=True)
+        ]
         parts = [
-            [_between(array, axis, at[low], at[high]) for array, at in zip(own, cuts, strict=True)]
+            [_between(array, along, at[low], at[high]) for array, along, at in zip(own, axes, cuts, strict=True)]
             for low, high in _replicas_of_ranks(topology)
         ]
         mine = forms_of(parts[topology.rank])
@@ -77,7 +79,8 @@ def reduce_scatter(
         total = finish(total, how)
         low = topology.replica_offset
         own_cuts = [cut - at[low] for cut in at[low : low + topology.num_local_replicas + 1]]
-        results.append(_placed([_between(total, axis, *ends) for ends in itertools.pairwise(own_cuts)], leaves[index]))
+        local = [_between(total, axes[index], *ends) for ends in itertools.pairwise(own_cuts)]
+        results.append(_placed(local, leaves[index]))
     return results
 
 
@@ -112,27 +115,28 @@ def all_to_all(
     """
     function, topology = "all_to_all", group.topology
     leaves = [[as_array(v, function) for v in local_values(value, group, function, repeat=False)] for value in values]
-    forms = tuple(_form(arrays, axis) for arrays in leaves)
+    axes = [counted_axis(axis, arrays[0].ndim) for arrays in leaves]
+    forms = tuple(map(_form, leaves, axes))
     how = "equal parts" if splits is None else "splits"
     with group.collective(function, name, detail=(how, "axis", axis, *forms)) as call:
         for arrays in leaves:
-            _check_axis(arrays[0], axis, function)
+            _checked_axis(arrays[0], axis, function)
             check_movable(arrays[0].dtype, function)
         hosts = [[to_host(array) for array in arrays] for arrays in leaves]
-        came, room, found = _moved(group, call, hosts, splits, axis)
+        came, room, found = _moved(group, call, hosts, splits, axes)
     results = []
     for leaf, arrays in enumerate(leaves):
-        if len(leaves) == 1 and axis == 0 and topology.num_replicas == topology.size:  # they lie side by side
+        if len(leaves) == 1 and axes == [0] and topology.num_replicas == topology.size:  # they lie side by side
             local = [room.view(arrays[0].dtype).reshape(int(came.sum()), *arrays[0].shape[1:])]
         else:
-            local = _joined(topology, [each[leaf] for each in found], came[:, :, leaf], arrays[0].shape, axis)
+            local = _joined(topology, [each[leaf] for each in found], came[:, :, leaf], arrays[0].shape, axes[leaf])
         results.append(_placed(local, arrays))
     received = [came[:, local].max(axis=1, initial=0) for local in range(topology.num_local_replicas)]
     return results, received[0] if len(received) == 1 else PerReplica(received)
 
 
 def _moved(
-    group: ProcessGroup, call: Call, leaves: Sequence[Sequence[np.ndarray]], splits: Any, axis: int
+    group: ProcessGroup, call: Call, leaves: Sequence[Sequence[np.ndarray]], splits: Any, axes: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, list[list[np.ndarray]]]:
     """Return how much comes, as `_received` does, all of it as bytes, and from each rank what comes of each leaf. Collective.
 
@@ -141,8 +145,8 @@ def _moved(
     topology, failure = group.topology, None
     ranks = _replicas_of_ranks(topology)
     try:
-        sent = _lengths(topology, leaves, splits, axis)
-        parts = [[_part(arrays, sent[:, :, i], axis, *ends) for i, arrays in enumerate(leaves)] for ends in ranks]
+        sent = _lengths(topology, leaves, splits, axes)
+        parts = [[_part(arrays, sent[:, :, i], axes[i], *ends) for i, arrays in enumerate(leaves)] for ends in ranks]
         largest = max(num_bytes(forms_of(part)) for part in parts)
     except Exception as error:  # which the others are told with their lengths
         failure, largest = error, _FAILED
@@ -152,7 +156,10 @@ def _moved(
         with together(group.all_gather_text):
             if failure is not None:
                 raise failure
-    rows = [math.prod(arrays[0].shape[:axis] + arrays[0].shape[axis + 1 :]) for arrays in leaves]
+    rows = [
+        math.prod(arrays[0].shape[:axis] + arrays[0].shape[axis + 1 :])
+        for arrays, axis in zip(leaves, axes, strict=True)
+    ]
     expected = [
         [((int(came[low:high, :, i].sum()) * rows[i],), arrays[0].dtype) for i, arrays in enumerate(leaves)]
         for low, high in ranks
@@ -188,7 +195,7 @@ def _form(arrays: Sequence[Any], axis: int) -> tuple[str, ...]:
     return forms[0]
 
 
-def _lengths(topology: Topology, leaves: Sequence[Sequence[Any]], splits: Any, axis: int) -> np.ndarray:
+def _lengths(topology: Topology, leaves: Sequence[Sequence[Any]], splits: Any, axes: Sequence[int]) -> np.ndarray:
     """Return how much each local replica sends to each replica of each leaf: int64 (local replicas, replicas, leaves).
 
     Raises:
@@ -198,7 +205,7 @@ def _lengths(topology: Topology, leaves: Sequence[Sequence[Any]], splits: Any, a
     replicas = topology.num_replicas
     found = np.zeros((topology.num_local_replicas, replicas, len(leaves)), np.int64)
     given = None if splits is None else (splits.values if isinstance(splits, PerReplica) else [splits])
-    for leaf, arrays in enumerate(leaves):
+    for leaf, (arrays, axis) in enumerate(zip(leaves, axes, strict=True)):
         for index, array in enumerate(arrays):
             length = array.shape[axis]
             if given is None:
@@ -283,12 +290,15 @@ def _exchanged(
 # small things
 
 
-def _check_axis(array: Any, axis: int, function: str) -> None:
+def _checked_axis(array: Any, axis: int, function: str) -> int:
+    """Return an axis of the array, counted from 0; raise ValueError for what is none."""
     if array.ndim == 0:
         remedy = "Give it a dimension: value.reshape(1)"
         raise ValueError(explain(function, "value", expected="at least one dimension", got="a scalar", remedy=remedy))
-    if not isinstance(axis, int) or not 0 <= axis < array.ndim:
-        raise ValueError(explain(function, "axis", expected=f"0 ≤ axis < {array.ndim}", got=repr(axis)))
+    if not isinstance(axis, int) or not -array.ndim <= axis < array.ndim:
+        expected = f"-{array.ndim} ≤ axis < {array.ndim}"
+        raise ValueError(explain(function, "axis", expected=expected, got=repr(axis)))
+    return axis % array.ndim
 
 
 def _replicas_of_ranks(topology: Topology) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from .._util.partition import aligned_bounds, blocks, merge
 from ..comm.arrays import all_reduce, is_gpu
 from ..comm.process_group import ProcessGroup
 from ..types import ReduceOp
-from .arithmetic import Arithmetic, arithmetic, combine
+from .arithmetic import Arithmetic, arithmetic, combine, divide, round_into
 from .pieces import PieceSum
 from .wire import Unsent, Wire
 
@@ -245,8 +245,8 @@ class ArenaSum:
 
         def store(low: int, high: int, block: np.ndarray) -> None:
             if how.divisor != 1:
-                block /= how.divisor
-            np.copyto(target[low:high], block, casting="unsafe")
+                divide(block, how.divisor)
+            round_into(target[low:high], block)
 
         self.hand_out(arena, mine, how, store)
 

@@ -10,11 +10,12 @@ from typing import Any, final
 import numpy as np
 
 from .._util import loops
+from .._util.underflow import may_underflow
 from ..comm.arrays import accumulation_dtype, as_buffer, check_reducible, mean_dtype
 from ..errors import explain
 from ..types import ReduceOp
 
-__all__ = ["Arithmetic", "arithmetic", "combine", "finish", "flatten_all"]
+__all__ = ["Arithmetic", "arithmetic", "combine", "divide", "finish", "flatten_all", "round_into"]
 
 _UFUNCS = {
     ReduceOp.SUM: np.add,
@@ -83,6 +84,19 @@ def combine(ufunc: np.ufunc, parts: Sequence[Any], out: Any) -> None:
         ufunc(out, part, out=out, dtype=out.dtype)
 
 
+@may_underflow
+def divide(total: Any, divisor: float) -> None:
+    """Divide a sum in place."""
+    total /= divisor
+
+
+@may_underflow
+def round_into(target: Any, total: Any) -> None:
+    """Write a sum in the dtype of the target."""
+    np.copyto(target, total, casting="unsafe")
+
+
+@may_underflow
 def finish(total: Any, how: Arithmetic) -> Any:
     """Return the total divided and rounded as `how` says, in place where the dtype allows."""
     if how.divisor != 1:

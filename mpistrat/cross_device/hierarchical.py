@@ -30,7 +30,7 @@ from ..errors import explain
 from ..options import CommunicationOptions
 from ..types import CommunicationImplementation, ReduceOp
 from .arena import BLOCK, ArenaSum, Consume, Destination, GradientArena, node_gradients
-from .arithmetic import Arithmetic, combine, finish
+from .arithmetic import Arithmetic, combine, divide, finish, round_into
 from .flat import FlatAllReduce
 from .mpi import mpi_sum
 from .ops import SmallReduction
@@ -313,7 +313,7 @@ class _StagedSum:
         elif self._group.inter is not None:
             all_reduce(self._group.inter, total, ufunc=how.ufunc)
         if how.divisor != 1:
-            total /= how.divisor
+            divide(total, how.divisor)
 
     def _broadcast_in_node(self, out: np.ndarray, chunk: tuple[int, int], how: Arithmetic, half: int) -> None:
         """Step 3."""
@@ -361,9 +361,9 @@ class _ExchangeSum:
             total = chunk if how.accumulate == how.result else np.empty(chunk.size, how.accumulate)
             self._sum_chunk([array[low : low + step] for array in arrays], total, how.ufunc, call)
             if how.divisor != 1:
-                total /= how.divisor
+                divide(total, how.divisor)
             if total is not chunk:
-                np.copyto(chunk, total, casting="unsafe")
+                round_into(chunk, total)
         return out
 
     def small(self, shape: tuple[int, ...], how: Arithmetic) -> SmallReduction | None:

@@ -9,7 +9,7 @@ from ..comm.arrays import dtype_name
 from ..distributed_values import PerReplica
 from ..options import CommunicationOptions
 from .ops import CrossDeviceOps
-from .values import broadcast_all, check_root, gather_all, local_arrays, local_values, to_gather
+from .values import broadcast_all, check_root, counted_axis, gather_all, local_arrays, local_values, to_gather
 
 __all__ = ["broadcast_nest", "gather_nest"]
 
@@ -44,7 +44,10 @@ def gather_nest(
     detail = ("axis", axis, len(leaves))
     with group.collective("gather", name, detail=detail, timeout=options.timeout_seconds) as ops.call:
         if own:
-            return [ops.gather_implementation(PerReplica(values), None, axis, options) for values in arrays]
+            return [
+                ops.gather_implementation(PerReplica(values), None, counted_axis(axis, values[0].ndim), options)
+                for values in arrays
+            ]
         return gather_all(group, arrays, axis, paths)
 
 

@@ -26,6 +26,7 @@ from .values import (
     check_destinations,
     check_root,
     checked_slices,
+    counted_axis,
     form,
     gather,
     local_arrays,
@@ -288,7 +289,7 @@ class CrossDeviceOps(ABC):
         Args:
             per_replica_value: as for `reduce`; lengths along `axis` may differ.
             destinations: see `reduce`.
-            axis: 0 ≤ axis < number of dimensions.
+            axis: from 0, or from the end if it is negative.
             options, name: see `reduce`.
 
         Raises:
@@ -301,7 +302,8 @@ class CrossDeviceOps(ABC):
         ops = self.chosen(options)
         arrays = to_gather(per_replica_value, ops.group)
         with ops.group.collective("gather", name, detail=("axis", axis), timeout=options.timeout_seconds) as ops.call:
-            result = ops.gather_implementation(PerReplica(arrays), destinations, axis, options)
+            counted = counted_axis(axis, arrays[0].ndim)
+            result = ops.gather_implementation(PerReplica(arrays), destinations, counted, options)
         return on_destination(result, destinations)
 
     # What algorithms override

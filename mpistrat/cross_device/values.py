@@ -27,6 +27,7 @@ __all__ = [
     "check_destinations",
     "check_root",
     "checked_slices",
+    "counted_axis",
     "form",
     "gather",
     "gather_all",
@@ -177,7 +178,7 @@ def gather(group: ProcessGroup, values: Sequence[Any], axis: int, function: str 
     Args:
         group: the ranks.
         values: one array for each local replica; lengths along `axis` may differ, the rest may not.
-        axis: 0 ≤ axis < number of dimensions.
+        axis: from 0, or from the end if it is negative.
         function: the public caller to name in errors.
 
     Raises:
@@ -198,21 +199,23 @@ def gather_all(
         leaves: of each value one array for each local replica.
         paths: where each is in the nest, to name in errors.
     """
-    totals = _rank_lengths(group, leaves, axis, paths, function)
-    local = [_join(values, axis) for values in leaves]
+    axes = [counted_axis(axis, values[0].ndim) for values in leaves]
+    totals = _rank_lengths(group, leaves, axes, paths, function)
+    local = [_join(values, own) for values, own in zip(leaves, axes, strict=True)]
     if group.topology.size == 1:
         return [array.copy() if array is values[0] else array for array, values in zip(local, leaves, strict=True)]
     hosts = [np.ascontiguousarray(to_host(array)) for array in local]
-    whole = [sum(total) * _row(host, axis) * host.itemsize for host, total in zip(hosts, totals, strict=True)]
+    whole = [sum(total) * _row(host, own) * host.itemsize for host, total, own in zip(hosts, totals, axes, strict=True)]
     small = [index for index, nbytes in enumerate(whole) if nbytes <= _SMALL and len(leaves) > 1]
     joined: list[Any] = [None] * len(leaves)
     if small:
-        found = _exchange_together(group, [hosts[i] for i in small], axis, [totals[i] for i in small])
+        chosen = [hosts[i] for i in small], [axes[i] for i in small], [totals[i] for i in small]
+        found = _exchange_together(group, *chosen)
         for index, result in zip(small, found, strict=True):
             joined[index] = result
     for index, host in enumerate(hosts):
         if joined[index] is None:
-            joined[index] = _exchange(group, host, axis, totals[index])
+            joined[index] = _exchange(group, host, axes[index], totals[index])
     return [beside(result, array) for result, array in zip(joined, local, strict=True)]
 
 
@@ -238,14 +241,16 @@ def _form_but_axis(value: Any, axis: int) -> str:
 
 
 def _rank_lengths(
-    group: ProcessGroup, leaves: Sequence[Sequence[Any]], axis: int, paths: Sequence[str], function: str
+    group: ProcessGroup, leaves: Sequence[Sequence[Any]], axes: Sequence[Any], paths: Sequence[str], function: str
 ) -> list[list[int]]:
     """Compare the forms of all replicas; return of each value each rank's length along the axis."""
-    forms = [list(dict.fromkeys(_form_but_axis(value, axis) for value in values)) for values in leaves]
-    lengths = [sum(value.shape[axis] for value in values if _is_axis(axis, value)) for values in leaves]
+    forms, lengths = [], []
+    for values, axis in zip(leaves, axes, strict=True):
+        forms.append(list(dict.fromkeys(_form_but_axis(value, axis) for value in values)))
+        lengths.append(sum(value.shape[axis] for value in values if _is_axis(axis, value)))
     prints = [zlib.crc32("; ".join(form).encode()) if len(form) == 1 else -1 for form in forms]
     table = group.all_gather_int([*prints, *lengths])
-    for index, (values, path) in enumerate(zip(leaves, paths, strict=True)):
+    for index, (values, axis, path) in enumerate(zip(leaves, axes, paths, strict=True)):
         hashes, argument = table[:, index].tolist(), f"value{path}"
         if -1 in hashes or len(set(hashes)) > 1:
             shapes = " and ".join(dict.fromkeys(f"{dtype_name(value.dtype)} {tuple(value.shape)}" for value in values))
@@ -256,9 +261,20 @@ def _rank_lengths(
             expected = "at least one dimension"
             raise ValueError(explain(function, argument, expected=expected, got="a scalar", remedy=remedy))
         if not _is_axis(axis, value):
-            raise ValueError(explain(function, "axis", expected=f"0 ≤ axis < {value.ndim}", got=repr(axis)))
+            expected = f"-{value.ndim} ≤ axis < {value.ndim}"
+            raise ValueError(explain(function, "axis", expected=expected, got=repr(axis)))
         check_movable(value.dtype, function, argument)
     return [[int(n) for n in table[:, len(leaves) + index]] for index in range(len(leaves))]
+
+
+def counted_axis(axis: Any, ndim: int) -> Any:
+    """Return an axis of an array counted from 0, where it was counted from the end; what is no axis as it is.
+
+    Example:
+        >>> counted_axis(-1, 3), counted_axis(1, 3), counted_axis(-4, 3)
+        (2, 1, -4)
+    """
+    return int(axis) + ndim if isinstance(axis, (int, np.integer)) and -ndim <= axis < 0 else axis
 
 
 def _is_axis(axis: Any, value: Any) -> bool:
@@ -303,13 +319,13 @@ def _exchange(group: ProcessGroup, local: np.ndarray, axis: int, totals: list[in
 
 
 def _exchange_together(
-    group: ProcessGroup, local: Sequence[np.ndarray], axis: int, totals: Sequence[Sequence[int]]
+    group: ProcessGroup, local: Sequence[np.ndarray], axes: Sequence[int], totals: Sequence[Sequence[int]]
 ) -> list[np.ndarray]:
     """As `_exchange` of several arrays, in one message of each rank."""
     forms = [
         [
             ((*array.shape[:axis], lengths[rank], *array.shape[axis + 1 :]), array.dtype)
-            for array, lengths in zip(local, totals, strict=True)
+            for array, axis, lengths in zip(local, axes, totals, strict=True)
         ]
         for rank in range(group.topology.size)
     ]
@@ -317,7 +333,7 @@ def _exchange_together(
     flat = np.empty(ends[-1], np.uint8)
     _all_gather(group, to_bytes(local), flat, [0, *ends])
     rows = [of_bytes(part, form) for part, form in zip(np.split(flat, ends[:-1]), forms, strict=True)]
-    return [np.concatenate(parts, axis=axis) for parts in zip(*rows, strict=True)]
+    return [np.concatenate(parts, axis=axis) for axis, parts in zip(axes, zip(*rows, strict=True), strict=True)]
 
 
 def _all_gather(group: ProcessGroup, local: np.ndarray, flat: np.ndarray, borders: list[int]) -> None:

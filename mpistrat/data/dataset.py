@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from .._util import nest
-from .._util.arguments import integer, tensorflow_names
+from .._util.arguments import check_range, integer, tensorflow_names
+from .._util.masks import plain_array
 from ..errors import explain
 from .feed.feed import DatasetIterator
 from .nodes import batch as batches
@@ -431,7 +432,7 @@ class Dataset:
     @tensorflow_names()
     def from_tensors(tensors: Any) -> Dataset:
         """A dataset of one element, a nest of arrays."""
-        one = nest.map_structure(lambda leaf: np.asarray(leaf)[np.newaxis], plain_lists(tensors))
+        one = nest.map_structure(lambda leaf: plain_array(leaf, "from_tensors")[np.newaxis], plain_lists(tensors))
         return Dataset(array_rows(one))
 
     @staticmethod
@@ -450,7 +451,9 @@ class Dataset:
     @tensorflow_names(output_type="dtype")
     def range(*args: int, dtype: Any = np.int64) -> Dataset:
         """A dataset of the integers of Python's `range`."""
-        return Dataset(array_rows(np.arange(*args, dtype=dtype)))
+        numbers = np.arange(*args)
+        check_range("Dataset.range", "dtype", numbers, np.dtype(dtype))
+        return Dataset(array_rows(numbers.astype(dtype, copy=False)))
 
     @staticmethod
     @tensorflow_names()

@@ -25,6 +25,7 @@ def from_arrays(arrays: Any, *, copy: bool = False) -> Dataset:
         copy: whether to copy the arrays now, so that later changes of them have no effect.
 
     Raises:
+        TypeError: for masked numbers, whose mask would be lost.
         ValueError: for a scalar, for different lengths, for rows of different dtypes and for an empty nest.
 
     Example:
@@ -48,7 +49,7 @@ def from_generator(function: Callable[..., Iterable[Any]], element_spec: Any = N
             says what all look like, and the iterator is begun once more for it where that is asked before reading.
 
     Raises:
-        TypeError: for what is no function, or no nest of ArraySpec.
+        TypeError: for what is no function, or no nest of ArraySpec; while reading, for masked numbers.
         ValueError: while reading, for an element that does not fit, naming its position. Lists are structures here:
             make arrays of those that are not.
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from .._util import nest
+from .._util.masks import plain_array
 from ..errors import explain
 from .buffers import RowBuffers
 
@@ -135,7 +136,7 @@ def spec_of_element(element: Any) -> Any:
     def spec(leaf: Any) -> ArraySpec:
         if isinstance(leaf, (str, bytes)):
             return ArraySpec((), object)
-        array = np.asarray(leaf)
+        array = plain_array(leaf, "element")
         if array.dtype.hasobject:
             raise ValueError(explain("element", "", expected="arrays, numbers or strings", got=_said(leaf)))
         return ArraySpec(array.shape, array.dtype)
@@ -147,18 +148,19 @@ _KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}  # numbers of Python's become 
 
 
 def _fit(spec: ArraySpec, value: Any) -> Any:
-    """The value as an array of this spec; ValueError if it is none."""
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype is spec.dtype and value.shape == spec.shape:
-        return value[()] if isinstance(value, np.ndarray) and not value.shape else value
+    """The value as an array of this spec; ValueError if it is none, TypeError if numbers are masked."""
+    plain = type(value) is np.ndarray
+    if (plain or isinstance(value, np.generic)) and value.dtype is spec.dtype and value.shape == spec.shape:
+        return value[()] if plain and not value.shape else value
     if spec.dtype == object and not spec.shape:
         if isinstance(value, (str, bytes)):
             return value
         raise _misfit(spec, value)
-    array = value
-    if not isinstance(value, (np.ndarray, np.generic)):
-        array = np.asarray(value)
-        if _KINDS.get(array.dtype.kind, 9) <= _KINDS.get(spec.dtype.kind, -1):
-            array = np.asarray(value, spec.dtype)
+    array = value if plain or isinstance(value, np.generic) else plain_array(value, "")
+    number = not isinstance(value, (np.ndarray, np.generic)) and array.dtype != spec.dtype
+    if number and _KINDS.get(array.dtype.kind, 9) <= _KINDS.get(spec.dtype.kind, -1):
+        _check_range(array, spec)
+        array = array.astype(spec.dtype)
     same = array.dtype == spec.dtype
     if not same and array.dtype.newbyteorder("=") == spec.dtype.newbyteorder("="):  # NumPy's scalars have no byte order
         array, same = array.astype(spec.dtype), True
@@ -167,6 +169,15 @@ def _fit(spec: ArraySpec, value: Any) -> Any:
     if not same or (array.shape != spec.shape and not _shape_fits(array.shape, spec.shape)):
         raise _misfit(spec, value)
     return array if array.ndim else array[()]
+
+
+def _check_range(array: NDArray[Any], spec: ArraySpec) -> None:
+    """Raise ValueError for integers that the spec's dtype cannot hold: astype would wrap them."""
+    if spec.dtype.kind in "iu" and array.dtype.kind in "iu" and array.size:
+        limits = np.iinfo(spec.dtype)
+        for number in (int(array.min()), int(array.max())):
+            if not limits.min <= number <= limits.max:
+                raise ValueError(f"expected {spec}, from {limits.min} to {limits.max}, got {number}")
 
 
 def _shape_fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
@@ -188,7 +199,7 @@ def _misfit(spec: ArraySpec, value: Any) -> ValueError:
 
 
 def conform(element: Any, spec: Any) -> Any:
-    """The element with arrays as the spec says, in the spec's structure; ValueError saying what does not fit."""
+    """The element with arrays as the spec says, in the spec's structure; errors name what does not fit, see `_fit`."""
     if isinstance(spec, ArraySpec):
         return _fit(spec, element)
     try:
@@ -198,15 +209,16 @@ def conform(element: Any, spec: Any) -> Any:
             if element.keys() == spec.keys():
                 return {key: _fit(leaf, element[key]) for key, leaf in spec.items()}
         return nest.map_structure(_fit, spec, element)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         if str(error).startswith("map_structure"):
             text = f"expected the structure {_form(spec)}, got {_form(element)}"
             raise ValueError(text) from None
         for name, one, leaf in zip(nest.paths(spec), nest.flatten(spec), nest.flatten(element), strict=True):
             try:
                 _fit(one, leaf)
-            except ValueError as reason:
-                raise ValueError(f"at {name}: {reason}") from None
+            except (TypeError, ValueError) as reason:
+                kind = TypeError if isinstance(reason, TypeError) else ValueError
+                raise kind(f"at {name}: {reason}") from None
         raise
 
 
@@ -272,7 +284,7 @@ def _stack(values: Sequence[Any], spec: ArraySpec, buffers: RowBuffers, field: i
             out[i] = value
         return out
     if not spec.shape:
-        return np.array(values, spec.dtype)
+        return np.array(list(values), spec.dtype)  # of a tuple NumPy would make one record of a structured dtype
     out = buffers.empty(field, (len(values), *shape), spec.dtype)
     return np.stack(values, out=out)
 

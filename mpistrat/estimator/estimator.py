@@ -12,6 +12,7 @@ from typing import Any, final
 
 import numpy as np
 
+from .._util.masks import plain_array
 from ..data import Dataset, DistributedDataset, InputContext
 from ..errors import explain
 from ..strategy import OneDeviceStrategy, Strategy, strategy_from_environment
@@ -350,5 +351,5 @@ def _append(path: Path, results: Mapping[str, Any]) -> None:
                 kept.append(line)
         except (ValueError, KeyError):  # cut off
             continue
-    kept.append(json.dumps({name: np.asarray(value).tolist() for name, value in results.items()}))
+    kept.append(json.dumps({name: plain_array(value, "evaluate", name).tolist() for name, value in results.items()}))
     path.write_text("\n".join(kept) + "\n")

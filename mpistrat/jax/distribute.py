@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from .. import context
+from .._util.masks import plain_array
 from ..comm import agree
 from ..errors import DeviceError, explain
 from ..optimizers import Optimizer
@@ -142,6 +143,8 @@ def _check(leaf: Any, name: str) -> None:
         raise RuntimeError(explain(_FUNCTION, name, expected="one call for a tree", got="a second one"))
     if not is_array(leaf):
         return
+    if isinstance(leaf, np.ndarray):
+        plain_array(leaf, _FUNCTION, name)
     if leaf.dtype.kind == "c":
         expected, got = "floating or integer arrays", f"{leaf.dtype}"
         remedy = "Make two leaves of it, the real and the imaginary part"

@@ -354,8 +354,8 @@ class _Blocks:
         padded = size if on_gpu else min(BLOCK, max(_SMALLEST, 1 << (size - 1).bit_length()))
         slots = [block.slots[name] for name in self._programs[block.group][1]]
         arrays = [block.weights, block.gradient, *slots]
-        if padded != size:
-            arrays = [np.concatenate([array, np.zeros(padded - size, array.dtype)]) for array in arrays]
+        if padded != size:  # by the last element, of which the rule computes no NaN that jax_debug_nans would report
+            arrays = [np.concatenate([array, np.full(padded - size, array[-1], array.dtype)]) for array in arrays]
         if on_gpu:
             arrays = list(map(of_memory, arrays))
         results = self._updates[block.group](arrays[0], arrays[1], arrays[2:], self._free_of(block.step), self._extra)
@@ -438,7 +438,8 @@ class _Whole:
             self._update = jax.jit(self._step)
         except Exception:  # it may run where it is not traced: plain optax decides
             zeros = structure.unflatten([None if form is None else jnp.zeros(form.shape, form.dtype) for form in forms])
-            self._step(zeros, zeros, transformation.init(zeros))
+            with jax.debug_nans(False), jax.debug_infs(False):  # zeros are no gradients of the user's
+                self._step(zeros, zeros, transformation.init(zeros))
 
     def _step(self, params: Any, grads: Any, state: Any, **extra: Any) -> tuple[Any, Any]:
         updates, state = self._transformation.update(grads, state, params, **extra)

@@ -20,6 +20,7 @@ from keras.src.trainers.data_adapters import (
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
+from .._util.masks import plain_array
 from .._util.partition import block
 from ..data import Dataset, DistributedDataset, from_arrays
 from ..distributed_values import PerReplica
@@ -113,6 +114,9 @@ class ArrayBatches(Batches):
 
     def __init__(self, link: Link, arrays: Any, shuffle: bool | str = False, **settings: Any) -> None:
         super().__init__(link)
+        for leaf in keras.tree.flatten(arrays):
+            if isinstance(leaf, np.ndarray):
+                plain_array(leaf, "Model.fit, evaluate and predict", "x, y, sample_weight")
         whole = array_data_adapter.ArrayDataAdapter(*arrays, **settings)
         self._arrays = array_slicing.convert_to_sliceable(_weighted_arrays(whole), target_backend="numpy")
         self._rows = _rows(_weighted_arrays(whole))

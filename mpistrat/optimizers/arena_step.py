@@ -19,7 +19,7 @@ from ..variables.arena import Arena, padded
 from ..variables.values import move_like, quick_digest
 from ..variables.variable import Variable
 from .hyperparameters import GRADIENT_SUM
-from .rule import BlockUpdate, Rule, Span, form_mean
+from .rule import BlockUpdate, Rule, Span, form_mean, multiply_spans
 from .slots import SlotStore, gathered
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ class ArenaStep:
             if not self._formed:
                 combine(np.add, [move_like(part[begin - low : end - low], sums) for part in parts], sums)
             if self._factor != 1:
-                np.multiply(sums, self._factor, out=sums)
+                multiply_spans(sums, [(0, sums.size, self._factor)])
             if self._mean and self._updates:
                 form_mean(sums, self._slots.of_range(begin, end)[GRADIENT_SUM], self._mean)
             if not self._each:
@@ -281,8 +281,7 @@ class ArenaStep:
         kept, base = self._store()
         for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
             gradient = kept[low - base : high - base]
-            for begin, end, scale in self._scaled(low, high, scales, self._each):
-                np.multiply(gradient[begin:end], scale, out=gradient[begin:end])
+            multiply_spans(gradient, self._scaled(low, high, scales, self._each))
             yield low, high, gradient
 
     def direct(self, scales: Mapping[str, float]) -> None:

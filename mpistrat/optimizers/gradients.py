@@ -8,6 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from .._util import loops
+from .._util.underflow import may_underflow
 from ..comm.arrays import array_module, as_array, as_buffer, is_gpu, on_device_of, to_host
 from ..distributed_values import DistributedValues
 from ..errors import explain
@@ -151,7 +152,12 @@ def _load(gradient: Any, target: Any, variable: Variable) -> None:
     if isinstance(array, IndexedSlices):
         _scatter(array, target)
     elif not (in_place(array, target) or _copied(array, target)):
-        target[...] = move_like(array, target)
+        _converted(array, target)
+
+
+@may_underflow
+def _converted(array: Any, target: Any) -> None:
+    target[...] = move_like(array, target)
 
 
 def _copied(array: Any, target: Any) -> bool:
@@ -177,6 +183,7 @@ def _check_dtype(array: Any, variable: Variable) -> None:
         raise TypeError(explain(_FUNCTION, variable.name, expected=expected, got=str(array.dtype)))
 
 
+@may_underflow
 def _scatter(slices: IndexedSlices, target: Any) -> None:
     """Make sparse rows dense; rows of equal index are summed."""
     values, indices = slices.values, slices.indices

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from abc import ABC
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import is_dataclass
-from typing import Any, TypedDict
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -17,7 +18,21 @@ from ..variables.values import checksum
 from ..variables.variable import Variable
 from .schedules import LearningRateSchedule
 
-__all__ = ["AVERAGE", "GRADIENT_SUM", "OWN", "Hyperparameters", "Rate", "Settings", "SettingsButDecay"]
+__all__ = [
+    "AT_LEAST_ZERO",
+    "AT_MOST_ZERO",
+    "AVERAGE",
+    "BELOW_ONE",
+    "GRADIENT_SUM",
+    "OWN",
+    "POSITIVE",
+    "UP_TO_ONE",
+    "Hyperparameters",
+    "Limits",
+    "Rate",
+    "Settings",
+    "SettingsButDecay",
+]
 
 AVERAGE, GRADIENT_SUM = (
     "average",
@@ -67,6 +82,19 @@ class Settings(SettingsButDecay, total=False):
     weight_decay: float | None
 
 
+class Limits(NamedTuple):
+    """The numbers that a setting may be. NaN and infinity are none."""
+
+    text: str
+    legal: Callable[[float], bool]
+
+
+AT_LEAST_ZERO = Limits("a finite number ≥ 0", lambda number: 0 <= number < math.inf)
+AT_MOST_ZERO = Limits("a finite number ≤ 0", lambda number: -math.inf < number <= 0)
+POSITIVE = Limits("a finite number > 0", lambda number: 0 < number < math.inf)
+UP_TO_ONE = Limits("a number from 0 to 1", lambda number: 0 <= number <= 1)
+BELOW_ONE = Limits("0 ≤ value < 1", lambda number: 0 <= number < 1)
+
 # Values with which settings are left out of descriptions.
 _DEFAULTS: dict[str, tuple[object, ...]] = dict.fromkeys(Settings.__annotations__, (None, False)) | {
     "ema_momentum": (0.99,)
@@ -74,11 +102,20 @@ _DEFAULTS: dict[str, tuple[object, ...]] = dict.fromkeys(Settings.__annotations_
 _FIXED = ("use_ema", "gradient_accumulation_steps")  # they decide which slots there are
 _FIXED_BY_STEPS = ("initial_accumulator_value",)  # slots began with it
 _CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
+_LIMITS = dict.fromkeys((*_CLIPS, "loss_scale_factor"), POSITIVE) | {
+    "weight_decay": AT_LEAST_ZERO,
+    "ema_momentum": UP_TO_ONE,
+}
 
 
 class Hyperparameters(ABC):
-    """The hyperparameters of an `Optimizer`. Setting a public attribute makes the ranks compare it at the next step."""
+    """The hyperparameters of an `Optimizer`. Setting a public attribute makes the ranks compare it at the next step.
 
+    Attributes:
+        limits: of each setting of the rule that is a number, which numbers it may be, whenever it is set.
+    """
+
+    limits: ClassVar[Mapping[str, Limits]] = {}
     _steps: dict[tuple[int, ...], Any]
 
     def _take_settings(
@@ -121,7 +158,11 @@ class Hyperparameters(ABC):
             remedy = "Make another optimizer"
             expected = f"the value that it {'was made' if name in _FIXED else 'took its first step'} with"
             raise ValueError(explain(type(self).__name__, name, expected=expected, got=repr(value), remedy=remedy))
-        object.__setattr__(self, name, self._checked(name, value) if name in Settings.__annotations__ else value)
+        if name in self.limits:
+            value = self._within(name, value, self.limits[name])
+        elif name in Settings.__annotations__:
+            value = self._checked(name, value)
+        object.__setattr__(self, name, value)
         if known and not name.startswith("_"):
             self._describe_steps()
 
@@ -129,23 +170,16 @@ class Hyperparameters(ABC):
         """Return a setting that all optimizers have, in its own type.
 
         Raises:
+            TypeError: it is no number.
             ValueError: it is out of range, or a second kind of clipping.
         """
-        if name in (*_CLIPS, "loss_scale_factor") and value is not None:
-            if not value > 0:
-                raise ValueError(explain(type(self).__name__, name, expected="> 0", got=value))
+        if name in _LIMITS and value is not None:
             other = next((clip for clip in _CLIPS if clip != name and self.__dict__.get(clip) is not None), None)
             if name in _CLIPS and other is not None:
                 expected, got = "one of clipnorm, clipvalue and global_clipnorm", f"{other} and {name}"
                 remedy = f"Set {other} to None before"
                 raise ValueError(explain(type(self).__name__, name, expected=expected, got=got, remedy=remedy))
-            return float(value)
-        if name == "weight_decay" and value is not None:
-            return self._at_least_zero(name, value)
-        if name == "ema_momentum":
-            if not 0 <= value <= 1:
-                raise ValueError(explain(type(self).__name__, name, expected="from 0 to 1", got=value))
-            return float(value)
+            return self._within(name, value, _LIMITS[name])
         if name in ("ema_overwrite_frequency", "gradient_accumulation_steps"):
             return self._steps_or_none(name, value, 1 if name == "ema_overwrite_frequency" else 2)
         return bool(value) if name in ("use_ema", "check_numerics") else value
@@ -164,7 +198,7 @@ class Hyperparameters(ABC):
                 got = f"{type(value).__name__} {value!r:.60}"
                 expected = "a number, a LearningRateSchedule or a callable"
                 raise TypeError(explain(type(self).__name__, "learning_rate", expected=expected, got=got))
-            value = float(value)
+            value = self._within("learning_rate", value, AT_LEAST_ZERO)
         elif not isinstance(value, LearningRateSchedule):
             value = _CallableRate(value)
         self._rate = value
@@ -175,9 +209,19 @@ class Hyperparameters(ABC):
         return self._rate.function if isinstance(self._rate, _CallableRate) else self._rate
 
     def rate_at(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 1."""
+        """Return the learning rate of a step, counted from 1.
+
+        Raises:
+            ValueError: a schedule or callable returned NaN, an infinity or a negative number.
+        """
         rate = self._rate
-        return float(rate(step - 1)) if callable(rate) else rate
+        if not callable(rate):
+            return rate
+        found = float(rate(step - 1))
+        if not AT_LEAST_ZERO.legal(found):
+            got = f"{found} from {rate} in step {step}"
+            raise ValueError(explain(type(self).__name__, "learning_rate", expected=AT_LEAST_ZERO.text, got=got))
+        return found
 
     @property
     def iterations(self) -> int:
@@ -263,15 +307,14 @@ class Hyperparameters(ABC):
 
     # checks of arguments
 
-    def _at_least_zero(self, argument: str, value: float) -> float:
-        if not value >= 0:
-            raise ValueError(explain(type(self).__name__, argument, expected="≥ 0", got=value))
-        return float(value)
-
-    def _fraction(self, argument: str, value: float) -> float:
-        if not 0 <= value < 1:
-            raise ValueError(explain(type(self).__name__, argument, expected="0 ≤ value < 1", got=value))
-        return float(value)
+    def _within(self, argument: str, value: Any, limits: Limits) -> float:
+        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") or getattr(value, "ndim", False):
+            got = f"{type(value).__name__} {value!r:.60}"
+            raise TypeError(explain(type(self).__name__, argument, expected=limits.text, got=got))
+        number = float(value)
+        if not limits.legal(number):
+            raise ValueError(explain(type(self).__name__, argument, expected=limits.text, got=value))
+        return number
 
     def _steps_or_none(self, argument: str, value: int | None, least: int) -> int | None:
         if value is not None and (not isinstance(value, (int, np.integer)) or value < least):

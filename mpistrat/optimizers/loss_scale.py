@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, final
 
@@ -73,11 +74,13 @@ class LossScaleOptimizer:
             raise ValueError(
                 explain("LossScaleOptimizer", "inner_optimizer", expected=expected, got=got, remedy=remedy)
             )
-        if not initial_scale > 0:
-            raise ValueError(explain("LossScaleOptimizer", "initial_scale", expected="> 0", got=initial_scale))
-        if not dynamic_growth_steps >= 1:
+        if not 0 < initial_scale < math.inf:
+            expected = "a finite number > 0"
+            raise ValueError(explain("LossScaleOptimizer", "initial_scale", expected=expected, got=initial_scale))
+        if not 1 <= dynamic_growth_steps < math.inf:
+            expected = "a finite number ≥ 1"
             raise ValueError(
-                explain("LossScaleOptimizer", "dynamic_growth_steps", expected="≥ 1", got=dynamic_growth_steps)
+                explain("LossScaleOptimizer", "dynamic_growth_steps", expected=expected, got=dynamic_growth_steps)
             )
         self.inner_optimizer, self.name, self._left_out = inner_optimizer, name, 0
         self.initial_scale, self.dynamic_growth_steps = float(initial_scale), int(dynamic_growth_steps)

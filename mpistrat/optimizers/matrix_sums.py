@@ -8,6 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
+from .._util.underflow import may_underflow
 from ..comm.arrays import to_host
 from ..variables.values import move_like
 
@@ -54,6 +55,7 @@ class MatrixSums:
     def _columns(self) -> np.ndarray:
         return self.sums[self._count :].reshape(-1, self._width)
 
+    @may_underflow
     def add(self, flat: Any, first: int) -> None:
         """Add elements that begin with element `first` of the array; those behind its end are left out."""
         for rows, columns, part in self._parts(to_host(flat), first):
@@ -66,6 +68,7 @@ class MatrixSums:
                 sums = np.add.reduceat(part, starts, axis=0, dtype=np.float64)
                 self._columns[one : last + 1, columns] += sums
 
+    @may_underflow
     def product(self, flat: Any, first: int) -> None:
         """Overwrite elements, as `add` takes them, with the sum of their row times that of their column, over their matrix's."""
         host = to_host(flat)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import numpy as np
 
-from ..errors import explain
-from .hyperparameters import Rate, Settings
+from .._util.underflow import may_underflow
+from .hyperparameters import AT_LEAST_ZERO, AT_MOST_ZERO, BELOW_ONE, POSITIVE, UP_TO_ONE, Limits, Rate, Settings
 from .optimizer import Optimizer
 from .rule import Block, Loop
 from .rules import approach, average_into
@@ -28,12 +28,17 @@ class Adadelta(Optimizer):
 
     Args:
         learning_rate: a number, a schedule or a callable; 1.0 is the paper's.
-        rho: how much of a and of d is kept at each step.
+        rho: how much of a and of d is kept at each step, from 0 to 1.
         epsilon: keeps both roots from zero.
         settings: those that all have in common, by name; see `Optimizer`.
 
+    Raises:
+        ValueError: a number is out of range.
+
     Source: keras.optimizers.Adadelta of Keras 3; Zeiler, https://arxiv.org/abs/1212.5701.
     """
+
+    limits: ClassVar[Mapping[str, Limits]] = {"rho": UP_TO_ONE, "epsilon": AT_LEAST_ZERO}
 
     def __init__(
         self,
@@ -42,9 +47,10 @@ class Adadelta(Optimizer):
         epsilon: float = 1e-7,
         **settings: Unpack[Settings],
     ) -> None:
-        self.rho, self.epsilon = float(rho), float(epsilon)
+        self.rho, self.epsilon = rho, epsilon
         super().__init__(learning_rate, slot_names=("accumulated_grad", "accumulated_delta_var"), **settings)
 
+    @may_underflow
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
     ) -> None:
@@ -65,6 +71,7 @@ class _Moments(Optimizer):
     """What Adamax, Nadam and Lamb share: their settings, which are Adam's."""
 
     _kept: ClassVar[tuple[str, ...]] = ("momentum", "velocity")
+    limits: ClassVar[Mapping[str, Limits]] = {"beta_1": BELOW_ONE, "beta_2": BELOW_ONE, "epsilon": AT_LEAST_ZERO}
 
     def __init__(
         self,
@@ -74,8 +81,7 @@ class _Moments(Optimizer):
         epsilon: float = 1e-7,
         **settings: Unpack[Settings],
     ) -> None:
-        self.beta_1, self.beta_2 = self._fraction("beta_1", beta_1), self._fraction("beta_2", beta_2)
-        self.epsilon = float(epsilon)
+        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
         super().__init__(learning_rate, slot_names=self._kept, **settings)
 
 
@@ -90,13 +96,14 @@ class Adamax(_Moments):
         settings: those that all have in common, by name; see `Optimizer`.
 
     Raises:
-        ValueError: beta_1 or beta_2 is out of range.
+        ValueError: a number is out of range.
 
     Source: keras.optimizers.Adamax of Keras 3; Kingma and Ba, https://arxiv.org/abs/1412.6980, section 7.
     """
 
     _kept = ("momentum", "norm")
 
+    @may_underflow
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
     ) -> None:
@@ -124,13 +131,14 @@ class Nadam(_Moments):
         settings: those that all have in common, by name; see `Optimizer`.
 
     Raises:
-        ValueError: beta_1 or beta_2 is out of range.
+        ValueError: a number is out of range.
 
     Source: keras.optimizers.Nadam of Keras 3; Dozat, https://cs229.stanford.edu/proj2015/054_report.pdf.
     """
 
     __product = 0, 1.0  # of all u, until which step
 
+    @may_underflow
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
     ) -> None:
@@ -175,7 +183,7 @@ class Ftrl(Optimizer):
         initial_accumulator_value: of n; not negative.
         l1_regularization_strength, l2_regularization_strength: l1 and l2, not negative.
         l2_shrinkage_regularization_strength: an L2 that counts as a part of the gradient's size in z only; not negative.
-        beta: the paper's.
+        beta: the paper's, not negative.
         settings: those that all have in common, by name; see `Optimizer`.
 
     Raises:
@@ -183,6 +191,15 @@ class Ftrl(Optimizer):
 
     Source: keras.optimizers.Ftrl of Keras 3; McMahan et al., https://research.google.com/pubs/archive/41159.pdf.
     """
+
+    limits: ClassVar[Mapping[str, Limits]] = {
+        "learning_rate_power": AT_MOST_ZERO,
+        "initial_accumulator_value": AT_LEAST_ZERO,
+        "l1_regularization_strength": AT_LEAST_ZERO,
+        "l2_regularization_strength": AT_LEAST_ZERO,
+        "l2_shrinkage_regularization_strength": AT_LEAST_ZERO,
+        "beta": AT_LEAST_ZERO,
+    }
 
     def __init__(
         self,
@@ -195,16 +212,12 @@ class Ftrl(Optimizer):
         beta: float = 0.0,
         **settings: Unpack[Settings],
     ) -> None:
-        if not learning_rate_power <= 0:
-            raise ValueError(explain("Ftrl", "learning_rate_power", expected="≤ 0", got=learning_rate_power))
-        self.learning_rate_power = float(learning_rate_power)
-        self.initial_accumulator_value = self._at_least_zero("initial_accumulator_value", initial_accumulator_value)
-        self.l1_regularization_strength = self._at_least_zero("l1_regularization_strength", l1_regularization_strength)
-        self.l2_regularization_strength = self._at_least_zero("l2_regularization_strength", l2_regularization_strength)
-        self.l2_shrinkage_regularization_strength = self._at_least_zero(
-            "l2_shrinkage_regularization_strength", l2_shrinkage_regularization_strength
-        )
-        self.beta = float(beta)
+        self.learning_rate_power = learning_rate_power
+        self.initial_accumulator_value = initial_accumulator_value
+        self.l1_regularization_strength = l1_regularization_strength
+        self.l2_regularization_strength = l2_regularization_strength
+        self.l2_shrinkage_regularization_strength = l2_shrinkage_regularization_strength
+        self.beta = beta
         super().__init__(learning_rate, slot_names=("accumulator", "linear"), **settings)
 
     @property
@@ -212,6 +225,7 @@ class Ftrl(Optimizer):
         """The value of n before the first step of a variable."""
         return {"accumulator": self.initial_accumulator_value} if self.initial_accumulator_value else {}
 
+    @may_underflow
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
     ) -> None:
@@ -251,10 +265,15 @@ class Lion(Optimizer):
         settings: those that all have in common, by name; see `Optimizer`.
 
     Raises:
-        ValueError: beta_1 or beta_2 is out of range.
+        ValueError: a number is out of range.
 
     Source: keras.optimizers.Lion of Keras 3; Chen et al., https://arxiv.org/abs/2302.06675.
     """
+
+    limits: ClassVar[Mapping[str, Limits]] = {
+        "beta_1": Limits("0 < value ≤ 1", lambda number: 0 < number <= 1),
+        "beta_2": BELOW_ONE,
+    }
 
     def __init__(
         self,
@@ -263,11 +282,10 @@ class Lion(Optimizer):
         beta_2: float = 0.99,
         **settings: Unpack[Settings],
     ) -> None:
-        if not 0 < beta_1 <= 1:
-            raise ValueError(explain("Lion", "beta_1", expected="0 < value ≤ 1", got=beta_1))
-        self.beta_1, self.beta_2 = float(beta_1), self._fraction("beta_2", beta_2)
+        self.beta_1, self.beta_2 = beta_1, beta_2
         super().__init__(learning_rate, slot_names=("momentum",), **settings)
 
+    @may_underflow
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
     ) -> None:
@@ -294,13 +312,14 @@ class Lamb(_Moments):
         settings: those that all have in common, by name; see `Optimizer`.
 
     Raises:
-        ValueError: beta_1 or beta_2 is out of range.
+        ValueError: a number is out of range.
 
     Source: keras.optimizers.Lamb of Keras 3; You et al., https://arxiv.org/abs/1904.00962.
     """
 
     scales_by_norms = True
 
+    @may_underflow
     def direction(self, block: Block) -> None:
         """Write u over a block of gradients, and update its slots."""
         gradient, _, slots, step, _, scratch, _ = block
@@ -319,6 +338,7 @@ class Lamb(_Moments):
     def loop(self, step: int, rate: float) -> Loop:
         return Loop("sgd", (rate, 0.0, False), ("",))
 
+    @may_underflow
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
     ) -> None:
@@ -355,6 +375,12 @@ class Adafactor(Optimizer):
 
     scales_by_norms = True
     factored = "velocity"
+    limits: ClassVar[Mapping[str, Limits]] = {
+        "beta_2_decay": AT_MOST_ZERO,
+        "epsilon_1": POSITIVE,
+        "epsilon_2": AT_LEAST_ZERO,
+        "clip_threshold": POSITIVE,
+    }
 
     def __init__(
         self,
@@ -366,22 +392,18 @@ class Adafactor(Optimizer):
         relative_step: bool = True,
         **settings: Unpack[Settings],
     ) -> None:
-        if not beta_2_decay <= 0:
-            raise ValueError(explain("Adafactor", "beta_2_decay", expected="≤ 0", got=beta_2_decay))
-        for name, number in (("epsilon_1", epsilon_1), ("clip_threshold", clip_threshold)):
-            if not number > 0:
-                raise ValueError(explain("Adafactor", name, expected="> 0", got=number))
-        self.beta_2_decay, self.epsilon_1 = float(beta_2_decay), float(epsilon_1)
-        self.epsilon_2 = self._at_least_zero("epsilon_2", epsilon_2)
-        self.clip_threshold, self.relative_step = float(clip_threshold), bool(relative_step)
+        self.beta_2_decay, self.epsilon_1, self.epsilon_2 = beta_2_decay, epsilon_1, epsilon_2
+        self.clip_threshold, self.relative_step = clip_threshold, bool(relative_step)
         super().__init__(learning_rate, slot_names=("velocity",), **settings)
 
+    @may_underflow
     def form_moments(self, block: Block) -> None:
         """Make v of a block a."""
         work = np.multiply(block.gradient, block.gradient, out=block.scratch[0][: block.gradient.size])
         np.add(work, self.epsilon_1, out=work)
         average_into(block.slots["velocity"], work, 1 - block.step**self.beta_2_decay)
 
+    @may_underflow
     def direction(self, block: Block) -> None:
         """Write u over a block of gradients."""
         gradient, velocity = block.gradient, block.slots["velocity"]
@@ -399,6 +421,7 @@ class Adafactor(Optimizer):
     def loop(self, step: int, rate: float) -> Loop:
         return Loop("sgd", (1.0, 0.0, False), ("",))
 
+    @may_underflow
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
     ) -> None:

@@ -16,6 +16,7 @@ from typing import Any, final
 import numpy as np
 
 from .._util.partition import aligned_bounds, merge
+from .._util.underflow import may_underflow
 from ..cluster.world import is_loss
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
@@ -141,6 +142,7 @@ class OuterSteps:
             sums = self._sums[how.accumulate] = PieceSum(inter, how.accumulate, BLOCK)
         rate, momentum, divisor = self._how.outer_learning_rate, self._how.outer_momentum, self._divisor
 
+        @may_underflow
         def update(low: int, high: int, total: np.ndarray) -> None:
             np.divide(total, divisor, out=total)
             anchor, velocity = kept.part(kept.anchor, low, high), kept.part(kept.momentum, low, high)

@@ -13,12 +13,13 @@ import numpy as np
 
 from .._util import loops
 from .._util.partition import spans_within
+from .._util.underflow import may_underflow
 from ..comm.arrays import accumulation_dtype, as_buffer
 from ..cross_device.arithmetic import combine
 from .gradients import Pairs
 from .hyperparameters import AVERAGE, GRADIENT_SUM, Hyperparameters
 
-__all__ = ["Around", "Block", "BlockUpdate", "Loop", "Rule", "UpdateRun", "form_mean"]
+__all__ = ["Around", "Block", "BlockUpdate", "Loop", "Rule", "UpdateRun", "form_mean", "multiply_spans"]
 
 Span = tuple[int, int, float]  # elements [low, high), and a number for them
 
@@ -212,8 +213,7 @@ class BlockUpdate:
             self._sum(parts, low, high, gradient)
             if calls:
                 form_mean(gradient, own[GRADIENT_SUM], calls)
-            for begin, end, scale in spans_within(scales, low, high):
-                np.multiply(gradient[begin:end], scale, out=gradient[begin:end])
+            multiply_spans(gradient, spans_within(scales, low, high))
             self._by_numpy(target[low:high], gradient, own, list(spans_within(decays, low, high)), group)
             if calls:
                 own[GRADIENT_SUM][...] = 0
@@ -251,6 +251,7 @@ class BlockUpdate:
             high = min(low + self.block.size, target.size)
             self._average_only(target[low:high], {AVERAGE: slots[AVERAGE][low:high]})
 
+    @may_underflow
     def _sum(self, parts: Sequence[Any], low: int, high: int, gradient: Any) -> None:
         combine(np.add, [part[low:high] for part in parts], gradient)
         if self._factor != 1:
@@ -280,9 +281,7 @@ class BlockUpdate:
         self, target: Any, gradient: Any, slots: Mapping[str, Any], decays: Sequence[Span], group: int
     ) -> None:
         weights = self.widened(target)
-        for low, high, decay in decays:
-            decaying = weights[low:high]
-            np.multiply(decaying, 1 - decay * self._rate, out=decaying)
+        multiply_spans(weights, ((low, high, 1 - decay * self._rate) for low, high, decay in decays))
         if self._limit is not None:
             np.clip(gradient, -self._limit, self._limit, out=gradient)
         self._rule.update_block(Block(gradient, weights, slots, self._step, self._rate, self._scratch, group))
@@ -307,6 +306,7 @@ class BlockUpdate:
             weights[...] = target
         return weights
 
+    @may_underflow
     def _average(self, weights: Any, average: Any, momentum: float) -> None:
         """average = momentum * average + (1 - momentum) * weights; the weights become it where this step overwrites them."""
         work = self._scratch[0][: weights.size]
@@ -317,12 +317,21 @@ class BlockUpdate:
             weights[...] = average
 
 
+@may_underflow
 def _round(target: Any, weights: Any) -> None:
     """Write widened weights, rounded."""
     if not loops.narrow(as_buffer(target), weights):
         target[...] = weights
 
 
+@may_underflow
+def multiply_spans(array: Any, spans: Iterable[Span]) -> None:
+    """Multiply the elements of each span by its number."""
+    for low, high, factor in spans:
+        np.multiply(array[low:high], factor, out=array[low:high])
+
+
+@may_underflow
 def form_mean(gradient: Any, sums: Any, calls: int) -> None:
     """Make a gradient the mean of it and of what was accumulated, over so many calls."""
     np.add(gradient, sums, out=gradient)

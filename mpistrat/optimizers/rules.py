@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import numpy as np
 
 from .._util import loops
+from .._util.underflow import may_underflow
 from ..errors import explain
-from .hyperparameters import Rate, Settings, SettingsButDecay
+from .hyperparameters import AT_LEAST_ZERO, BELOW_ONE, UP_TO_ONE, Limits, Rate, Settings, SettingsButDecay
 from .optimizer import Optimizer
 from .rule import Around, Block, Loop
 
@@ -72,15 +73,17 @@ class SGD(_BlockRule):
 
     Args:
         learning_rate: a number, a schedule or a callable.
-        momentum: 0 ≤ momentum.
+        momentum: from 0 to 1.
         nesterov: look ahead by one step.
         settings: those that all have in common, by name; see `Optimizer`.
 
     Raises:
-        ValueError: momentum is negative.
+        ValueError: a number is out of range.
 
     Source: keras.optimizers.SGD of Keras 3; Sutskever et al., http://proceedings.mlr.press/v28/sutskever13.pdf.
     """
+
+    limits: ClassVar[Mapping[str, Limits]] = {"momentum": UP_TO_ONE}
 
     def __init__(
         self,
@@ -89,13 +92,14 @@ class SGD(_BlockRule):
         nesterov: bool = False,
         **settings: Unpack[Settings],
     ) -> None:
-        self.momentum = self._at_least_zero("momentum", momentum)
+        self.momentum = momentum
         self.nesterov = bool(nesterov)
-        super().__init__(learning_rate, slot_names=("momentum",) if momentum else (), **settings)
+        super().__init__(learning_rate, slot_names=("momentum",) if self.momentum else (), **settings)
 
     def loop(self, step: int, rate: float) -> Loop:
         return Loop("sgd", (rate, self.momentum, self.nesterov), (self._slot_for("momentum", "momentum"),))
 
+    @may_underflow
     def update_block(self, block: Block) -> None:
         gradient, weights, slots, _, rate, scratch, _ = block
         np.multiply(gradient, rate, out=gradient)
@@ -136,6 +140,8 @@ def Momentum(
 class _Adam(_BlockRule):
     """What Adam and AdamW share: everything but the default of the weights' decay."""
 
+    limits: ClassVar[Mapping[str, Limits]] = {"beta_1": BELOW_ONE, "beta_2": BELOW_ONE, "epsilon": AT_LEAST_ZERO}
+
     def __init__(
         self,
         learning_rate: Rate = 0.001,
@@ -145,9 +151,9 @@ class _Adam(_BlockRule):
         amsgrad: bool = False,
         **settings: Unpack[Settings],
     ) -> None:
-        self.beta_1 = self._fraction("beta_1", beta_1)
-        self.beta_2 = self._fraction("beta_2", beta_2)
-        self.epsilon = float(epsilon)
+        self.beta_1 = beta_1
+        self.beta_2 = beta_2
+        self.epsilon = epsilon
         self.amsgrad = bool(amsgrad)
         kept = ("momentum", "velocity", "velocity_hat") if amsgrad else ("momentum", "velocity")
         super().__init__(learning_rate, slot_names=kept, **settings)
@@ -157,6 +163,7 @@ class _Adam(_BlockRule):
         numbers = alpha, 1 - self.beta_1, 1 - self.beta_2, self.epsilon
         return Loop("adam", numbers, ("momentum", "velocity", self._slot_for("amsgrad", "velocity_hat")))
 
+    @may_underflow
     def update_block(self, block: Block) -> None:
         """Take twelve passes over the block, AMSGrad thirteen; the compiled loop takes one."""
         gradient, weights, slots, step, rate, scratch, _ = block
@@ -189,7 +196,7 @@ class Adam(_Adam):
         settings: those that all have in common, by name; see `Optimizer`.
 
     Raises:
-        ValueError: beta_1 or beta_2 is out of range.
+        ValueError: a number is out of range.
 
     Source: keras.optimizers.Adam of Keras 3; Kingma and Ba, https://arxiv.org/abs/1412.6980.
     """
@@ -206,7 +213,7 @@ class AdamW(_Adam):
         settings: the others that all have in common, by name; see `Optimizer`.
 
     Raises:
-        ValueError: weight_decay is negative; beta_1 or beta_2 is out of range.
+        ValueError: a number is out of range.
 
     Source: keras.optimizers.AdamW of Keras 3; Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
     """
@@ -235,10 +242,12 @@ class Adagrad(_BlockRule):
         settings: those that all have in common, by name; see `Optimizer`.
 
     Raises:
-        ValueError: initial_accumulator_value is negative.
+        ValueError: a number is out of range.
 
     Source: keras.optimizers.Adagrad of Keras 3; Duchi et al., http://www.jmlr.org/papers/volume12/duchi11a/duchi11a.pdf.
     """
+
+    limits: ClassVar[Mapping[str, Limits]] = {"initial_accumulator_value": AT_LEAST_ZERO, "epsilon": AT_LEAST_ZERO}
 
     def __init__(
         self,
@@ -247,8 +256,8 @@ class Adagrad(_BlockRule):
         epsilon: float = 1e-7,
         **settings: Unpack[Settings],
     ) -> None:
-        self.initial_accumulator_value = self._at_least_zero("initial_accumulator_value", initial_accumulator_value)
-        self.epsilon = float(epsilon)
+        self.initial_accumulator_value = initial_accumulator_value
+        self.epsilon = epsilon
         super().__init__(learning_rate, slot_names=("accumulator",), **settings)
 
     @property
@@ -259,6 +268,7 @@ class Adagrad(_BlockRule):
     def loop(self, step: int, rate: float) -> Loop:
         return Loop("adagrad", (rate, self.epsilon), ("accumulator",))
 
+    @may_underflow
     def update_block(self, block: Block) -> None:
         gradient, weights, slots, _, rate, scratch, _ = block
         work, accumulator = scratch[0][: gradient.size], slots["accumulator"]
@@ -277,18 +287,20 @@ class RMSProp(_BlockRule):
 
     Args:
         learning_rate: a number, a schedule or a callable.
-        rho: how much of v is kept at each step.
-        momentum: if not 0, the step is m = momentum * m + rate * g / sqrt(v + epsilon).
+        rho: how much of v is kept at each step, from 0 to 1.
+        momentum: from 0 to 1; if not 0, the step is m = momentum * m + rate * g / sqrt(v + epsilon).
         epsilon: keeps the divisor from zero.
         centered: divide by the root of the variance instead: v less the square of the gradient's own mean.
         settings: those that all have in common, by name; see `Optimizer`.
 
     Raises:
-        ValueError: momentum is negative.
+        ValueError: a number is out of range.
 
     Source: keras.optimizers.RMSprop of Keras 3; Hinton's lecture 6,
     http://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf.
     """
+
+    limits: ClassVar[Mapping[str, Limits]] = {"rho": UP_TO_ONE, "momentum": UP_TO_ONE, "epsilon": AT_LEAST_ZERO}
 
     def __init__(
         self,
@@ -299,9 +311,9 @@ class RMSProp(_BlockRule):
         centered: bool = False,
         **settings: Unpack[Settings],
     ) -> None:
-        self.rho = float(rho)
-        self.momentum = self._at_least_zero("momentum", momentum)
-        self.epsilon = float(epsilon)
+        self.rho = rho
+        self.momentum = momentum
+        self.epsilon = epsilon
         self.centered = bool(centered)
         slots = ["velocity"]
         if self.momentum:
@@ -315,6 +327,7 @@ class RMSProp(_BlockRule):
         average, momentum = self._slot_for("centered", "average_gradient"), self._slot_for("momentum", "momentum")
         return Loop("rmsprop", numbers, ("velocity", average, momentum))
 
+    @may_underflow
     def update_block(self, block: Block) -> None:
         gradient, weights, slots, _, rate, scratch, _ = block
         work, velocity = scratch[0][: gradient.size], slots["velocity"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from .._util import log
 from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, Topology
+from ..cluster.resolvers.tf_config import warn_unused
 from ..cluster.spec import validate
 from ..cluster.tasks import own_task, ranks_by_task
 from ..comm.monitor import exit_report
@@ -276,6 +277,8 @@ class RoleAssignment:
         """Log who is where, warn where that is not what the resolver said, and return the resolver. Collective."""
         resolver = self._resolver
         if resolver is None:
+            if self._settings.num_ps is None and not TFConfigClusterResolver().cluster_spec():
+                warn_unused(_NAME, group.topology.size)
             jobs = {"worker": list(roles.workers), "ps": list(roles.servers)}
             resolver = MPIClusterResolver(group.topology.comm, jobs)
         host = group.topology.hostname

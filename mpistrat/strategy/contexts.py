@@ -193,7 +193,7 @@ class ReplicaContext:
 
         Args:
             value: array or nest of arrays, at least one-dimensional; lengths along `axis` may differ.
-            axis: 0 ≤ axis < number of dimensions.
+            axis: from 0, or from the end if it is negative.
             options: as for `all_reduce`.
 
         Raises:
@@ -216,7 +216,7 @@ class ReplicaContext:
         Args:
             reduce_op: ReduceOp.SUM, MEAN, MIN, MAX or PROD, or its name.
             value: array or nest of arrays; of the same shapes and dtypes on every replica.
-            axis: 0 ≤ axis < number of dimensions.
+            axis: from 0, or from the end if it is negative.
             options: timeout_seconds of this call.
 
         Raises:
@@ -245,7 +245,7 @@ class ReplicaContext:
             value: array or nest of arrays; lengths along `axis` may differ between replicas, the rest may not.
             splits: whole numbers, how much of the length along `axis` each replica gets; another list on each replica, but
                 given by all or by none. Default: equal parts.
-            axis: 0 ≤ axis < number of dimensions.
+            axis: from 0, or from the end if it is negative.
 
         Returns:
             The parts concatenated along `axis`. With `splits` a pair: this, and how much came from each replica (int64).

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from .. import context, global_batch
+from .._util.masks import plain_array
+from .._util.underflow import may_underflow
 from ..comm.arrays import array_module, as_array, on_device_of
 from ..errors import ContextError, explain
 from .contexts import local_replica
@@ -24,6 +26,7 @@ __all__ = [
 ]
 
 
+@may_underflow
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:
     """Return this replica's part of the mean loss over the global batch: the sum of its losses over G. Local.
 
@@ -73,6 +76,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         return as_scalar(array_module(loss).asarray(mean, loss.dtype if loss.dtype.kind in "fcV" else None))
 
 
+@may_underflow
 def scale_regularization_loss(regularization_loss: Any) -> Any:
     """Return this replica's part of a loss that is the same on all: its sum divided by the replicas.
 
@@ -126,8 +130,10 @@ def _weights(loss: Any, given: Any) -> Any:
 
 def _foreign_weights(loss: Any, given: Any) -> Any:
     """The weights of tensors of torch or arrays of JAX, in a shape that multiplies them."""
-    if not hasattr(given, "shape"):
-        given = np.asarray(given)
+    if isinstance(given, np.ndarray):
+        given = plain_array(given, "compute_average_loss", "sample_weight")
+    elif not hasattr(given, "shape"):
+        given = plain_array(given, "compute_average_loss", "sample_weight")
         given = given.tolist() if given.ndim == 0 else loss.new_tensor(given) if hasattr(loss, "new_tensor") else given
     shape = tuple(getattr(given, "shape", ()))
     if len(shape) == loss.ndim + 1 and shape[-1] == 1:

@@ -135,7 +135,7 @@ class Mesh:
         Args:
             x: array, of the same shape on each rank.
             axis: name of an axis.
-            dim: 0 ≤ dim < number of dimensions.
+            dim: from 0, or from the end if it is negative.
 
         Raises:
             ValueError: there is no such axis or dimension.
@@ -163,7 +163,7 @@ class Mesh:
         Args:
             x: array, of the same shape on each rank.
             axis: name of an axis.
-            dim: 0 ≤ dim < number of dimensions; the axis' length divides that of the dimension.
+            dim: from 0, or from the end if it is negative; the axis' length divides that of the dimension.
 
         Raises:
             ValueError: there is no such axis or dimension, or it cannot be divided.
@@ -193,7 +193,7 @@ class Mesh:
         _check_dims("shard", array.shape, (dim,), (dim,), axis, self.sizes[axis])
         length = array.shape[dim] // group.topology.size
         low = self.at[axis] * length
-        return array[(slice(None),) * dim + (slice(low, low + length),)]
+        return array[(slice(None),) * (dim % array.ndim) + (slice(low, low + length),)]
 
     def shard_backward(self, gradient: Any, axis: str, dim: int) -> Any:
         """Return the gradient of what `shard` took a part of, of those of the parts. Collective over the axis."""
@@ -332,10 +332,10 @@ def _check_dims(
 ) -> None:
     """Raise ValueError unless these are dimensions of an array, and those that will be divided can be."""
     for dim in dims:
-        if not isinstance(dim, int) or not 0 <= dim < len(shape):
-            expected = f"a dimension of an array of shape {tuple(shape)}, from 0 on"
+        if not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
+            expected = f"a dimension of an array of shape {tuple(shape)}"
             raise ValueError(explain(f"Mesh.{function}", "dim", expected=expected, got=repr(dim)))
-    if len(set(dims)) < len(dims):
+    if len({dim % len(shape) for dim in dims}) < len(dims):
         raise ValueError(explain(f"Mesh.{function}", "new", expected="another dimension than old", got=repr(dims[-1])))
     for dim in divided:
         if shape[dim] % size:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from .._util.masks import plain_array
 from .._util.text import named
 from ..comm.agree import same, together
 from ..comm.process_group import ProcessGroup
@@ -99,7 +100,7 @@ class ProcessSet:
     def all_to_all(self, value: Any, splits: Any = None, axis: int = 0) -> Any:
         """Return what all ranks sent to this one. Collective over the set. See `ReplicaContext.all_to_all`."""
         self._require("all_to_all")
-        given = None if splits is None else np.asarray(splits)
+        given = None if splits is None else plain_array(splits, "all_to_all", "splits")
         result = self._reductions.all_to_all(value, given, axis)
         return result[0] if splits is None else result
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from .._util import nest
+from .._util.underflow import may_underflow
 from ..comm.arrays import accumulation_dtype, array_module, as_array, check_reducible, mean_dtype, on_device_of
 from ..cross_device.arithmetic import arithmetic
 from ..cross_device.ops import CrossDeviceOps
@@ -198,7 +199,7 @@ def _sum_over(leaf: Any, axis: Axis, replicas: int) -> tuple[Any, Finish]:
     check_reducible(dtype, "reduce")
     work = accumulation_dtype(dtype)
     sums = [_sum(part, _axes(part, axis), work) for part in parts]
-    return wrap(sums), lambda total: total if total.dtype == dtype else total.astype(dtype)
+    return wrap(sums), may_underflow(lambda total: total if total.dtype == dtype else total.astype(dtype))
 
 
 def _mean_over(leaf: Any, axis: Axis, replicas: int) -> tuple[Any, Finish]:
@@ -216,6 +217,7 @@ def _mean_over(leaf: Any, axis: Axis, replicas: int) -> tuple[Any, Finish]:
             count = module.full(1, np.prod([part.shape[a] for a in axes], dtype=np.int64), work)
             packs.append(module.concatenate([numerator.reshape(-1), count]))
 
+    @may_underflow
     def finish(total: Any) -> Any:
         count = int(total[-1].real)
         if count == 0:

@@ -300,7 +300,7 @@ class Strategy(RankCollectives, Files, TensorFlow1Strategy):
 
         Args:
             value: PerReplica or plain arrays, or a nest of them; lengths along `axis` may differ.
-            axis: 0 ≤ axis < number of dimensions.
+            axis: from 0, or from the end if it is negative.
             options: as for `reduce`.
 
         Raises:

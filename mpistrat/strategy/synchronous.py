@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 from .. import context
 from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver
 from ..cluster.devices import default_devices
+from ..cluster.resolvers.tf_config import warn_unused
 from ..cluster.spec import worker_count
 from ..cluster.tasks import own_task, ranks_by_task
 from ..cluster.topology import Topology
@@ -218,6 +219,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             tasks = exchange(task)
             if resolver is not None:
                 _check_cluster(resolver, len(tasks))
+            bare = isinstance(resolver, TFConfigClusterResolver) and not resolver.cluster_spec()
+            if bare and topology.rank == 0:
+                warn_unused(MULTI_WORKER_MIRRORED.name, len(tasks))
             jobs = ("evaluator",) if len(tasks) == 1 and "evaluator" in tasks[0] else ("chief", "master", "worker")
             return tuple(ranks_by_task(MULTI_WORKER_MIRRORED.name, tasks, resolver, jobs).values())
 

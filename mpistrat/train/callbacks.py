@@ -12,9 +12,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-import numpy as np
-
 from .._util.log import logger
+from .._util.masks import plain_array
 from ..errors import explain
 
 __all__ = [
@@ -337,7 +336,7 @@ class TerminateOnNaN(Callback):
 
 def plain(logs: Logs) -> dict[str, Any]:
     """Return results as what JSON can hold."""
-    return {name: np.asarray(value).tolist() for name, value in logs.items()}
+    return {name: plain_array(value, "callbacks", name).tolist() for name, value in logs.items()}
 
 
 def is_number(value: Any) -> bool:

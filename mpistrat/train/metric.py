@@ -13,6 +13,7 @@ from typing import Any, final
 import numpy as np
 
 from .. import context
+from .._util.underflow import may_underflow
 from ..comm.arrays import to_host
 from ..errors import explain
 from ..strategy.contexts import in_step, stepping
@@ -20,6 +21,8 @@ from ..types import VariableAggregation, VariableSynchronization
 from ..variables import Variable
 
 __all__ = ["Mean", "MeanOf", "Metric", "Sum", "mean_of_rows", "results"]
+
+_UPDATE = "Metric.update_state"  # in errors
 
 
 class Metric(abc.ABC):
@@ -118,13 +121,14 @@ def results(metrics: Iterable[Metric]) -> dict[str, Any]:
     }
 
 
+@may_underflow
 def mean_of_rows(values: Any, weight: Any) -> np.ndarray:
     """Return the weighted sum of rows' values and the sum of weights. A row's value is the mean over its other dimensions."""
-    array = np.asarray(to_host(values), np.float64)
+    array = np.asarray(to_host(values, _UPDATE, "values"), np.float64)
     if weight is None:
         array = array.reshape(array.shape or (1,))
         return np.array([_mean(array, 1).sum(), len(array)])
-    weights = np.asarray(to_host(weight), np.float64)
+    weights = np.asarray(to_host(weight, _UPDATE, "sample_weight"), np.float64)
     array, weights = same_rank(array, weights)
     if array.ndim > weights.ndim:
         array = _mean(array, weights.ndim)
@@ -147,6 +151,7 @@ def same_rank(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return a, b
 
 
+@may_underflow
 def ratio(a: Any, b: Any) -> Any:
     """Return a / b, and 0 where b is 0."""
     return np.divide(a, b, out=np.zeros(np.broadcast_shapes(np.shape(a), np.shape(b))), where=np.asarray(b) != 0)
@@ -166,11 +171,12 @@ class Sum(Metric):
     def __init__(self, name: str = "sum") -> None:
         super().__init__(name, 1)
 
+    @may_underflow
     def added(self, values: Any, sample_weight: Any = None) -> np.ndarray:
-        array = np.asarray(to_host(values), np.float64)
+        array = np.asarray(to_host(values, _UPDATE, "values"), np.float64)
         if sample_weight is None:
             return np.array([array.sum()])
-        weights = np.asarray(to_host(sample_weight), np.float64)
+        weights = np.asarray(to_host(sample_weight, _UPDATE, "sample_weight"), np.float64)
         array, weights = same_rank(array, weights)
         return np.array([(array.sum(tuple(range(weights.ndim, array.ndim))) * weights).sum()])
 
@@ -214,9 +220,9 @@ class MeanOf(_MeanOfRows):
         """Return a value for each row, or for each element of it."""
 
     def added(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> np.ndarray:
-        return mean_of_rows(self.values(*host(y_true, y_pred)), sample_weight)
+        return mean_of_rows(self.values(*host(y_true=y_true, y_pred=y_pred)), sample_weight)
 
 
-def host(*arrays: Any) -> Sequence[np.ndarray]:
-    """Return arrays of any library as NumPy's."""
-    return [to_host(array) for array in arrays]
+def host(**arrays: Any) -> Sequence[np.ndarray]:
+    """Return arguments of `update_state`, arrays of any library, as NumPy's."""
+    return [to_host(array, _UPDATE, argument) for argument, array in arrays.items()]

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
+from .._util.underflow import may_underflow
 from ..errors import explain
 from .metric import MeanOf, Metric, host, ratio, same_rank
 
@@ -30,6 +31,12 @@ __all__ = [
 
 _SMALLEST = 1e-7  # Keras's epsilon
 
+
+def _single(array: np.ndarray) -> np.ndarray:
+    """Return an array of floats in float32, in which Keras compares: 0.2 in float64 is less than 0.2 in float32."""
+    return array if array.dtype.kind in "biu" else array.astype(np.float32, copy=False)
+
+
 # Regression
 
 
@@ -47,6 +54,7 @@ class MeanSquaredError(MeanOf):
     def __init__(self, name: str = "mean_squared_error") -> None:
         super().__init__(name)
 
+    @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
         return np.square(_difference(y_true, y_pred))
 
@@ -58,6 +66,7 @@ class MeanAbsoluteError(MeanOf):
     def __init__(self, name: str = "mean_absolute_error") -> None:
         super().__init__(name)
 
+    @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
         return np.abs(_difference(y_true, y_pred))
 
@@ -69,9 +78,11 @@ class RootMeanSquaredError(MeanOf):
     def __init__(self, name: str = "root_mean_squared_error") -> None:
         super().__init__(name)
 
+    @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
         return np.square(_difference(y_true, y_pred))
 
+    @may_underflow
     def result_of(self, sums: np.ndarray) -> float:
         return float(np.sqrt(super().result_of(sums)))
 
@@ -98,8 +109,12 @@ class Accuracy(MeanOf):
     def __init__(self, name: str = "accuracy") -> None:
         super().__init__(name)
 
+    @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
         y_true, y_pred = same_rank(y_true, y_pred)
+        if y_true.dtype.kind not in "biu" and y_pred.dtype.kind not in "biu":  # compared as predictions are
+            y_pred = y_pred if y_pred.dtype.itemsize < 4 else _single(y_pred)
+            y_true = y_true.astype(y_pred.dtype)
         return y_true == y_pred
 
 
@@ -111,9 +126,10 @@ class BinaryAccuracy(MeanOf):
         super().__init__(name)
         self.threshold = threshold
 
+    @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
         y_true, y_pred = same_rank(y_true, y_pred)
-        return y_true == (y_pred > self.threshold)
+        return y_true == (_single(y_pred) > np.float32(self.threshold))
 
 
 @final
@@ -123,6 +139,7 @@ class CategoricalAccuracy(MeanOf):
     def __init__(self, name: str = "categorical_accuracy") -> None:
         super().__init__(name)
 
+    @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
         return y_true.argmax(-1) == y_pred.argmax(-1)
 
@@ -141,6 +158,7 @@ class SparseCategoricalAccuracy(MeanOf):
     def __init__(self, name: str = "sparse_categorical_accuracy") -> None:
         super().__init__(name)
 
+    @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
         return _classes(y_true, y_pred) == y_pred.argmax(-1)
 
@@ -153,6 +171,7 @@ class TopKCategoricalAccuracy(MeanOf):
         super().__init__(name)
         self.k = k
 
+    @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
         return _in_top_k(y_true.argmax(-1), y_pred, self.k)
 
@@ -165,6 +184,7 @@ class SparseTopKCategoricalAccuracy(MeanOf):
         super().__init__(name)
         self.k = k
 
+    @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
         return _in_top_k(_classes(y_true, y_pred), y_pred, self.k)
 
@@ -197,6 +217,7 @@ class BinaryCrossentropy(MeanOf):
         super().__init__(name)
         self.from_logits, self.label_smoothing = from_logits, label_smoothing
 
+    @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
         labels, scores = (array.astype(np.float64) for array in same_rank(y_true, y_pred))
         labels = labels * (1 - self.label_smoothing) + 0.5 * self.label_smoothing
@@ -216,6 +237,7 @@ class CategoricalCrossentropy(MeanOf):
         super().__init__(name)
         self.from_logits, self.label_smoothing = from_logits, label_smoothing
 
+    @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
         labels = y_true * (1 - self.label_smoothing) + self.label_smoothing / y_true.shape[-1]
         return -(labels * _logarithms(y_pred, self.from_logits)).sum(-1)
@@ -229,6 +251,7 @@ class SparseCategoricalCrossentropy(MeanOf):
         super().__init__(name)
         self.from_logits = from_logits
 
+    @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
         return -_of_class(_classes(y_true, y_pred), _logarithms(y_pred, self.from_logits))[..., 0]
 
@@ -248,23 +271,39 @@ def _logarithms(y_pred: np.ndarray, from_logits: bool) -> np.ndarray:
 class _Thresholds(Metric):
     """True and false positives above each of some thresholds, and the weight of all rows of either kind."""
 
-    def __init__(self, name: str, thresholds: Sequence[float]) -> None:
+    def __init__(self, name: str, thresholds: Sequence[float], evenly: bool) -> None:
         super().__init__(name, 2 * len(thresholds) + 2)
-        self._order = np.argsort(thresholds)
-        self._ascending = np.asarray(thresholds, np.float64)[self._order]
+        numbers = np.asarray(thresholds, np.float32)  # as Keras compares
+        self._order = np.argsort(numbers, kind="stable")
+        self._ascending = numbers[self._order]
+        self._evenly = evenly
 
+    def _exceeded(self, scores: np.ndarray) -> np.ndarray:
+        """Return how many thresholds each score is above; NaN is above all.
+
+        Keras computes the number of evenly distributed ones instead of comparing, which differs where a score equals one.
+        """
+        scores = scores.astype(np.float32, copy=False)
+        if not self._evenly:
+            return np.searchsorted(self._ascending, scores, "left")
+        count = self._ascending.size
+        found = np.ceil(np.clip(scores, 0, 1) * np.float32(count - 1))
+        least = int(self._ascending[0] < 0 or self._ascending[-1] > 1)
+        return np.where(np.isnan(found), count, np.maximum(found, least)).astype(np.int64)
+
+    @may_underflow
     def count(self, y_true: np.ndarray, y_pred: np.ndarray, weight: Any) -> np.ndarray:
         """Return what rows add: labels of any form but 0 are positive."""
         if weight is None:
             weights: Any = np.ones(y_pred.shape)
         else:
-            (weights,) = host(weight)
+            (weights,) = host(sample_weight=weight)
             _, weights = same_rank(y_pred, weights)
             weights = weights.reshape(weights.shape + (1,) * (y_pred.ndim - weights.ndim))
             weights = np.broadcast_to(weights, y_pred.shape)
         positive, weights = y_true.reshape(-1).astype(bool), weights.reshape(-1).astype(np.float64)
         order = self._order
-        exceeded = np.searchsorted(self._ascending, y_pred.reshape(-1), "left")  # NaN exceeds all
+        exceeded = self._exceeded(y_pred.reshape(-1))
         parts, whole = [], []
         for mine in (positive, ~positive):
             by_count = np.bincount(exceeded[mine], weights[mine], len(order) + 1)
@@ -294,11 +333,13 @@ class _Decisions(_Thresholds):
             if not 0 <= threshold <= 1:
                 text = explain(type(self).__name__, "thresholds", expected="numbers from 0 to 1", got=str(threshold))
                 raise ValueError(text)
-        super().__init__(name, many)
+        evenly = len(many) > 2 and np.allclose(many, np.linspace(0, 1, len(many)), atol=_SMALLEST)
+        super().__init__(name, many, evenly)
 
     def added(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> np.ndarray:
-        labels, scores = same_rank(*host(y_true, y_pred))
+        labels, scores = same_rank(*host(y_true=y_true, y_pred=y_pred))
         if self._top_k is not None:
+            scores = _single(scores)
             kept = np.argsort(-scores, -1, kind="stable")[..., : self._top_k]
             filtered = np.full(scores.shape, -1e10)
             np.put_along_axis(filtered, kept, np.take_along_axis(scores, kept, -1).astype(np.float64), -1)
@@ -331,6 +372,7 @@ class Precision(_Decisions):
     ) -> None:
         super().__init__(thresholds, top_k, class_id, name)
 
+    @may_underflow
     def result_of(self, sums: np.ndarray) -> Any:
         true, false, _, _ = self.parts(sums)
         return self.number_or_array(ratio(true, true + false))
@@ -349,6 +391,7 @@ class Recall(_Decisions):
     ) -> None:
         super().__init__(thresholds, top_k, class_id, name)
 
+    @may_underflow
     def result_of(self, sums: np.ndarray) -> Any:
         true, _, missed, _ = self.parts(sums)
         return self.number_or_array(ratio(true, true + missed))
@@ -384,11 +427,12 @@ class AUC(_Thresholds):
             raise ValueError(explain("AUC", "num_thresholds", expected="2 or more", got=str(num_thresholds)))
         self._curve, self._summation = curve, summation_method
         between = np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
-        super().__init__(name, [-_SMALLEST, *between, 1 + _SMALLEST])
+        super().__init__(name, [-_SMALLEST, *between, 1 + _SMALLEST], evenly=True)
 
     def added(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> np.ndarray:
-        return self.count(*same_rank(*host(y_true, y_pred)), sample_weight)
+        return self.count(*same_rank(*host(y_true=y_true, y_pred=y_pred)), sample_weight)
 
+    @may_underflow
     def result_of(self, sums: np.ndarray) -> float:
         true, false, missed, spared = self.parts(sums)
         recall = ratio(true, true + missed)
@@ -403,6 +447,7 @@ class AUC(_Thresholds):
         return float(((x[:-1] - x[1:]) * heights).sum())
 
     @staticmethod
+    @may_underflow
     def _interpolated(true: np.ndarray, false: np.ndarray, missed: np.ndarray) -> float:
         """The area where true positives are linear in all positives between two thresholds."""
         found = true + false

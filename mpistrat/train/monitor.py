@@ -21,6 +21,7 @@ import numpy as np
 from .. import context
 from .._util.files import replacing
 from .._util.log import logger
+from .._util.masks import plain_array
 from .._util.text import counted, duration
 from .._version import __version__
 from ..errors import ContextError, MissingDependencyError, explain
@@ -257,7 +258,7 @@ class Monitor(Callback):
             name: of it.
             values: an array of any shape.
         """
-        self._add("add_histogram", name, np.asarray(values))
+        self._add("add_histogram", name, plain_array(values, "Monitor.histogram", "values"))
 
     def text(self, name: str, text: str) -> None:
         """Add a text to TensorBoard's files, at this step; on one rank. Local."""
@@ -270,7 +271,7 @@ class Monitor(Callback):
             name: of it.
             image: height × width, or height × width × channels; floats between 0 and 1, or uint8.
         """
-        array = np.asarray(image)
+        array = plain_array(image, "Monitor.image", "image")
         self._add("add_image", name, array if array.ndim == 3 else array[..., None], dataformats="HWC")
 
     def scalar(self, name: str, value: float) -> None:

@@ -12,6 +12,7 @@ from typing import Any, final
 import numpy as np
 
 from .._util import log
+from .._util.masks import plain_array
 from ..errors import ContextError, explain
 from .callbacks import Callback, Loop
 from .checkpoints import Checkpoints
@@ -223,7 +224,7 @@ class Trainer:
             "alone": self._servers,  # whether each reader has batches of its own
             "dealt": self._dealt(),  # the readers among whom batches are dealt out
             "readers": self.strategy.all_gather_object(mine) if self._servers else [mine],
-            "history": {name: np.asarray(values).tolist() for name, values in self.history.items()},
+            "history": {name: plain_array(values, "Trainer", name).tolist() for name, values in self.history.items()},
             "random": gather_states(self.strategy),
             "rate": loop.rate(),
             "stopped": loop.stop_training,
@@ -295,7 +296,7 @@ class Trainer:
         rows = [self.strategy.gather(self._run("predict", batch), axis=0) for batch in itertools.islice(data, steps)]
         if not rows:
             raise ValueError(explain("Trainer.predict", "data", expected="a batch", got="none"))
-        return np.concatenate(rows)
+        return np.concatenate([plain_array(each, "Trainer.predict", "predict_step") for each in rows])
 
     def _run(self, function: str, batch: Any) -> Any:
         step = self._steps[function]

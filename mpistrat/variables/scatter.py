@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._util.arguments import tensorflow_names
+from .._util.masks import plain_array
 from ..comm.arrays import as_array, to_host
 from ..errors import explain
 from ..types import IndexedSlices
@@ -307,7 +308,7 @@ def _rows_of_array(
     first: Any, rest: Sequence[Any], shape: tuple[int, ...]
 ) -> tuple[np.ndarray, tuple[Any, ...]] | None:
     try:
-        numbers = np.asarray(first)
+        numbers = plain_array(first, "Variable", "index")
     except ValueError:  # lists of unequal length
         return None
     if numbers.dtype == bool and numbers.ndim:

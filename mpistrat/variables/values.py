@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from .._util.arguments import check_range
 from .._util.files import with_zero_padding
+from .._util.underflow import may_underflow
 from ..cluster.devices import parse
 from ..comm.arrays import array_module, as_array, import_cupy, is_gpu, on_device_of, to_host
 from ..distributed_values import DistributedValues, Mirrored
@@ -30,7 +32,6 @@ __all__ = [
 ]
 
 _LADDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}  # V: bfloat16
-_PLAIN = (bool, int, float, complex, list, tuple)
 
 
 def parse_dtype(dtype: Any, function: str = "Variable") -> np.dtype:
@@ -70,7 +71,7 @@ def initial_array(value: Any, dtype: np.dtype | None) -> np.ndarray:
         return convert(value, array, dtype, "Variable", "any")
     if not hasattr(value, "dtype"):
         if array.dtype == np.float64:
-            return array.astype(np.float32)
+            return _cast(array, np.dtype(np.float32))
         if array.dtype == np.int64 and (array == array.astype(np.int32)).all():
             return array.astype(np.int32)
     return array.astype(parse_dtype(array.dtype), copy=False)
@@ -83,7 +84,7 @@ def convert(value: Any, array: Any, dtype: np.dtype, function: str, casting: str
 
     Raises:
         TypeError: a float for an integer variable, and the like.
-        OverflowError: an integer of Python's that the dtype cannot hold.
+        OverflowError: an integer that the dtype cannot hold.
     """
     if array.dtype == dtype:
         return array
@@ -95,18 +96,13 @@ def convert(value: Any, array: Any, dtype: np.dtype, function: str, casting: str
         remedy = "Convert it explicitly with astype"
         expected = f"a value that {dtype} can hold"
         raise TypeError(explain(function, "value", expected=expected, got=str(array.dtype), remedy=remedy))
-    if type(value) in _PLAIN and dtype.kind in "iu":
-        _check_range(array, dtype, function)
+    check_range(function, "value", array, dtype)
+    return _cast(array, dtype)
+
+
+@may_underflow
+def _cast(array: Any, dtype: np.dtype) -> Any:
     return array.astype(dtype)
-
-
-def _check_range(array: Any, dtype: np.dtype, function: str) -> None:
-    """Raise OverflowError where an integer does not fit: NumPy 1 would wrap it, and so does astype."""
-    info = np.iinfo(dtype)
-    for extreme in (int(array.min()), int(array.max())) if array.size else ():
-        if not info.min <= extreme <= info.max:
-            expected = f"integers from {info.min} to {info.max}"
-            raise OverflowError(explain(function, "value", expected=expected, got=extreme))
 
 
 def as_flat(value: Any, shape: tuple[int, ...], dtype: np.dtype, function: str) -> Any:

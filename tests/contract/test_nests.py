@@ -53,6 +53,20 @@ def test_gather(strategy, limit, axis):
         place(found)[...] = 0  # a rank's own
 
 
+def test_gather_along_the_last_axis_of_each(strategy, limit):
+    def nest_of(r):
+        return {
+            "a": leaf(r, 2 + r, (3,), "float32", 1),
+            "b": [leaf(r, 1 + r, (), "int8", 0)],
+            "c": np.full((2, 1, r), r),
+        }
+
+    found = strategy.gather(values(strategy, nest_of), -1)
+    every = [nest_of(r) for r in range(strategy.num_replicas_in_sync)]
+    for place in (lambda v: v["a"], lambda v: v["b"][0], lambda v: v["c"]):
+        assert np.array_equal(place(found), np.concatenate([place(value) for value in every], axis=-1))
+
+
 def test_in_a_step(strategy):
     n = strategy.num_replicas_in_sync
 

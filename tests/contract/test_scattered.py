@@ -32,7 +32,7 @@ def test_reduce_scatter(strategy, dtype):
     every = np.array([of(r, shape, dtype) for r in range(n)])
     total = every.sum(axis=0).astype(dtype)
     mean = every.mean(axis=0, dtype="float64" if dtype.startswith("int") else None)
-    for axis in range(3):
+    for axis in range(-3, 3):
         sums = np.array_split(total, n, axis=axis)
         means = np.array_split(mean, n, axis=axis)
         for r, found in in_step(strategy, lambda c, r, a=axis: c.reduce_scatter("SUM", every[r], a)).items():
@@ -71,13 +71,13 @@ def lengths(n):
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int16", "float32", "complex64", "datetime64[s]", "S5", "U3"])
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("axis", [0, 1, -2, -1])
 def test_all_to_all_with_splits(strategy, dtype, axis):
     n = strategy.num_replicas_in_sync
     table = lengths(n)
     every = []
     for r in range(n):
-        shape = (table[r].sum(), 2) if axis == 0 else (2, table[r].sum())
+        shape = (table[r].sum(), 2) if axis in (0, -2) else (2, table[r].sum())
         every.append(of(r, shape, "int64").astype(dtype))
     cuts = [np.split(every[r], np.cumsum(table[r])[:-1], axis=axis) for r in range(n)]
     for splits in (table, table.tolist()):
@@ -166,7 +166,7 @@ def test_wrong_splits_of_one_replica_are_told_on_every_rank(strategy):
 def test_wrong_use(strategy):
     n = strategy.num_replicas_in_sync
     for act in (lambda c, v, a: c.reduce_scatter("SUM", v, a), lambda c, v, a: c.all_to_all(v, axis=a)):
-        for value, axis, told in ((1.0, 0, "a scalar"), (np.zeros(n), 1, "axis < 1"), (np.zeros(n), -1, "axis < 1")):
+        for value, axis, told in ((1.0, 0, "a scalar"), (np.zeros(n), 1, "axis < 1"), (np.zeros(n), -2, "axis < 1")):
             with pytest.raises(ValueError, match=told):
                 in_step(strategy, lambda c, r, a=act, v=value, x=axis: a(c, v, x))
     with pytest.raises(TypeError):

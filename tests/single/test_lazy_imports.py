@@ -166,3 +166,9 @@ def test_a_package_without_sources_says_so(tmp_path: Path):
         "except ImportError as error: print(error)"
     )
     assert "got compiled files only" in python(program)
+
+
+def test_an_old_numpy_is_refused():
+    program = "import numpy; numpy.__version__ = '1.26.4'; import mpistrat"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "mpistrat: expected numpy 2.0 or newer, got numpy 1.26.4. pip install --upgrade 'numpy>=2.0'" in done.stderr

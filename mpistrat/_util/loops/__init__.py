@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from ..underflow import may_underflow
+
 __all__ = [
     "add",
     "await_difference",
@@ -128,6 +130,7 @@ def squares(values: Any) -> float:
     return float(sum(number for each in sums for number in each.tolist()))
 
 
+@may_underflow
 def _by_lanes(values: Any) -> Any:
     """Return the sums of squares of each (rows, lanes): those of a lane one after the other, the lanes by halves."""
     lanes = (values * values).sum(axis=1)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from typing import Any, final
 
+from ..._util import log
 from ...errors import ClusterError, explain
 from ..spec import ClusterSpec, validate
 from .resolver import ClusterResolver, check_task, task_url_of_several
 
-__all__ = ["TFConfigClusterResolver"]
+__all__ = ["TFConfigClusterResolver", "warn_unused"]
 
 
 @final
@@ -52,6 +54,19 @@ class TFConfigClusterResolver(ClusterResolver):
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """Return the address of a task, by default of this one; "" if the cluster has at most one."""
         return task_url_of_several(self, task_type, task_id, rpc_layer)
+
+
+def warn_unused(strategy: str, ranks: int) -> None:
+    """Log that TF_CONFIG has no cluster where TensorFlow would train in each process alone, and this package on all ranks.
+
+    Args:
+        strategy: its name.
+        ranks: how many train together.
+    """
+    if ranks > 1 and os.environ.get("TF_CONFIG", "").strip():
+        effect = f"the {ranks} ranks of MPI train together, where TensorFlow would train in each process alone"
+        remedy = 'Add "cluster" to TF_CONFIG, or unset it'
+        log.once(logging.WARNING, f"{strategy}: TF_CONFIG has no cluster: {effect}. {remedy}")
 
 
 def _error(argument: str, expected: str, got: str) -> ClusterError:

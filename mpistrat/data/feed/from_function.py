@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._util import nest
+from ..._util.masks import plain_array
 from ...errors import explain
 from ..dataset import Dataset
 from ..nodes.node import INFINITE, UNKNOWN
@@ -194,7 +195,7 @@ class FunctionPlan(Plan):
 
     def _block(self, element: Any) -> Any:
         """A batch of an iterable that is no Dataset of ours."""
-        block = nest.map_structure(np.asarray, element)
+        block = nest.map_structure(lambda leaf: plain_array(leaf, FUNCTION, "dataset_fn"), element)
         if self._row_spec is None:
             if any(leaf.ndim == 0 for leaf in nest.flatten(block)):
                 expected = "batches, whose arrays have a first axis of rows"

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..._util import log, nest
 from ..._util.files import with_zero_padding
+from ..._util.masks import plain_array
 from ...errors import ShardError, explain
 from .calls import call, check_callable, name_of
 from .node import UNKNOWN, Node, Outcome
@@ -41,7 +42,7 @@ class _Chosen(_Kept):
         kept = call(self._predicate, element)
         if isinstance(kept, bool):
             return kept
-        answer = np.asarray(kept)
+        answer = plain_array(kept, f"Dataset.{self._name}", "predicate")
         if answer.dtype != np.bool_ or answer.size != 1:
             expected, got = "a function that returns a bool", f"{kept!r:.60}"
             raise TypeError(explain(f"Dataset.{self._name}", "predicate", expected=expected, got=got))

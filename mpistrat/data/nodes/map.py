@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._util import nest
+from ..._util.masks import plain_array
 from ...errors import ShardError, explain
 from ..buffers import RowBuffers
 from ..options import number_of_calls
@@ -111,14 +112,14 @@ class Mapped(Stage):
     def _spec_of(self, element: Any, position: int) -> Any:
         try:
             return spec_of_element(element)
-        except ValueError:
+        except (TypeError, ValueError):
             self._check_arrays(element, position)
             raise
 
     def _check_arrays(self, element: Any, position: int) -> None:
-        """Raise if something that the function returned is no array, number or string: mostly it returned nothing."""
+        """Raise if something that the function returned is no array, number or string, or masked: mostly it returned nothing."""
         for name, leaf in zip(nest.paths(element), nest.flatten(element), strict=True):
-            array = np.asarray(leaf)
+            array = plain_array(leaf, self.describe(), f"element {position}{name and ' at ' + name}")
             if isinstance(leaf, (str, bytes)) or not array.dtype.hasobject:
                 continue
             if array.ndim and self._parent.batching is not None:  # strings, or rows that differ in length
@@ -157,9 +158,9 @@ class Mapped(Stage):
         return self._checked(made, count, position)
 
     def _checked(self, made: Any, count: int, position: int) -> Any:
-        if not all(isinstance(leaf, np.ndarray) for leaf in nest.flatten(made)):
+        if not all(type(leaf) is np.ndarray and leaf.dtype.kind != "O" for leaf in nest.flatten(made)):
             self._check_arrays(made, position)
-        made = nest.map_structure(np.asarray, made)
+            made = nest.map_structure(np.asarray, made)
         for name, leaf in zip(nest.paths(made), nest.flatten(made), strict=True):
             if leaf.ndim == 0 or leaf.shape[0] != count:
                 expected = f"{count} rows{name and ' in ' + name}, as many as the batch has"
@@ -174,6 +175,9 @@ class Mapped(Stage):
             self._row_spec = self._spec_of(element, position)
         try:
             return conform(element, self._row_spec)
+        except TypeError:
+            self._check_arrays(element, position)
+            raise
         except ValueError as error:
             self._check_arrays(element, position)
             text = f"{self.describe()}: element {position}: {error}, unlike the first element"

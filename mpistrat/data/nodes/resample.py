@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._util.arguments import integer
+from ..._util.masks import plain_array
 from ...errors import explain
 from ..permutation import DEFAULT_SEED, random_words
 from ..spec import ArraySpec
@@ -81,7 +82,7 @@ class Resampled(InOrder):
 
     def _classified(self, epoch: int) -> Iterator[tuple[np.int64, Any]]:
         for position, row in enumerate(self._parent.elements(epoch)):
-            number = np.asarray(call(self._class_func, row))
+            number = plain_array(call(self._class_func, row), FUNCTION, "class_func")
             if number.size != 1 or number.dtype.kind not in "iu" or not 0 <= number.item() < self._target.size:
                 expected, got = f"an integer in [0, {self._target.size})", f"{number} for row {position}"
                 raise ValueError(explain(FUNCTION, "class_func", expected=expected, got=got))
@@ -156,7 +157,7 @@ def rejection_resample(
 
 def _distribution(argument: str, given: Any) -> Distribution:
     try:
-        shares = np.asarray(given, np.float64)
+        shares = plain_array(given, FUNCTION, argument, np.float64)
     except (ValueError, TypeError):
         shares = np.empty(0)
     if shares.ndim != 1 or not shares.size or not (shares >= 0).all() or abs(shares.sum() - 1) > 1e-3:

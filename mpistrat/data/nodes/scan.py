@@ -45,7 +45,7 @@ class State:
     def _conformed(self, argument: str, value: Any) -> Any:
         try:
             return conform(value, self._spec)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             expected, got = "a state like the initial one", f"another: {error}"
             raise ValueError(explain(self._function, argument, expected=expected, got=got)) from None
 

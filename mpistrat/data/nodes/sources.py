@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ..._util import nest
 from ..._util.files import with_zero_padding
+from ..._util.masks import plain_array
 from ...errors import explain
 from ..buffers import RowBuffers, take_rows
 from ..spec import ArraySpec, conform, spec_of_element, spec_of_rows, stack_rows
@@ -75,8 +76,10 @@ def row_content(row: Any) -> bytes:
 
 def array_rows(arrays: Any, copy: bool = False) -> Node:
     """The rows of a nest of arrays, or of copies of them; see `from_arrays`."""
-    held = nest.map_structure(_copied if copy else np.asarray, plain_lists(arrays))
-    leaves = nest.flatten(held)
+    given = plain_lists(arrays)
+    named = zip(nest.paths(given), nest.flatten(given), strict=True)
+    leaves = [plain_array(leaf, "from_arrays", f"arrays{name}") for name, leaf in named]
+    held = nest.pack_like(given, list(map(_copied, leaves)) if copy else leaves)
     if not leaves:
         raise ValueError(explain("from_arrays", "arrays", expected="at least one array", got=repr(arrays)))
     for name, leaf in zip(nest.paths(held), leaves, strict=True):
@@ -90,10 +93,9 @@ def array_rows(arrays: Any, copy: bool = False) -> Node:
     return _Arrays(held, len(leaves[0]))
 
 
-def _copied(array: Any) -> np.ndarray:
+def _copied(array: NDArray[Any]) -> NDArray[Any]:
     """Return a copy of an array, and of the arrays in it."""
-    found = np.asarray(array)
-    return deepcopy(found) if found.dtype.hasobject else np.array(found)
+    return deepcopy(array) if array.dtype.hasobject else np.array(array)
 
 
 def plain_lists(arrays: Any) -> Any:
@@ -186,6 +188,8 @@ class _Generated(InputRows):
                 self._spec = spec_of_element(element)
             try:
                 arrays = conform(element, self._spec)
+            except TypeError as error:
+                raise TypeError(f"from_generator: element {position}: {error}") from None
             except ValueError as error:
                 why = "as element_spec says" if self._given else "as the first element was: give element_spec otherwise"
                 raise ValueError(f"from_generator: element {position}: {error} ({why})") from None

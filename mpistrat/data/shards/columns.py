@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._util.masks import plain_array
 from ...errors import explain
 from ..spec import ArraySpec
 from .manifest import Field
@@ -58,13 +59,14 @@ def columns_of(function: str, argument: str, rows: Any) -> Columns:
     """Return rows as arrays of equal length by name, without a copy where they are arrays.
 
     Raises:
+        TypeError: for masked numbers.
         ValueError: for scalars, and for arrays of different lengths.
     """
     columns: Columns = {}
     for name, value in named(function, argument, rows).items():
         where = f"{argument}[{name!r}]"
         try:
-            array = np.asarray(value)
+            array = plain_array(value, function, where)
         except ValueError as error:
             remedy = "Rows of different lengths go into a 1-D array of dtype object that holds an array for each row."
             raise ValueError(explain(function, where, expected="an array", got=str(error), remedy=remedy)) from None

@@ -115,11 +115,15 @@ class SetWriter:
             try:
                 spec = spec_of_element(values)
                 rows = stack_rows([conform(values, spec)], spec)
+            except TypeError as error:
+                raise TypeError(f"{where}: {argument}: {error}") from None
             except ValueError as error:
                 raise ValueError(f"{where}: {argument}: {error}") from None
             self._begin(where, argument, fields_of(where, argument, rows))
         try:
             values = conform(values, self._spec)
+        except TypeError as error:
+            raise TypeError(f"{where}: {argument}: {error}") from None
         except ValueError as error:
             remedy = "Rows that differ in length are written many at a time, or from ms.data.from_generator."
             text = f"{where}: {argument}: {error}" + (f". {remedy}" if "got " in str(error) else "")

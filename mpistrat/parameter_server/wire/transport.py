@@ -22,6 +22,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from ..._util.buffers import BufferPool
+from ..._util.masks import plain_array
 from ...comm.process_group import ProcessGroup
 from ...comm.waiting import PeerWait
 from ...errors import explain
@@ -150,7 +151,7 @@ class Transport(ABC):
         """
         spec = (self._found.get(variable) or self._address(variable, "push")).spec
         if type(array) is not np.ndarray or array.dtype != spec.dtype or array.shape != spec.shape:
-            array = np.asarray(array)
+            array = plain_array(array, "push", "array")
             _check_array(spec, "push", "array", array, spec.shape)
         _check_what(what, "push")
         kind, nbytes = _PUSH_AND_COMMIT if commit else MessageKind.PUSH, spec.nbytes
@@ -181,7 +182,10 @@ class Transport(ABC):
             depth: of how many dimensions the rows are counted; with 2 a (4, 5, 6) array has 20 rows of 6.
         """
         address = self._address(variable, "push_rows")
-        numbers, values = self._check_rows(address, "push_rows", rows, depth), np.asarray(values)
+        numbers, values = (
+            self._check_rows(address, "push_rows", rows, depth),
+            plain_array(values, "push_rows", "values"),
+        )
         _check_array(address.spec, "push_rows", "values", values, (numbers.size, *address.spec.shape[depth:]))
         _check_what(what, "push_rows")
         kind = MessageKind.PUSH_ROWS | MessageKind.ENDS_STEP if commit else MessageKind.PUSH_ROWS
@@ -287,7 +291,7 @@ class Transport(ABC):
         return address
 
     def _check_rows(self, address: Address, function: str, rows: Any, depth: int = 1) -> np.ndarray:
-        numbers = np.asarray(rows)
+        numbers = plain_array(rows, function, "rows")
         if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu") or len(address.spec.shape) < depth:
             got = f"{numbers.dtype} of shape {numbers.shape} for a variable of shape {address.spec.shape}"
             raise ValueError(explain(function, "rows", expected="one dimension of integers", got=got))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from ..._util.underflow import may_underflow
 from ...comm.arrays import accumulation_dtype, to_host
 from ...distributed_values import DistributedValues, PerReplica
 from ...errors import explain
@@ -121,6 +122,7 @@ class PushStep(UpdateRun):
                 explain("apply_gradients", variable.name, expected="finite numbers", got=got, remedy=remedy)
             )
 
+    @may_underflow
     def _push(self, variable: ParameterServerVariable, gradient: Any, last: bool) -> None:
         access, dtype = self._access, variable.dtype
         if isinstance(gradient, IndexedSlices):
@@ -144,6 +146,7 @@ def _each_row_once(gradient: IndexedSlices) -> IndexedSlices:
     return IndexedSlices(values, rows, gradient.dense_shape)
 
 
+@may_underflow
 def _clip(gradients: list[Any], limit: float) -> list[Any]:
     """Scale gradients together so that their norm does not exceed a limit; NaN in one makes all NaN."""
     gradients = [_each_row_once(g) if isinstance(g, IndexedSlices) else g for g in gradients]

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from ..._util.masks import plain_array
 from ...comm.agree import same, together
 from ...comm.process_group import ProcessGroup
 from ...errors import CollectiveMismatchError, by_rank, explain
@@ -73,6 +76,8 @@ def _plain(value: Any, where: str, of_object: bool = False) -> Any:
 
     In the state of an object (`of_object`) keys may be numbers, as MultiStepLR's milestones are.
     """
+    if isinstance(value, np.ndarray):
+        value = plain_array(value, "Strategy.save", where)
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # as v.numpy() returns it; torch's tensors, too
         value = value.item()
     if value is None or isinstance(value, (str, bool, int, float)):

@@ -489,3 +489,25 @@ def test_the_state_of_a_rule_that_keeps_something_else_is_refused(there, here, s
         params = ms.jax.current(params)
         assert difference(arrays(params), before) == 0 and optimizer.iterations == taken
         train(strategy, params, step, optimizer, epochs=1)
+
+
+def signs(updates, params=None):
+    """Rules that divide 0 by 0 where a gradient is 0."""
+    return jax.tree.map(lambda g: -0.1 * g / jnp.abs(g), updates)
+
+
+def untraced_signs(updates, params=None):
+    return signs(updates) if float(jax.tree.leaves(updates)[0][0]) < 2 else updates
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("update", [signs, untraced_signs])
+def test_only_a_nan_of_the_users_ends_a_program_that_debugs_nans(update):
+    gradients = [np.full(3, 0.5, np.float32), np.array([0.5, 0.0, 0.5], np.float32)]
+    with jax.debug_nans(True), ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            params, optimizer = ms.jax.distribute({"w": np.ones(3, np.float32)}, optax.stateless(update))
+        params = ms.jax.apply(optimizer, {"w": jnp.asarray(gradients[0])}, params)
+        np.testing.assert_allclose(np.asarray(params["w"]), 0.9, rtol=1e-6)
+        with pytest.raises(FloatingPointError, match="nan"):
+            ms.jax.apply(optimizer, {"w": jnp.asarray(gradients[1])}, params)

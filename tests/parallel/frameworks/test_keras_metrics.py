@@ -73,3 +73,37 @@ def test_a_metric_has_keras_numbers(kind, theirs, ours, weighted):
         ours.update_state(labels, scores, **given)
     expected = keras.ops.convert_to_numpy(theirs.result())
     np.testing.assert_allclose(ours.result(), expected, rtol=3e-5, atol=1e-6)
+
+
+GRID = (np.arange(21) / 20).tolist()  # on which scores and thresholds are equal again and again
+TIES = {
+    "Precision": [{"thresholds": number} for number in GRID] + [{"thresholds": [0.0, 0.25, 0.5, 0.75, 1.0]}],
+    "Recall": [{"thresholds": [0.2]}, {"thresholds": [0.7, 0.2, 0.35]}, {"thresholds": GRID}],
+    "AUC": [{"num_thresholds": number, "curve": curve} for number in (2, 3, 11, 21) for curve in ("ROC", "PR")],
+    "BinaryAccuracy": [{"threshold": number} for number in GRID],
+    "Accuracy": [{}],
+    "CategoricalAccuracy": [{}],
+    "TopKCategoricalAccuracy": [{"k": 2}],
+}
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "list"])
+@pytest.mark.parametrize("name", TIES)
+def test_scores_that_equal_thresholds_count_as_in_keras(name, dtype):
+    if (name == "BinaryAccuracy" and dtype in ("float16", "float64")) or (name, dtype) == ("Accuracy", "float64"):
+        pytest.skip("Keras's backends differ: some compare in the dtype of the predictions")
+    for settings in TIES[name]:
+        theirs, ours = getattr(k, name)(**settings), getattr(t, name)(**settings)
+        for seed in range(3):
+            rng = np.random.default_rng(seed)
+            scores = rng.choice(GRID, (40, 4 if "Categorical" in name else 1))
+            if name == "Accuracy":
+                labels = rng.choice(GRID, (40, 1))
+            else:
+                labels = np.eye(4)[rng.integers(0, 4, 40)] if "Categorical" in name else rng.integers(0, 2, (40, 1))
+            given = scores.tolist() if dtype == "list" else scores.astype(dtype)
+            theirs.update_state(labels, given)
+            ours.update_state(labels, given)
+            expected = keras.ops.convert_to_numpy(theirs.result())
+            np.testing.assert_allclose(ours.result(), expected, rtol=3e-5, atol=1e-6, err_msg=f"{settings}")

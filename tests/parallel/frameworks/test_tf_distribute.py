@@ -346,3 +346,54 @@ def test_partitioners(name, shape):
     for arguments in PARTITIONERS[name]:
         expected = getattr(THEIRS.partitioners, name)(*arguments)(tf.TensorShape(shape), tf.float32)
         assert [*getattr(OURS.partitioners, name)(*arguments)(shape, np.dtype("float32"))] == [*expected]
+
+
+GRADIENTS = np.array([[3.0, 4.0], [-3.0, 0.5]], np.float32)  # of two replicas
+
+
+def by_norm(gradient):
+    return gradient * min(1, 1 / np.linalg.norm(gradient))
+
+
+CLIPS = {"clipnorm": by_norm, "global_clipnorm": by_norm, "clipvalue": lambda gradient: np.clip(gradient, -1, 1)}
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("setting", CLIPS)
+def test_keras_clips_the_gradient_of_each_replica_and_we_their_sum(setting):
+    """As the page about tf.distribute says; a step that clips has Keras's numbers."""
+    keras, clip = pytest.importorskip("keras"), CLIPS[setting]
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("Keras's optimizers sum over tf.distribute's replicas with TensorFlow only")
+    theirs = tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
+    with theirs.scope():
+        v, optimizer = tf.Variable([0.0, 0.0]), keras.optimizers.SGD(1.0, **{setting: 1.0})
+        optimizer.build([v])
+
+    @tf.function
+    def run():
+        def step():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            optimizer.apply_gradients([(tf.gather(tf.constant(GRADIENTS), replica), v)])
+
+        theirs.run(step)
+
+    run()
+    of_each = -sum(map(clip, GRADIENTS))
+    np.testing.assert_allclose(v.numpy(), of_each, rtol=1e-6)
+
+    def ours(clips, **settings):
+        with ms.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+            with strategy.scope():
+                w, optimizer = ms.Variable([0.0, 0.0]), ms.optimizers.SGD(1.0, **settings)
+
+            def step():
+                gradient = GRADIENTS[ms.get_replica_context().replica_id_in_sync_group]
+                optimizer.apply_gradients([(clip(gradient) if clips else gradient, w)])
+
+            strategy.run(step)
+            return w.numpy()
+
+    np.testing.assert_allclose(ours(False, **{setting: 1.0}), -clip(GRADIENTS.sum(0)), rtol=1e-6)
+    np.testing.assert_allclose(ours(True), of_each, rtol=1e-6)
+    assert not np.allclose(of_each, -clip(GRADIENTS.sum(0)))

@@ -114,7 +114,7 @@ def test_wrong_use_is_told():
         ms.optimizers.LossScaleOptimizer(inner)
     with pytest.raises(TypeError, match=r"expected an optimizer of ms\.optimizers, got float"):
         ms.optimizers.LossScaleOptimizer(0.5)
-    with pytest.raises(ValueError, match="loss_scale_factor: expected > 0, got 0"):
+    with pytest.raises(ValueError, match="loss_scale_factor: expected a finite number > 0, got 0"):
         ms.optimizers.SGD(0.1, loss_scale_factor=0)
     outside = ms.optimizers.LossScaleOptimizer(ms.optimizers.SGD(0.1))
     with ms.MultiWorkerMirroredStrategy() as strategy, strategy.scope():

@@ -12,6 +12,7 @@ import pytest
 from strategies import made
 
 import mpistrat as ms
+from mpistrat._util import log
 from mpistrat.errors import ClusterError, CollectiveMismatchError, DeviceError, LayoutError, MissingDependencyError
 
 WORKERS = [f"host{i}:1" for i in range(8)]
@@ -142,6 +143,22 @@ class TestClusters:
     def test_without_tf_config(self):
         with ms.MultiWorkerMirroredStrategy() as strategy:
             assert strategy.cluster_resolver.cluster_spec().num_tasks("worker") == 2
+
+    @pytest.mark.ranks(1, 2)
+    @pytest.mark.parametrize("make", [ms.MultiWorkerMirroredStrategy, ms.ParameterServerStrategy])
+    @pytest.mark.parametrize("has_task", [False, True])
+    def test_tf_config_without_a_cluster_is_logged(self, make, has_task, caplog):
+        """With it TensorFlow trains in each process alone."""
+        size, rank = world().size, world().rank
+        if size == 1 and make is ms.ParameterServerStrategy:
+            pytest.skip("it takes a server and a worker")
+        config = {"task": {"type": "worker", "index": rank}} if has_task else {}
+        log.once.cache_clear()
+        with mock.patch.dict(os.environ, TF_CONFIG=json.dumps(config)), make() as strategy:
+            assert strategy.size == size
+        logged = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "TF_CONFIG" in r.getMessage()]
+        expected = "TF_CONFIG has no cluster: the 2 ranks of MPI train together"
+        assert (expected in "".join(logged)) == (size == 2 and rank == 0), logged
 
     @pytest.mark.ranks(2)
     @pytest.mark.parametrize(
@@ -314,6 +331,7 @@ def test_every_rank_hears_of_a_damaged_file(mpi_tmp_path):
 RESUMED = """
 import numpy as np
 import mpistrat as ms
+from mpistrat._util import log
 
 
 def counters(how):

@@ -40,6 +40,11 @@ def test_values(mesh, axis, dtype):
         assert np.array_equal(mesh.shard(total, axis, dim), np.split(total, 2, axis=dim)[at])
         whole = np.concatenate(every, axis=dim)
         assert np.array_equal(mesh.reshard(mine, axis, old=dim, new=1 - dim), np.split(whole, 2, axis=1 - dim)[at])
+        last = dim - 2  # the same, counted from the end
+        assert np.array_equal(mesh.all_gather(mine, axis, last), whole)
+        assert np.array_equal(mesh.reduce_scatter(mine, axis, last), np.split(total, 2, axis=dim)[at])
+        assert np.array_equal(mesh.shard(total, axis, last), np.split(total, 2, axis=dim)[at])
+        assert np.array_equal(mesh.reshard(mine, axis, old=last, new=1 - dim), np.split(whole, 2, axis=1 - dim)[at])
     for root in (0, 1):
         assert np.array_equal(mesh.broadcast(mine, axis, root), every[root])
     for result in (mesh.all_gather(mine, axis, 0), mesh.reduce_scatter(mine, axis, 0), mesh.reshard(mine, axis, 0, 1)):
@@ -105,8 +110,10 @@ def test_ranks_that_differ_are_told(mesh):
 def test_wrong_use(mesh):
     with pytest.raises(ValueError, match="'data', 'model'"):
         mesh.all_reduce(np.zeros(2), "modle")
-    with pytest.raises(ValueError, match="from 0 on"):
-        mesh.all_gather(np.zeros(2), "model", -1)
+    with pytest.raises(ValueError, match=r"a dimension of an array of shape \(2,\), got -2"):
+        mesh.all_gather(np.zeros(2), "model", -2)
+    with pytest.raises(ValueError, match="another dimension than old"):
+        mesh.reshard(np.zeros((2, 2)), "model", 1, -1)
     with pytest.raises(ValueError, match="divide"):
         mesh.reduce_scatter(np.zeros(3), "model", 0)
     with pytest.raises(ValueError, match="divide"):

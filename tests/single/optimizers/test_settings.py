@@ -1,4 +1,7 @@
-"""Settings of optimizers in their state, and steps that are refused, on one process without MPI."""
+"""Settings of optimizers: their limits, in their state, and steps that are refused, on one process without MPI."""
+
+import inspect
+import math
 
 import numpy as np
 import pytest
@@ -100,3 +103,87 @@ def test_a_refused_first_step_keeps_state_that_was_given():
     assert optimizer.get_state()["slots"]["given"]["momentum"].tolist() == [4.0] * 3
     optimizer.apply_gradients([(np.zeros(3), w)])
     assert w.numpy().tolist() == [3.0] * 3
+
+
+RULES = [getattr(ms.optimizers, name) for name in ms.optimizers.__all__]
+RULES = [rule for rule in RULES if isinstance(rule, type) and issubclass(rule, ms.optimizers.Optimizer)]
+RULES.remove(ms.optimizers.Optimizer)
+COMMON = (
+    "learning_rate",
+    "weight_decay",
+    "clipnorm",
+    "clipvalue",
+    "global_clipnorm",
+    "loss_scale_factor",
+    "ema_momentum",
+)
+
+
+def numbers_of(rule):
+    """Return the names of all settings of a rule that are numbers."""
+    own = inspect.signature(rule).parameters.values()
+    return {each.name for each in own if isinstance(each.default, float)} | set(COMMON)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_setting_that_is_a_number_has_limits(rule):
+    assert numbers_of(rule) - set(COMMON) == set(rule.limits)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, np.float32("nan")])
+@pytest.mark.parametrize("rule", RULES)
+def test_no_setting_is_nan_or_infinite(rule, number):
+    for name in numbers_of(rule):
+        with pytest.raises(ValueError, match=f"{name}: expected .*, got {number}"):
+            rule(**{name: number})
+        optimizer = rule()
+        before = getattr(optimizer, name)
+        with pytest.raises(ValueError, match=f"{name}: expected .*, got {number}"):
+            setattr(optimizer, name, number)
+        assert getattr(optimizer, name) == before
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_settings_out_of_range_are_refused(rule):
+    positive = {"learning_rate_power": 0.5, "beta_2_decay": 0.5}  # of which negative ones are legal
+    above = {"momentum", "rho", "beta_1", "beta_2", "ema_momentum"}
+    for name in numbers_of(rule):
+        for number in [positive.get(name, -0.5)] + [2.0] * (name in above):
+            with pytest.raises(ValueError, match=f"{name}: expected .*, got {number}"):
+                rule(**{name: number})
+            with pytest.raises(ValueError, match=f"{name}: expected .*, got {number}"):
+                setattr(rule(), name, number)
+
+
+@pytest.mark.parametrize("value", ["0.5", b"0.5", [0.5], np.ones(1), 1j, object()])
+def test_a_setting_that_is_no_number_is_refused(value):
+    for name in ("momentum", "clipnorm", "weight_decay", "ema_momentum", "learning_rate"):
+        with pytest.raises(TypeError, match=f"SGD: {name}: expected a"):
+            ms.optimizers.SGD(**{name: value})
+
+
+def test_numbers_of_other_libraries_become_floats():
+    optimizer = ms.optimizers.SGD(np.float32(0.5), momentum=np.float32(0.25), clipnorm=np.ones(()))
+    optimizer.weight_decay = 1
+    found = optimizer.learning_rate, optimizer.momentum, optimizer.clipnorm, optimizer.weight_decay
+    assert found == (0.5, 0.25, 1.0, 1.0) and set(map(type, found)) == {float}
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -0.1])
+def test_a_schedule_without_a_rate_ends_its_step(rate):
+    with without_mpi() as strategy:
+        with strategy.scope():
+            v, optimizer = ms.Variable(np.zeros(2)), ms.optimizers.SGD(lambda step: rate if step == 1 else 0.5)
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), v)]))
+        with pytest.raises(
+            ValueError, match=rf"learning_rate: expected a finite number ≥ 0, got {rate} from .* in step 2"
+        ):
+            strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), v)]))
+        assert v.numpy().tolist() == [-0.5, -0.5] and optimizer.iterations == 1
+
+
+@pytest.mark.parametrize("setting", ["initial_scale", "dynamic_growth_steps"])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -1.0])
+def test_loss_scales_have_limits(setting, number):
+    with pytest.raises(ValueError, match=f"{setting}: expected a finite number .*, got {number}"):
+        ms.optimizers.LossScaleOptimizer(ms.optimizers.SGD(0.1), **{setting: number})

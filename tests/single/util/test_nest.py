@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import time
+import types
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import pytest
@@ -95,3 +98,139 @@ def test_map_structure_names_the_place_of_a_difference() -> None:
 def test_pack_like_counts_leaves(leaves: list[int]) -> None:
     with pytest.raises(ValueError, match=f"expected 2, got {len(leaves)}"):
         nest.pack_like([0, 0], leaves)
+
+
+class WithUnit(dict[str, Any]):
+    """Its constructor takes other arguments than items."""
+
+    def __init__(self, unit: str, **items: Any) -> None:
+        super().__init__(**items)
+        self.unit = unit
+
+
+class Attributes(dict[str, Any]):
+    """Its items are its attributes."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class Encoding(collections.UserDict[str, Any]):
+    """It has more than items, as the encodings of tokenizers."""
+
+    def __init__(self, items: Mapping[str, Any], encodings: Any = None) -> None:
+        super().__init__(items)
+        self.encodings = encodings
+
+
+class Frozen(dict[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("frozen")
+
+
+class Named(list[Any]):
+    name = ""
+
+
+class Both(tuple[Any, ...]):
+    """Its constructor takes its items one by one."""
+
+    name: str
+
+    def __new__(cls, a: Any, b: Any) -> Both:
+        return super().__new__(cls, (a, b))
+
+
+class Doubled(Point):
+    """Its constructor computes one of its fields."""
+
+    note: str
+
+    def __new__(cls, x: Any) -> Doubled:
+        return super().__new__(cls, x, 2 * x)
+
+
+def named(value: Any, **attributes: Any) -> Any:
+    for name, attribute in attributes.items():
+        setattr(value, name, attribute)
+    return value
+
+
+def others(value: Any) -> dict[str, Any]:
+    """Return all that a node has besides its items."""
+    found = {"factory": getattr(value, "default_factory", None)}
+    known = getattr(value, "__dict__", {})
+    return found | {name: known[name] for name in known if name != "data" and known is not value}
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        collections.OrderedDict([("b", 1), ("a", 2)]),
+        collections.defaultdict(list, {"b": 1, "a": 2}),
+        collections.Counter(b=1, a=2),
+        WithUnit("m", b=1, a=2),
+        Attributes(b=1, a=2),
+        named(Attributes(b=1, a=2), c=3),
+        Encoding({"b": 1, "a": 2}, encodings="kept"),
+        Frozen(b=1, a=2),
+        types.MappingProxyType({"b": 1, "a": 2}),
+        named(Named([1, 2]), name="kept"),
+        named(Both(1, 2), name="kept"),
+        named(Doubled(1), note="kept"),
+        time.gmtime(0),
+    ],
+    ids=lambda node: type(node).__name__,
+)
+def test_a_node_of_any_class_keeps_all_but_its_leaves(node: Any) -> None:
+    before, leaves = repr(node), nest.flatten(node)
+    found = nest.map_structure(lambda leaf: leaf + 0.5, [node, {"inner": node}])
+    for twice in (found[0], found[1]["inner"]):
+        assert type(twice) is type(node) and others(twice) == others(node)
+        assert nest.flatten(twice) == [leaf + 0.5 for leaf in leaves]
+        assert list(twice) == (list(node) if isinstance(node, Mapping) else nest.flatten(twice))
+        if isinstance(node, Attributes):
+            assert (twice.a, twice.b) == (2.5, 1.5)
+    assert repr(node) == before
+    assert type(nest.pack_like(node, leaves)) is type(node) and nest.pack_like(node, leaves) == node
+
+
+class Store(MutableMapping[str, Any]):
+    """Made empty: there is no copy of it with other items."""
+
+    def __init__(self) -> None:
+        self._items: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Scaled(Store):
+    """Made with more than items."""
+
+    def __init__(self, items: Mapping[str, Any], scale: float = 1.0) -> None:
+        self._items, self.scale = dict(items), scale
+
+
+def test_a_class_without_such_a_copy_is_refused_by_name() -> None:
+    store = Store()
+    store["a"] = 1
+    for node, why in ((store, "takes 1 positional"), (Scaled({"a": 1}, 3.0), "makes another one of its items")):
+        with pytest.raises(TypeError, match=rf"cannot copy a {type(node).__name__} with other values \(.*{why}"):
+            nest.map_structure(lambda leaf: 2 * leaf, {"x": node})
+        assert dict(node) == {"a": 1}
+    twice = nest.map_structure(lambda leaf: 2 * leaf, Scaled({"a": 1}))
+    assert type(twice) is Scaled and dict(twice) == {"a": 2}

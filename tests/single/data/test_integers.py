@@ -1,0 +1,91 @@
+"""Integers that a dtype cannot hold are refused wherever a program names a dtype, and not wrapped."""
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.data.spec import ArraySpec
+
+DTYPES = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
+LIMITS = [(dtype, number) for dtype in DTYPES for number in (np.iinfo(dtype).min, np.iinfo(dtype).max)]
+OUTSIDE = [(dtype, number + (1 if number > 0 else -1)) for dtype, number in LIMITS]
+
+
+def ids(value):
+    return str(value)
+
+
+def forms(number):
+    """Return values with a number in them, of Python's integers and of NumPy's where one holds it."""
+    found = [number, [number]]
+    if number < 1 << 63:  # of 0 and more NumPy makes floats
+        found.append([[0], [number]])
+    for held in (np.int64, np.uint64):
+        if np.iinfo(held).min <= number <= np.iinfo(held).max:
+            found += [[held(number)], [held(number), held(0)]]
+    return found
+
+
+def spec_of(value, dtype):
+    return ArraySpec(np.shape(value), dtype)
+
+
+def elements(value, dtype):
+    # a list as a leaf, not as a structure
+    if isinstance(value, list):
+        value = Wrapped(value)
+        return list(ms.data.from_generator(lambda: iter([value]), ArraySpec(np.shape(value.value), dtype)))
+    return list(ms.data.from_generator(lambda: iter([value]), ArraySpec((), dtype)))
+
+
+class Wrapped:
+    """A value of another library, such as a tensor."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.value, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "number"), OUTSIDE, ids=ids)
+def test_a_number_outside_is_refused(dtype, number, tmp_path):
+    for value in forms(number):
+        with pytest.raises(ValueError, match=r"from_generator: element 0: expected u?int\d+\[.*\].*, got"):
+            elements(value, dtype)
+    with pytest.raises(ValueError, match="element 0: expected "):
+        list(ms.data.from_arrays(np.arange(2)).map(lambda x: number, element_spec=ArraySpec((), dtype)))
+    with ms.data.ShardWriter(tmp_path / "set") as writer:
+        writer.write_row({"x": dtype.type(1)})
+        with pytest.raises(ValueError, match=r"at \['x'\]: expected u?int\d+"):
+            writer.write_row({"x": number})
+    with pytest.raises((OverflowError, TypeError)):
+        ms.lookup.KeyValueTensorInitializer([1], [number], value_dtype=dtype)
+    for value in forms(number):
+        with pytest.raises((OverflowError, TypeError)):
+            ms.Variable(np.array(value) if isinstance(value, list) else value, dtype=dtype)
+        with pytest.raises((OverflowError, TypeError)):
+            ms.Variable(np.zeros(np.shape(value), dtype)).assign(value)
+
+
+@pytest.mark.parametrize(("dtype", "number"), LIMITS, ids=ids)
+def test_the_largest_and_the_least_number_are_legal(dtype, number):
+    for value in forms(number):
+        (element,) = elements(value, dtype)
+        assert element.dtype == dtype and element.tolist() == (value if np.ndim(value) else number)
+    assert ms.lookup.KeyValueTensorInitializer([1], [number], value_dtype=dtype).values.tolist() == [number]
+    assert ms.Variable(np.zeros((), dtype)).assign(number).numpy() == number
+
+
+def test_a_range_is_checked():
+    with pytest.raises(OverflowError, match=r"Dataset.range: dtype: expected integers from 0 to 255, got 299"):
+        ms.data.Dataset.range(300, output_type=np.uint8)
+    assert list(ms.data.Dataset.range(254, 256, output_type=np.uint8)) == [254, 255]
+    assert list(ms.data.Dataset.range(3, output_type=np.float32)) == [0, 1, 2]
+
+
+def test_an_assignment_in_the_same_kind_is_checked():
+    v = ms.Variable(np.zeros(2, np.int32))
+    with pytest.raises(OverflowError, match=r"expected integers from -2147483648 to 2147483647, got 1099511627776"):
+        v.assign(np.array([0, 1 << 40]))
+    assert v.assign(np.array([5, -6])).numpy().tolist() == [5, -6]
