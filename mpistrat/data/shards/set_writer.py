@@ -283,7 +283,8 @@ class SetWriter:
     def _discard(self) -> None:
         self._pending, self._pending_rows = [], []
         if self._shard is not None:
-            self._shard.close()
+            with contextlib.suppress(OSError):  # of a file that is removed
+                self._shard.close()
             self._shard = None
         if self._aside is not None:
             shutil.rmtree(self._aside, ignore_errors=True)
