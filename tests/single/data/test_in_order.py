@@ -238,5 +238,3 @@ def test_padding_of_nests() -> None:
     assert nest.map_structure(np.ndarray.tolist, batch) == {"a": [[1, 9, 9], [1, 2, 9]], "b": [0, 1]}
     with pytest.raises(ValueError, match="structure of an element"):
         list(rows.padded_batch(2, {"a": (3,)}))
-    with pytest.raises(ValueError, match="batched already"):
-        rows.padded_batch(2).padded_batch(2)
