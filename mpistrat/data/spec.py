@@ -158,7 +158,9 @@ def _fit(spec: ArraySpec, value: Any) -> Any:
     if not isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)
         if _KINDS.get(array.dtype.kind, 9) <= _KINDS.get(spec.dtype.kind, -1):
-            array = np.asarray(value, spec.dtype)
+            numbers, array = array, array.astype(spec.dtype)  # which wraps round what an integer does not hold
+            if spec.dtype.kind in "iu" and not np.array_equal(array, numbers):
+                raise ValueError(f"expected {spec}, got {value!r:.80}, which {spec.dtype} does not hold")
     same = array.dtype == spec.dtype
     if not same and array.dtype.newbyteorder("=") == spec.dtype.newbyteorder("="):  # NumPy's scalars have no byte order
         array, same = array.astype(spec.dtype), True
