@@ -169,6 +169,17 @@ def test_several_images_in_one_file_are_refused(tmp_path: Path, name: str) -> No
     assert not list(tmp_path.glob("set/*"))
 
 
+def test_a_photo_with_previews_behind_it_is_one_image(tmp_path: Path) -> None:
+    """Cameras write the JPEGs of the format MPO: readers of JPEGs show the first one."""
+    path = tmp_path / "a" / "a.jpg"
+    path.parent.mkdir()
+    flat = [Image.fromarray(np.full(SIZE, value, np.uint8)) for value in (200, 10)]
+    flat[0].save(path, format="MPO", save_all=True, append_images=flat[1:])
+    assert Image.open(path).n_frames == 2
+    source = ImageFolder(tmp_path, "gray", None)
+    assert np.abs(next(source.batches(0, 1))["image"].astype(int) - 200).max() <= 2
+
+
 def test_images_of_different_dtypes_are_named(tmp_path: Path) -> None:
     written(tmp_path, "a.png", Image.fromarray(EIGHT))
     with pytest.raises(ShardError, match="b.png: expected pixels of uint8, as .*a.png has, got uint16"):
