@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from .errors import explain
 
-__all__ = ["RANK_PROCESS", "RESTART_EXIT_CODE", "STANDBY", "STRATEGIES", "Environment"]
+__all__ = ["RANK_PROCESS", "RESTART_EXIT_CODE", "STANDBY", "STRATEGIES", "Environment", "not_by_name"]
 
 RESTART_EXIT_CODE = 42  # of a program that has saved and wants to be put back into the queue, as TensorFlow's
 
@@ -40,6 +40,12 @@ RANK_PROCESS = "MPISTRAT_RANK_PROCESS"  # the rank's process, so that its childr
 STANDBY = "MPISTRAT_STANDBY"  # which of a job's ranks in reserve a process is, or was, from 1
 
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server")
+
+
+def not_by_name(strategy: str) -> str:
+    """Return what to do instead of choosing a strategy by its name, where that is not enough; "" for others."""
+    remedy = "Call ms.MeshStrategy(axes={…}) in the program: only it knows the axes"
+    return remedy if strategy.lower() in ("mesh", "meshstrategy") else ""
 
 
 def _number(env: Mapping[str, str], name: str, default: float, low: float) -> float:
@@ -120,8 +126,11 @@ class Environment:
         if strategy and strategy not in STRATEGIES:
             legal = ", ".join(STRATEGIES)
             raise ValueError(
-                explain("environment", "MPISTRAT_STRATEGY", expected=f"one of {legal}", got=repr(strategy))
-            )
+                explain(
+                    "environment", "MPISTRAT_STRATEGY", expected=f"one of {legal}", got=repr(strategy),
+                    remedy=not_by_name(strategy),
+                )
+            )  # fmt: skip
         servers = env.get("MPISTRAT_NUM_PS", "")
         if servers and not (servers.isascii() and servers.isdigit() and 0 < int(servers) < 1 << 20):
             raise ValueError(explain("environment", "MPISTRAT_NUM_PS", expected="a number ≥ 1", got=repr(servers)))

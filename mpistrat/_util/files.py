@@ -42,6 +42,7 @@ _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)  # another process has the lock; other errors: this file system has none
 _TRIES = 16
+_LINKS = 40  # followed one after the other, as by Linux
 _READ_BYTES = 1 << 22
 _END = 1 << 16
 
@@ -52,13 +53,15 @@ _X87 = np.finfo(np.longdouble).nmant == 63  # then a long double has 80 bits, in
 def replacing(path: Path) -> Iterator[Path]:
     """Give a new empty file beside `path` to write; behind the `with` block it has that name.
 
-    An error in the block leaves `path` as it was. The file's name cannot be guessed, so that no other user of the folder
-    can put a link there, and two jobs that write one path do not share it. Its writer holds a file lock on
-    it: what a killed one has left is not locked, and is removed when `path` is next replaced.
+    Where `path` is a symbolic link, the file that it leads to is replaced, and the link stays. An error in the block leaves
+    `path` as it was. The file's name cannot be guessed, so that no other user of the folder can put a link there, and two jobs
+    that write one path do not share it. Its writer holds a file lock on it: what a killed one has left is not locked, and is
+    removed when `path` is next replaced.
 
     Raises:
-        OSError: the file cannot be made, flushed or renamed.
+        OSError: the file cannot be made, flushed or renamed; the link is another user's, in a folder for all like /tmp.
     """
+    path = _resolved(path)
     remove_dead(path.parent, re.escape(path.name))
     beside, descriptor = _create(path)
     try:
@@ -71,6 +74,29 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         beside.unlink(missing_ok=True)  # else it has the other name by now
         os.close(descriptor)
+
+
+def _resolved(path: Path) -> Path:
+    """Return the file that a path leads to, which need not exist yet.
+
+    Raises:
+        PermissionError: it leads through a link that Linux (`fs.protected_symlinks`) does not follow either: another user may
+            have put it there to have a file of this user overwritten.
+        OSError: the links lead round in a circle.
+    """
+    for _ in range(_LINKS):
+        path = path.absolute()
+        try:
+            link, folder = path.lstat(), path.parent.stat()
+        except FileNotFoundError:
+            return path
+        if not stat.S_ISLNK(link.st_mode):
+            return path
+        for_all = folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH
+        if for_all and link.st_uid not in (os.geteuid(), folder.st_uid):
+            raise PermissionError(errno.EACCES, "a symbolic link of another user in a folder for all users", str(path))
+        path = path.parent / os.readlink(path)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
 
 
 def flush_folder(folder: Path) -> None:

@@ -17,7 +17,7 @@ from ..bench.result import Result
 from ..cluster.topology import check_comm, running_mpi
 from ..comm.agree import Ranks
 from .command import DONE, Command
-from .terminal import console, draw_or_tell
+from .terminal import check_folders, console, draw_or_tell
 
 __all__ = ["COMMAND"]
 
@@ -43,6 +43,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
+    with ranks.together():
+        if ranks.rank == 0:
+            plot = (
+                None if args.no_plot or args.plot == _PLOT else args.plot
+            )  # the default is no reason to measure nothing
+            check_folders({"--json": args.json, "--plot": plot})
     mpi = running_mpi("mpistrat bench")
     comm = check_comm(mpi, ranks.comm, "mpistrat bench").Dup()
     show = _Show(plain=ranks.size > 1, silent=args.json == "-" or ranks.rank > 0)

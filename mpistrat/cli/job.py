@@ -24,6 +24,7 @@ from ..comm.agree import Ranks
 from ..environment import STRATEGIES
 from ..errors import ClusterError
 from .command import DONE, Command
+from .terminal import strategy_name
 
 __all__ = ["COMMAND"]
 
@@ -51,7 +52,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
     kinds = parser.add_argument_group("what kind")
     kind = functools.partial(_add, kinds)
-    kinds.add_argument("--strategy", choices=STRATEGIES, help="(multi_worker_mirrored; with --ps parameter_server)")
+    kinds.add_argument(
+        "--strategy", type=strategy_name, choices=STRATEGIES, help="(multi_worker_mirrored; with --ps parameter_server)"
+    )
     kind(Job, "num_ps", "N", "parameter servers: the last N of the ranks", "--ps")
     kind(Job, "ps_nodes", "N", "nodes only for the servers, besides --nodes: a heterogeneous job")
     kind(Array, "indices", "0-9%2", "one job for each index; behind %% how many at a time", "--array")

@@ -19,7 +19,7 @@ from ..bench.plot import draw_plan
 from ..bench.training_step import OURS, SIZES
 from ..comm.agree import Ranks
 from .command import DONE, WRONG_USE, Command
-from .terminal import console, draw_or_tell
+from .terminal import check_folders, console, draw_or_tell
 
 __all__ = ["COMMAND"]
 
@@ -69,6 +69,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
+    check_folders({"--json": args.json, "--plot": args.plot})
     try:
         documents = [json.loads(Path(name).read_text()) for name in args.like]
         measured = Machine.read(documents)

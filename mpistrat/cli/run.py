@@ -32,6 +32,7 @@ from ..errors import ClusterError, explain
 from . import rank_output, supervise
 from .command import DONE, PROBLEM, Command
 from .standby import environment_with, words_of
+from .terminal import strategy_name
 
 __all__ = ["COMMAND", "Start", "plan", "program_of", "strategy_arguments"]
 
@@ -276,7 +277,7 @@ def _count(text: str) -> int:
 def strategy_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that tell a program its strategy."""
     parser.add_argument(
-        "--strategy", choices=STRATEGIES, metavar="NAME",
+        "--strategy", type=strategy_name, choices=STRATEGIES, metavar="NAME",
         help=f"what ms.strategy_from_environment() makes: {', '.join(STRATEGIES)}",
     )  # fmt: skip
     parser.add_argument("--ps", type=_count, metavar="N", help="parameter servers among the ranks: the last ones")

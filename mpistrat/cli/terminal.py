@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._util.terminal import WithBar, progress_bar, reaches_terminal
 from .._util.text import decimal_size
+from ..environment import not_by_name
+from ..errors import explain
 from .command import DONE, PROBLEM
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-__all__ = ["Meter", "console", "draw_or_tell", "names", "read_or_not"]
+__all__ = ["Meter", "check_folders", "console", "draw_or_tell", "names", "read_or_not", "strategy_name"]
 
 _WIDTH = 160  # of what is written into a file or a pipe
 _LINE_EVERY = 10  # seconds
@@ -36,6 +39,34 @@ def console(*, plain: bool) -> Console:
     return Console(
         highlight=False, markup=False, emoji=False, width=_WIDTH if plain else None, force_terminal=not plain
     )
+
+
+def check_folders(files: Mapping[str, str | None]) -> None:
+    """Check that files can be written, by the options that name them, before a command computes what goes into them.
+
+    Raises:
+        OSError: the folder of one is not there, or not writable; naming the option. "-", which is stdout, and None need none.
+    """
+    for option, file in files.items():
+        if file is None or file == "-":
+            continue
+        path = Path(file)
+        if path.is_dir():
+            raise IsADirectoryError(explain(option, file, expected="a file", got="a directory"))
+        if not path.parent.is_dir():
+            remedy = f"Make it first: mkdir -p {path.parent}."
+            text = explain(option, file, expected="a file in a folder that exists", got="no such folder", remedy=remedy)
+            raise FileNotFoundError(text)
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError(explain(option, file, expected="a file that can be written", got="no permission"))
+
+
+def strategy_name(text: str) -> str:
+    """Return the argument of --strategy; an error says what to do where a name alone does not make the strategy."""
+    remedy = not_by_name(text)
+    if remedy:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be chosen here. {remedy}")
+    return text
 
 
 def draw_or_tell(file: str, draw: Callable[[Path], None]) -> int:

@@ -85,7 +85,7 @@ class ServerSocket:
             raise ValueError(explain("mpistrat serve", "--host", expected=expected, got=got))
         public, secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
-        self._path, self._context, self._written = path, zmq.Context(), False
+        self._path, self._context, self._written = path.absolute(), zmq.Context(), False
         self._gate: Any = None
         try:
             self._gate = _gate(self._context, client_public)

@@ -259,13 +259,13 @@ class Dataset:
         return Dataset(Reindexed(self.node, Shard(num_shards, index)))
 
     @tensorflow_names()
-    def prefetch(self, buffer_size: int) -> Dataset:
-        """Read elements ahead in a thread, at most so many; 0 for none, AUTOTUNE for 2.
+    def prefetch(self, buffer_size: int | None) -> Dataset:
+        """Read elements ahead in a thread, at most so many; 0 for none, AUTOTUNE and None for 2.
 
         The thread reads what stands here and what comes later in the chain, and ends with its iterator. Without it an
         undistributed dataset is read by who iterates, and a distributed one is read 2 steps ahead.
         """
-        depth = 2 if buffer_size == AUTOTUNE else integer("Dataset.prefetch", "buffer_size", buffer_size, 0)
+        depth = 2 if buffer_size in (None, AUTOTUNE) else integer("Dataset.prefetch", "buffer_size", buffer_size, 0)
         return Dataset(Prefetched(self.node, depth))
 
     @tensorflow_names()

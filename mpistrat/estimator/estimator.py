@@ -82,7 +82,7 @@ class Estimator:
         folder = self.config.model_dir if model_dir is None else model_dir
         if folder is None:
             raise ValueError(explain("Estimator", "model_dir", expected="a folder, here or in config", got="None"))
-        self.model_dir, self.params = Path(folder), dict(params or {})
+        self.model_dir, self.params = Path(folder).absolute(), dict(params or {})
         self._model_fn = model_fn
         _names("Estimator", "model_fn", model_fn, _MODEL_ARGUMENTS)
         self._split: EvaluatorSplit | None = None

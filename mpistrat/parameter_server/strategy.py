@@ -205,6 +205,16 @@ class ParameterServerStrategy(Strategy):
         """Number of servers."""
         return len(self.servers)
 
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas that step together: of this worker, or its group of `workers_in_sync`; on a server of the first.
+
+        So `batch(b * strategy.num_replicas_in_sync)` is the same number on all ranks whose workers have equally many devices.
+        """
+        if self.is_server:
+            return sum(self._replicas_of_workers()[: self.workers_in_sync])
+        return super().num_replicas_in_sync
+
     # steps, on workers
 
     def run(
@@ -304,8 +314,7 @@ class ParameterServerStrategy(Strategy):
             alone = Workers([self._extended.sync_topology.num_replicas], 0)
             return Division.alone(alone, alone, self._extended.placement.group, self)
         size, index = self.workers_in_sync, self.worker_index or 0
-        replicas = self._extended.process_group.topology.replicas_per_rank
-        counts = [replicas[rank] for rank in self.workers]
+        counts = self._replicas_of_workers()
         groups = [sum(counts[first : first + size]) for first in range(0, len(counts), size)]
         dealt = Workers(groups, index // size)
         if self.is_server:
@@ -313,6 +322,10 @@ class ParameterServerStrategy(Strategy):
         first = index // size * size
         within = Workers(counts[first : first + size], index - first)
         return Division.alone(dealt, within, self._extended.placement.group, self)
+
+    def _replicas_of_workers(self) -> list[int]:
+        replicas = self._extended.process_group.topology.replicas_per_rank
+        return [replicas[rank] for rank in self.workers]
 
     def begin_pass(self) -> None:
         """Begin to read a dataset: on a server, serve until all workers have left the pass."""

@@ -186,9 +186,9 @@ class Files(ABC):
         """
         self._begin_file("export", path)
         self._require_alike("export")
-        from .checkpoint.safetensors_file import SUFFIX
+        from .checkpoint.safetensors_file import SUFFIX, is_safetensors
 
-        if Path(path).suffix != SUFFIX:
+        if not is_safetensors(Path(path)):
             remedy = "save writes HDF5, with optimizers"
             expected, got = f'a name that ends in "{SUFFIX}"', os.fspath(path)
             raise ValueError(explain("Strategy.export", "path", expected=expected, got=got, remedy=remedy))

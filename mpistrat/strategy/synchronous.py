@@ -21,7 +21,7 @@ from ..comm.process_group import ProcessGroup
 from ..context import Frame
 from ..cross_device.mpi import MpiAllReduce
 from ..cross_device.ops import CrossDeviceOps
-from ..environment import STRATEGIES, Environment
+from ..environment import STRATEGIES, Environment, not_by_name
 from ..errors import ClusterError, explain
 from ..options import CommunicationOptions, LocalSteps
 from .assemble import CENTRAL_STORAGE, MIRRORED, MULTI_WORKER_MIRRORED, ONE_DEVICE, assemble
@@ -328,7 +328,8 @@ def strategy_from_environment(default: str = "multi_worker_mirrored", **settings
     environment = Environment.read()
     name = environment.strategy or default
     if name not in STRATEGIES:
-        raise ValueError(explain(_NAME, "default", expected=f"one of {', '.join(STRATEGIES)}", got=repr(name)))
+        expected, remedy = f"one of {', '.join(STRATEGIES)}", not_by_name(name)
+        raise ValueError(explain(_NAME, "default", expected=expected, got=repr(name), remedy=remedy))
     if name not in _CLASSES:
         importlib.import_module(
             "mpistrat.parameter_server.strategy"

@@ -236,7 +236,7 @@ class ModelCheckpoint(Callback):
         mode: str = "auto",
     ) -> None:
         """Take the name of the file, in which `{epoch}`, counted from 1, and results may stand: "{epoch:02d}-{loss:.2f}.h5"."""
-        self._path, self._best_only = os.fspath(filepath), save_best_only
+        self._path, self._begun_in, self._best_only = os.fspath(filepath), os.getcwd(), save_best_only
         self._best = _Best("ModelCheckpoint", monitor, mode, 0.0)
         self._waiting: dict[
             str, dict[str, Any]
@@ -254,7 +254,7 @@ class ModelCheckpoint(Callback):
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         if not self._best_only or self._best.takes(logs):
-            path = self._path.format(epoch=loop.epoch + 1, **logs)
+            path = os.path.join(self._begun_in, self._path.format(epoch=loop.epoch + 1, **logs))
             self._waiting[path] = {"epoch": loop.epoch, "logs": plain(logs)}
         self._save(loop)
 
@@ -267,7 +267,7 @@ class ModelCheckpoint(Callback):
     def _save(self, loop: Loop) -> None:
         if self._waiting and not loop.strategy.nodes_differ:
             for path, extra in self._waiting.items():
-                loop.strategy.save(path, extra)
+                loop.strategy.save(loop.strategy.broadcast_object(path), extra)  # ranks may be in other folders
             self._waiting.clear()
 
 

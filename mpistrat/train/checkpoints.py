@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
+from .._util.arguments import integer
 from .._util.files import remove_dead
 from .._util.log import logger
 from ..environment import RESTART_EXIT_CODE
@@ -98,7 +99,7 @@ class Checkpoints:
                 expected, got = "an object with state_dict and load_state_dict", f"a {type(value).__name__}"
                 raise TypeError(explain("Checkpoints", f"objects[{name!r}]", expected=expected, got=got))
         self._objects = dict(objects or {})
-        self.folder, self._run = Path(folder), os.path.abspath(folder)
+        self.folder, self._run = Path(folder).absolute(), os.path.abspath(folder)
         self.strategy, self._keep, self._every = strategy, keep, every_steps
         self._asynchronous, self._prepared = asynchronous, False
         self._saving: Saving | None = None
@@ -143,8 +144,12 @@ class Checkpoints:
         return _newest(self.folder)
 
     def path(self, step: int) -> Path:
-        """Return the file of a step."""
-        return _path(self.folder, step)
+        """Return the file of a step.
+
+        Raises:
+            TypeError, ValueError: for what is no integer, or below 0.
+        """
+        return _path(self.folder, integer("Checkpoints.path", "step", step, 0))
 
     def step(
         self,
@@ -166,12 +171,14 @@ class Checkpoints:
             The file, None where none is written.
 
         Raises:
-            ValueError: on every rank, when another run writes into the folder.
+            TypeError: a step that is no integer.
+            ValueError: on every rank, when another run writes into the folder; a step below 0.
         """
+        step = integer("Checkpoints.step", "step", step, 0)
         self.strategy.reach(step)
         if not self._claimed and (self.periodic or self._snapshots is not None):
             self._claimed = True
-            self._claim.take()
+            self.folder = self._claim.take()
         if self._asynchronous and not self._prepared:
             self._prepared = True
             self.strategy.prepare_save()
@@ -213,13 +220,16 @@ class Checkpoints:
 
         Raises:
             OSError: on every rank, when it cannot be written, as far as it is known now.
-            TypeError: on every rank, when the notes hold something else than numbers, text, lists and dicts.
+            TypeError: on every rank, when the notes hold something else than numbers, text, lists and dicts; a step that is no
+                integer.
             ContextError: nodes have taken local steps since the last outer step; `postpone` waits for the next one.
             CollectiveMismatchError: on every rank, when step or notes are not the same on all.
-            ValueError: on every rank, when another run writes into the folder.
+            ValueError: on every rank, when another run writes into the folder; a step below 0.
         """
-        path, strategy = self.path(step), self.strategy
-        self._claim.take()
+        step = integer("Checkpoints.save", "step", step, 0)
+        strategy = self.strategy
+        self.folder = self._claim.take()
+        path = self.path(step)
         self._postponed = False
         if strategy.rank == 0:
             with contextlib.suppress(OSError):  # which `Strategy.save` tells all ranks
@@ -337,7 +347,7 @@ class Checkpoints:
             ValueError: on every rank, when the newest is of another program: names, shapes or dtypes differ.
         """
         self.wait()
-        steps = self.strategy.broadcast_object(self.steps())
+        steps, self.folder = self.strategy.broadcast_object((self.steps(), self.folder))  # as rank 0 sees them
         snapshot = None
         if self._snapshots is not None:
             snapshot = self.strategy.newest_snapshot(self._run)
@@ -463,17 +473,23 @@ def checkpoints_iterator(
 
     Source: https://www.tensorflow.org/api_docs/python/tf/train/checkpoints_iterator.
     """
+    return _iterate(Path(folder).absolute(), min_interval_secs, timeout, timeout_fn)
+
+
+def _iterate(
+    folder: Path, min_interval_secs: float, timeout: float | None, timeout_fn: Callable[[], bool] | None
+) -> Iterator[Path]:
     last: Path | None = None
     while True:
         began = time.monotonic()
-        newest = _newest(Path(folder))
+        newest = _newest(folder)
         while newest is None or newest == last:
             if timeout is not None and time.monotonic() - began >= timeout:
                 if timeout_fn is None or timeout_fn():
                     return
                 began = time.monotonic()
             time.sleep(_POLL_SECONDS if timeout is None else min(_POLL_SECONDS, max(timeout / 10, 1e-3)))
-            newest = _newest(Path(folder))
+            newest = _newest(folder)
         given, last = time.monotonic(), newest
         yield newest
         time.sleep(max(0.0, given + min_interval_secs - time.monotonic()))

@@ -34,15 +34,18 @@ class FolderClaim:
         self._strategy, self._folder, self._group = strategy, folder, strategy.extended.process_group
         self._taken, self._descriptor, self._key = False, -1, (0, 0)
 
-    def take(self) -> None:
+    def take(self) -> Path:
         """Make the strategy the only one that writes into the folder, which is made if it is not there. Collective.
+
+        Return the folder as rank 0 names it: a relative path is another folder on ranks that have left rank 0's directory.
 
         Where the same process had claimed it for another strategy, the newer one has it from now on.
 
         Raises:
             ValueError: on every rank, if another run writes into it.
         """
-        owner = self._strategy.broadcast_object(self._try() if self._strategy.rank == 0 else "")
+        claim = (self._try(), self._folder) if self._strategy.rank == 0 else None
+        owner, folder = self._strategy.broadcast_object(claim)
         if owner:
             expected, got = "a folder that no other run writes into", f"one that {owner} uses"
             remedy = "Give each run a folder of its own, or end the other run. To read its files is no conflict"
@@ -50,6 +53,7 @@ class FolderClaim:
         if not self._taken:
             self._group.attach(self)
         self._taken = True
+        return Path(folder)
 
     def _try(self) -> str:
         """Take the lock; return the owner of the folder in words, "" where that is this strategy. Local."""

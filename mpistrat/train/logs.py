@@ -28,7 +28,7 @@ class _File(Callback, abc.ABC):
     """A file of one rank, written line by line."""
 
     def __init__(self, path: str | os.PathLike[str], append: bool = False) -> None:
-        self._path, self._append = Path(path), append
+        self._path, self._append = Path(path).absolute(), append
         self._file: IO[str] | None = None
 
     def on_train_begin(self, loop: Loop) -> None:
@@ -185,7 +185,7 @@ class TensorBoard(Callback):
         Args:
             folder: one for each run; TensorBoard shows those of a folder together.
         """
-        self._folder = os.fspath(folder)
+        self._folder = str(Path(folder).absolute())
         self.writer: Any = None
 
     def on_train_begin(self, loop: Loop) -> None:
@@ -228,17 +228,20 @@ class Timeline(Callback):
             step: after which; it is counted over all epochs. Before, and with parameter servers, there is one after each epoch.
             ranks: which; default all, of more than 64 the first of each node.
         """
-        self._path, self._step, self._ranks = path, step, ranks
+        self._path, self._step, self._ranks = Path(path).absolute(), step, ranks
         self._done = False
 
     def on_step_end(self, loop: Loop) -> None:
         if loop.step == self._step and not self._apart(loop):
             self._done = True
-            save(self._path, loop.strategy, self._ranks)
+            self._save(loop)
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         if not self._done:
-            save(self._path, loop.strategy, self._ranks)
+            self._save(loop)
+
+    def _save(self, loop: Loop) -> None:
+        save(loop.strategy.broadcast_object(self._path), loop.strategy, self._ranks)  # ranks may be in other folders
 
     def _apart(self, loop: Loop) -> bool:
         """Whether ranks meet after an epoch only: those of parameter servers."""

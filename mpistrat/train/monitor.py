@@ -94,7 +94,7 @@ class Monitor(Callback):
             ...     pathlib.Path(folder, "metrics.jsonl").read_text()[:22]
             '{"epoch": 0, "step": 3'
         """
-        self.folder, self._strategy = Path(folder), strategy
+        self.folder, self._strategy = Path(folder).absolute(), strategy
         self._config = dict(config or {})
         self.loop: Loop | None = None
         self.record = RunRecord(self.folder.resolve().name)

@@ -97,6 +97,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     table.add_argument(
         "--delimiter", metavar="CHAR", type=_delimiter, help='between cells, "tab" too (default: comma; .tsv: tab)'
     )
+    table.add_argument(
+        "--header", choices=["yes", "no"],
+        help="whether the first line names the columns (default: yes, but it is an error if numbers are in it); without, they "
+        "are column_0, column_1, …",
+    )  # fmt: skip
     images = parser.add_argument_group("images (need Pillow)")
     images.add_argument("--resize", metavar="HEIGHTxWIDTH", type=_resize, help="bring all images to one size")
     images.add_argument("--color", choices=["rgb", "gray"], help="convert all images to this (default: rgb)")
@@ -106,7 +111,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     started = time.perf_counter()
     asked = Conversion(
         args.input, {name: Path(file) for name, file in args.field}, args.select, dict(args.dtype), args.array,
-        args.delimiter, args.color, args.resize,
+        args.delimiter, args.header, args.color, args.resize,
     )  # fmt: skip
     with ranks.together():
         pattern = set_pattern("shards write", args.target)
@@ -140,8 +145,9 @@ COMMAND = Command(
     "Convert other files into a set of HDF5 shards with a manifest. The set appears when all of it is written.\n"
     "Under mpiexec each rank converts its part of the rows; the order of the rows is that of the input.\n\n"
     "A .npy file becomes a field of its name, a .npz file a field for each array. A CSV file's first line names the\n"
-    "columns: numbers become int64 or float64 (empty cells NaN), anything else text, which needs --layout chunked.\n"
-    "A folder of images has a sub-folder for each class: the fields are image (uint8) and label (int64).",
+    "columns, unless --header says no: numbers become int64 or float64 (empty cells NaN), anything else text, which\n"
+    "needs --layout chunked. A folder of images has a sub-folder for each class: the fields are image (uint8; gray images\n"
+    "of more bits, or of floats, keep their values) and label (int64).",
     (
         "mpistrat shards write data/train train.npz --rows-per-shard 100000",
         'mpistrat shards write "data/train-*.h5" --field x=x.npy --field y=y.npy',

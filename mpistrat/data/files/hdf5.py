@@ -83,7 +83,8 @@ class HDF5Rows(InputRows):
         _one_of("verify", verify, (True, False, "auto"))
         self._verify = verify
         self._names = None if self._structure is None else list(dict.fromkeys(nest.flatten(self._structure)))
-        self._files = resolve(files)
+        found = resolve(files)
+        self._files, self._folder = found.absolute(), found.paths[0].parent
         self._numbers = {path: number for number, path in enumerate(self._files.paths)}
         if len(self._numbers) == 1 and on_error == "raise":  # of several, each rank would look at each
             self._files.check([0], verify=False)
@@ -302,7 +303,7 @@ class HDF5Rows(InputRows):
     def describe(self) -> str:
         opened = self._opened
         count = len(self.paths)
-        where = f"HDF5Dataset: {counted(count, 'file')} in {self.paths[0].parent}"
+        where = f"HDF5Dataset: {counted(count, 'file')} in {self._folder}"
         if opened and opened.skipped:
             where = f"{where} ({len(opened.skipped)} of {count} files skipped)"
         if opened is None:

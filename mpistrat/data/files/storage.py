@@ -58,7 +58,7 @@ class Chunks:
         pipeline = Pipeline.of(dataset)
         if isinstance(pipeline, str):
             return pipeline
-        rows = int(dataset.chunks[0])
+        rows, plist = int(dataset.chunks[0]), dataset.id.get_create_plist()
         count = -(-int(dataset.shape[0]) // rows)
         if not hasattr(dataset.id, "chunk_iter") and (count > _ASKED_FOR or not hasattr(dataset.id, "get_chunk_info")):
             return f"{count} chunks, which this HDF5 does not list"
@@ -85,7 +85,7 @@ class Chunks:
             # The last, partial chunk may be marked as not filtered; h5py does not report that.
             return "a last chunk that may be unfiltered"
         fill = np.zeros(row_bytes, np.uint8)  # where rows are pointers, they point nowhere
-        if not dataset.dtype.hasobject:
+        if not dataset.dtype.hasobject and plist.fill_value_defined() != h5py.h5d.FILL_VALUE_UNDEFINED:
             fill.view(dataset.dtype)[:] = dataset.fillvalue
         return Chunks(rows, row_bytes, pipeline, offsets, sizes, masks, fill)
 

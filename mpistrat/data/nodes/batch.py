@@ -17,6 +17,7 @@ from ...errors import explain
 from ..buffers import RowBuffers
 from ..options import number_of_calls
 from ..spec import ArraySpec, empty_rows, is_ragged, row_count, stack_rows, unstack_rows
+from .nested import as_rows
 from .node import INFINITE, UNKNOWN, Addresses, Batching, Node, Part, ReadPlan, rows_of_parts
 from .padding import FUNCTION, Padding
 from .stage import Stage, cut_chunks
@@ -273,6 +274,8 @@ def batch(
 ) -> Node:  # fmt: skip
     """Put successive rows into batches, the batches of all replicas together.
 
+    Batches of batches are as in tf.data: arrays with one more axis. Those below must be equally long.
+
     Args:
         global_batch_size: rows in a batch; the last batch may have fewer.
         drop_remainder: leave a smaller last batch out.
@@ -280,12 +283,11 @@ def batch(
             rows are read together.
 
     Raises:
-        ValueError: for a size below 1, and for a dataset that is batched already.
+        ValueError: for a size below 1; later for batches of batches of different lengths.
     """
-    refuse_batches("Dataset.batch", parent)
     number_of_calls("Dataset.batch", num_parallel_calls)
     size = integer("Dataset.batch", "global_batch_size", global_batch_size, 1)
-    return Batched(parent, Batching(size, bool(drop_remainder)))
+    return Batched(as_rows("Dataset.batch", parent, one_length=True), Batching(size, bool(drop_remainder)))
 
 
 def padded_batch(
@@ -312,9 +314,12 @@ def padded_batch(
         >>> next(iter(words.padded_batch(2))).tolist()
         [[1, 2], [3, 0]]
     """
-    refuse_batches(FUNCTION, parent)
     size = integer(FUNCTION, "global_batch_size", global_batch_size, 1)
-    return Padded(parent, Batching(size, bool(drop_remainder)), Padding(padded_shapes, padding_values))
+    return Padded(
+        as_rows(FUNCTION, parent, one_length=False),
+        Batching(size, bool(drop_remainder)),
+        Padding(padded_shapes, padding_values),
+    )
 
 
 def ragged_batch(parent: Node, global_batch_size: int, drop_remainder: bool = False) -> Node:
@@ -328,7 +333,7 @@ def ragged_batch(parent: Node, global_batch_size: int, drop_remainder: bool = Fa
         drop_remainder: leave a smaller last batch out.
 
     Raises:
-        ValueError: for a size below 1, and for a dataset that is batched already.
+        ValueError: for a size below 1.
 
     Example:
         >>> spec = ms.data.ArraySpec((None,), np.int64)
@@ -336,9 +341,8 @@ def ragged_batch(parent: Node, global_batch_size: int, drop_remainder: bool = Fa
         >>> [[row.tolist() for row in batch] for batch in rows.ragged_batch(2)]
         [[[], [0]], [[0, 1], [0, 1, 2]]]
     """
-    refuse_batches("Dataset.ragged_batch", parent)
     size = integer("Dataset.ragged_batch", "global_batch_size", global_batch_size, 1)
-    return Ragged(parent, Batching(size, bool(drop_remainder)))
+    return Ragged(as_rows("Dataset.ragged_batch", parent, one_length=False), Batching(size, bool(drop_remainder)))
 
 
 def unbatch(parent: Node) -> Node:

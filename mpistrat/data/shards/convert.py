@@ -32,6 +32,7 @@ class Conversion:
         dtypes: dtypes that fields are converted to.
         array: see `Table`.
         delimiter: of a CSV file.
+        header: "yes" or "no"; see `Table`.
         color, resize: see `ImageFolder`.
     """
 
@@ -41,6 +42,7 @@ class Conversion:
     dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
     array: str | None = None
     delimiter: str | None = None
+    header: str | None = None
     color: str | None = None
     resize: tuple[int, int] | None = None
 
@@ -50,21 +52,20 @@ class Conversion:
         return {name for name, dtype in self.dtypes.items() if dtype.kind == "O"}
 
 
+def _table(path: Path, asked: Conversion, delimiter: str) -> Table:
+    header = None if asked.header is None else asked.header == "yes"
+    return Table(path, asked.select, asked.delimiter or delimiter, asked.array, asked.text, header)
+
+
 # Suffix (of a folder: "/") -> the arguments that this kind knows, and what opens it.
 _KINDS: dict[str, tuple[set[str], Callable[[Path, Conversion], Converter]]] = {
     ".npy": (set(), lambda path, _: NpyFiles({path.stem: path})),
     ".npz": ({"select"}, lambda path, asked: NpzFile(path, asked.select)),
-    ".csv": (
-        {"select", "array", "delimiter"},
-        lambda path, asked: Table(path, asked.select, asked.delimiter or ",", asked.array, asked.text),
-    ),
-    ".tsv": (
-        {"select", "array", "delimiter"},
-        lambda path, asked: Table(path, asked.select, asked.delimiter or "\t", asked.array, asked.text),
-    ),
+    ".csv": ({"select", "array", "delimiter", "header"}, lambda path, asked: _table(path, asked, ",")),
+    ".tsv": ({"select", "array", "delimiter", "header"}, lambda path, asked: _table(path, asked, "\t")),
     "/": ({"color", "resize"}, lambda path, asked: ImageFolder(path, asked.color or "rgb", asked.resize)),
 }
-_OPTIONS = ("select", "array", "delimiter", "color", "resize")
+_OPTIONS = ("select", "array", "delimiter", "header", "color", "resize")
 
 
 def open_converter(asked: Conversion) -> Converter:
@@ -135,9 +136,16 @@ def _write_block(converter: Converter, writer: SetWriter, dtypes: Mapping[str, n
     for batch in _converted(converter.batches(*bounds), dtypes):
         found = [name for name, array in batch.items() if array.dtype.kind in "UO"]
         if found and not writer.settings.chunked:
+            where = [f"; {name!r}: {why}" for name in found if (why := converter.why_text(name))]
             remedy = "Add --layout chunked, which is not read by memory map; or leave text out with --select."
             raise ValueError(
-                explain("shards write", "--layout", expected="chunked for text", got=f"text in {found}", remedy=remedy)
+                explain(
+                    "shards write",
+                    "--layout",
+                    expected="chunked for text",
+                    got=f"text in {found}{''.join(where)}",
+                    remedy=remedy,
+                )
             )
         writer.write(batch, "shards write", "INPUT")
         rows += len(next(iter(batch.values())))

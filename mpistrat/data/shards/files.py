@@ -8,14 +8,14 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Union
 
 from ..._util import log
 from ..._util.files import algorithm_of, digest_of_ends, digest_of_file
 from ..._util.text import decimal_size
-from ...errors import explain
+from ...errors import ShardError, explain
 from ..files.handles import ShardFile, shard_error
 from .manifest import Field, Manifest, ShardEntry, read_manifest
 
@@ -23,6 +23,7 @@ __all__ = [
     "FileSet",
     "PathLike",
     "check_ends",
+    "is_hdf5",
     "is_small",
     "manifest_path",
     "natural_key",
@@ -49,6 +50,10 @@ class FileSet:
     paths: tuple[Path, ...]
     entries: tuple[ShardEntry | None, ...]
     fields: dict[str, Field] | None
+
+    def absolute(self) -> FileSet:
+        """Return the same files with absolute paths, for a program that goes to another directory before it reads them."""
+        return replace(self, paths=tuple(path.absolute() for path in self.paths))
 
     def check(self, numbers: Iterable[int], *, verify: bool) -> None:
         """Compare what can be seen without HDF5 of some files with the manifest: presence, bytes and, if asked, digests.
@@ -131,6 +136,11 @@ def natural_key(path: Path) -> tuple[object, ...]:
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", str(path)))
 
 
+def is_hdf5(path: Path) -> bool:
+    """Return whether a file's name ends as those of HDF5 files do, in small letters or capitals."""
+    return path.suffix.lower() in _SUFFIXES
+
+
 def manifest_path(pattern: Path) -> Path:
     """Where the manifest of the set "train-*.h5" lies: in "train-manifest.json" beside it."""
     return pattern.with_name(pattern.name.partition("*")[0] + MANIFEST)
@@ -147,13 +157,22 @@ def _directory(directory: Path) -> FileSet:
         names = ", ".join(path.name for path in manifests)
         remedy = f"Name one set, for instance {directory / (manifests[0].name[: -len(MANIFEST)] + '*.h5')}."
         raise shard_error(directory, "one set of shards", names, remedy)
-    found = [path for path in directory.iterdir() if path.suffix in _SUFFIXES and not path.name.startswith(".")]
-    paths = sorted(found, key=natural_key)
+    found = [path for path in directory.iterdir() if not path.name.startswith(".")]
+    paths = sorted((path for path in found if is_hdf5(path)), key=natural_key)
     if not manifests:
+        if found and not paths:
+            raise _without_hdf5(directory, found)
         return _listed(paths, str(directory))
     promised = _from_manifest(manifests[0])
     _refuse_others(paths, promised, manifests[0], str(directory))
     return promised
+
+
+def _without_hdf5(directory: Path, found: Sequence[Path]) -> ShardError:
+    suffixes = sorted({path.suffix for path in found if path.suffix and path.is_file()})
+    got = f"files that end in {', '.join(suffixes[:5])}" if suffixes else "no such file"
+    remedy = f"If they are HDF5 files, name them: {directory / ('*' + suffixes[0])}." if suffixes else ""
+    return shard_error(directory, f"files that end in {' or '.join(_SUFFIXES)}", got, remedy)
 
 
 def _pattern(pattern: str) -> FileSet:

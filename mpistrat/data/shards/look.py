@@ -208,7 +208,7 @@ class _Looker:
                 raise Refused("a virtual dataset, which HDF5 does not read through MPI-IO: leave driver out")
             field = field_of(dataset)
             self._check_rows(dataset)
-            self.sources |= check_storage(dataset, self.path, self._declared)
+            self.sources |= check_storage(dataset, self.path, self._declared, self.notes)
         except Refused as refused:
             expected = "numbers, strings or structures that lie in the declared files"
             raise self._error(name, expected, str(refused)) from None

@@ -14,6 +14,7 @@ from ..._util.files import digest_of_ends, digest_of_file
 from .columns import Columns, content_bytes, varies
 from .manifest import Field, ShardEntry
 from .settings import ShardSettings, row_bytes
+from .unfailing_file import UnfailingFile
 
 if TYPE_CHECKING:
     import h5py
@@ -23,6 +24,7 @@ __all__ = ["NewShard"]
 _WRITE_BYTES = 1 << 22  # bytes that go to HDF5 at a time
 _VARYING_ROWS = 1 << 12  # rows at a time where they vary in length
 _CHUNK_CACHE = 1 << 20  # HDF5's default
+_ALIGNMENT = 64  # bytes, of contiguous data, which is read by memory map
 
 
 @final
@@ -49,14 +51,16 @@ class NewShard:
         largest = max(settings.rows_of_chunk(field, capacity) * row_bytes(field) for field in fields.values())
         # A chunk that is not full yet stays in HDF5's cache, or it would be compressed again with every write.
         cache = max(_CHUNK_CACHE, 2 * largest) if settings.chunked else _CHUNK_CACHE
-        self._file = h5py.File(path, "x", libver="latest", rdcc_nbytes=cache)
+        self._raw = UnfailingFile(path)
+        places = {} if settings.chunked else {"alignment_threshold": 512, "alignment_interval": _ALIGNMENT}
+        self._file = h5py.File(self._raw, "w", libver="latest", rdcc_nbytes=cache, **places)
         try:
             for name, field in fields.items():
                 dataset = settings.create(self._file, name, field, capacity)
                 for key, value in (settings.attributes or {}).get(name, {}).items():
                     dataset.attrs[key] = value
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def append(self, columns: Columns, start: int, stop: int, largest: int | None = None) -> int:
@@ -67,6 +71,7 @@ class NewShard:
             end = min(start + self._step, stop)
             for name, array in columns.items():
                 self._append(name, array[start:end])
+                self._raw.check()
             self.rows += end - start
             start = end
         return start
@@ -90,11 +95,21 @@ class NewShard:
         return self.rows == self.capacity
 
     def close(self) -> None:
-        """Close the file as it is."""
+        """Close the file as it is.
+
+        Raises:
+            OSError: it could not be written.
+        """
         self._file.close()
+        self._raw.close()
+        self._raw.check()
 
     def finish(self, name: str) -> ShardEntry:
-        """Close the file, flush it to the disk, and return its entry in the manifest."""
+        """Close the file, flush it to the disk, and return its entry in the manifest.
+
+        Raises:
+            OSError: it could not be written.
+        """
         short = self.capacity is not None and self.rows < self.capacity and not self._settings.chunked
         self.close()
         if short:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -148,8 +149,13 @@ def field_of(dataset: h5py.Dataset) -> Field:
     return Field(np.dtype(dtype.str) if dtype.fields is None and dtype.subdtype is None else dtype, shape)
 
 
-def check_storage(dataset: h5py.Dataset, path: Path, declared: Container[Path]) -> set[Path]:
+def check_storage(
+    dataset: h5py.Dataset, path: Path, declared: Container[Path], notes: list[str] | None = None
+) -> set[Path]:
     """Refuse a dataset whose data lies elsewhere than in the declared files, or cannot be decoded.
+
+    Args:
+        notes: gets a text for each dataset that has rows which were never written, but read as zeros.
 
     Returns:
         The resolved paths of the other files that a virtual dataset draws from.
@@ -157,17 +163,24 @@ def check_storage(dataset: h5py.Dataset, path: Path, declared: Container[Path]) 
     Raises:
         Refused: with the reason.
     """
-    found = _check(dataset, path, declared, _VIRTUAL)
+    found = _check(dataset, path, declared, _VIRTUAL, notes)
     return found and found - {path.resolve()}
 
 
-def _check(dataset: h5py.Dataset, path: Path, declared: Container[Path], depth: int) -> set[Path]:
+def _check(
+    dataset: h5py.Dataset, path: Path, declared: Container[Path], depth: int, notes: list[str] | None
+) -> set[Path]:
     import h5py
+
+    if notes is not None and (rows := _unwritten(dataset)):
+        where = f"{path}: {dataset.name.strip('/')}: {rows} of {len(dataset)} rows were never written, or not whole"
+        remedy = "if they should be zeros, make the dataset with fillvalue=0; else write it again"
+        notes.append(f"{where}; what is missing reads as zeros: {remedy}")
 
     if dataset.external:
         raise Refused(f"external storage in {dataset.external[0][0]}")
     if dataset.is_virtual:
-        return set().union(*(_check_source(each, path, declared, depth) for each in dataset.virtual_sources()))
+        return set().union(*(_check_source(each, path, declared, depth, notes) for each in dataset.virtual_sources()))
     plist = dataset.id.get_create_plist()
     for index in range(plist.get_nfilters()):
         code, _, _, name = plist.get_filter(index)
@@ -176,7 +189,43 @@ def _check(dataset: h5py.Dataset, path: Path, declared: Container[Path], depth: 
     return set()
 
 
-def _check_source(source: Any, path: Path, declared: Container[Path], depth: int) -> set[Path]:
+def _unwritten(dataset: h5py.Dataset) -> int:
+    """Return how many rows read as zeros, in part at least, only because they were never written.
+
+    Rows for which the file has a fill value are not counted: who sets one wants it to be read. What was never written of a chunk
+    or a contiguous dataset that has some of its rows cannot be told from zeros.
+    """
+    import h5py
+
+    if not dataset.nbytes or dataset.external:
+        return 0
+    if dataset.id.get_create_plist().fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED:
+        return 0
+    if dataset.is_virtual:
+        mapped = sum(source.vspace.get_select_npoints() for source in dataset.virtual_sources())
+        missing = dataset.size - mapped
+        return max(0, -(-missing * len(dataset) // dataset.size)) if dataset.shape else int(missing > 0)
+    if dataset.chunks is None or not dataset.shape:
+        return 0 if dataset.id.get_storage_size() else (len(dataset) if dataset.shape else 1)
+    each = [-(-length // chunk) for length, chunk in zip(dataset.shape, dataset.chunks, strict=True)]
+    if not hasattr(dataset.id, "get_num_chunks") or dataset.id.get_num_chunks() >= math.prod(each):
+        return 0
+    written = np.zeros(each[0], np.int64)  # chunks, by their rows
+
+    def note(chunk: Any) -> None:
+        written[chunk.chunk_offset[0] // dataset.chunks[0]] += 1
+
+    if hasattr(dataset.id, "chunk_iter"):
+        dataset.id.chunk_iter(note)
+    else:
+        for number in range(dataset.id.get_num_chunks()):
+            note(dataset.id.get_chunk_info(number))
+    lacking = np.flatnonzero(written < math.prod(each[1:]))
+    starts = lacking * dataset.chunks[0]
+    return int((np.minimum(starts + dataset.chunks[0], len(dataset)) - starts).sum())
+
+
+def _check_source(source: Any, path: Path, declared: Container[Path], depth: int, notes: list[str] | None) -> set[Path]:
     """Refuse a source of a virtual dataset for which HDF5 would look elsewhere, or fill in what is not there."""
     where = f"a virtual dataset that draws from {source.dset_name} in {source.file_name}"
     if not depth:
@@ -191,7 +240,7 @@ def _check_source(source: Any, path: Path, declared: Container[Path], depth: int
         if found is None:
             raise Refused(f"{where}, which is not there")
         _check_extent(source, found, where)
-        return {file_path.resolve()} | _check(found, file_path, declared, depth - 1)
+        return {file_path.resolve()} | _check(found, file_path, declared, depth - 1, notes)
 
 
 def _check_extent(source: Any, found: h5py.Dataset, where: str) -> None:

@@ -25,7 +25,7 @@ from ...comm.agree import Ranks, tell
 from ...errors import ClosedError, CollectiveMismatchError, ShardError, explain
 from ..spec import conform, spec_of_element, stack_rows
 from .columns import Columns, columns_of, content_bytes, fields_of, fit, named, spec_of_fields
-from .files import PathLike, manifest_path
+from .files import PathLike, is_hdf5, manifest_path
 from .manifest import (
     Field,
     Manifest,
@@ -57,9 +57,13 @@ def set_pattern(function: str, target: PathLike) -> Path:
     path = Path(target)
     if not os.fspath(target):
         raise ValueError(explain(function, "target", expected="a path", got="an empty one"))
-    if re.fullmatch(r"[^*]*\*\.(h5|hdf5)", path.name) and not glob.has_magic(str(path).replace("*", "", 1)):
+    if (
+        re.fullmatch(r"[^*]*\*\.[^*.]+", path.name)
+        and is_hdf5(path)
+        and not glob.has_magic(str(path).replace("*", "", 1))
+    ):
         return path
-    if glob.has_magic(str(path)) or path.suffix in (".h5", ".hdf5"):
+    if glob.has_magic(str(path)) or is_hdf5(path):
         expected = 'a directory, or a pattern with one "*", right before ".h5", like "data/train-*.h5"'
         raise ValueError(explain(function, "target", expected=expected, got=repr(str(path))))
     return path / "*.h5"
@@ -83,6 +87,7 @@ class SetWriter:
             self._pattern = set_pattern(function, target)
             self.settings = settings.checked(function)
         self.ranks.agree(f"{function} {str(self._pattern)!r} {self.settings}")
+        self._given, self._pattern = self._pattern, self._pattern.absolute()
         self._fields: dict[str, Field] | None = None
         self._spec: dict[str, Any] = {}
         self._pending: list[Columns] = []  # that wait for more
@@ -155,7 +160,8 @@ class SetWriter:
             with self.ranks.together():
                 empty = self._finish()
                 self._make_folder()
-            self.paths = publish(self.ranks, self._function, self._pattern, self._fields, self._files, empty)
+            written = publish(self.ranks, self._function, self._pattern, self._fields, self._files, empty)
+            self.paths = [self._given.with_name(path.name) for path in written]
         finally:
             self._discard()
 
@@ -281,7 +287,8 @@ class SetWriter:
     def _discard(self) -> None:
         self._pending, self._pending_rows = [], []
         if self._shard is not None:
-            self._shard.close()
+            with contextlib.suppress(OSError):  # of a file that is removed
+                self._shard.close()
             self._shard = None
         if self._aside is not None:
             shutil.rmtree(self._aside, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -35,7 +36,7 @@ class Snapshot(Stage):
 
     def __init__(self, parent: Node, path: PathLike, compression: str | None) -> None:
         super().__init__(parent, path, compression)
-        self._path, self._compression = path, compression
+        self._path, self._compression = Path(path).absolute(), compression
         self._stored: Node | None = None
         self._lock = threading.Lock()
 

@@ -149,7 +149,7 @@ def send(
     stream, node, slices = _Stream(arrays, begins, read), group.node, group.slices
     home = next(index for index in range(group.num_nodes) if root in group.ranks_of(index))
     problem: Exception | None = None
-    room = min(STAGING_BYTES, -(-begins[-1] // slices // _ALIGNMENT + 1) * _ALIGNMENT)
+    room = min(STAGING_BYTES, max(1, -(-begins[-1] // (slices * _ALIGNMENT))) * _ALIGNMENT)  # 0 bytes take no round
     with group.collective("restore", "values", detail=(len(arrays), begins[-1])) as call:
         for base in range(0, begins[-1], room * slices):
             buffers = node.staging()  # of an odd number of barriers, so that the next ones are the others

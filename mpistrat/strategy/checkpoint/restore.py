@@ -30,7 +30,7 @@ from .extra import read_extra
 from .hdf5_file import CheckpointFile, Form, from_rank_0, key_of, name_of, on_all, ranges_of
 from .optimizer_states import OptimizerStates
 from .parts import FileParts, Parts, Taken, read_own, send
-from .safetensors_file import SUFFIX, SafetensorsFile
+from .safetensors_file import SafetensorsFile, is_safetensors
 from .snapshot import SnapshotFile
 
 __all__ = ["Restoring"]
@@ -351,7 +351,7 @@ def _whole_slots(variable: Any, dtypes: Mapping[str, str]) -> tuple[Contents, di
 
 
 def _open(path: Path) -> StateFile:
-    return SafetensorsFile(path) if path.suffix == SUFFIX else CheckpointFile(path)
+    return SafetensorsFile(path) if is_safetensors(path) else CheckpointFile(path)
 
 
 @final

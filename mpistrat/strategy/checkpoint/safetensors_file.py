@@ -12,11 +12,23 @@ import numpy as np
 
 from ..._util.files import replacing
 from ...errors import missing_framework
+from ...variables.values import parse_dtype
 from .hdf5_file import DamagedError, Form, key_of, name_of
 
-__all__ = ["SUFFIX", "SafetensorsFile", "write_safetensors"]
+__all__ = ["SUFFIX", "SafetensorsFile", "is_safetensors", "write_safetensors"]
 
 SUFFIX = ".safetensors"
+# NumPy's and ml_dtypes' names of the format's types; others keep the format's name, by which errors name them.
+_DTYPES = {
+    "BOOL": "bool", "F16": "float16", "F32": "float32", "F64": "float64", "C64": "complex64", "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    **{f"{sign}{bits}": f"{name}{bits}" for sign, name in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)},
+}  # fmt: skip
+
+
+def is_safetensors(path: Path) -> bool:
+    """Return whether a file's name ends in ".safetensors", in small letters or capitals."""
+    return path.suffix.lower() == SUFFIX
 
 
 def _library() -> Any:
@@ -42,6 +54,8 @@ def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 class SafetensorsFile:
     """Weights that are being read, as `CheckpointFile` reads its own. There are no optimizers in it.
 
+    A tensor is read when its values are asked for, so one of a type that NumPy lacks hinders none of the others.
+
     Raises:
         MissingDependencyError: safetensors is not installed.
         DamagedError: it is no such file.
@@ -52,34 +66,48 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.optimizers: list[dict[str, Any]] = []
-        library = _library()
+        _library()
+        from safetensors import safe_open
+
         if not path.is_file():
             raise FileNotFoundError(str(path))
         try:
-            self._arrays: dict[str, np.ndarray] = library.load_file(str(path))
+            self._file = safe_open(str(path), framework="numpy")
+            self._names = list(self._file.keys())
         except Exception as error:  # the library has an error of its own
             raise DamagedError(f"no file of safetensors: {error}") from error
 
     def __enter__(self) -> SafetensorsFile:
+        self._file.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._arrays = {}
+        self._file.__exit__(kind, error, trace)
 
     def names(self) -> list[str]:
         """Return the links of all variables, as `CheckpointFile` has them."""
-        return list(map(key_of, self._arrays))
+        return list(map(key_of, self._names))
 
     def forms(self, names: Iterable[str]) -> dict[str, Form]:
         """Return shape and dtype of the variables of these links, where they are there."""
-        found = {link: self._arrays.get(name_of(link)) for link in names}
-        return {f"variables/{link}": (a.shape, a.dtype.name) for link, a in found.items() if a is not None}
+        there = set(self._names)
+        return {f"variables/{link}": self._form(name_of(link)) for link in names if name_of(link) in there}
+
+    def _form(self, name: str) -> Form:
+        tensor = self._file.get_slice(name)
+        kind = tensor.get_dtype()
+        return tuple(tensor.get_shape()), _DTYPES.get(kind, kind)
 
     def read_array(self, key: str, form: Form) -> np.ndarray:
-        """Return the values of a variable."""
-        return self._arrays[name_of(key.removeprefix("variables/"))]
+        """Return the values of a variable, whose dtype a variable may have: no other fits one."""
+        parse_dtype(form[1])  # imports ml_dtypes for bfloat16, by whose name the library asks NumPy for it
+        name = name_of(key.removeprefix("variables/"))
+        try:
+            return np.asarray(self._file.get_tensor(name))
+        except Exception as error:
+            raise DamagedError(f"{name}: {error}") from error
 
     def places(self, keys: Iterable[str]) -> None:
         """None: no digest tells whether another rank has the same file."""

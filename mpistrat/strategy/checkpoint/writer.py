@@ -70,18 +70,19 @@ class Layout:
     def made(cls, path: Path, forms: Sequence[ArrayForm]) -> Layout:
         """Have HDF5 lay out arrays in a file, without writing them.
 
+        Names and forms come first, then the arrays, each at a page. HDF5 aligns only the arrays, or it would give each name pages
+        of its own, and it looks for no free space, which would take longer with each array.
+
         Raises:
             OSError, RuntimeError, ValueError: what h5py and the system raise.
         """
         import h5py
 
-        pages = {"alignment_threshold": 1, "alignment_interval": PAGE}
-        offsets: list[int | None] = []
-        with h5py.File(path, "w", locking=False, **pages) as file:
+        with h5py.File(path, "w", locking=False, fs_strategy="none") as file:
             file.create_group("variables")
             properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
             properties.set_layout(h5py.h5d.CONTIGUOUS)
-            properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            properties.set_alloc_time(h5py.h5d.ALLOC_TIME_LATE)
             properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
             for form in forms:
                 kind = h5py.h5t.py_create(stored(form.dtype), logical=True)
@@ -90,14 +91,17 @@ class Layout:
                 file[form.key] = dataset
                 if stored(form.dtype) != form.dtype:
                     dataset.attrs["dtype"] = form.dtype.name
-                offsets.append(dataset.id.get_offset() if form.size else None)
+        with h5py.File(path, "r+", locking=False, alignment_threshold=1, alignment_interval=PAGE) as file:
+            offsets = [_allocated(h5py.h5d.open(file.id, form.key.encode())) if form.size else None for form in forms]
         end = -(-path.stat().st_size // PAGE) * PAGE
         arrays = sorted((at, at + form.nbytes) for at, form in zip(offsets, forms, strict=True) if at is not None)
         gaps, low = [], 0
         with path.open("rb") as raw:
             for begin, after in [*arrays, (end, end)]:
                 raw.seek(low)
-                gaps.append((low, raw.read(begin - low)))
+                data = raw.read(begin - low)
+                if data.strip(b"\0"):  # else the file has it without being written
+                    gaps.append((low, data))
                 low = after
         return cls(forms, offsets, end, gaps)
 
@@ -328,6 +332,17 @@ def check_space(folder: Path, nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise OSError(errno.ENOSPC, f"No space left on device: {nbytes:,} bytes needed, {free:,} free")
+
+
+def _allocated(dataset: Any) -> int:
+    """Have HDF5 take space for an array, as it does when an element is first written; return where."""
+    import h5py
+
+    first, axes = dataset.get_space(), len(dataset.shape)
+    if axes:
+        first.select_hyperslab((0,) * axes, (1,) * axes)
+    dataset.write(h5py.h5s.create(h5py.h5s.SCALAR), first, np.zeros((), dataset.dtype))
+    return int(dataset.get_offset())
 
 
 def _write(descriptor: int, data: memoryview, at: int) -> None:

@@ -44,6 +44,23 @@ def test_an_error_of_one_rank_while_saving_is_one_on_all(strategy, mpi_tmp_path)
 
 
 @pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("kind", ["random", "in order", "windows"])
+def test_ranks_divide_batches_of_batches(kind, strategy):
+    """The inner batches are rows, which stay whole."""
+    rows = Dataset.range(40) if kind == "random" else Dataset.range(40).filter(lambda x: True)
+    inner = (
+        rows.window(4).flat_map(lambda window: window.batch(4))
+        if kind == "windows"
+        else rows.shuffle(40, seed=3).batch(4)
+    )
+    expected = [batch.tolist() for batch in inner.batch(4)]
+    found = [strategy.comm.allgather(batch.tolist()) for batch in strategy.distribute_dataset(inner.batch(4))]
+    assert [[row for part in parts for row in part] for parts in found] == expected
+    sizes = [[len(part) for part in parts] for parts in found]
+    assert all(max(each) - min(each) <= 1 for each in sizes)
+
+
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("kind", ["random", "in order"])
 def test_ranks_make_a_snapshot_together(kind, strategy, mpi_tmp_path):
     calls = []

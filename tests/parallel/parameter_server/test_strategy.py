@@ -151,6 +151,24 @@ def test_batches_are_dealt_out_in_turn():
             assert batches == plain[strategy.worker_index :: strategy.num_workers]
 
 
+@pytest.mark.parametrize("devices", [None, ["cpu:0", "cpu:1"]])
+def test_all_ranks_say_one_number_of_replicas(devices):
+    """By which programs multiply the size of their batches. A server said 1, and the ranks' datasets differed."""
+    for workers_in_sync in (1, 2):
+        size = 2 if devices else 1
+        with made(devices=devices) as strategy:
+            workers = strategy.num_workers
+        if workers % workers_in_sync:
+            continue
+        with made(devices=devices, workers_in_sync=workers_in_sync) as strategy:
+            assert strategy.num_replicas_in_sync == size * workers_in_sync
+            batches = ms.data.from_arrays(np.arange(32)).batch(4 * strategy.num_replicas_in_sync)
+            data = strategy.distribute_dataset(batches)
+            read = sum(len(np.ravel(part)) for batch in data for part in strategy.local_results(batch))
+            total = strategy.comm.allreduce(read)
+            assert total == 32
+
+
 def test_two_devices_sum_and_push_once():
     with made(devices=["cpu:0", "cpu:1"]) as strategy, strategy.scope():
         v = ms.Variable(np.zeros(2))

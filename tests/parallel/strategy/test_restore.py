@@ -181,3 +181,22 @@ def test_a_file_that_cannot_be_read_any_more_is_told_on_all_ranks(mpi_tmp_path, 
         strategy.restore(mpi_tmp_path / "x.h5")
         program.outside.join(strategy)
         assert program.state() == expected
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("count", [0, 1, 8, 16, 17, 33])
+def test_few_bytes_are_sent(mpi_tmp_path, tmp_path, monkeypatch, sends, count):
+    """Less than the alignment of what is sent, for each rank, and none at all."""
+    from mpi4py import MPI
+
+    rank, values = MPI.COMM_WORLD.rank, np.arange(count, dtype=np.float64)
+    paths = [mpi_tmp_path / "x.h5", tmp_path / "none.h5"]
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            w = ms.Variable(values, name="w")
+        strategy.save(paths[0])
+        w.assign(np.full(count, -1.0))
+        monkeypatch.chdir(paths[bool(rank)].parent)
+        strategy.restore("x.h5")
+        assert np.array_equal(w.numpy(), values)
+    assert sends

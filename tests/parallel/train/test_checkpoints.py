@@ -463,3 +463,34 @@ def test_batches_of_workers_are_refused(mpi_tmp_path):
         checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path)
         with pytest.raises(ms.errors.ContextError, match="Checkpoints.batches: strategy: expected"):
             next(checkpoints.batches([], 1))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_ranks_in_different_folders_use_that_of_rank_0(mpi_tmp_path, monkeypatch, asynchronous):
+    """Also when they go there in between. A relative path was another one on each rank."""
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.rank
+    own = mpi_tmp_path / f"of-{rank}"
+    own.mkdir()
+    monkeypatch.chdir(mpi_tmp_path)
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            w = ms.Variable(np.zeros(5), name="w")
+        checkpoints = ms.train.Checkpoints(strategy, "run", asynchronous=asynchronous, keep=0)
+        loop, best = ms.train.Loop(strategy), ms.train.ModelCheckpoint("best.h5")
+        monkeypatch.chdir(own)
+        w.assign(np.full(5, 1.0))
+        assert checkpoints.save(1) == mpi_tmp_path / "run" / "step-0000000001.h5"
+        best.on_epoch_end(loop, {})
+        elsewhere = ms.train.Checkpoints(strategy, "run", asynchronous=asynchronous, every_steps=1)
+        w.assign(np.full(5, 2.0))
+        assert elsewhere.step(2) == mpi_tmp_path / "of-0" / "run" / "step-0000000002.h5"
+        elsewhere.wait()
+        for one, step in ((checkpoints, 1), (elsewhere, 2), (ms.train.Checkpoints(strategy, "run"), 2)):
+            w.assign(np.zeros(5))
+            assert one.restore_latest()["step"] == step
+            assert w.numpy().tolist() == [step] * 5
+        assert sorted(path.name for path in mpi_tmp_path.iterdir() if path.name[:3] != "of-") == ["best.h5", "run"]
+        assert [path.name for path in own.iterdir()] == ["run"] * (rank == 0)

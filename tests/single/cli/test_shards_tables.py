@@ -167,3 +167,46 @@ def test_numbers_are_not_taken_apart_cell_by_cell(tmp_path: Path, monkeypatch: p
     assert source.notes == ["column 'a': 1 empty cell became NaN"]
     assert np.isnan(found[0][8995]) and np.array_equal(np.delete(found[0], 8995), np.delete(x[5:, 0] / 1000, 8995))
     assert found[2].dtype == np.int64 and np.array_equal(found[2], np.arange(5, 20_000))
+
+
+@pytest.mark.parametrize("first", ["0,0.5", "a,1", "x,nan", "2019,2020"])
+def test_a_first_line_of_numbers_is_not_taken_for_names(tmp_path: Path, first: str) -> None:
+    (tmp_path / "t.csv").write_text(f"{first}\n1,2\n")
+    done = mpistrat("shards", "write", "set", "t.csv", cwd=tmp_path, status=1)
+    assert "expected a first line that names the columns, got numbers in it" in done.stderr
+    assert "--header no" in done.stderr and "--header yes" in done.stderr
+    assert not list(tmp_path.glob("set/*"))
+
+
+@pytest.mark.parametrize("mark", ["", "\N{ZERO WIDTH NO-BREAK SPACE}"])  # a byte order mark, as Excel writes it
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_a_table_without_names(tmp_path: Path, mark: str, end: str, quote: str) -> None:
+    rows = [f"{quote}{i}{quote},{i / 2}" for i in range(9)]
+    (tmp_path / "t.csv").write_bytes((mark + end.join(rows)).encode())
+    mpistrat("shards", "write", "set", "t.csv", "--header", "no", cwd=tmp_path)
+    found = read(tmp_path / "set")
+    assert found["column_0"].tolist() == list(range(9))
+    assert found["column_1"].tolist() == [i / 2 for i in range(9)]
+
+
+def test_names_that_are_numbers(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("2019,2020\n1,2\n3,4\n")
+    mpistrat("shards", "write", "set", "t.csv", "--header", "yes", "--select", "2020", cwd=tmp_path)
+    assert read(tmp_path / "set")["2020"].tolist() == [2, 4]
+
+
+def test_the_index_that_pandas_writes(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(",a\n0,1\n")
+    done = mpistrat("shards", "write", "set", "t.csv", cwd=tmp_path, status=1)
+    assert "to_csv(…, index=False)" in done.stderr
+
+
+def test_the_first_cell_that_is_no_number_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,b\n" + "".join(f"{i},{'NA' if i in (4, 6) else i}\n" for i in range(9)))
+    done = mpistrat("shards", "write", "set", "t.csv", cwd=tmp_path, status=2)
+    assert "text in ['b']; 'b': row 5: 'NA'" in done.stderr
+    done = mpistrat("shards", "write", "set", "t.csv", "--layout", "chunked", cwd=tmp_path)
+    assert "note: column 'b' is text, as in row 5: 'NA'" in done.stdout
+    done = mpistrat("shards", "write", "other", "t.csv", "--layout", "chunked", "--dtype", "b=str", cwd=tmp_path)
+    assert "is text" not in done.stdout

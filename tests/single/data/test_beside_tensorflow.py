@@ -97,6 +97,34 @@ CHAINS: dict[str, Callable[[Any], Any]] = {
     "windows of windows": lambda kind: (
         kind.range(12).window(6).flat_map(lambda w: w.window(2).flat_map(lambda v: v.batch(2)))
     ),
+    "batches of batches": lambda kind: kind.range(12).batch(2).batch(3).batch(2),
+    "batches of mapped batches": lambda kind: kind.range(8).batch(2).map(lambda x: x + 1).batch(2).map(lambda x: x * 2),
+    "batches of filtered batches": lambda kind: kind.range(12).batch(2).filter(lambda x: x[0] > 2).batch(2),
+    "batches of interleaved batches": lambda kind: (
+        kind.range(3).interleave(lambda n: kind.range(4).batch(2), cycle_length=2).batch(2)
+    ),
+    "batches of pairs": lambda kind: kind.from_tensor_slices((np.arange(8), np.eye(8))).batch(2).batch(3),
+    "batches of batches, skip, take, repeat": lambda kind: kind.range(12).batch(2).batch(2).skip(1).take(1).repeat(2),
+    "batches of batches, unbatch": lambda kind: kind.range(8).batch(2).batch(2).unbatch(),
+    "batches of batches, unbatch twice": lambda kind: kind.range(8).batch(2).batch(2).unbatch().unbatch(),
+    "batches of batches, dropping": lambda kind: (
+        kind.range(7).batch(2, drop_remainder=True).batch(2, drop_remainder=True)
+    ),
+    "batches of batches, rebatch": lambda kind: kind.range(16).batch(2).batch(2).rebatch(3),
+    "batches of batches, padded": lambda kind: kind.range(7).batch(2).padded_batch(3),
+    "padded batches, padded": lambda kind: sequences(kind).padded_batch(2).padded_batch(3),
+    "padded batches in batches": lambda kind: sequences(kind).padded_batch(2, [7]).batch(3),
+    "ragged batches of batches": lambda kind: kind.range(7).batch(2).ragged_batch(3),
+    "batches of windows": lambda kind: kind.range(9).window(3).flat_map(lambda w: w.batch(3)).batch(2),
+    "batches of windows, shift": lambda kind: (
+        kind.range(7).window(3, 1, 1, True).flat_map(lambda w: w.batch(9)).batch(2).prefetch(None)
+    ),
+    "batches of windows of pairs": lambda kind: (
+        kind.from_tensor_slices((np.arange(6), np.arange(6) * 2))
+        .window(3, 1, 1, True)
+        .flat_map(lambda a, b: kind.zip((a.batch(3), b.batch(3))))
+        .batch(2)
+    ),
     "windows padded": lambda kind: sequences(kind).window(3).flat_map(lambda w: w.padded_batch(3)),
     "windows of pairs": lambda kind: (
         kind.from_tensor_slices((np.arange(4), np.arange(4) * 2))

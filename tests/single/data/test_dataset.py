@@ -270,8 +270,6 @@ def test_wrong_arguments_of_stages() -> None:
         dataset.batch(0)
     with pytest.raises(TypeError, match="global_batch_size: expected an integer"):
         dataset.batch(2.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="batched already"):
-        dataset.batch(2).batch(2)
     with pytest.raises(ValueError, match="take: count"):
         dataset.take(-2)
     with pytest.raises(TypeError, match="same seed"):

@@ -238,5 +238,16 @@ def test_padding_of_nests() -> None:
     assert nest.map_structure(np.ndarray.tolist, batch) == {"a": [[1, 9, 9], [1, 2, 9]], "b": [0, 1]}
     with pytest.raises(ValueError, match="structure of an element"):
         list(rows.padded_batch(2, {"a": (3,)}))
-    with pytest.raises(ValueError, match="batched already"):
-        rows.padded_batch(2).padded_batch(2)
+
+
+@pytest.mark.parametrize("value", [300, -1, [1, 256], 1 << 40, [[-3]]])
+def test_numbers_that_a_dtype_does_not_hold_are_an_error(value: Any) -> None:
+    """With NumPy 1 they were wrapped round, or cut off."""
+    spec = ArraySpec(np.shape(value), np.uint8)
+    rows = ms.data.from_generator(lambda: [np.zeros(np.shape(value), int).tolist(), value], spec)
+    with pytest.raises(ValueError, match=r"expected uint8.*, got .*, which uint8 does not hold"):
+        list(rows.batch(2))
+    with pytest.raises(ValueError, match="which uint8 does not hold"):
+        list(Dataset.range(1).map(lambda x: value, element_spec=spec))
+    wide = ArraySpec(np.shape(value), np.float32)
+    assert next(iter(ms.data.from_generator(lambda: [value], wide))).tolist() == np.asarray(value, float).tolist()

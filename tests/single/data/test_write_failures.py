@@ -300,3 +300,73 @@ def test_a_damaged_manifest_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match=r"manifest\.json"):
         write_shards(tmp_path, {"x": np.zeros(3)})
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+_FULL = """
+import errno, os, resource, shutil, sys
+import numpy as np
+from mpistrat.data import HDF5Dataset, write_shards
+
+folder, layout, compression = sys.argv[1], sys.argv[2], sys.argv[3] or None
+rng = np.random.default_rng(0)
+data = {"x": rng.normal(size=(300, 40)), "group/y": np.arange(300)}
+if layout == "chunked":
+    data["text"] = np.array([f"row {i}" * (i % 7) for i in range(300)])
+    ragged = np.empty(300, object)
+    ragged[:] = [np.arange(i % 5) for i in range(300)]
+    data["ragged"] = ragged
+settings = {"layout": layout, "compression": compression, "num_shards": 2}
+paths = write_shards(folder + "/whole", data, **settings)
+largest = max(path.stat().st_size for path in paths)
+refused = 0
+for limit in [1, 100, *range(700, largest + 4000, largest // 12)]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))  # as a disk that is full, for one process
+    try:
+        write_shards(folder + "/set", data, **settings)
+        assert limit >= largest
+    except OSError as error:
+        assert error.errno == errno.EFBIG and folder in str(error), error
+        assert limit < largest
+        assert os.listdir(folder + "/set") == []
+        refused += 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert len(HDF5Dataset(folder + "/set", verify=True)) == 300
+print("refused", refused)
+"""
+
+
+@pytest.mark.parametrize(("layout", "compression"), [("contiguous", ""), ("chunked", ""), ("chunked", "gzip")])
+def test_a_disk_that_is_full_is_an_error(tmp_path: Path, layout: str, compression: str) -> None:
+    """HDF5 ended the process by a segmentation fault, as it closed a file in chunks."""
+    words = [sys.executable, "-c", _FULL, str(tmp_path), layout, compression]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("refused 1")  # 10 to 19
+
+
+def test_hdf5_reads_what_it_wrote_after_an_error(tmp_path: Path) -> None:
+    """So that it closes a file that cannot be written."""
+    import resource
+
+    from mpistrat.data.shards.unfailing_file import UnfailingFile
+
+    file = UnfailingFile(tmp_path / "x")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    expected, rng = bytearray(), np.random.default_rng(0)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
+        for _ in range(50):
+            at, data = int(rng.integers(0, 600)), rng.bytes(int(rng.integers(1, 90)))
+            expected.extend(bytes(max(0, at + len(data) - len(expected))))
+            expected[at : at + len(data)] = data
+            assert (file.seek(at), file.write(memoryview(data)), file.tell()) == (at, len(data), at + len(data))
+            assert file.seek(0, 2) == len(expected)
+            start, count = sorted(int(n) for n in rng.integers(0, len(expected) + 1, 2))
+            file.seek(start)
+            assert file.read(count - start) == bytes(expected[start:count])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        file.close()
+    with pytest.raises(OSError, match="File too large"):
+        file.check()

@@ -37,6 +37,12 @@ def test_the_default_and_the_settings_hold():
 def test_wrong_use_is_explained(monkeypatch):
     with pytest.raises(ValueError, match=r"default: expected one of one_device, .*got 'horovod'"):
         ms.strategy_from_environment(default="horovod")
+    with pytest.raises(ValueError, match=r"got 'mesh'. Call ms.MeshStrategy\(axes="):
+        ms.strategy_from_environment(default="mesh")
+    monkeypatch.setenv("MPISTRAT_STRATEGY", "mesh")
+    with pytest.raises(ValueError, match=r"MPISTRAT_STRATEGY: .*got 'mesh'. Call ms.MeshStrategy\(axes="):
+        ms.strategy_from_environment()
+    monkeypatch.delenv("MPISTRAT_STRATEGY")
     monkeypatch.setenv("MPISTRAT_NUM_PS", "1")
     with pytest.raises(
         ValueError, match="MPISTRAT_NUM_PS: expected a strategy with servers, got 1, and the strategy is"

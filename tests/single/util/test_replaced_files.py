@@ -90,3 +90,50 @@ def test_without_locks_nothing_is_taken_for_dead(tmp_path, monkeypatch):
     with replacing(tmp_path / "x") as part:
         part.write_text("whole")
     assert (tmp_path / "x").read_text() == "whole" and [each.name for each in beside(tmp_path)] == [".x.1.part"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("relative", [True, False])
+def test_a_link_is_written_through(tmp_path, monkeypatch, there, relative):
+    """As h5py, np.save and torch.save do. It was replaced by a file, which filled the home folder in place of scratch."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "scratch").mkdir()
+    link, target = tmp_path / "home" / "x", tmp_path / "scratch" / "y"
+    if there:
+        target.write_text("old")
+    (tmp_path / "scratch" / "again").symlink_to("y")
+    link.symlink_to("../scratch/again" if relative else tmp_path / "scratch" / "again")
+    monkeypatch.chdir(tmp_path / "home")
+    with replacing(files.Path("x") if relative else link) as part:
+        assert part.parent == tmp_path / "home" / ".." / "scratch" if relative else target.parent
+        part.write_text("new")
+    assert link.is_symlink() and target.read_text() == "new" and not target.is_symlink()
+    assert not beside(tmp_path / "home") and not beside(tmp_path / "scratch")
+
+
+def test_links_that_lead_nowhere(tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"), replacing(tmp_path / "a"):
+        pass
+    (tmp_path / "c").symlink_to("none/c")
+    with pytest.raises(FileNotFoundError), replacing(tmp_path / "c"):
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes links for other users")
+def test_the_link_of_another_user_in_a_folder_for_all(tmp_path):
+    """Which leads to a file of this user that is to be overwritten."""
+    folder, victim = tmp_path / "tmp", tmp_path / "victim"
+    folder.mkdir()
+    victim.write_text("old")
+    folder.chmod(0o1777)
+    (folder / "x").symlink_to(victim)
+    os.lchown(folder / "x", 12345, 12345)
+    with pytest.raises(PermissionError, match="a symbolic link of another user"), replacing(folder / "x"):
+        pass
+    assert victim.read_text() == "old" and not beside(folder)
+    folder.chmod(0o755)
+    with replacing(folder / "x") as part:
+        part.write_text("new")
+    assert victim.read_text() == "new"

@@ -41,6 +41,10 @@ class Converter(ABC):
     def settle(self) -> None:  # noqa: B027 - where nothing is presumed there is nothing to do
         """Look at all that is in the files: then nothing is presumed."""
 
+    def why_text(self, name: str) -> str:
+        """Return where a column of text was found not to hold numbers; "" where it was not expected to."""
+        return ""
+
     @abstractmethod
     def batches(self, start: int, stop: int) -> Iterator[Columns]:
         """Return the rows from `start` to `stop` in batches.

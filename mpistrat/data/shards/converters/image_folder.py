@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, final
 import numpy as np
 
 from ....cluster.cores import usable_cores
-from ....errors import MissingDependencyError, explain
+from ....errors import MissingDependencyError, ShardError, explain
 from ..columns import Columns
 from ..files import natural_key
 from .converter import Converter, bad_input, batch_rows
@@ -25,9 +26,10 @@ _MODES = {"rgb": "RGB", "gray": "L"}
 
 @final
 class ImageFolder(Converter):
-    """Images of one size: `image` uint8 [height, width, 3], or [height, width] in gray, and `label` int64.
+    """Images of one size: `image` [height, width, 3], or [height, width] in gray, and `label` int64.
 
-    Classes are numbered by their folders' names in alphabetical order; the names are an attribute of `label`. Rows come
+    Values are uint8; those of gray images with more bits, or signs, or floats are as the file has them. Alpha channels are
+    left out. Classes are numbered by their folders' names in alphabetical order; the names are an attribute of `label`. Rows come
     class by class.
     """
 
@@ -54,15 +56,15 @@ class ImageFolder(Converter):
             self.notes[0] += ", …"
         if others:
             self.notes.append(f"left out, as they are no images: {len(others)}, such as {others[0]}")
-        self._shape = self._read(self._files[0][0], None).shape
+        self._first = self._read(self._files[0][0])
 
     def batches(self, start: int, stop: int) -> Iterator[Columns]:
-        step = batch_rows((np.dtype(np.uint8), self._shape))
+        step = batch_rows((self._first.dtype, self._first.shape))
         pool = ThreadPoolExecutor(min(usable_cores(), _MOST_THREADS), "mpistrat-images")  # decoding is outside Python
         try:
             for first in range(start, stop, step):
                 files = self._files[first : min(first + step, stop)]
-                images = np.empty((len(files), *self._shape), np.uint8)
+                images = np.empty((len(files), *self._first.shape), self._first.dtype)
                 # The error of the first image that is wrong is raised, whichever was read first.
                 for _ in pool.map(self._read_into, images, (path for path, _ in files)):
                     pass
@@ -71,23 +73,77 @@ class ImageFolder(Converter):
             pool.shutdown(cancel_futures=True)
 
     def _read_into(self, image: np.ndarray[Any, Any], path: Path) -> None:
-        image[...] = self._read(path, self._shape)
+        pixels = self._read(path)
+        first = self._files[0][0]
+        if pixels.shape != self._first.shape:
+            height, width = self._first.shape[:2]
+            expected = f"{height}x{width} pixels (height x width), as {first} has"
+            remedy = f"Bring all images to one size: --resize {height}x{width}."
+            raise bad_input(path, expected, f"{pixels.shape[0]}x{pixels.shape[1]}", remedy)
+        if pixels.dtype != self._first.dtype:
+            remedy = "Write images of each kind into a set of their own."
+            raise bad_input(path, f"pixels of {self._first.dtype}, as {first} has", str(pixels.dtype), remedy)
+        image[...] = pixels
 
-    def _read(self, path: Path, shape: tuple[int, ...] | None) -> np.ndarray[Any, Any]:
+    def _read(self, path: Path) -> np.ndarray[Any, Any]:
         try:
             with self._pillow.open(path) as image:
-                if self._resize is not None:
-                    height, width = self._resize
-                    image = image.convert(self._mode).resize((width, height), self._pillow.Resampling.BILINEAR)
-                pixels = np.asarray(image.convert(self._mode))
+                frames = getattr(image, "n_frames", 1)
+                if frames > 1 and image.format != "MPO":  # a camera's JPEG, and its previews behind it
+                    remedy = "Write each into a file of its own."
+                    raise bad_input(path, "one image", f"{frames} frames or pages", remedy)
+                dtype = _dtype(image)
+                return self._usual(image) if dtype == np.uint8 else self._exact(path, image, dtype)
         except (OSError, ValueError, SyntaxError) as error:  # Pillow raises SyntaxError for damaged PNGs
+            if isinstance(error, ShardError):
+                raise
             raise bad_input(path, "an image that Pillow reads", error) from error
-        if shape is not None and pixels.shape != shape:
-            first = self._files[0][0]
-            expected = f"{shape[0]}x{shape[1]} pixels (height x width), as {first} has"
-            remedy = f"Bring all images to one size: --resize {shape[0]}x{shape[1]}."
-            raise bad_input(path, expected, f"{pixels.shape[0]}x{pixels.shape[1]}", remedy)
-        return pixels
+
+    def _usual(self, image: Any) -> np.ndarray[Any, Any]:
+        """The pixels of an image of at most 8 bits a channel."""
+        image = image.convert(self._mode)
+        return np.asarray(image if self._resize is None else self._resized(image))
+
+    def _exact(self, path: Path, image: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """The pixels of other images, which `convert` would cut off at 255: their values as they are."""
+        values = np.asarray(image)
+        if values.ndim > 2 or values.itemsize < dtype.itemsize:
+            expected = "8 bits a channel, or one channel: Pillow reads only 8 bits of each of several"
+            remedy = "Read the images with another library, and write the arrays with ms.data.write_shards."
+            raise bad_input(path, expected, f"{8 * dtype.itemsize} bits, mode {image.mode}", remedy)
+        values = values.astype(values.dtype.newbyteorder("="), copy=False)
+        values = values.view(dtype) if values.itemsize == dtype.itemsize else values.astype(dtype)
+        if self._resize is not None:
+            wide = np.dtype(np.float32 if dtype.kind == "f" else np.int32)  # what Pillow interpolates
+            if not np.can_cast(dtype, wide):
+                raise bad_input(path, f"pixels that {wide} holds, for --resize", str(dtype), "Resize them beforehand.")
+            values = np.asarray(self._resized(self._pillow.fromarray(values.astype(wide)))).astype(dtype)
+        return np.stack([values] * 3, axis=-1) if self._mode == "RGB" else values
+
+    def _resized(self, image: Any) -> Any:
+        height, width = self._resize or (image.height, image.width)
+        return image.resize((width, height), self._pillow.Resampling.BILINEAR)
+
+
+_SAMPLE_FORMATS = {2: "i", 3: "f"}  # of TIFF; all others are unsigned
+_BITS_PER_SAMPLE, _SAMPLE_FORMAT = 258, 339  # tags of TIFF
+
+
+def _dtype(image: Any) -> np.dtype[Any]:
+    """What a channel of an image is in its file; up to 8 bits are uint8, to which Pillow brings them."""
+    if image.format == "TIFF":
+        bits = max(image.tag_v2.get(_BITS_PER_SAMPLE, (1,)))
+        kind = _SAMPLE_FORMATS.get(image.tag_v2.get(_SAMPLE_FORMAT, (1,))[0], "u")
+        return np.dtype(f"{kind}{max(8, 1 << (bits - 1).bit_length()) // 8}")
+    if image.mode == "F":
+        return np.dtype(np.float32)
+    # Pillow's name for what is in the file, such as "RGB;16B"; Netpbm's largest value may follow it.
+    raw = image.tile[0][3] if image.tile else image.mode
+    name, largest = (raw[0], raw[1:2]) if isinstance(raw, tuple) else (raw, ())
+    sixteen = re.search(r";16[BLN]", str(name)) or (image.format == "PPM" and largest > (255,))
+    if sixteen or image.mode.startswith("I;16"):
+        return np.dtype(np.uint16)
+    return np.dtype(np.int32 if image.mode == "I" else np.uint8)
 
 
 def _pillow() -> ModuleType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import codecs
 import contextlib
 import csv
 import io
@@ -32,7 +33,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {_INTEGER: np.dtype(np.int64), _FLOAT: np.dt
 class _Start(NamedTuple):
     """Where a block starts."""
 
-    offset: int  # in the file; 0, before the header, where a line does not end as the others do
+    offset: int  # in the file
     line: int  # the lines before it
     row: int  # the rows before it
 
@@ -56,7 +57,7 @@ class _Block:
 
 @final
 class Table(Converter):
-    """The rows of a CSV file whose first line names the columns.
+    """The rows of a CSV file whose first line names the columns, or already is a row.
 
     What the columns hold is presumed from the first block and some lines of each other block, if all that is in the
     file may be numbers; then only `batches` reads every number. Otherwise, and after `settle`, every cell was looked at.
@@ -67,14 +68,24 @@ class Table(Converter):
         delimiter: between cells.
         array: a name: all columns of numbers become one array of it, in their order.
         text: columns that are text whatever they hold.
+        header: whether the first line names the columns; None for that it does, unless a name is a number. Without names
+            columns are "column_0", "column_1", and so on.
     """
 
     def __init__(
-        self, path: Path, names: Sequence[str] | None, delimiter: str, array: str | None, text: Collection[str]
+        self,
+        path: Path,
+        names: Sequence[str] | None,
+        delimiter: str,
+        array: str | None,
+        text: Collection[str],
+        header: bool | None = None,
     ) -> None:
         self._path = path
         self._delimiter = delimiter
         self._array = array
+        self._named = header
+        self._plain = True  # whether lines may be read as bytes from the first row on
         self._header, self._first = self._read_header()
         self._numeric = NumericReader(delimiter)
         self._names = list(self._header) if names is None else list(names)
@@ -104,14 +115,22 @@ class Table(Converter):
     def _read_header(self) -> tuple[list[str], _Start]:
         """The header, and where the first row starts."""
         with self._open() as file:
+            marked = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+            file.seek(0)
             number, header = next(self._cells(_text(file, 0), 0), (0, []))
+        if self._named is False and header:
+            return [f"column_{place}" for place in range(len(header))], _Start(len(codecs.BOM_UTF8) * marked, 0, 0)
         if not header or "" in header or len(set(header)) != len(header):
             got = f"{header}" if header else "nothing"
-            raise bad_input(self._path, "a first line that names the columns, each differently", got)
+            remedy = "pandas writes no index with to_csv(…, index=False)." if header[:1] == [""] else ""
+            raise bad_input(self._path, "a first line that names the columns, each differently", got, remedy)
+        if self._named is None and any(_kind([name]) != _TEXT for name in header):
+            remedy = "If it is a row, add --header no; if it names the columns, --header yes."
+            raise bad_input(self._path, "a first line that names the columns", f"numbers in it: {header}", remedy)
         with self._open() as file:
             lines = [file.readline(_BLOCK) for _ in range(number)]
-            plain = all(line.endswith(b"\n") for line in lines) and not _odd(b"".join(lines))
-            return header, _Start(file.tell() if plain else 0, number if plain else 0, 0)
+            self._plain = all(line.endswith(b"\n") for line in lines) and not _odd(b"".join(lines))
+            return header, _Start(file.tell(), number, 0) if self._plain else _Start(0, 0, 0)
 
     def _cells(self, lines: Iterable[str], before: int) -> Iterator[tuple[int, list[str]]]:
         """The number and the cells of each line that is not empty, behind so many others."""
@@ -129,7 +148,7 @@ class Table(Converter):
             file.seek(start.offset)
             while data := file.read(size := _BLOCK if start.row else _FIRST_BLOCK):
                 data = data if len(data) < size else data[: data.rfind(b"\n") + 1]
-                if not (start.offset and data) or b'"' in data or _odd(data):  # a row may go on behind these lines
+                if not (self._plain and data) or b'"' in data or _odd(data):  # a row may go on behind these lines
                     file.seek(start.offset)
                     yield from self._blocks_of_cells(file, start)
                     return
@@ -140,7 +159,7 @@ class Table(Converter):
 
     def _blocks_of_cells(self, file: BinaryIO, start: _Start) -> Iterator[_Block]:
         rows = self._cells(_text(file, start.offset), start.line)
-        if not start.offset:
+        if not self._plain:
             next(rows)  # the header
         while cells := list(itertools.islice(rows, _LINES)):
             yield _Block(start, b"", self._checked(cells))
@@ -165,6 +184,7 @@ class Table(Converter):
     def _scan(self, *, thoroughly: bool) -> None:
         """Count the rows, and find out what each column holds."""
         self._kinds = {name: _TEXT if name in self._text else _INTEGER for name in self._names}
+        self._first_texts: dict[str, str] = {}  # of columns that were not to be text
         self._starts: list[_Start] = []
         self.rows = 0
         self._presumed: set[_Start] = set()  # blocks
@@ -181,7 +201,7 @@ class Table(Converter):
         if self._presumed and _TEXT in self._kinds.values():
             self._scan(thoroughly=True)
             return
-        self.notes = []
+        self.notes = [f"column {name!r} is text, as in {where}" for name, where in self._first_texts.items()]
         for name, place in zip(self._names, self._places, strict=True):
             if empty[place] and self._kinds[name] != _TEXT:
                 self._kinds[name] = _FLOAT
@@ -208,7 +228,14 @@ class Table(Converter):
         for name, place in zip(self._names, self._places, strict=True):
             cells = [line[place] for line in rows]
             empty[place] += cells.count("")
-            self._kinds[name] = max(self._kinds[name], _kind([cell for cell in cells if cell]))
+            known, kind = self._kinds[name], _kind([cell for cell in cells if cell])
+            self._kinds[name] = max(known, kind)
+            if known < kind == _TEXT:
+                row, cell = next((row, cell) for row, cell in enumerate(cells) if cell and _kind([cell]) == _TEXT)
+                self._first_texts[name] = f"row {self.rows + row + 1}: {cell!r:.80}"
+
+    def why_text(self, name: str) -> str:
+        return self._first_texts.get(name, "")
 
     def _dtypes(self) -> list[np.dtype[Any]]:
         """What each column of the file is read as, where all cells are numbers."""

@@ -1,0 +1,97 @@
+"""A file that HDF5 writes without learning of errors: after one, such as a full disk, it may crash the process in closing it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, final
+
+__all__ = ["UnfailingFile"]
+
+
+@final
+class UnfailingFile:
+    """A new file, as h5py's driver "fileobj" takes it. The first error is kept, and raised by `check`.
+
+    From then on what HDF5 writes stays in memory, so that it reads what it has written. Its writer must check often, and give up.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._position = self._size = 0
+        self._error: OSError | None = None
+        self._unwritten: list[tuple[int, bytes]] = []  # since the error, by the place in the file
+
+    def check(self) -> None:
+        """Raise the first error.
+
+        Raises:
+            OSError: with the file's path.
+        """
+        if self._error is not None:
+            raise type(self._error)(self._error.errno, self._error.strerror, str(self._path))
+
+    def close(self) -> None:
+        """Close the file; nothing if it is closed."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    # what HDF5 calls
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a place in the file, and return it."""
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        """Return the place."""
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        """Return some bytes from the place on."""
+        data = bytearray(max(0, self._size - self._position) if size < 0 else size)
+        return bytes(data[: self.readinto(data)])
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer from the place on; return with how many bytes."""
+        target, start = memoryview(buffer).cast("B"), self._position
+        count = max(0, min(len(target), self._size - start))
+        found = os.pread(self._descriptor, count, start)
+        target[:count] = found + bytes(count - len(found))
+        for low, data in self._unwritten:
+            first, stop = max(low, start), min(low + len(data), start + count)
+            if first < stop:
+                target[first - start : stop - start] = data[first - low : stop - low]
+        self._position += count
+        return count
+
+    def write(self, data: Any) -> int:
+        """Write at the place; return how many bytes that are: all, be there an error or not."""
+        source, at = memoryview(data).cast("B"), self._position
+        try:
+            if self._error is None:
+                done = 0
+                while done < len(source):
+                    done += os.pwrite(self._descriptor, source[done:], at + done)
+        except OSError as error:
+            self._error = error
+        if self._error is not None:
+            self._unwritten.append((at, bytes(source)))
+        self._position += len(source)
+        self._size = max(self._size, self._position)
+        return len(source)
+
+    def truncate(self, size: int) -> int:
+        """Cut the file off, or enlarge it."""
+        try:
+            if self._error is None:
+                os.ftruncate(self._descriptor, size)
+        except OSError as error:
+            self._error = error
+        self._size = size
+        return size
+
+    def flush(self) -> None:
+        """Nothing: the system has it."""
