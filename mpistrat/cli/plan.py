@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from .._util.files import read_whole
 from .._util.text import counted, decimal_size, duration
 from ..bench.plan import Prediction, layouts, predict
 from ..bench.plan_machine import Machine
@@ -70,7 +71,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     try:
-        documents = [json.loads(Path(name).read_text()) for name in args.like]
+        documents = [json.loads(read_whole(name)) for name in args.like]
         measured = Machine.read(documents)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         print(f"error: --like {' '.join(args.like)}: {error}", file=sys.stderr)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from .._util.files import read_whole
 from .._util.log import once
 from ..comm.arrays import is_gpu
 from ..comm.gpu import nccl_available
@@ -261,8 +262,8 @@ class Chooser:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        return json.loads(read_whole(path))
+    except (ValueError, RecursionError) as error:
         raise ValueError(explain("Chooser", "table", expected=f"JSON in {path}", got=str(error))) from error
 
 

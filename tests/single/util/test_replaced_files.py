@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from mpistrat._util import files
-from mpistrat._util.files import replacing
+from mpistrat._util.files import read_whole, replacing
 
 
 def beside(folder):
@@ -90,3 +90,20 @@ def test_without_locks_nothing_is_taken_for_dead(tmp_path, monkeypatch):
     with replacing(tmp_path / "x") as part:
         part.write_text("whole")
     assert (tmp_path / "x").read_text() == "whole" and [each.name for each in beside(tmp_path)] == [".x.1.part"]
+
+
+def test_a_file_is_read_whole_unless_it_is_too_large(tmp_path):
+    (path := tmp_path / "x").write_bytes(b"four")
+    (link := tmp_path / "link").symlink_to(path)
+    assert read_whole(path, 4) == read_whole(str(link), 4) == b"four"
+    with pytest.raises(OSError, match="x' is larger than 3 bytes"):
+        read_whole(path, 3)
+    with pytest.raises(FileNotFoundError):
+        read_whole(tmp_path / "none")
+
+
+def test_what_never_ends_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/zero", tmp_path / "pipe", tmp_path):
+        with pytest.raises(OSError, match="is not a regular file"):
+            read_whole(path)
