@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from .._util.text import printable
 from .._version import __version__
 from ..cluster.launcher_variables import launched_rank, launched_size
 from ..comm.agree import Ranks
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             ranks = Ranks(_world() if parsed.command.collective else None, "mpistrat")
         except MpistratError as error:  # the launcher and MPI do not find each other
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {printable(error)}", file=sys.stderr)
             return PROBLEM
         with contextlib.ExitStack() as stack:
             if ranks.rank:
@@ -104,7 +105,7 @@ def _run(parsed: argparse.Namespace, ranks: Ranks) -> int:
         end_job(f"rank {ranks.rank} of {ranks.size}: the job ends on this exception\n{traceback.format_exc()}")
         raise
     if ranks.rank == 0:
-        print(f"error: {text}", file=sys.stderr)
+        print("error:", printable(text, keep="\n"), file=sys.stderr)
     return status
 
 
