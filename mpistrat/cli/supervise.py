@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
+from .._util.programs import isolated
 from .._util.text import counted
 from ..cluster.allocation import allocation_of_job
 from ..comm import job_files
@@ -78,7 +79,7 @@ def _remove_on_other_nodes(job: str) -> None:
         command = ["srun", "--quiet", "--overlap", "--mpi=none", f"--nodes={count}", f"--ntasks={count}"]
         command += ["--ntasks-per-node=1", *([f"--exclude={','.join(nodes.lost)}"] if nodes.lost else [])]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            words = ["sh", "-c", f"rm -f {job_files.mark(job, '')}*"]
+            words = isolated(leftovers.__file__, "--job", job)
             subprocess.run([*command, *words], timeout=_REMOVING, capture_output=True, check=False)
 
 
