@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from .._util.programs import isolated
 from .._util.text import counted, named
 from ..cluster.allocation import Allocation, allocation_of_job
 from ..cluster.cores import THREAD_VARIABLES, usable_cores
@@ -29,7 +30,7 @@ from ..comm.agree import Ranks
 from ..comm.monitor import leftovers
 from ..environment import STRATEGIES
 from ..errors import ClusterError, explain
-from . import rank_output, supervise
+from . import pass_words, rank_output, supervise
 from .command import DONE, PROBLEM, Command
 from .standby import environment_with, words_of
 
@@ -122,11 +123,19 @@ def plan(
         start.environment["MPISTRAT_EVALUATOR"] = "1"
     if tag or log_dir is not None:
         folder = "" if log_dir is None else os.path.abspath(log_dir)
-        wrapper = [sys.executable, "-S", "-I", rank_output.__file__, ",".join(RANK_VARIABLES.values())]
-        start.command += [*wrapper, "1" if tag else "0", folder]
+        variables = ",".join(RANK_VARIABLES.values())
+        start.command += isolated(rank_output.__file__, variables, "1" if tag else "0", folder)
         start.environment.setdefault("PYTHONUNBUFFERED", os.environ.get("PYTHONUNBUFFERED") or "1")
-    start.command += program
+    start.command += _passed(program)
     return start
+
+
+def _passed(program: Sequence[str]) -> list[str]:
+    """Return a program's words in a form that every launcher passes on.
+
+    Launchers take a word ":" for the end of a program, and start what follows it as another one.
+    """
+    return isolated(pass_words.__file__, json.dumps(program)) if ":" in program else list(program)
 
 
 def _let_survive(start: Start, library: MPILibrary) -> None:
@@ -425,7 +434,7 @@ def _clean_up_after(launcher: int) -> None:
     """Start a daemon that removes what killed ranks leave in /dev/shm when the launcher has ended."""
     with contextlib.suppress(OSError):
         subprocess.run(
-            [sys.executable, "-S", "-I", leftovers.__file__, str(launcher)], env={}, cwd="/", check=False,
+            isolated(leftovers.__file__, str(launcher)), env={}, cwd="/", check=False,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
