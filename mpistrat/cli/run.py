@@ -38,6 +38,9 @@ __all__ = ["COMMAND", "Start", "plan", "program_of", "strategy_arguments"]
 
 _INFINIBAND = Path("/sys/class/infiniband")  # its network cards, and those of its relatives
 _MOST_RANKS = 1 << 16
+# What launchers change among a program's words: ":" ends the program, and what follows is started as another one (all); Open
+# MPI 5 writes the others in another way.
+_OF_LAUNCHERS = frozenset({":", "--map-by", "--rank-by", "--bind-to", "--runtime-options"})
 
 
 @dataclass
@@ -131,11 +134,10 @@ def plan(
 
 
 def _passed(program: Sequence[str]) -> list[str]:
-    """Return a program's words in a form that every launcher passes on.
-
-    Launchers take a word ":" for the end of a program, and start what follows it as another one.
-    """
-    return isolated(pass_words.__file__, json.dumps(program)) if ":" in program else list(program)
+    """Return a program's words in a form that every launcher passes on as it is."""
+    if _OF_LAUNCHERS.isdisjoint(program):
+        return list(program)
+    return isolated(pass_words.__file__, *(f"={word}" for word in program))
 
 
 def _let_survive(start: Start, library: MPILibrary) -> None:
