@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -20,7 +19,7 @@ from ..bench.plot import draw_plan
 from ..bench.training_step import OURS, SIZES
 from ..comm.agree import Ranks
 from .command import DONE, WRONG_USE, Command
-from .terminal import console, draw_or_tell
+from .terminal import complain, console, draw_or_tell
 
 __all__ = ["COMMAND"]
 
@@ -74,7 +73,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         documents = [json.loads(read_whole(name)) for name in args.like]
         measured = Machine.read(documents)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        print(f"error: --like {' '.join(args.like)}: {error}", file=sys.stderr)
+        complain(f"--like {' '.join(args.like)}: {error}")
         return WRONG_USE
     told = 1e9 * (args.network or 0.0)
     machine = replace(

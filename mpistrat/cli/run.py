@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .._util.programs import isolated
-from .._util.text import counted, named
+from .._util.text import counted, named, printable
 from ..cluster.allocation import Allocation, allocation_of_job
 from ..cluster.cores import THREAD_VARIABLES, usable_cores
 from ..cluster.devices import count_gpus
@@ -33,6 +33,7 @@ from ..errors import ClusterError, explain
 from . import pass_words, rank_output, supervise
 from .command import DONE, PROBLEM, Command
 from .standby import environment_with, words_of
+from .terminal import complain
 
 __all__ = ["COMMAND", "Start", "plan", "program_of", "strategy_arguments"]
 
@@ -337,7 +338,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     try:
         start = _plan(args, args.ranks)
     except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return PROBLEM
     if args.standby:
         _check_standby(args, start)
@@ -352,7 +353,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         print(start)
         return DONE
     for note in start.notes[1:]:
-        print(f"mpistrat run: {note}", file=sys.stderr)
+        print(f"mpistrat run: {printable(note)}", file=sys.stderr)
     if args.log_dir is not None:
         os.makedirs(args.log_dir, exist_ok=True)
     if args.restarts or args.survive:

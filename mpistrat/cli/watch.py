@@ -9,7 +9,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -26,6 +25,7 @@ from ..comm.monitor.exit_report import PREFIX
 from ..comm.recorder import Ring
 from ..timeline.stragglers import shares
 from .command import DONE, PROBLEM, Command
+from .terminal import complain
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -194,11 +194,9 @@ def _choose(job: str | None) -> NodeJob | None:
     if not jobs:
         what = "no job of yours" if job is None else f"no job {job} of yours"
         remedy = "jobs of several ranks are seen on the nodes where they run, and by their number in SLURM"
-        print(f"error: {what} runs here: {remedy}", file=sys.stderr)
+        complain(f"{what} runs here: {remedy}")
     else:
-        print("error: several jobs run here; name one:", file=sys.stderr)
-        for one in jobs:
-            print(f"  {printable(one.describe())}", file=sys.stderr)
+        complain("several jobs run here; name one:", *(one.describe() for one in jobs))
     for one in jobs:
         one.__exit__(None, None, None)
     return None

@@ -2,7 +2,6 @@
 
 import os
 
-
 import pytest
 
 import mpistrat as ms
