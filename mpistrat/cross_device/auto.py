@@ -86,7 +86,7 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
     def bind(self, group: ProcessGroup) -> None:
         super().bind(group)
         if group.environment.chooser:
-            self.chooser = Chooser(group.environment.chooser)
+            self.chooser = _named(group.environment.chooser)
         self._nodes = "one" if group.num_nodes == 1 else "several"
         self._algorithms = {"MPI": MpiAllReduce(), "HIERARCHICAL": HierarchicalAllReduce()}
         for algorithm in self._algorithms.values():
@@ -220,7 +220,7 @@ class Chooser:
 
     Raises:
         ValueError: the table is malformed, or leaves a case without a rule; with the file and the rule.
-        FileNotFoundError: there is no such file.
+        OSError: the file is missing, or not a regular one, or larger than 16 MiB.
 
     Example:
         >>> Chooser().choose("cpu", "one", 1 << 24).algorithm
@@ -258,6 +258,15 @@ class Chooser:
             size = "any more" if rule.below is None else f"< {rule.below:,}"
             lines.append(f"{rule.device:7}{rule.nodes:9}{size:>14}  {rule.algorithm:14}{rule.why}".rstrip())
         return "\n".join(lines)
+
+
+def _named(path: str) -> Chooser:
+    """Return the table that the environment names."""
+    try:
+        return Chooser(path)
+    except OSError as error:
+        text = explain("environment", "MPISTRAT_CHOOSER", expected="the path of a JSON file", got=str(error))
+        raise type(error)(text) from None
 
 
 def _read(path: Path) -> Any:

@@ -7,7 +7,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.batch_jobs import read_site
 from mpistrat.cli.main import main
-from mpistrat.cross_device.auto import Chooser
+from mpistrat.cross_device import auto
 from mpistrat.data.shards.files import manifest_path
 from mpistrat.data.shards.manifest import read_manifest
 
@@ -23,7 +23,7 @@ def monitor(path):
         ms.train.Monitor(path.with_name("run"), strategy, plan=path)
 
 
-READERS = {"chooser": Chooser, "site": lambda path: read_site(str(path)), "manifest": manifest, "monitor": monitor}
+READERS = {"chooser": auto.Chooser, "site": lambda path: read_site(str(path)), "manifest": manifest, "monitor": monitor}
 COMMANDS = {
     "plan": ["plan", "--parameters", "1e6", "--compute", "0.1", "--like"],
     "shards": ["shards", "write", "set"],
@@ -51,3 +51,10 @@ def test_a_file_that_is_none_for_a_command(what, endless, capsys, monkeypatch):
     monkeypatch.chdir(endless.parent)
     assert main([*COMMANDS[what], str(endless)]) in (1, 2)
     assert "not a regular file" in (said := capsys.readouterr().err) or "got a pipe, a device" in said
+
+
+def test_the_variable_is_named(endless):
+    with pytest.raises(OSError, match="environment: MPISTRAT_CHOOSER: expected .* is not a regular file"):
+        auto._named(str(endless))
+    with pytest.raises(FileNotFoundError, match="environment: MPISTRAT_CHOOSER"):
+        auto._named("/none")
