@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ._util.text import named
+from ._util.text import named, printable
 
 __all__ = [
     "BatchError",
@@ -103,7 +103,7 @@ class MissingDependencyError(MpistratError, ImportError):
 def explain(
     function: str, argument: str, *, expected: str, got: object, remedy: str = "", rank: int | None = None
 ) -> str:
-    """Return the text of an error about an argument, in this package's one form.
+    """Return the text of an error about an argument, in this package's one form: one line, without control characters.
 
     Example:
         >>> explain("Strategy.gather", "axis", expected="0 <= axis < 2", got=5)
@@ -113,7 +113,7 @@ def explain(
     text = f"{where}expected {expected}, got {got}"
     if rank is not None:
         text = f"rank {rank}: {text}"
-    return f"{text}. {remedy}" if remedy else text
+    return printable(f"{text}. {remedy}" if remedy else text)
 
 
 def by_rank(texts: Mapping[int, str]) -> str:

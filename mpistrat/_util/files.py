@@ -31,6 +31,7 @@ __all__ = [
     "digest_of_ends",
     "digest_of_file",
     "flush_folder",
+    "read_whole",
     "remove_dead",
     "replacing",
     "with_zero_padding",
@@ -97,6 +98,27 @@ def _resolved(path: Path) -> Path:
             raise PermissionError(errno.EACCES, "a symbolic link of another user in a folder for all users", str(path))
         path = path.parent / os.readlink(path)
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+
+
+def read_whole(path: str | os.PathLike[str], most: int = 1 << 24) -> bytes:
+    """Return the bytes of a regular file that is named by the user or the environment. Never waits, as for a FIFO.
+
+    Args:
+        path: the file, or a link to it.
+        most: the number of bytes that it may have.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or is larger.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{os.fspath(path)!r} is not a regular file")
+    with open(descriptor, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(f"{os.fspath(path)!r} is larger than {most} bytes: it is not such a file")
+    return data
 
 
 def flush_folder(folder: Path) -> None:

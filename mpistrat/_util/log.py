@@ -6,18 +6,21 @@ import functools
 import logging
 import sys
 
+from .text import printable
+
 __all__ = ["logger", "once", "set_rank", "setup"]
 
 logger = logging.getLogger("mpistrat")
 
 
 class _RankFilter(logging.Filter):
-    """Adds the rank to every record, so that a user's own format may show `%(rank)s`."""
+    """Adds the rank to every record, so that a user's own format may show `%(rank)s`, and escapes control characters."""
 
     rank: int | str = "-"
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.rank = self.rank
+        record.msg, record.args = printable(record.getMessage(), keep="\n"), ()
         return True
 
 

@@ -1,10 +1,30 @@
-"""Numbers for people: counts with their nouns, lists of numbers, sizes of memory and files."""
+"""Text for people: counts with their nouns, lists of numbers, sizes of memory and files, and text from outside."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["binary_size", "counted", "decimal_size", "duration", "named", "plural", "ranges", "shortened"]
+__all__ = ["binary_size", "counted", "decimal_size", "duration", "named", "plural", "printable", "ranges", "shortened"]
+
+
+def printable(text: object, keep: str = "") -> str:
+    """Return a text with its control characters and line breaks escaped, as `repr` does.
+
+    For all that is printed and comes from a file, from the environment or from another process: it must neither move the cursor
+    of a terminal nor look like a line of its own.
+
+    Args:
+        text: any object whose text is printed.
+        keep: the characters that stay: "\\n" where a text has several lines.
+
+    Example:
+        >>> printable("w\\x1b[2J\\nrank 9: lost"), printable("größe")
+        ('w\\\\x1b[2J\\\\nrank 9: lost', 'größe')
+    """
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def plural(number: int, noun: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
+from .._util.files import read_whole
 from ..errors import explain
 from .checks import chosen, matching, text
 from .schedulers import LAUNCHERS, SCHEDULERS
@@ -157,8 +158,7 @@ def read_site(name: str) -> SiteProfile:
         expected = f"one of {', '.join(site_names())}, or the path of a JSON file"
         raise ValueError(explain("read_site", "site", expected=expected, got=f"{name!r:.80}"))
     try:
-        with path.open("rb") as file:
-            said = json.loads(file.read(_MOST).decode())
+        said = json.loads(read_whole(path, _MOST).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(explain("read_site", f"{name!r:.200}", expected="a JSON file", got=str(error)[:200])) from None
     return _profile(name, said)

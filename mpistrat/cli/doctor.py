@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .._util.text import counted
+from .._util.text import counted, printable
 from ..cluster.launcher_variables import launched_rank
 from ..comm.agree import Ranks
 from ..doctor.finding import Finding, Summary, worst
@@ -87,10 +87,10 @@ def _finding_table(findings: Sequence[Finding]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
-        what = Text(finding.what)
+        what = Text(printable(finding.what, keep="\n"))
         if finding.remedy:
             what.append("\n→ ", "bold")
-            what.append(finding.remedy, "" if finding.status == "OK" else "bold")
+            what.append(printable(finding.remedy, keep="\n"), "" if finding.status == "OK" else "bold")
         table.add_row(Text(finding.status, _COLOURS[finding.status]), finding.name, what)
     return table
 

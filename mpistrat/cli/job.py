@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from .._util.files import read_whole
 from ..batch_jobs import SCHEDULERS, Array, Job, Preemption, SiteProfile, read_site, render, site_names, submit
 from ..batch_jobs.plan import launcher_of
 from ..batch_jobs.schedulers import LAUNCHERS
@@ -264,7 +265,7 @@ def _editable(site: SiteProfile) -> list[str]:
     """The packages of the job's environment whose files are elsewhere, if that can be told from here."""
     found = []
     for path in Path(os.path.expanduser(site.venv)).glob("lib*/python*/site-packages/*.dist-info/direct_url.json"):
-        if json.loads(path.read_bytes()).get("dir_info", {}).get("editable"):
+        if json.loads(read_whole(path)).get("dir_info", {}).get("editable"):
             found.append(path.parent.name.partition("-")[0])
     return sorted(set(found))
 

@@ -35,6 +35,7 @@ def launch(
         TimeoutError: they took longer.
         ClusterError: no launcher fits the MPI that mpi4py loads.
         MissingDependencyError: cloudpickle is not installed.
+        TypeError, ValueError: `ranks` is not an integer ≥ 1.
         ValueError: this process is a rank already.
 
     Example:

@@ -14,12 +14,13 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from .._util.text import printable
 from .._version import __version__
 from ..cluster.launcher_variables import launched_rank, launched_size
 from ..comm.agree import Ranks
 from ..errors import ClusterError, MissingDependencyError, MpistratError, ShardError
 from .command import PROBLEM, ROOT, STATUS, WRONG_USE, Command, Group
-from .terminal import read_or_not
+from .terminal import complain, read_or_not
 
 __all__ = ["main"]
 
@@ -45,7 +46,7 @@ class Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), 1)
         elif option:
             near = difflib.get_close_matches(option[1], list(self._option_string_actions), 1)
-        super().error(f"{message}. Did you mean {near[0]}?" if near else message)
+        super().error(printable(f"{message}. Did you mean {near[0]}?" if near else message))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             ranks = Ranks(_world() if parsed.command.collective else None, "mpistrat")
         except MpistratError as error:  # the launcher and MPI do not find each other
-            print(f"error: {error}", file=sys.stderr)
+            complain(error)
             return PROBLEM
         with contextlib.ExitStack() as stack:
             if ranks.rank:
@@ -104,7 +105,7 @@ def _run(parsed: argparse.Namespace, ranks: Ranks) -> int:
         end_job(f"rank {ranks.rank} of {ranks.size}: the job ends on this exception\n{traceback.format_exc()}")
         raise
     if ranks.rank == 0:
-        print(f"error: {text}", file=sys.stderr)
+        complain(text)
     return status
 
 

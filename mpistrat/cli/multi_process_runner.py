@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, final
 
 from .._util import nest
+from .._util.arguments import integer
+from .._util.programs import isolated, program
 from .._util.text import named
 from ..errors import LaunchError, explain
 from ..parameter_server.coordinator.registry import load_cloudpickle
@@ -69,6 +71,7 @@ class MultiProcessRunner:
     Raises:
         ClusterError: no launcher fits the MPI that mpi4py loads, or it cannot survive.
         MissingDependencyError: cloudpickle is not installed.
+        TypeError, ValueError: `ranks` is not an integer ≥ 1, or `restarts` not one ≥ 0.
         ValueError: this process is a rank already.
 
     Source: `multi_process_runner` of TensorFlow's own tests, `tf.__internal__.distribute`.
@@ -97,6 +100,9 @@ class MultiProcessRunner:
         restarts: int = 0,
         survive: bool = False,
     ) -> None:
+        if ranks is not None:
+            ranks = integer("ms.launch", "ranks", ranks, 1)
+        restarts = integer("ms.MultiProcessRunner", "restarts", restarts, 0)
         cloudpickle = load_cloudpickle("ms.MultiProcessRunner")
         # Nobody else may enter the folder. Nodes of a SLURM job share that of the job, rarely the one for temporary files.
         shared = os.getcwd() if int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1 else None
@@ -272,7 +278,7 @@ class MultiProcessRunner:
         """Start the launcher, in a thread that lives as long: Linux tells it of the death of the thread that has started it."""
         try:
             job = subprocess.Popen(
-                [sys.executable, "-S", "-I", end_with_parent.__file__, str(os.getpid()), *start.command],
+                isolated(end_with_parent.__file__, str(os.getpid()), *start.command),
                 env={"PYTHONUNBUFFERED": "1", **os.environ, **start.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -302,12 +308,12 @@ class MultiProcessRunner:
 
 def _start(folder: Path, ranks: int | None, restarts: int, survive: bool) -> Start:
     """Return how to start the ranks."""
-    program = ["-m", "mpistrat.cli.launched", str(folder)]
-    start = plan([sys.executable, *program], ranks, None, None, survive=survive, tag=True)
+    words = program("mpistrat.cli.launched", str(folder))
+    start = plan(words, ranks, None, None, survive=survive, tag=True)
     if restarts or survive:  # then a supervisor is between
         options = [*(["--restarts", str(restarts)] if restarts else []), *(["--survive"] if survive else [])]
-        words = [sys.executable, "-m", "mpistrat", "run", "-n", str(start.ranks), "--tag", *options, *program]
-        return Start(words, start.ranks)
+        command = program("mpistrat", "run", "-n", str(start.ranks), "--tag", *options, *words[1:])
+        return Start(command, start.ranks)
     return start
 
 

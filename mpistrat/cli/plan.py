@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from .._util.files import read_whole
 from .._util.text import counted, decimal_size, duration
 from ..bench.plan import Prediction, layouts, predict
 from ..bench.plan_machine import Machine
@@ -19,7 +19,7 @@ from ..bench.plot import draw_plan
 from ..bench.training_step import OURS, SIZES
 from ..comm.agree import Ranks
 from .command import DONE, WRONG_USE, Command
-from .terminal import check_folders, console, draw_or_tell
+from .terminal import check_folders, complain, console, draw_or_tell
 
 __all__ = ["COMMAND"]
 
@@ -71,10 +71,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     check_folders({"--json": args.json, "--plot": args.plot})
     try:
-        documents = [json.loads(Path(name).read_text()) for name in args.like]
+        documents = [json.loads(read_whole(name)) for name in args.like]
         measured = Machine.read(documents)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        print(f"error: --like {' '.join(args.like)}: {error}", file=sys.stderr)
+        complain(f"--like {' '.join(args.like)}: {error}")
         return WRONG_USE
     told = 1e9 * (args.network or 0.0)
     machine = replace(

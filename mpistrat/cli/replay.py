@@ -13,9 +13,10 @@ from .._util.text import counted
 from ..comm.agree import Ranks
 from ..environment import RESTART_EXIT_CODE
 from ..errors import ClusterError, explain
-from ..strategy.checkpoint.hdf5_file import CheckpointFile
+from ..strategy.checkpoint.hdf5_file import CheckpointFile, DamagedError
 from .command import DONE, PROBLEM, Command
 from .run import plan, program_of, strategy_arguments
+from .terminal import complain
 
 __all__ = ["COMMAND"]
 
@@ -35,7 +36,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         layouts = _layouts(args.file)
         starts = [plan(program_of(args), number, args.strategy, args.ps) for _, number in layouts]
     except (ClusterError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return PROBLEM
     ends = [step for step, _ in layouts[1:]]
     for (begin, number), end, start in zip(layouts, [*ends, 0], starts, strict=True):
@@ -47,7 +48,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
             expected = (
                 f"a program that saves after step {end} by ms.train.Checkpoints, and ends with {RESTART_EXIT_CODE}"
             )
-            print(f"error: {explain('mpistrat replay', 'program', expected=expected, got=status)}", file=sys.stderr)
+            complain(explain("mpistrat replay", "program", expected=expected, got=status))
             return PROBLEM
         if not end and status:
             return PROBLEM
@@ -58,11 +59,14 @@ def _layouts(path: Path) -> list[tuple[int, int]]:
     """Return the layouts that a file tells of: after which step, and how many ranks; those that took a step.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is no checkpoint.
         ValueError: it tells of none, or of several nodes.
     """
-    with CheckpointFile(path) as file:
-        notes = file.extra() or {}
+    try:
+        with CheckpointFile(path) as file:
+            notes = file.extra() or {}
+    except DamagedError as error:
+        raise OSError(f"mpistrat replay: {path}: {error}") from None
     layouts = [(int(step), list(map(int, nodes))) for step, nodes in notes.get("layouts", [])]
     if not layouts:
         expected, got = "a file of ms.train.Checkpoints, which notes the layouts", "one without"

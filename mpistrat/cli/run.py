@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from .._util.text import counted, named
+from .._util.programs import isolated
+from .._util.text import counted, named, printable
 from ..cluster.allocation import Allocation, allocation_of_job
 from ..cluster.cores import THREAD_VARIABLES, usable_cores
 from ..cluster.devices import count_gpus
@@ -29,15 +30,18 @@ from ..comm.agree import Ranks
 from ..comm.monitor import leftovers
 from ..environment import STRATEGIES
 from ..errors import ClusterError, explain
-from . import rank_output, supervise
+from . import pass_words, rank_output, supervise
 from .command import DONE, PROBLEM, Command
 from .standby import environment_with, words_of
-from .terminal import strategy_name
+from .terminal import complain, strategy_name
 
 __all__ = ["COMMAND", "Start", "plan", "program_of", "strategy_arguments"]
 
 _INFINIBAND = Path("/sys/class/infiniband")  # its network cards, and those of its relatives
 _MOST_RANKS = 1 << 16
+# What launchers change among a program's words: ":" ends the program, and what follows is started as another one (all); Open
+# MPI 5 writes the others in another way.
+_OF_LAUNCHERS = frozenset({":", "--map-by", "--rank-by", "--bind-to", "--runtime-options"})
 
 
 @dataclass
@@ -123,11 +127,18 @@ def plan(
         start.environment["MPISTRAT_EVALUATOR"] = "1"
     if tag or log_dir is not None:
         folder = "" if log_dir is None else os.path.abspath(log_dir)
-        wrapper = [sys.executable, "-S", "-I", rank_output.__file__, ",".join(RANK_VARIABLES.values())]
-        start.command += [*wrapper, "1" if tag else "0", folder]
+        variables = ",".join(RANK_VARIABLES.values())
+        start.command += isolated(rank_output.__file__, variables, "1" if tag else "0", folder)
         start.environment.setdefault("PYTHONUNBUFFERED", os.environ.get("PYTHONUNBUFFERED") or "1")
-    start.command += program
+    start.command += _passed(program)
     return start
+
+
+def _passed(program: Sequence[str]) -> list[str]:
+    """Return a program's words in a form that every launcher passes on as it is."""
+    if _OF_LAUNCHERS.isdisjoint(program):
+        return list(program)
+    return isolated(pass_words.__file__, *(f"={word}" for word in program))
 
 
 def _let_survive(start: Start, library: MPILibrary) -> None:
@@ -327,7 +338,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     try:
         start = _plan(args, args.ranks)
     except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return PROBLEM
     if args.standby:
         _check_standby(args, start)
@@ -342,7 +353,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         print(start)
         return DONE
     for note in start.notes[1:]:
-        print(f"mpistrat run: {note}", file=sys.stderr)
+        print(f"mpistrat run: {printable(note)}", file=sys.stderr)
     if args.log_dir is not None:
         os.makedirs(args.log_dir, exist_ok=True)
     if args.restarts or args.survive:
@@ -426,7 +437,7 @@ def _clean_up_after(launcher: int) -> None:
     """Start a daemon that removes what killed ranks leave in /dev/shm when the launcher has ended."""
     with contextlib.suppress(OSError):
         subprocess.run(
-            [sys.executable, "-S", "-I", leftovers.__file__, str(launcher)], env={}, cwd="/", check=False,
+            isolated(leftovers.__file__, str(launcher)), env={}, cwd="/", check=False,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 

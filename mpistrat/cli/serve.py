@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import socket
-import sys
 from pathlib import Path
 
 from ..cluster.launcher_variables import launched_rank, launched_size
 from ..comm.agree import Ranks
 from ..errors import explain
 from .command import DONE, WRONG_USE, Command
+from .terminal import complain
 
 __all__ = ["COMMAND"]
 
@@ -38,7 +38,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
             got = "this process alone" if launched is None else f"{launched[0]}"
             remedy = f"mpiexec -n {least} mpistrat serve {args.file}"
             expected = f"at least {least} ranks: a chief, a worker, and {args.ps} for variables"
-            print(f"error: {explain('mpistrat serve', '', expected=expected, got=got, remedy=remedy)}", file=sys.stderr)
+            complain(explain("mpistrat serve", "", expected=expected, got=got, remedy=remedy))
         return WRONG_USE
     from ..client.session import serve
     from ..client.transport import ServerSocket

@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any, final
 
+from .._util import local_socket
+from .._util.programs import program as own_program
 from ..comm import job_files
 from ..environment import RANK_PROCESS, STANDBY
 from .end_with_parent import end_with_parent
@@ -30,6 +32,7 @@ __all__ = ["Standby", "environment_with", "main", "words_of"]
 
 _PLACE = "MPISTRAT_STANDBY_AT"
 _GIVEN = "MPISTRAT_STANDBY_GIVEN"  # what the environment had where the program had put something else, as JSON
+_NAME_BYTES = 52  # of the socket
 _LOOK, _ENDING = 0.02, 5.0  # seconds: between two looks for a message; that a launcher has to end
 
 
@@ -59,10 +62,10 @@ class Standby:
     ) -> None:
         self.number, self.ranks = number, ranks
         self._message, self._ended = b"", False
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self._listener, name = local_socket.listen(b"standby-of-mpistrat-", _NAME_BYTES)
         self._listener.settimeout(_LOOK)
         given = environment_with(environment)
-        own = {_PLACE: str(self._listener.getsockname()[1]), STANDBY: str(number)}
+        own = {_PLACE: name.decode(), STANDBY: str(number)}
         own[_GIVEN] = json.dumps({name: given.get(name) for name in put})
         self.launcher = subprocess.Popen(command, env={**given, **put, **own}, preexec_fn=end_with_parent)
         self._thread = threading.Thread(target=self._serve, name="mpistrat-standby", daemon=True)
@@ -88,7 +91,11 @@ class Standby:
         with self._listener:
             while self.launcher.poll() is None:
                 try:
-                    waiting.append(self._listener.accept()[0])
+                    connection = self._listener.accept()[0]
+                    if local_socket.is_of_this_user(connection):
+                        waiting.append(connection)
+                    else:
+                        connection.close()
                 except TimeoutError:
                     pass
                 except OSError:  # too many open files: what waits is released first
@@ -102,13 +109,14 @@ def words_of(program: list[str]) -> list[str] | None:
     """Return the words of a process that waits to run a program of Python; None of another program."""
     if program[0] != sys.executable or len(program) < 2:
         return None
-    return [sys.executable, "-m", "mpistrat.cli.standby", *program[1:]]
+    return own_program("mpistrat.cli.standby", *program[1:])
 
 
 def main(words: list[str]) -> None:
     """Wait as one of them, and then run a program, whose words come behind the interpreter's."""
-    with socket.create_connection(("127.0.0.1", int(os.environ[_PLACE]))) as connection:
-        sys.path[0] = os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent)
+    with local_socket.connect(os.environ[_PLACE].encode()) as connection:
+        if not getattr(sys.flags, "safe_path", False):  # as Python does for the program
+            sys.path.insert(0, os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent))
         _import_ahead()
         message = connection.makefile("rb").readline()
     if not message:
@@ -140,7 +148,8 @@ def _import_ahead() -> None:
     own = str(Path(__file__).parents[2])  # where this package is, if it was installed to be edited
     names, _ = job_files.imported(os.environ["MPISTRAT_JOB"])
     for name in names:
-        if name in sys.modules or name == "__main__" or name.startswith("mpi4py"):
+        parent = name.rpartition(".")[0]  # which a look for it would import
+        if name in sys.modules or name == "__main__" or name.startswith("mpi4py") or parent not in ("", *sys.modules):
             continue
         with contextlib.suppress(Exception):
             spec = importlib.util.find_spec(name)

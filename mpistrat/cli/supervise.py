@@ -19,7 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
-from .._util.text import counted
+from .._util.programs import isolated
+from .._util.text import counted, printable
 from ..cluster.allocation import allocation_of_job
 from ..comm import job_files
 from ..comm.agree import Ranks
@@ -30,6 +31,7 @@ from ..strategy.checkpoint.snapshot import SnapshotFile
 from .command import DONE, PROBLEM, Command
 from .end_with_parent import end_with_parent
 from .standby import Standby, environment_with
+from .terminal import complain
 
 __all__ = ["COMMAND", "supervise"]
 
@@ -78,7 +80,7 @@ def _remove_on_other_nodes(job: str) -> None:
         command = ["srun", "--quiet", "--overlap", "--mpi=none", f"--nodes={count}", f"--ntasks={count}"]
         command += ["--ntasks-per-node=1", *([f"--exclude={','.join(nodes.lost)}"] if nodes.lost else [])]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            words = ["sh", "-c", f"rm -f {job_files.mark(job, '')}*"]
+            words = isolated(leftovers.__file__, "--job", job)
             subprocess.run([*command, *words], timeout=_REMOVING, capture_output=True, check=False)
 
 
@@ -273,7 +275,7 @@ def _in_foreground() -> bool:
 
 
 def _say(text: str) -> None:
-    print(f"mpistrat run: {text}", file=sys.stderr, flush=True)
+    print(f"mpistrat run: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -287,14 +289,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     jobs = job_files.supervisors()
     if args.ranks < 1:
-        print(f"error: expected a number of ranks ≥ 1, got {args.ranks}", file=sys.stderr)
+        complain(f"expected a number of ranks ≥ 1, got {args.ranks}")
         return PROBLEM
     if args.job is None and len(jobs) == 1:
         args.job = next(iter(jobs))
     if args.job not in jobs:
         here = f"here are {', '.join(map(str, jobs))}" if jobs else "there is none here"
         asked = "name one job" if args.job is None else f"process {args.job} is no `mpistrat run --restarts` of yours"
-        print(f"error: {asked}: {here}", file=sys.stderr)
+        complain(f"{asked}: {here}")
         return PROBLEM
     job_files.ask_for_size(jobs[args.job], args.ranks)
     os.kill(args.job, job_files.RESIZE)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._util.terminal import WithBar, progress_bar, reaches_terminal
-from .._util.text import decimal_size
+from .._util.text import decimal_size, printable
 from ..environment import not_by_name
 from ..errors import explain
 from .command import DONE, PROBLEM
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-__all__ = ["Meter", "check_folders", "console", "draw_or_tell", "names", "read_or_not", "strategy_name"]
+__all__ = ["Meter", "check_folders", "complain", "console", "draw_or_tell", "names", "read_or_not", "strategy_name"]
 
 _WIDTH = 160  # of what is written into a file or a pipe
 _LINE_EVERY = 10  # seconds
@@ -69,6 +69,11 @@ def strategy_name(text: str) -> str:
     return text
 
 
+def complain(error: object, *more: str) -> None:
+    """Print an error on stderr: a line, and further lines below it."""
+    print("\n  ".join(map(printable, [f"error: {error}", *more])), file=sys.stderr)
+
+
 def draw_or_tell(file: str, draw: Callable[[Path], None]) -> int:
     """Draw a picture into a file, or say why there is none; return the exit status. Without matplotlib that is no problem."""
     try:
@@ -77,9 +82,9 @@ def draw_or_tell(file: str, draw: Callable[[Path], None]) -> int:
         print("no plot: matplotlib is not installed: pip install 'mpistrat[plot]'", file=sys.stderr)
         return DONE
     except (OSError, ValueError) as error:  # ValueError: a name without a known ending
-        print(f"error: no plot: {error}", file=sys.stderr)
+        complain(f"no plot: {error}")
         return PROBLEM
-    print(f"plot: {file}", file=sys.stderr)
+    print(f"plot: {printable(file)}", file=sys.stderr)
     return DONE
 
 

@@ -9,7 +9,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -18,12 +17,15 @@ from time import perf_counter_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
-from .._util.text import ranges
+from .._util import local_socket
+from .._util.programs import program
+from .._util.text import printable, ranges
 from ..comm.agree import Ranks
 from ..comm.monitor.exit_report import PREFIX
 from ..comm.recorder import Ring
 from ..timeline.stragglers import shares
 from .command import DONE, PROBLEM, Command
+from .terminal import complain
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,13 +54,11 @@ class NodeJob(AbstractContextManager[Any]):
         Raises:
             OSError: it is another user's, or has ended.
         """
-        self._line = socket.socket(socket.AF_UNIX)
-        self._line.settimeout(_CONNECT)
+        self._line = local_socket.connect(name, _CONNECT)
         self._rest = b""
         self.ranks: dict[int, str] = {}
         self._memories: dict[int, mmap.mmap] = {}
         try:
-            self._line.connect(name)
             self._line.sendall(b"watch\n")
             self._read_ranks()
         except BaseException:
@@ -169,7 +169,7 @@ def _names() -> list[bytes]:
     except OSError:
         return []
     marks = (line.rsplit(b" ", 1)[-1] for line in lines)
-    return sorted({b"\0" + mark[1:] for mark in marks if mark.startswith(b"@" + PREFIX)})
+    return sorted({mark[1:] for mark in marks if mark.startswith(b"@" + PREFIX)})
 
 
 def _jobs() -> list[NodeJob]:
@@ -194,11 +194,9 @@ def _choose(job: str | None) -> NodeJob | None:
     if not jobs:
         what = "no job of yours" if job is None else f"no job {job} of yours"
         remedy = "jobs of several ranks are seen on the nodes where they run, and by their number in SLURM"
-        print(f"error: {what} runs here: {remedy}", file=sys.stderr)
+        complain(f"{what} runs here: {remedy}")
     else:
-        print("error: several jobs run here; name one:", file=sys.stderr)
-        for one in jobs:
-            print(f"  {one.describe()}", file=sys.stderr)
+        complain("several jobs run here; name one:", *(one.describe() for one in jobs))
     for one in jobs:
         one.__exit__(None, None, None)
     return None
@@ -215,7 +213,7 @@ def _by_srun(command: str, job: str | None) -> list[dict[str, Any]] | None:
     if not nodes.isdigit():
         return None
     words = ["srun", f"--jobid={job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-    words += ["--mpi=none", sys.executable, "-m", "mpistrat", command, job, "--pieces"]
+    words += ["--mpi=none", *program("mpistrat", command, job, "--pieces")]
     return _joined(subprocess.run(words, capture_output=True, text=True, check=False, timeout=60).stdout.splitlines())
 
 
@@ -280,7 +278,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     table.add_column("now", overflow="ellipsis", no_wrap=True, ratio=2)
     for row in rows:
         cells = [f"{row['steps_per_second']:.3g}", *(f"{row[part]:.0%}" for part in _SHARES)]
-        table.add_row(Text(row["rank"]), *cells, Text(row["doing"]))
+        table.add_row(Text(printable(row["rank"])), *cells, Text(printable(row["doing"])))
     return table
 
 
@@ -337,8 +335,9 @@ def _run_stacks(args: argparse.Namespace, ranks: Ranks) -> int:
         _print_json(answers, args.pieces)
         return DONE
     for answer in answers:
-        print(f"{answer['rank']}, process {answer['pid']}: {answer['position']}")
-    for text, numbers in _alike(answers):
+        print(printable(f"{answer['rank']}, process {answer['pid']}: {answer['position']}"))
+    for stacks, numbers in _alike(answers):
+        text = printable(stacks, keep="\n")
         print(f"\n{'ranks' if len(numbers) > 1 else 'rank'} {', '.join(ranges(numbers))}:\n{text}", end="")
     return DONE
 

@@ -164,7 +164,7 @@ def _remedy(name: str) -> str:
         remedy = srun_remedy(imported_library())
         return f"srun was not told the start-up protocol of this MPI: {remedy}. For one process: srun -n 1"
     mpiexec = Path(sys.executable).parent / "mpiexec"
-    beside = f": {mpiexec}" if mpiexec.exists() else ""
+    beside = f": {mpiexec}" if os.path.exists(mpiexec) else ""
     return (
         "The launcher belongs to another MPI than the one mpi4py was loaded with: start with the mpiexec of the same"
         f" MPI{beside}, or install mpi4py for the launcher's MPI"

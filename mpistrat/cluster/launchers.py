@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from .._util.programs import program
 from ..errors import ClusterError, explain
 
 __all__ = [
@@ -41,22 +42,7 @@ _FAMILIES: dict[str, Family] = {
     "Open MPI": "openmpi",
     "Spectrum MPI": "openmpi",
 }
-_ASK = """
-import sys
-if sys.path[:1] == [""]: del sys.path[0]  # the current folder, which -c puts first: a json.py there is not ours
-import json, mpi4py
-mpi4py.rc.initialize = False
-from mpi4py import MPI
-name, version = MPI.get_vendor()
-try:
-    lines = open("/proc/self/maps").read().splitlines()
-except OSError:
-    lines = []
-paths = [line.split(maxsplit=5)[-1] for line in lines if " r-xp " in line and "/" in line]
-paths = [path for path in paths if path.rpartition("/")[2].startswith("libmpi")]
-print(json.dumps({"name": name, "version": version, "text": MPI.Get_library_version(), "path": (paths or [""])[0],
-                  "mpi4py": mpi4py.__version__}))
-"""
+_ASK = str(Path(__file__).with_name("ask_library.py"))
 _DEVICE = r"Device:[ \t]+(\S.*?)[ \t]*(?:\n|$)"  # "MPICH Device:      ch4:ucx ofi"
 
 
@@ -145,7 +131,8 @@ def loaded_library(python: str = sys.executable) -> MPILibrary:
     """
     expected = "an MPI library"
     try:
-        reply = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_SECONDS)
+        words = program(_ASK, python=python)
+        reply = subprocess.run(words, capture_output=True, text=True, timeout=_ASK_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ClusterError(explain("loaded_library", "python", expected=expected, got=str(error))) from error
     if reply.returncode:
@@ -273,7 +260,7 @@ def _candidates(library: MPILibrary | None) -> Iterator[tuple[tuple[str, ...], s
     for folder, where in folders:
         for name in _NAMES:
             path = folder / name
-            if path.is_file() and os.access(path, os.X_OK):
+            if os.path.isfile(path) and os.access(path, os.X_OK):  # which pass over what may not be looked at
                 yield (str(path),), where
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from .._util.partition import block
+from .._util.text import printable
 from ..comm.agree import as_told, gather_text, together
 from ..errors import ClusterError, DeviceError, LayoutError, explain
 from .cores import count_node_cores, usable_cores
@@ -151,7 +152,7 @@ class Topology:
             comm=own,
             intra=intra,
             inter=inter,
-            hostname=mpi.Get_processor_name(),
+            hostname=printable(mpi.Get_processor_name()),
             thread_level=mpi.Query_thread(),
             node_cores=count_node_cores(intra),
         )
@@ -168,7 +169,7 @@ class Topology:
             2
         """
         names = check_devices(devices, function)
-        return cls(0, [0], [len(names)], names, hostname=socket.gethostname(), node_cores=usable_cores())
+        return cls(0, [0], [len(names)], names, hostname=printable(socket.gethostname()), node_cores=usable_cores())
 
     def ranks_of_node(self, node: int) -> tuple[int, ...]:
         """Return the ranks of a node in ascending order."""

@@ -1,11 +1,13 @@
 """Files of a job in /dev/shm that stay when its ranks are killed, under the key that `mpistrat run --restarts` gives it.
 
-    mpistrat-job-UID-KEY.lock               locked while the job's supervisor lives
-    mpistrat-job-UID-KEY.s5e21.g2.1.r0      snapshots of a run (a hash of its name), of the second restart, of the ranks of a
-                                            node, from 0 on; see strategy/checkpoint/snapshot.py
-    mpistrat-job-UID-KEY.state              words, of which these are the numbers below: what the ranks tell the supervisor
-    mpistrat-job-UID-KEY.modules            what rank 0 has imported, and put into its environment
-    mpistrat-job-UID-KEY.size               with how many ranks it shall go on
+They lie in the folder mpistrat-job-UID-KEY, which no other user may enter (`monitor/leftovers.py`).
+
+    lock               locked while the job's supervisor lives
+    s5e21.g2.1.r0      snapshots of a run (a hash of its name), of the second restart, of the ranks of a node, from 0 on;
+                       see strategy/checkpoint/snapshot.py
+    state              words, of which these are the numbers below: what the ranks tell the supervisor
+    modules            what rank 0 has imported, and put into its environment
+    size               with how many ranks the job continues
 
 The supervisor removes them when the job has ended. What a supervisor that was killed has left, the next one removes: files whose
 lock nobody holds, which no rank has open, and which nobody has touched for some minutes. Those of a SLURM job that was
@@ -49,7 +51,7 @@ _BYTES = 64  # of the words
 _ABANDONED = 600.0  # seconds
 _OF_LAUNCHERS = ("MPISTRAT_", "OMPI_", "PMI", "PRTE_", "HYDRA_", "MPI", "SLURM_")
 _end: _End | None = None
-_SNAPSHOT = re.compile(r"\.s([0-9a-f]{8})\.g(\d+)\.(\d+)\.r(\d+)$")
+_SNAPSHOT = re.compile(r"s([0-9a-f]{8})\.g(\d+)\.(\d+)\.r(\d+)")
 
 
 def new_key() -> str:
@@ -84,7 +86,7 @@ def _hash(run: str) -> str:
 
 def generation_of(path: Path) -> int:
     """Return how often the job had been started again when a file of snapshots was made."""
-    match = _SNAPSHOT.search(path.name)
+    match = _SNAPSHOT.fullmatch(path.name)
     return int(match[2]) if match else 0
 
 
@@ -95,9 +97,10 @@ def first_of(path: Path) -> int:
 
 def paths(job: str, run: str | None = None) -> list[Path]:
     """Return the files of snapshots on this node: of one run, or of all."""
-    part = "s*" if run is None else f"s{_hash(run)}.*"
-    found = leftovers.FOLDER.glob(mark(job, part).name) if leftovers.FOLDER.is_dir() else ()
-    return sorted(path for path in found if _SNAPSHOT.search(path.name))
+    wanted = None if run is None else _hash(run)
+    found = [path for _, folder in leftovers.job_folders(job) for path in folder.glob("s*")]
+    matches = ((path, _SNAPSHOT.fullmatch(path.name)) for path in found)
+    return sorted(path for path, match in matches if match and wanted in (None, match[1]))
 
 
 def hold(path: Path) -> int:
@@ -106,7 +109,7 @@ def hold(path: Path) -> int:
     Raises:
         OSError: it is not there.
     """
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    file = leftovers.open_own(path, os.O_RDONLY)
     fcntl.flock(file, fcntl.LOCK_SH)  # who looks whether it is held locks it for a moment
     return file
 
@@ -117,6 +120,7 @@ def make_file(path: Path, head: bytes, nbytes: int) -> None:
     Raises:
         OSError: there is no room.
     """
+    _make_folder(path.parent)
     beside = path.with_name(f"{path.name}.part")
     with contextlib.suppress(FileNotFoundError):
         beside.unlink()  # of a rank that was killed
@@ -132,12 +136,22 @@ def make_file(path: Path, head: bytes, nbytes: int) -> None:
         os.close(file)
 
 
+def _make_folder(folder: Path) -> None:
+    """Make the folder of a job, unless this user has it.
+
+    Raises:
+        OSError: another user has taken the name since `leftovers.kept` found that it was free.
+    """
+    if not leftovers.is_own_folder(folder):
+        folder.mkdir(0o700)
+
+
 def remove_older(job: str, path: Path) -> None:
     """Remove the files of snapshots of a run's earlier starts, and those that this file has replaced."""
-    own = _SNAPSHOT.search(path.name)
+    own = _SNAPSHOT.fullmatch(path.name)
     assert own is not None
     for other in paths(job):
-        found = _SNAPSHOT.search(other.name)
+        found = _SNAPSHOT.fullmatch(other.name)
         assert found is not None
         replaced = found[2] == own[2] and found[4] == own[4] and int(found[3]) < int(own[3])
         if found[1] == own[1] and (int(found[2]) < int(own[2]) or replaced):
@@ -213,7 +227,7 @@ def imported(job: str) -> tuple[list[str], dict[str, str]]:
     """Return what `note_modules` has written: names of modules, and variables.
 
     Raises:
-        OSError, ValueError: it has not, or it is another user's.
+        OSError, ValueError: it has not.
     """
     about = json.loads(bytes(map_file(mark(job, "modules"))))
     return about["modules"], about["environment"]
@@ -265,7 +279,9 @@ def least_generation(job: str, told: int) -> int:
 
 def lock(job: str) -> int:
     """Lock a job's key while this process lives; return the file's number, to be kept open."""
-    file = os.open(mark(job, "lock"), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    path = mark(job, "lock")
+    _make_folder(path.parent)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     fcntl.flock(file, fcntl.LOCK_EX)
     os.write(file, f"{os.getpid()}\n".encode())
     make_file(mark(job, "state"), b"", _BYTES)
@@ -274,9 +290,7 @@ def lock(job: str) -> int:
 
 def remove(job: str) -> None:
     """Remove all files of a job on this node."""
-    for path in leftovers.FOLDER.glob(mark(job, "*").name):
-        with contextlib.suppress(OSError):
-            path.unlink()
+    leftovers.remove_job(job)
 
 
 def sweep(own: str = "") -> list[str]:
@@ -287,9 +301,10 @@ def sweep(own: str = "") -> list[str]:
     """
     removed = []
     for job in unsupervised():
-        with contextlib.suppress(OSError, ValueError):
-            files = list(leftovers.FOLDER.glob(mark(job, "*").name))
-            old = time.time() - max(path.stat().st_mtime for path in files) > _ABANDONED
+        with contextlib.suppress(OSError):
+            folder = mark(job, "lock").parent
+            files = list(folder.iterdir())
+            old = time.time() - max(path.lstat().st_mtime for path in files or [folder]) > _ABANDONED
             if job != own and (old or _is_earlier_start(job, own)) and not any(map(_is_locked, files)):
                 remove(job)
                 removed.append(job)
@@ -299,7 +314,7 @@ def sweep(own: str = "") -> list[str]:
 def supervisors() -> dict[int, str]:
     """Return the processes of this user's supervisors on this machine, and their jobs' keys."""
     found = {}
-    for job in sorted(_keys()):
+    for job in _keys():
         with contextlib.suppress(OSError, ValueError):
             if _is_locked(mark(job, "lock")):
                 found[int(mark(job, "lock").read_text())] = job
@@ -317,28 +332,23 @@ def asked_size(job: str) -> int:
     """Return what `ask_for_size` has written.
 
     Raises:
-        OSError, ValueError: it is not there, or another user's.
+        OSError, ValueError: it is not there.
     """
     return int(bytes(map_file(mark(job, "size"))))
 
 
 def unsupervised() -> list[str]:
     """Return the keys of this user's jobs that have files here, and no supervisor that lives."""
-    return [job for job in sorted(_keys()) if not _is_locked(mark(job, "lock"))]
+    return [job for job in _keys() if not _is_locked(mark(job, "lock"))]
 
 
-def _keys() -> set[str]:
-    found = set()
-    for path in leftovers.FOLDER.glob(mark("*", "*").name):
-        match = re.match(mark("([0-9a-f]{16})", "").name, path.name)
-        if match:
-            found.add(match[1])
-    return found
+def _keys() -> list[str]:
+    return sorted({job for job, _ in leftovers.job_folders()})
 
 
 def _is_locked(path: Path) -> bool:
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        file = leftovers.open_own(path, os.O_RDONLY)
     except OSError:
         return False
     try:

@@ -24,6 +24,7 @@ import numpy as np
 from .._util.text import binary_size
 from ..errors import SharedMemoryError
 from .agree import as_told, first_rank, gather_text, together
+from .monitor.leftovers import open_own
 
 __all__ = ["ENLARGE", "SharedBlock", "allocate_private", "allocate_shared", "free_space", "map_file"]
 
@@ -140,14 +141,12 @@ def map_file(path: Path) -> mmap.mmap:
     """Map a file of this user.
 
     Raises:
-        OSError: it is not there, or another user's, or others may open it.
+        OSError: as `open_own`.
+        ValueError: it is empty.
     """
-    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    file = open_own(path, os.O_RDWR)
     try:
-        about = os.fstat(file)
-        if about.st_uid != os.getuid() or about.st_mode & 0o077:
-            raise PermissionError(f"{path} is another user's, or open to others")
-        return mmap.mmap(file, about.st_size)
+        return mmap.mmap(file, os.fstat(file).st_size)
     finally:
         os.close(file)
 

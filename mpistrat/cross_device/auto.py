@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from .._util.files import read_whole
 from .._util.log import once
 from ..comm.arrays import is_gpu
 from ..comm.gpu import nccl_available
@@ -85,7 +86,7 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
     def bind(self, group: ProcessGroup) -> None:
         super().bind(group)
         if group.environment.chooser:
-            self.chooser = Chooser(group.environment.chooser)
+            self.chooser = _named(group.environment.chooser)
         self._nodes = "one" if group.num_nodes == 1 else "several"
         self._algorithms = {"MPI": MpiAllReduce(), "HIERARCHICAL": HierarchicalAllReduce()}
         for algorithm in self._algorithms.values():
@@ -219,7 +220,7 @@ class Chooser:
 
     Raises:
         ValueError: the table is malformed, or leaves a case without a rule; with the file and the rule.
-        FileNotFoundError: there is no such file.
+        OSError: the file is missing, or not a regular one, or larger than 16 MiB.
 
     Example:
         >>> Chooser().choose("cpu", "one", 1 << 24).algorithm
@@ -259,10 +260,19 @@ class Chooser:
         return "\n".join(lines)
 
 
+def _named(path: str) -> Chooser:
+    """Return the table that the environment names."""
+    try:
+        return Chooser(path)
+    except OSError as error:
+        text = explain("environment", "MPISTRAT_CHOOSER", expected="the path of a JSON file", got=str(error))
+        raise type(error)(text) from None
+
+
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        return json.loads(read_whole(path))
+    except (ValueError, RecursionError) as error:
         raise ValueError(explain("Chooser", "table", expected=f"JSON in {path}", got=str(error))) from error
 
 

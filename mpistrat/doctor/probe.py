@@ -12,22 +12,16 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
+
+from .._util.programs import program
 
 __all__ = ["Outcome", "Probe", "last_line", "report", "step"]
 
 _SEPARATOR = "\x1e"
 _LONGEST = 200  # characters of a line that is quoted
-# It ends with the process that watches it, however that ends (Linux: PR_SET_PDEATHSIG, SIGKILL). And it has the same folders
-# to import from, in the same order: neither -m nor -c adds the current one, from which nothing is imported on the way there.
-_START = """
-import sys
-if sys.path[:1] == [""]: del sys.path[0]
-import ctypes, json, runpy
-getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)(1, 9)
-sys.path[:] = json.loads(sys.argv.pop(1))
-runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=False)
-"""
+_START = str(Path(__file__).with_name("start_probe.py"))
 
 
 def report(**record: Any) -> None:
@@ -82,7 +76,7 @@ class Probe:
     """A running probe: a module of this package as a main program."""
 
     def __init__(self, module: str, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
-        words = [sys.executable, "-c", _START, json.dumps(sys.path), module, *arguments]
+        words = program(_START, json.dumps(sys.path), module, *arguments)
         # A launcher's file descriptors are passed on: through them a rank finds the others.
         self._process = subprocess.Popen(
             words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, close_fds=False,

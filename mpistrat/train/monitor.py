@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from .. import context
-from .._util.files import replacing
+from .._util.files import read_whole, replacing
 from .._util.log import logger
 from .._util.masks import plain_array
 from .._util.text import counted, duration
@@ -331,7 +331,7 @@ def _steps_of(plan: str | os.PathLike[str]) -> list[dict[str, Any]]:
         ValueError: it is none.
     """
     try:
-        steps = json.loads(Path(plan).read_text())["steps"]
+        steps = json.loads(read_whole(plan))["steps"]
         return [{key: step[key] for key in ("nodes", "ranks", "step")} for step in steps]
     except (KeyError, TypeError, ValueError) as error:
         expected, got = "a file of mpistrat plan --json", f"{plan}: {error!r}"

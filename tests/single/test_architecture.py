@@ -177,6 +177,26 @@ def test_the_version_is_said_once():
     assert 'dynamic = ["version", ' in (ROOT / "pyproject.toml").read_text()
 
 
+def test_python_is_started_by_path_alone():
+    """`python -m` and `python -c` import from the working directory first: see `_util/programs.py`."""
+    users_own = {
+        "mpistrat/cli/run.py",
+        "mpistrat/batch_jobs/render.py",
+    }  # the program that the user names, as plain Python
+    wrong = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            words = node.elts if isinstance(node, (ast.List, ast.Tuple)) else []
+            starts = any(
+                (isinstance(word, ast.Constant) and word.value in ("-m", "-c", "-P", "-I"))
+                or ast.unparse(word) == "sys.executable"
+                for word in words
+            )
+            if starts and where(path) not in users_own | {"mpistrat/_util/programs.py"}:
+                wrong.append(f"{where(path)}:{node.lineno} {ast.unparse(node)}")
+    assert not wrong, "\n".join(wrong)
+
+
 def enters_a_collective(function: ast.FunctionDef) -> bool:
     """Whether the function itself, not one inside it, runs a collective of a ProcessGroup: `with group.collective(...)`."""
     return any(

@@ -128,6 +128,7 @@ typedef void (*DoubleRule)(long n, double *w, const double *gradient, double *co
 typedef struct {
     const char *name;
     int slots, numbers;
+    int needed; /* so many slots, the first ones, are always there */
     int writes_weights;
     FloatRule of_float;
     DoubleRule of_double;

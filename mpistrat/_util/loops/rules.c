@@ -13,8 +13,10 @@
 #define SQRT sqrt
 #include "rules_of_type.h"
 
-#define RULE(NAME, SLOTS, NUMBERS, WRITES) {#NAME, SLOTS, NUMBERS, WRITES, apply_##NAME##_float, apply_##NAME##_double}
+#define RULE(NAME, SLOTS, NUMBERS, NEEDED, WRITES) \
+    {#NAME, SLOTS, NUMBERS, NEEDED, WRITES, apply_##NAME##_float, apply_##NAME##_double}
 
 const Rule rules[] = {
-    RULE(adam, 3, 4, 1), RULE(sgd, 1, 3, 1), RULE(adagrad, 1, 2, 1), RULE(rmsprop, 3, 5, 1), RULE(accumulate, 1, 0, 0), {0},
+    RULE(adam, 3, 4, 2, 1),    RULE(sgd, 1, 3, 0, 1),        RULE(adagrad, 1, 2, 1, 1),
+    RULE(rmsprop, 3, 5, 1, 1), RULE(accumulate, 1, 0, 1, 0), {0},
 };

@@ -102,6 +102,13 @@ static int read_numbers(PyObject *numbers, Py_ssize_t count, double *to) {
     return 1;
 }
 
+/* Return whether a number is an index of an element that a long can hold, and a double exactly: not NaN or infinite. */
+static int is_index(double number) {
+    if (fabs(number) < 9007199254740992.0) return 1;
+    PyErr_SetString(PyExc_ValueError, "update: a span has a border that is not an index");
+    return 0;
+}
+
 /* Read a list of (low, high, factor); `to->span` must be freed. */
 static int read_spans(PyObject *list, Spans *to) {
     if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "update: a list of spans, not %R", list), 0;
@@ -112,6 +119,7 @@ static int read_spans(PyObject *list, Spans *to) {
     for (; to->count < count; to->count++) {
         double number[3];
         if (!read_numbers(PyList_GetItem(list, to->count), 3, number)) return 0;
+        if (!is_index(number[0]) || !is_index(number[1])) return 0;
         to->span[to->count] = (Span){(long)number[0], (long)number[1], number[2]};
     }
     return 1;
@@ -200,6 +208,9 @@ static int read_arguments(PyObject *const *args, Py_ssize_t nargs, Arrays *a, Up
     if (u->rule == NULL || !read_numbers(args[1], u->rule->numbers, u->number)) return 0;
     if (!PyTuple_Check(args[4]) || PyTuple_Size(args[4]) != u->rule->slots)
         return PyErr_Format(PyExc_TypeError, "update: %s has %d slots, not %R", u->rule->name, u->rule->slots, args[4]), 0;
+    for (int i = 0; i < u->rule->needed; i++)
+        if (PyTuple_GetItem(args[4], i) == Py_None)
+            return PyErr_Format(PyExc_TypeError, "update: %s needs its slot %d, got None", u->rule->name, i), 0;
     return read_around(args[5], u) && list_arrays(args, a, u);
 }
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from ..._util.text import counted, decimal_size
+from ..._util.text import counted, decimal_size, printable
 from ...comm.agree import Ranks
 from ...data.shards.survey import FieldSurvey, SetSurvey, survey
 from ..command import DONE, Command
@@ -55,7 +55,8 @@ def _print(found: SetSurvey, *, plain: bool) -> None:
 
     out = console(plain=plain)
     count = len(found.files)
-    out.print(f"{counted(count, 'file')} in {found.files[0][0].parent}: {found.rows} rows, {decimal_size(found.bytes)}")
+    where = printable(found.files[0][0].parent)
+    out.print(f"{counted(count, 'file')} in {where}: {found.rows} rows, {decimal_size(found.bytes)}")
     guard = "every file has a digest (shards check compares them)"
     out.print(f"manifest: {guard if found.manifest else 'none'}\n")
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -70,7 +71,7 @@ def _print(found: SetSurvey, *, plain: bool) -> None:
     for field in found.fields:
         for key, value in field.attributes.items():
             text = str(value)
-            out.print(f"{field.name}.{key}: {text if len(text) < 200 else text[:200] + ' …'}")
+            out.print(printable(f"{field.name}.{key}: {text if len(text) < 200 else text[:200] + ' …'}"))
     out.print()
     files = Table(box=None, pad_edge=False, header_style="bold")
     files.add_column("file", overflow="fold")
@@ -78,7 +79,9 @@ def _print(found: SetSurvey, *, plain: bool) -> None:
         files.add_column(title, justify="right")
     files.add_column("digest", overflow="fold")
     for path, rows, size, digest in found.files[:_FILES]:
-        files.add_row(path.name, "source" if rows is None else str(rows), decimal_size(size), _short(digest))
+        files.add_row(
+            printable(path.name), "source" if rows is None else str(rows), decimal_size(size), printable(_short(digest))
+        )
     out.print(files)
     if any(rows is None for _, rows, _, _ in found.files):
         out.print("source: virtual datasets of other files draw from this one; it has no rows of its own")
@@ -92,7 +95,8 @@ def _cells(field: FieldSurvey) -> list[str]:
     ratio = "" if not field.data_bytes or not field.stored_bytes else f"{field.data_bytes / field.stored_bytes:.2f}"
     reader = f"{field.reader}: {field.reason}" if field.reason else field.reader
     chunk = "" if field.chunk_rows is None else str(field.chunk_rows)
-    return [field.name, field.dtype, shape, layout, chunk, decimal_size(field.stored_bytes), ratio, reader]
+    cells = [field.name, field.dtype, shape, layout, chunk, decimal_size(field.stored_bytes), ratio, reader]
+    return [printable(cell) for cell in cells]
 
 
 def _short(digest: str | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..._util.partition import block
-from ..._util.text import counted, decimal_size
+from ..._util.text import counted, decimal_size, printable
 from ...comm.agree import Ranks
 from ...data.shards.convert import Conversion, convert, open_converter
 from ...data.shards.files import manifest_path
@@ -134,9 +134,9 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         paths = writer.paths
         size, seconds = sum(path.stat().st_size for path in paths), time.perf_counter() - started
         count = counted(len(paths), "shard")
-        print(f"{pattern}: {count}, {converter.rows} rows, {decimal_size(size)}, written in {seconds:.1f} s")
+        print(f"{printable(pattern)}: {count}, {converter.rows} rows, {decimal_size(size)}, written in {seconds:.1f} s")
         for note in converter.notes:
-            print(f"note: {note}")
+            print(f"note: {printable(note)}")
     return DONE
 
 

@@ -15,6 +15,7 @@ from ...errors import ClusterError, explain
 __all__ = ["ask_json", "parse_object"]
 
 _SECONDS = 30.0
+_MOST = 1 << 28  # bytes of an answer
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -61,12 +62,14 @@ def ask_json(
         handlers += [] if proxies else [urllib.request.ProxyHandler({})]
         request = urllib.request.Request(url, data, {"Accept": "application/json", **kind, **headers})
         with urllib.request.build_opener(*handlers).open(request, timeout=_SECONDS) as answer:
-            text = answer.read()
+            text = answer.read(_MOST + 1)
     except urllib.error.HTTPError as error:
         with error:
             raise refuse(f"status {error.code} ({_message(error)})") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise refuse(f"none ({getattr(error, 'reason', error)!s:.200})") from None
+    if len(text) > _MOST:
+        raise refuse(f"more than {_MOST} bytes")
     return parse_object(function, url, text, remedy)
 
 

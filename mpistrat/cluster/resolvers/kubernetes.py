@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, final
 from urllib.parse import quote
 
+from ..._util.files import read_whole
 from ...errors import ClusterError, explain
 from ..spec import ClusterSpec, validate
 from .http_json import ask_json, parse_object
@@ -144,8 +145,8 @@ def _ask_server(selector: str) -> tuple[str, dict[str, Any]]:
     """Return whom this pod's service account asked for the pods with a label, and the answer."""
     host, port = (os.environ.get(f"KUBERNETES_SERVICE_{part}", "") for part in ("HOST", "PORT"))
     try:
-        token = (_ACCOUNT / "token").read_text().strip()
-    except OSError:
+        token = read_whole(_ACCOUNT / "token").decode().strip()
+    except (OSError, ValueError):
         token = ""
     if not (host and port and token):
         got = "no KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT" if token else f"no {_ACCOUNT / 'token'}"

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, final
 
-from ..._util.text import plural, ranges
+from ..._util.text import plural, printable, ranges
 from ...cluster import start
 from ...cluster.launcher_variables import launched_rank, launched_size
 from ...cluster.world import is_loss, loses_ranks, survives
@@ -100,6 +100,7 @@ def end_where_nobody_does() -> None:
 
 def print_text(text: str) -> None:
     """Print a text on stderr at once."""
+    text = printable(text, keep="\n\t")
     try:
         sys.stderr.write(text if text.endswith("\n") else text + "\n")
         for stream in (sys.stdout, sys.stderr):

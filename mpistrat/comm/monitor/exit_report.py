@@ -11,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import select
 import socket
 import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -24,8 +22,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..._util import log
+from ..._util import local_socket, log
 from ..._util.frames import frames
+from ..._util.programs import isolated
 from ...cluster.world import survives
 from ..recorder import RECORDER
 
@@ -82,18 +81,11 @@ def begin(topology: Topology) -> None:
 def _listen() -> socket.socket | None:
     """Listen under a name that cannot be guessed, and that is no file."""
     global _name
-    listener = None
     try:
-        listener = socket.socket(socket.AF_UNIX)
-        name = PREFIX + secrets.token_hex((_NAME_BYTES - len(PREFIX)) // 2).encode()
-        listener.bind(b"\0" + name)
-        listener.listen(4096)
+        listener, _name = local_socket.listen(PREFIX, _NAME_BYTES)
     except (AttributeError, OSError) as error:
         log.logger.debug("a killed rank will not be named: %s", error)
-        if listener is not None:
-            listener.close()
         return None
-    _name = name
     return listener
 
 
@@ -101,7 +93,7 @@ def _start(listener: socket.socket) -> None:
     """Start the process in a session of its own, where what ends the ranks does not end it. It only keeps stderr."""
     try:
         subprocess.Popen(
-            [sys.executable, "-S", "-I", str(_PROGRAM), str(listener.fileno()), str(os.getpid())],
+            isolated(str(_PROGRAM), str(listener.fileno()), str(os.getpid())),
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -115,10 +107,12 @@ def _start(listener: socket.socket) -> None:
 
 def _connect(who: str, nodes: int) -> None:
     global _line
-    line = socket.socket(socket.AF_UNIX)
     try:
-        line.settimeout(_CONNECT)
-        line.connect(b"\0" + _name)
+        line = local_socket.connect(_name, _CONNECT)
+    except (AttributeError, OSError) as error:
+        log.logger.debug("a killed rank will not be named: %s", error)
+        return
+    try:
         line.recv(1)  # it listens: the order in which lines close before that is lost
     except OSError as error:
         log.logger.debug("a killed rank will not be named: %s", error)

@@ -119,10 +119,15 @@ def mark_end() -> None:
 
 
 def run_leftovers() -> dict[str, Any]:
-    """Return what `leftovers.py` defines; late, for it is seldom needed, and this process has to start fast."""
+    """Return what `leftovers.py` defines."""
+    return run_file("leftovers.py")
+
+
+def run_file(*path: str) -> dict[str, Any]:
+    """Return what a file defines; late, for it is seldom needed, and this process has to start fast."""
     import runpy
 
-    return runpy.run_path(os.path.join(os.path.dirname(__file__), "leftovers.py"))
+    return runpy.run_path(os.path.join(os.path.dirname(__file__), *path))
 
 
 class Death:
@@ -229,6 +234,7 @@ class ExitMonitor:
                 with contextlib.suppress(OSError, ValueError, struct.error, IndexError):
                     words = last_events(rank.events, death.at) if rank.events is not None else ""
                     text += f"  {rank.who}, last: {words}\n" if words else ""
+            text = run_file("..", "..", "_util", "text.py")["printable"](text, keep="\n")
             os.write(2, text.encode(errors="replace"))
 
 

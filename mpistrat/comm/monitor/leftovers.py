@@ -2,14 +2,20 @@
 
 Standard library only, and no other file of this package: processes that outlive the ranks run this one by its path. As a
 program, `leftovers.py PID` detaches (in a new session), waits for the end of process PID, a launcher, and then removes the
-files of its ranks.
+files of its ranks; `leftovers.py --job KEY` removes a job's folder on this node.
+
+Every user of the machine may write to /dev/shm. So the files of a job lie in a folder of its own, which no other user may enter,
+and a file that ranks open by its name is opened by `open_own`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import secrets
 import select
+import shutil
 import stat
 import sys
 import time
@@ -19,11 +25,14 @@ from pathlib import Path
 __all__ = [
     "ENDED",
     "FOLDER",
-    "KEPT",
     "PATTERNS",
+    "is_own_folder",
+    "job_folders",
     "kept",
     "mapped_by",
     "of_this_user",
+    "open_own",
+    "remove_job",
     "remove_since",
     "remove_these",
     "remove_unused",
@@ -35,7 +44,7 @@ FOLDER = Path("/dev/shm")
 # What MPI libraries and NCCL call their files: MPICH, Open MPI 5 and 4, Intel MPI, MVAPICH, UCX, PSM, libfabric, Cray, NCCL.
 PATTERNS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "Intel_MPI_*", "shm-col-space-*", "cxshm*",
             "ucx_shm_posix_*", "psm2_shm.*", "psm3_shm.*", "fi_shm_*", "cray-shared-mem-*", "nccl-*", "mpistrat*")  # fmt: skip
-KEPT = "mpistrat-job-"  # what jobs find when they are started again; see ../job_files.py
+_KEPT = "mpistrat-job-"  # of the folder of a job that is started again; see ../job_files.py
 ENDED = 5  # the word that says in which generation, from 1, ranks have told why the job ends
 YOUNG = 60.0  # seconds: a file made just now may not have been mapped yet
 _LOOKS = (0.2, 0.5, 1.0, 2.0, 5.0)  # seconds between looks after the end of a launcher, whose ranks may end later
@@ -47,8 +56,6 @@ def of_this_user(folder: Path = FOLDER) -> Iterator[tuple[Path, os.stat_result]]
         for path in sorted(folder.glob(pattern)):
             with contextlib.suppress(OSError):
                 about = path.lstat()
-                if path.name.startswith(KEPT):
-                    continue
                 if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid():
                     yield path, about
 
@@ -85,18 +92,66 @@ def remove_since(start: float, end: float) -> list[tuple[Path, int]]:
     return remove_these([str(path) for path, _ in unused(age=0.0) if path in within]) if within else []
 
 
+def open_own(path: str | Path, flags: int) -> int:
+    """Open a regular file of this user that no other user may open; return its descriptor. Never waits, as for a FIFO.
+
+    Raises:
+        OSError: it is missing, a link, or not a regular file; another user owns it, or may open it.
+    """
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    about = os.fstat(file)
+    if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+        os.close(file)
+        raise PermissionError(f"{path} is not a regular file of this user alone")
+    return file
+
+
+def is_own_folder(path: Path) -> bool:
+    """Return whether a path is a folder of this user that no other user may enter."""
+    try:
+        about = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
+
+
+def job_folders(job: str = "") -> list[tuple[str, Path]]:
+    """Return the keys and folders of this user's jobs on this node, or of one job.
+
+    Everything else that has such a name is another user's, and is skipped.
+    """
+    own = re.compile(rf"{_KEPT}{os.getuid()}-({job or '[0-9a-f]{16}'})(\.[0-9a-f]{{16}})?")
+    named = [(own.fullmatch(path.name), path) for path in sorted(FOLDER.glob(f"{_KEPT}*"))]
+    return [(match[1], path) for match, path in named if match and is_own_folder(path)]
+
+
 def kept(job: str, what: str) -> Path:
-    """Return a file of a job in shared memory that outlives its ranks; see `comm.job_files`."""
-    return FOLDER / f"{KEPT}{os.getuid()}-{job}.{what}"
+    """Return a file of a job in shared memory that outlives its ranks; see `comm.job_files`.
+
+    If another user has taken the name of the job's folder, the folder's name gets a random ending.
+    """
+    folder = FOLDER / f"{_KEPT}{os.getuid()}-{job}"
+    if not is_own_folder(folder):
+        found = job_folders(job)
+        if found:
+            folder = found[0][1]
+        elif os.path.lexists(folder):
+            folder = folder.with_name(f"{folder.name}.{secrets.token_hex(8)}")
+    return folder / what
+
+
+def remove_job(job: str) -> None:
+    """Remove the folder of a job on this node."""
+    for _, folder in job_folders(job):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_word(job: str, index: int, value: int) -> None:
-    """Set a word of a job's state, where it is on this node, and this user's; see `comm.job_files`."""
+    """Set a word of a job's state, if it is on this node; see `comm.job_files`."""
     with contextlib.suppress(OSError):
-        file = os.open(kept(job, "state"), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        file = open_own(kept(job, "state"), os.O_RDWR)
         try:
-            if os.fstat(file).st_uid == os.getuid():
-                os.pwrite(file, value.to_bytes(8, "little"), 8 * index)
+            os.pwrite(file, value.to_bytes(8, "little"), 8 * index)
         finally:
             os.close(file)
 
@@ -147,5 +202,8 @@ def _after(launcher: int) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(OSError, AttributeError):  # no Linux, or an old one
-        _after(int(sys.argv[1]))
+    if sys.argv[1] == "--job":
+        remove_job(sys.argv[2])
+    else:
+        with contextlib.suppress(OSError, AttributeError):  # no Linux, or an old one
+            _after(int(sys.argv[1]))

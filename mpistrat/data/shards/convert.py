@@ -95,6 +95,8 @@ def open_converter(asked: Conversion) -> Converter:
     for path in paths:
         if not path.exists():
             raise bad_input(path, "a file or a folder", "no such file")
+        if not path.is_file() and not path.is_dir():  # a pipe would be waited for
+            raise bad_input(path, "a file or a folder", "a pipe, a device or a socket")
     return NpyFiles(asked.fields) if asked.path is None else opener(paths[0], asked)
 
 

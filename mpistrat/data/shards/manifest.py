@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._util.files import replacing
+from ..._util.files import read_whole, replacing
 from ...errors import ShardError
 from ..files.handles import shard_error
 
@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 _FORMAT, _VERSION = "mpistrat.shards", 1
+_MOST = 1 << 28  # bytes of a manifest
 _SHORT_NAME = re.compile(r"[<>|=]?[A-Za-z?][0-9]*(\[[0-9]*[A-Za-z]+\])?")
 
 
@@ -183,7 +184,7 @@ def listed_names(path: Path) -> list[str]:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_whole(path, _MOST))
         if not isinstance(document, dict):
             raise ValueError(f"{type(document).__name__}")
     except (ValueError, RecursionError) as error:

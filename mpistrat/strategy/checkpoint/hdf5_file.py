@@ -30,6 +30,7 @@ import numpy as np
 
 from ..._util import log
 from ..._util.files import algorithm_of, digest_of_array, digest_of_bytes
+from ..._util.text import printable
 from ...comm.agree import as_told, together
 from ...comm.process_group import ProcessGroup
 from ...data.shards.objects import Refused, check_storage, find, find_group
@@ -189,7 +190,7 @@ def on_all(group: ProcessGroup, function: str, path: str | os.PathLike[str], cal
             if call is not None:
                 call()
         except Exception as error:
-            raise OSError(f"Strategy.{function}: {os.fspath(path)}: {_reason(function, error)}") from None
+            raise OSError(printable(f"Strategy.{function}: {os.fspath(path)}: {_reason(function, error)}")) from None
 
 
 def _reason(function: str, error: Exception) -> str:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from ..._util import log
+from ..._util.text import printable
 from ...comm.arrays import accumulation_dtype
 from ...comm.process_group import ProcessGroup
 from ...errors import explain
@@ -336,7 +337,7 @@ def _change(parts: Parts | None, arrays: Sequence[Taken], problem: Exception | N
             read_own(parts, arrays)
     except Exception as error:
         left = "variables and optimizers have been changed in part: restore a file before you go on"
-        raise OSError(f"{type(error).__name__}: {error}; {left}") from error
+        raise OSError(printable(f"{type(error).__name__}: {error}; {left}")) from error
 
 
 def _whole_slots(variable: Any, dtypes: Mapping[str, str]) -> tuple[Contents, dict[str, Receiver]]:

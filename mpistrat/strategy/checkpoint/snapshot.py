@@ -274,7 +274,10 @@ class Snapshots:
     def _make(self, run: str, kept: _Run, forms: Sequence[ArrayForm], notes_bytes: int) -> SnapshotFile:
         group, node = self._group, self._group.node
         kept.serial, kept.taken = kept.serial + 1, 0
-        path = job_files.path_of(self._job, run, group.environment.generation, kept.serial, node.ranks[0])
+
+        def path() -> Path:  # the leader makes the folder, whose name the others find
+            return job_files.path_of(self._job, run, group.environment.generation, kept.serial, node.ranks[0])
+
         exchange = partial(group.exchange, "snapshot", detail=f"{len(forms)} arrays")
 
         def attempt(call: Callable[[], SnapshotFile | None]) -> SnapshotFile | None:
@@ -288,8 +291,8 @@ class Snapshots:
                     ) from None
 
         leads = node.rank == 0
-        made = attempt(lambda: SnapshotFile.make(path, forms, node.size, notes_bytes) if leads else None)
-        kept.file = attempt(lambda: made or SnapshotFile(path))
+        made = attempt(lambda: SnapshotFile.make(path(), forms, node.size, notes_bytes) if leads else None)
+        kept.file = attempt(lambda: made or SnapshotFile(path()))
         assert kept.file is not None
         return kept.file
 

@@ -12,6 +12,7 @@ import pytest
 
 from kills import sample
 from launcher import job_environment
+from mpistrat._util.programs import program
 from mpistrat.comm import job_files
 
 PROGRAM = """
@@ -74,11 +75,12 @@ def start(mpi, tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     started = []
 
-    def run(how, restarts="9", options=(), **env):
-        words = [mpi.python, "-m", "mpistrat", "run", "-n", "2", "--restarts", restarts, *options, "train.py", how]
+    def run(how, restarts="9", options=(), folder=tmp_path, **env):
+        words = [*program("mpistrat", "run", "-n", "2", "--restarts", restarts, python=mpi.python), *options]
+        words += [str(tmp_path / "train.py"), how]
         environment = job_environment("none", tmp_path, {"PATH": "/usr/bin:/bin", **env})
         pipe = subprocess.PIPE
-        started.append(subprocess.Popen(words, env=environment, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True))
+        started.append(subprocess.Popen(words, env=environment, cwd=folder, stdout=pipe, stderr=pipe, text=True))
         return started[-1]
 
     yield run
@@ -121,10 +123,20 @@ def test_it_is_started_so_often_and_not_more(start):
     assert [float(words[3]) for words in froms] == [2.0 * step for step in steps]
 
 
-def test_ranks_wait_to_be_the_next_ones(start):
-    process = start("slow", options=["--standby"])
+def test_ranks_wait_to_be_the_next_ones(start, tmp_path):
+    (folder := tmp_path / "data").mkdir()
+    for name in (
+        "json",
+        "runpy",
+        "threadpoolctl",
+        "mpi4py",
+        "numpy",
+        "mpistrat",
+    ):  # nobody's: the program lies elsewhere
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path)!r} + '/ran_{name}', 'w')\nraise SystemExit(77)\n")
+    process = start("slow", options=["--standby"], folder=folder)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+    assert process.returncode == 0 and not list(tmp_path.glob("ran_*")), err
     assert out.splitlines()[-1] == "end 40.0"
     waited = [line.split()[1:] for line in out.splitlines() if line.startswith("waited")]
     assert waited == [

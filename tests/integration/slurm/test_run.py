@@ -56,3 +56,20 @@ def test_launch_has_ranks_on_all_nodes(slurm, slurm_mpi, tmp_path):
     (tmp_path / "job.sh").write_text(LAUNCH_JOB.format(python=slurm_mpi.python))
     output = slurm.submit(tmp_path / "job.sh").completed().splitlines()
     assert output == ["[(0, 'h1'), (1, 'h1'), (2, 'h2'), (3, 'h2')]", "[]"]
+
+
+WORDS_JOB = """#!/bin/bash
+#SBATCH --nodes=1 --ntasks-per-node=2 --output=job.out
+srun -n 1 echo taken : touch planted-by-srun
+{python} -m mpistrat run words.py x : touch planted : "" = --map-by "%t %d" -n 9
+"""
+
+
+def test_a_program_gets_its_words_as_they_are(slurm, slurm_mpi, tmp_path):
+    """srun would start what follows ":" as another program, as the first line of the job shows."""
+    (tmp_path / "words.py").write_text("import sys\nsys.stdout.write(f'{sys.argv[1:]}\\n')")
+    (tmp_path / "job.sh").write_text(WORDS_JOB.format(python=slurm_mpi.python))
+    output = slurm.submit(tmp_path / "job.sh").completed().splitlines()
+    words = ["x", ":", "touch", "planted", ":", "", "=", "--map-by", "%t %d", "-n", "9"]
+    assert output.count(str(words)) == 2 and not (tmp_path / "planted").exists(), output
+    assert "taken : touch planted-by-srun" not in output, output

@@ -1,5 +1,6 @@
 """ms.launch: a function on ranks that it starts, and what they return, in a process that is no rank."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -44,6 +45,34 @@ def test_what_ranks_return(mpi):
     assert result.returncode == 0, result
     assert result.stdout.count("here is rank") == 4, result
     assert "all well" in result.stdout
+
+
+@pytest.mark.parametrize("options", ["", ", restarts=1"])
+def test_nothing_is_imported_from_the_working_directory(mpi, tmp_path, options):
+    """The program lies elsewhere, so the working directory is not on its path."""
+    for name in ("json", "ctypes", "runpy", "mpi4py", "numpy", "cloudpickle", "mpistrat"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path)!r} + '/ran_{name}', 'w')\nraise SystemExit(77)\n")
+    (tmp_path / "programs").mkdir()
+    (tmp_path / "programs" / "train.py").write_text(
+        "import mpistrat as ms\n"
+        "def rank():\n"
+        "    with ms.MultiWorkerMirroredStrategy() as strategy:\n"
+        "        return strategy.rank\n"
+        f"with ms.MultiProcessRunner(rank, ranks=2{options}) as runner:\n"
+        "    print([result.return_value for result in runner.join(60)])\n"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    result = subprocess.run(
+        [mpi.python, "programs/train.py"], cwd=tmp_path, env=env | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=90,
+    )  # fmt: skip
+    assert result.stdout == "[0, 1]\n" and not list(tmp_path.glob("ran_*")), result
+
+
+@pytest.mark.parametrize(("ranks", "error"), [(0, "ValueError"), (-1, "ValueError"), (1.5, "TypeError")])
+def test_a_number_of_ranks_that_cannot_be(mpi, ranks, error):
+    result = run(mpi, f"import mpistrat as ms\nms.launch(print, ranks={ranks})")
+    assert result.returncode == 1 and result.stderr.splitlines()[-1].startswith(f"{error}: ms.launch: ranks: expected")
 
 
 def test_a_rank_that_fails_is_told_with_its_traceback(mpi):

@@ -64,6 +64,32 @@ def test_ranks_find_each_other_and_their_roles(start):
     assert sorted(out.splitlines()) == [f"{rank}/3 {expected}" for rank in range(3)]
 
 
+ODD = [
+    ":",
+    "touch",
+    "planted",
+    ":",
+    "",
+    "=",
+    "--map-by",
+    "--rank-by",
+    "--bind-to",
+    "--runtime-options",
+    "-n",
+    "9",
+    "%d",
+    "*",
+]
+
+
+@pytest.mark.parametrize("options", [[], ["--tag"]])
+def test_a_program_gets_its_words_as_they_are(start, tmp_path, options):
+    process = start(*options, "-n", "2", "--strategy", "mirrored", "train.py", "0", *ODD)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and not (tmp_path / "planted").exists(), err
+    assert out.count(f"{['0', *ODD]}]\n") == 2, out
+
+
 def test_the_exit_status_is_the_programs(start):
     process = start("-n", "2", "--strategy", "mirrored", "train.py", "17")
     out, _ = process.communicate(timeout=60)

@@ -238,6 +238,18 @@ def shown(capsys, *words, status=0):
     return out if status == 0 else err
 
 
+def test_words_of_launchers_are_not_theirs_in_a_program(machine):
+    """Launchers would start the words after ":" as a program of their own."""
+    for library in (MPICH, OPENMPI):
+        machine.has(library=library)
+        command = plan(["a.py", "x", ":", "touch", "=y", ""], 2, None, None).command
+        assert ":" not in command and command[-6:] == ["=a.py", "=x", "=:", "=touch", "==y", "="]
+    machine.slurm(["pmi2"])
+    machine.has(library=MPICH)
+    assert plan(["a.py", ":"], 2, None, None, tag=True).command[-2:] == ["=a.py", "=:"]
+    assert plan(["a.py", ":x", "a:b", "--map"], 2, None, None).command[-4:] == ["a.py", ":x", "a:b", "--map"]
+
+
 def command(capsys, *words):
     return json.loads(shown(capsys, "--json", "-n", "2", *words))["command"][3:]
 

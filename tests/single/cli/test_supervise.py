@@ -106,7 +106,7 @@ def test_another_user_s_file_is_not_believed():
     foreign = (
         "import os; job = os.environ['MPISTRAT_JOB']\n"
         "for what in ('done', 'stopped', 'ended', 'begun'):\n"
-        "    open(f'/dev/shm/mpistrat-job-{os.getuid()}-{job}.{what}', 'w').close()\n"
+        "    open(f'/dev/shm/mpistrat-job-{os.getuid()}-{job}/{what}', 'w').close()\n"
     )
     code = f"""
 import sys

@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,17 +100,17 @@ def test_files_are_this_users_alone_and_complete():
     assert stat.S_IMODE(about.st_mode) == 0o600
     assert about.st_blocks * 512 >= about.st_size  # the memory is there
     file.path.chmod(0o640)
-    with pytest.raises(PermissionError, match="open to others"):
+    with pytest.raises(PermissionError, match="not a regular file of this user alone"):
         SnapshotFile(file.path)
 
 
 def test_older_ones_are_removed_and_others_stay(folder):
     old, replaced, other, new = made(0), made(1, 1), made(1, 1, first=2), made(1, 2)
-    (folder / f"mpistrat-job-{os.getuid()}-ffffffffffffffff.g0.1.r0").touch()
+    (new.path.parent / "sffffffff.g0.1.r0.part").touch()
     job_files.remove_older(KEY, new.path)
     assert set(job_files.paths(KEY)) == {other.path, new.path}
     assert not old.path.exists() and not replaced.path.exists()
-    assert len(list(folder.iterdir())) == 3
+    assert len(list(new.path.parent.iterdir())) == 3
     assert [job_files.generation_of(path) for path in job_files.paths(KEY)] == [1, 1]
 
 
@@ -117,7 +118,7 @@ def test_what_nobody_supervises_is_swept_after_some_minutes(folder):
     held = job_files.lock(KEY)
     file = made()
     old = 1e9
-    for path in folder.iterdir():
+    for path in folder.rglob("*"):
         os.utime(path, (old, old))
     assert job_files.sweep() == []  # it is locked
     os.close(held)
@@ -159,7 +160,7 @@ def test_a_disk_that_is_full_leaves_nothing(folder, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
         made()
-    assert list(folder.iterdir()) == []
+    assert not any(path.is_file() for path in folder.rglob("*"))
 
 
 def test_a_node_without_the_supervisor_remembers_its_generation(folder):
@@ -185,6 +186,49 @@ def test_a_run_does_not_see_another_one(folder):
     assert list(found.values()) == [[7], [3], []]
     job_files.remove_older(KEY, job_files.path_of(KEY, "/scratch/fold-0", 1, 1, 0))
     assert [len(job_files.paths(KEY, run)) for run in found] == [0, 1, 0]
+
+
+def link_to_a_folder(path):
+    path.with_name("elsewhere").mkdir(mode=0o700)
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize("plant", [os.mkfifo, Path.touch, lambda path: path.mkdir(mode=0o777), link_to_a_folder])
+def test_a_name_that_is_taken_is_skipped(folder, plant):
+    """In /dev/shm another user may take any name; such a folder is none of this user's."""
+    taken = job_files.mark(KEY, "lock").parent
+    umask = os.umask(0)
+    try:
+        plant(taken)
+    finally:
+        os.umask(umask)
+    assert job_files.sweep() == [] and not job_files.supervisors() and not job_files.paths(KEY)
+    held = job_files.lock(KEY)
+    file = made()
+    assert file.path.parent == job_files.mark(KEY, "lock").parent != taken
+    assert job_files.supervisors() == {os.getpid(): KEY} and job_files.paths(KEY) == [file.path]
+    job_files.state(KEY)[job_files.ENDED] = 2
+    leftovers.set_word(KEY, job_files.GENERATION, 3)
+    assert [job_files.state(KEY)[word] for word in (job_files.ENDED, job_files.GENERATION)] == [2, 3]
+    assert not taken.is_dir() or not any(taken.iterdir())
+    job_files.remove(KEY)
+    assert not file.path.parent.exists() and os.path.lexists(taken)
+    os.close(held)
+
+
+@pytest.mark.parametrize("plant", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_neither_opened_nor_waited_for(plant):
+    held = job_files.lock(KEY)
+    for what in ("s00000000.g0.1.r0", "modules", "size"):
+        plant(job_files.mark(KEY, what))
+    with pytest.raises(OSError):
+        SnapshotFile(job_files.mark(KEY, "s00000000.g0.1.r0"))
+    with pytest.raises(OSError):
+        job_files.imported(KEY)
+    with pytest.raises(OSError):
+        job_files.asked_size(KEY)
+    os.close(held)
+    assert job_files.unsupervised() == [KEY]
 
 
 def test_a_child_of_a_rank_is_no_rank():

@@ -287,7 +287,28 @@ def test_a_sum_of_nothing_and_wrong_arguments() -> None:
         loops.update("sgd", ("fast", 0.0, False), *good[2:])
     with pytest.raises(TypeError):
         loops.update(*good[:5], Around(decays=[(0, 1)]))
+    for border in (np.nan, np.inf, -1e30):
+        with pytest.raises(ValueError, match="border"):
+            loops.update(*good[:5], Around(decays=[(border, 1, 2.0)]))
+        with pytest.raises(ValueError, match="border"):
+            loops.update(*good[:5], Around(scales=[(0, border, 2.0)]))
     assert loops.update(*good)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("rule", "numbers", "slots", "needed"),
+    [("adam", 4, 3, 2), ("sgd", 3, 1, 0), ("adagrad", 2, 1, 1), ("rmsprop", 5, 3, 1), ("accumulate", 0, 1, 1)],
+)
+def test_a_slot_that_a_rule_needs_is_there(rule, numbers, slots, needed) -> None:
+    for missing in range(slots):
+        given = tuple(None if slot == missing else np.ones(300, np.float32) for slot in range(slots))
+        arguments = rule, (0.1,) * numbers, [np.ones(300, np.float32)], np.ones(300, np.float32), given, Around()
+        if missing < needed:
+            with pytest.raises(TypeError, match=f"{rule} needs its slot {missing}, got None"):
+                loops.update(*arguments)
+        else:
+            assert loops.update(*arguments)
 
 
 @compiled

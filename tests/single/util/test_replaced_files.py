@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from mpistrat._util import files
-from mpistrat._util.files import replacing
+from mpistrat._util.files import read_whole, replacing
 
 
 def beside(folder):
@@ -137,3 +137,20 @@ def test_the_link_of_another_user_in_a_folder_for_all(tmp_path):
     with replacing(folder / "x") as part:
         part.write_text("new")
     assert victim.read_text() == "new"
+
+
+def test_a_file_is_read_whole_unless_it_is_too_large(tmp_path):
+    (path := tmp_path / "x").write_bytes(b"four")
+    (link := tmp_path / "link").symlink_to(path)
+    assert read_whole(path, 4) == read_whole(str(link), 4) == b"four"
+    with pytest.raises(OSError, match="x' is larger than 3 bytes"):
+        read_whole(path, 3)
+    with pytest.raises(FileNotFoundError):
+        read_whole(tmp_path / "none")
+
+
+def test_what_never_ends_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/zero", tmp_path / "pipe", tmp_path):
+        with pytest.raises(OSError, match="is not a regular file"):
+            read_whole(path)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ...._util import nest
 from ...._util.text import binary_size, counted, decimal_size
 from ....comm import shared_memory
+from ....comm.monitor.leftovers import open_own
 from ....comm.shared_memory import SharedBlock
 from ....comm.waiting import Deadline
 from ....errors import ClosedError, CollectiveTimeoutError
@@ -337,7 +338,7 @@ def _open_lock_file(group: ProcessGroup) -> int:
     path = group.all_gather_text(path)[group.node.ranks[0]]
     if group.node.rank and path:
         with contextlib.suppress(OSError):
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            file = open_own(path, os.O_RDWR)
     missing = group.agree(file, "min") < 0
     if group.node.rank == 0 and path:
         os.unlink(path)
