@@ -29,7 +29,7 @@ __all__ = ["ENLARGE", "SharedBlock", "allocate_private", "allocate_shared", "fre
 
 SHARED_FOLDER = Path("/dev/shm")
 ENLARGE = (
-    "docker run --shm-size=8g …, or mount -o remount,size=8g /dev/shm; or set MPISTRAT_SHARED_MEMORY=0 to keep a "
+    "docker run --shm-size=8g ..., or mount -o remount,size=8g /dev/shm; or set MPISTRAT_SHARED_MEMORY=0 to keep a "
     "private copy in every rank"
 )
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
@@ -97,9 +97,9 @@ def allocate_shared(node: Any, world: Any, nbytes: Sequence[int], what: str) -> 
                 path, memory = _make(sum(pages))
             except OSError as error:
                 problem = error
-            name[: len(path)] = np.frombuffer(path.encode(), np.uint8)
+            name[: len(os.fsencode(path))] = np.frombuffer(os.fsencode(path), np.uint8)
         node.Bcast(name, 0)
-        path = name.tobytes().rstrip(b"\0").decode()
+        path = os.fsdecode(name.tobytes().rstrip(b"\0"))
         try:
             if problem is not None:
                 raise problem
