@@ -16,6 +16,7 @@ from ..comm.agree import as_told, gather_text, together
 from ..errors import ClusterError, DeviceError, LayoutError, explain
 from .cores import count_node_cores, usable_cores
 from .devices import check_devices, default_devices
+from .forks import is_child, refusal
 from .launcher_variables import check_launcher, check_size
 from .rendezvous import wait_for_ranks
 from .start import import_mpi
@@ -191,7 +192,7 @@ class Topology:
             return
         from mpi4py import MPI
 
-        if not MPI.Is_finalized():
+        if not (MPI.Is_finalized() or is_child()):
             for comm in held:
                 comm.Free()
 
@@ -249,7 +250,10 @@ def running_mpi(function: str) -> Any:
     Raises:
         LayoutError: MPI is not running and will not be started, or has ended.
         ClusterError: mpi4py finds no MPI library, or another than the launcher's.
+        ContextError: in a process that a rank has forked.
     """
+    if is_child():
+        raise refusal(function)
     check_launcher(function)
     try:
         MPI = import_mpi()

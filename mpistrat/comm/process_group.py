@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, final
 import numpy as np
 
 from .._util import log
+from ..cluster.forks import is_child
 from ..cluster.topology import Topology
 from ..cluster.world import survives
 from ..environment import Environment
@@ -323,9 +324,10 @@ class ProcessGroup:
     def close(self) -> None:
         """Free shared memory and communicators; the topology stays. Collective the first time.
 
-        After a collective that timed out, and after MPI's end, everything is left to the end of the process.
+        After a collective that timed out, and after MPI's end, everything is left to the end of the process. In a forked child it
+        does nothing.
         """
-        if self.closed:
+        if self.closed or is_child():
             return
         self.closed = True
         _groups.discard(self)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from .._util import loops
+from ..cluster.forks import ParentsOnly, is_child, refuse_in_children
 from ..errors import SharedMemoryError
 from . import shared_memory
 from .agree import as_told, gather_text, together
@@ -58,6 +59,7 @@ class Window(ABC):
 
         self._segments, self._own_index, self._comm = segments, own, comm
         self._window = window
+        refuse_in_children(self)
         self._sum, self._replace = MPI.SUM, MPI.REPLACE
         self.own = segments[own]
         self.words = words_of(self.own)
@@ -67,6 +69,10 @@ class Window(ABC):
         self.sync()
         comm.Barrier()  # no rank writes into memory that another has yet to clear
         self.sync()
+
+    def refuse_in_child(self) -> None:
+        """See `cluster.forks`. Loads and stores go on: what may make them decides."""
+        self._window = ParentsOnly("a window")
 
     @abstractmethod
     def get(self, rank: int, offset: int, out: np.ndarray) -> None:
@@ -126,7 +132,7 @@ class Window(ABC):
 
         Later calls do nothing. Nothing else frees a window: no finaliser, and not the end of the program.
         """
-        if self.closed:
+        if self.closed or is_child():
             return
         window, self._window = self._window, None
         self.words.release()

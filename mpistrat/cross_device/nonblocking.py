@@ -17,6 +17,7 @@ import numpy as np
 
 from .._util import log
 from .._util.buffers import BufferPool
+from ..cluster.forks import ParentsOnly, refuse_in_children
 from ..comm.arrays import (
     CHUNK_ELEMENTS,
     check_movable,
@@ -66,6 +67,13 @@ class CollectiveRequest:
         self._make: Callable[[], Any] | None = result
         self._result: Any = None
         self._told = False
+        if self._requests:
+            refuse_in_children(self)
+
+    def refuse_in_child(self) -> None:
+        """See `cluster.forks`."""
+        if self._requests:
+            self._requests = [ParentsOnly(f"the wait for {self._text}")]
 
     def done(self) -> bool:
         """Return whether it is complete: then `wait` returns at once.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from .._util.text import named
+from ..cluster.forks import is_child
 from ..comm.agree import same, together
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import make_cross_device_ops
@@ -165,7 +166,7 @@ class ProcessSet:
 
     def close(self) -> None:
         """Free its communicators and its memory before the strategy does. Collective over the set."""
-        if not self._group.closed:
+        if not (self._group.closed or is_child()):
             self._ops.close()
             self._group.close()
             self._group.topology.close()
