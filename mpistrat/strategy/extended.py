@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from .. import context
 from .._util import nest
@@ -26,6 +27,9 @@ from .contexts import ReplicaContext
 from .reductions import Reductions, as_scalar
 from .replica_threads import ReplicaThreads, current_rendezvous
 from .tensorflow1 import TensorFlow1Extended
+
+if TYPE_CHECKING:
+    from ..optimizers.begun import Begun
 
 __all__ = ["Coordination", "StrategyExtended"]
 
@@ -113,6 +117,7 @@ class StrategyExtended(TensorFlow1Extended):
             self.placement.buckets = BucketSums(sync_group)
         self.is_default, self.closed = is_default, False
         self.coordination = Coordination()
+        self.begun: weakref.WeakSet[Begun] = weakref.WeakSet()
         self.batches = Ledger(self.sync_topology.num_replicas)
         self._strategy = strategy
         self._shared = shared
@@ -198,7 +203,9 @@ class StrategyExtended(TensorFlow1Extended):
         return rendezvous.call_once(index, "Variable", together, (args, kwargs))
 
     def forget_step(self) -> None:
-        """Forget the gradients that were handed over in a step that ends by an error."""
+        """Forget the gradients that were announced or submitted in a step that ends by an error. Every rank does it."""
+        for begun in list(self.begun):
+            begun.forget()
         if self.placement.buckets is not None:
             self.placement.buckets.forget_step()
 
