@@ -70,7 +70,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     try:
-        documents = [json.loads(Path(name).read_text()) for name in args.like]
+        documents = [json.loads(Path(name).read_bytes()) for name in args.like]
         measured = Machine.read(documents)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         print(f"error: --like {' '.join(args.like)}: {error}", file=sys.stderr)

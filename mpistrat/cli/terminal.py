@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._util.terminal import WithBar, progress_bar, reaches_terminal
-from .._util.text import decimal_size
+from .._util.text import decimal_size, printable
 from .command import DONE, PROBLEM
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class _ReadOrNot:
 
     def write(self, text: str) -> int:
         try:
-            return int(self._stream.write(text))
+            return int(self._stream.write(printable(text, self._stream)))
         except BrokenPipeError:
             self._give_up()
             return len(text)

@@ -288,7 +288,7 @@ def _check_axis(array: Any, axis: int, function: str) -> None:
         remedy = "Give it a dimension: value.reshape(1)"
         raise ValueError(explain(function, "value", expected="at least one dimension", got="a scalar", remedy=remedy))
     if not isinstance(axis, int) or not 0 <= axis < array.ndim:
-        raise ValueError(explain(function, "axis", expected=f"0 ≤ axis < {array.ndim}", got=repr(axis)))
+        raise ValueError(explain(function, "axis", expected=f"0 <= axis < {array.ndim}", got=repr(axis)))
 
 
 def _replicas_of_ranks(topology: Topology) -> list[tuple[int, int]]:

@@ -261,8 +261,8 @@ class Chooser:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        return json.loads(path.read_bytes())
+    except ValueError as error:  # bytes that are not UTF-8, too
         raise ValueError(explain("Chooser", "table", expected=f"JSON in {path}", got=str(error))) from error
 
 

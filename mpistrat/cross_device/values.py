@@ -256,7 +256,7 @@ def _rank_lengths(
             expected = "at least one dimension"
             raise ValueError(explain(function, argument, expected=expected, got="a scalar", remedy=remedy))
         if not _is_axis(axis, value):
-            raise ValueError(explain(function, "axis", expected=f"0 ≤ axis < {value.ndim}", got=repr(axis)))
+            raise ValueError(explain(function, "axis", expected=f"0 <= axis < {value.ndim}", got=repr(axis)))
         check_movable(value.dtype, function, argument)
     return [[int(n) for n in table[:, len(leaves) + index]] for index in range(len(leaves))]
 

@@ -265,12 +265,12 @@ class Hyperparameters(ABC):
 
     def _at_least_zero(self, argument: str, value: float) -> float:
         if not value >= 0:
-            raise ValueError(explain(type(self).__name__, argument, expected="≥ 0", got=value))
+            raise ValueError(explain(type(self).__name__, argument, expected=">= 0", got=value))
         return float(value)
 
     def _fraction(self, argument: str, value: float) -> float:
         if not 0 <= value < 1:
-            raise ValueError(explain(type(self).__name__, argument, expected="0 ≤ value < 1", got=value))
+            raise ValueError(explain(type(self).__name__, argument, expected="0 <= value < 1", got=value))
         return float(value)
 
     def _steps_or_none(self, argument: str, value: int | None, least: int) -> int | None:

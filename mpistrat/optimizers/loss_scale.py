@@ -77,7 +77,7 @@ class LossScaleOptimizer:
             raise ValueError(explain("LossScaleOptimizer", "initial_scale", expected="> 0", got=initial_scale))
         if not dynamic_growth_steps >= 1:
             raise ValueError(
-                explain("LossScaleOptimizer", "dynamic_growth_steps", expected="≥ 1", got=dynamic_growth_steps)
+                explain("LossScaleOptimizer", "dynamic_growth_steps", expected=">= 1", got=dynamic_growth_steps)
             )
         self.inner_optimizer, self.name, self._left_out = inner_optimizer, name, 0
         self.initial_scale, self.dynamic_growth_steps = float(initial_scale), int(dynamic_growth_steps)

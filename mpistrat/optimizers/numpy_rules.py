@@ -196,7 +196,7 @@ class Ftrl(Optimizer):
         **settings: Unpack[Settings],
     ) -> None:
         if not learning_rate_power <= 0:
-            raise ValueError(explain("Ftrl", "learning_rate_power", expected="≤ 0", got=learning_rate_power))
+            raise ValueError(explain("Ftrl", "learning_rate_power", expected="<= 0", got=learning_rate_power))
         self.learning_rate_power = float(learning_rate_power)
         self.initial_accumulator_value = self._at_least_zero("initial_accumulator_value", initial_accumulator_value)
         self.l1_regularization_strength = self._at_least_zero("l1_regularization_strength", l1_regularization_strength)
@@ -264,7 +264,7 @@ class Lion(Optimizer):
         **settings: Unpack[Settings],
     ) -> None:
         if not 0 < beta_1 <= 1:
-            raise ValueError(explain("Lion", "beta_1", expected="0 < value ≤ 1", got=beta_1))
+            raise ValueError(explain("Lion", "beta_1", expected="0 < value <= 1", got=beta_1))
         self.beta_1, self.beta_2 = float(beta_1), self._fraction("beta_2", beta_2)
         super().__init__(learning_rate, slot_names=("momentum",), **settings)
 
@@ -367,7 +367,7 @@ class Adafactor(Optimizer):
         **settings: Unpack[Settings],
     ) -> None:
         if not beta_2_decay <= 0:
-            raise ValueError(explain("Adafactor", "beta_2_decay", expected="≤ 0", got=beta_2_decay))
+            raise ValueError(explain("Adafactor", "beta_2_decay", expected="<= 0", got=beta_2_decay))
         for name, number in (("epsilon_1", epsilon_1), ("clip_threshold", clip_threshold)):
             if not number > 0:
                 raise ValueError(explain("Adafactor", name, expected="> 0", got=number))

@@ -330,7 +330,7 @@ def _steps_of(plan: str | os.PathLike[str]) -> list[dict[str, Any]]:
         ValueError: it is none.
     """
     try:
-        steps = json.loads(Path(plan).read_text())["steps"]
+        steps = json.loads(Path(plan).read_bytes())["steps"]
         return [{key: step[key] for key in ("nodes", "ranks", "step")} for step in steps]
     except (KeyError, TypeError, ValueError) as error:
         expected, got = "a file of mpistrat plan --json", f"{plan}: {error!r}"

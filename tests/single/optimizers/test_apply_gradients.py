@@ -219,9 +219,9 @@ def test_wrong_arguments_are_refused():
         TypeError, match="learning_rate: expected a number, a LearningRateSchedule or a callable, got str"
     ):
         SGD("fast")
-    with pytest.raises(ValueError, match="momentum: expected ≥ 0, got -1"):
+    with pytest.raises(ValueError, match="momentum: expected >= 0, got -1"):
         SGD(0.1, momentum=-1)
-    with pytest.raises(ValueError, match=r"beta_2: expected 0 ≤ value < 1, got 1"):
+    with pytest.raises(ValueError, match=r"beta_2: expected 0 <= value < 1, got 1"):
         ms.optimizers.Adam(beta_2=1)
     with pytest.raises(ValueError, match="global_clipnorm: expected > 0, got 0"):
         ms.optimizers.Adam(global_clipnorm=0)
