@@ -368,10 +368,8 @@ def _allocate_shared(comm: Any, world: Any, nbytes: int, what: str) -> Any:
         return MPI.Win.Allocate_shared(nbytes, 1, info=info, comm=comm)
     except MPI.Exception as error:
         text = " ".join(f"{error}".split())[:300] or "an error without a text"
-        folder = shared_memory.SHARED_FOLDER
         raise SharedMemoryError(
-            f"MPI cannot share memory for {what} on the node of rank {world.rank}: {text}. Look whether {folder} is full"
-            f" (df {folder}), or something removes files there. To enlarge it: {shared_memory.ENLARGE}"
+            f"MPI cannot share memory for {what} on the node of rank {world.rank}: {text}. {shared_memory.remedy(nbytes)}"
         ) from None
     finally:
         info.Free()
