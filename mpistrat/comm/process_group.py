@@ -15,7 +15,7 @@ import numpy as np
 
 from .._util import log
 from ..cluster.forks import is_child
-from ..cluster.topology import Topology
+from ..cluster.topology import Topology, room_for_communicators
 from ..cluster.world import survives
 from ..environment import Environment
 from ..errors import ClosedError, CollectiveMismatchError, RanksLostError, by_rank, explain
@@ -120,7 +120,8 @@ class ProcessGroup:
         abort.install(topology.rank, topology.size)
         log.set_rank(topology.rank)
         exit_report.start(topology)
-        private = topology.comm.Dup()
+        with room_for_communicators("ProcessGroup.create"):
+            private = topology.comm.Dup()
         try:
             exchange = functools.partial(agree.gather_text, private)
             agree.same(exchange, repr(replace(environment, log="")), _different_settings)
@@ -154,7 +155,9 @@ class ProcessGroup:
         """
         topology = self.topology
         devices = topology.devices if devices is None else devices
-        comm = None if self._comm is None else self._comm.Split(members[0], key=list(members).index(topology.rank))
+        with room_for_communicators(function):
+            key = list(members).index(topology.rank)
+            comm = None if self._comm is None else self._comm.Split(members[0], key=key)
         if len(members) > 1:
             group = ProcessGroup.create(Topology.create(comm, devices, function), self.environment)
         else:

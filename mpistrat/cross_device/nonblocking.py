@@ -57,6 +57,8 @@ class CollectiveRequest:
     the latest, with a warning that names the line where it was started. Use it in the thread that started it.
     """
 
+    owner: Any = None  # lives until this is complete: the process set
+
     def __init__(self, text: str, group: Any, requests: Sequence[Any], result: Callable[[], Any]) -> None:
         """Hold what was posted, and what makes the result when that is complete; the strategy's calls make it.
 
@@ -81,7 +83,10 @@ class CollectiveRequest:
         It is a call of MPI, too, which moves data: between two parts of a long computation it lets messages go on.
         """
         self._requests = [request for request in self._requests if not request.Test()]
-        return not self._requests
+        if self._requests:
+            return False
+        self.owner = None
+        return True
 
     def wait(self) -> Any:
         """Return what the synchronous call would, when it is complete; again the same object.

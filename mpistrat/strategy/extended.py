@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -30,6 +31,7 @@ from .tensorflow1 import TensorFlow1Extended
 
 if TYPE_CHECKING:
     from ..optimizers.begun import Begun
+    from .process_set import ProcessSets
 
 __all__ = ["Coordination", "StrategyExtended"]
 
@@ -128,6 +130,13 @@ class StrategyExtended(TensorFlow1Extended):
         frames = [replica.frame for replica in self.replicas]
         self.threads = ReplicaThreads(frames) if len(frames) > 1 else None
         self.optimizer_states = OptimizerStates(self.placement)
+
+    @functools.cached_property
+    def process_sets(self) -> ProcessSets:
+        """The process sets that were made. The first use is collective over all ranks."""
+        from .process_set import ProcessSets
+
+        return ProcessSets(self.process_group)
 
     def share_with(self, strategy: Any) -> StrategyExtended:
         """Return the inner parts of a copy of the strategy: variables of its own, but the same communicators."""
