@@ -89,8 +89,8 @@ class Probe:
     def __init__(self, module: str, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
         # A launcher's file descriptors are passed on: through them a rank finds the others.
         self._process = subprocess.Popen(
-            command(module, *arguments), env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, close_fds=False,
-            text=True, errors="replace",
+            command(module, *arguments), env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            close_fds=False, text=True, errors="replace",
         )  # fmt: skip
 
     def finish(self, limit: float) -> Outcome:
