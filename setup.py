@@ -1,11 +1,13 @@
 """The long description for package indexes, and the compiled loops; everything else is said in pyproject.toml."""
 
+import os
 import re
 import sys
 import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 
 # One module for all versions of Python from 3.11 on: before, the limited API has no buffers. A Python without the lock has none.
 LIMITED = sys.version_info >= (3, 11) and not sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -40,11 +42,26 @@ def compiled_loops() -> Extension:
     )
 
 
+class Wheel(bdist_wheel):
+    """A wheel without the loops, where they could not be built, is for any platform: no installer takes it for one with them."""
+
+    def run(self) -> None:
+        self.run_command("build_ext")
+        if not any(map(os.path.exists, self.get_finalized_command("build_ext").get_outputs())):
+            self.warn(
+                "the compiled loops could not be built (is there a C compiler, and python3-dev?): the wheel is without them"
+            )
+            self.distribution.ext_modules = []
+            self.root_is_pure, self.py_limited_api = True, False
+        super().run()
+
+
 if __name__ == "__main__":
     readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
     setup(
         long_description=described(readme),
         long_description_content_type="text/markdown",
         ext_modules=[compiled_loops()],
+        cmdclass={"bdist_wheel": Wheel},
         options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED else {},
     )

@@ -133,7 +133,7 @@ class Environment:
             )  # fmt: skip
         servers = env.get("MPISTRAT_NUM_PS", "")
         if servers and not (servers.isascii() and servers.isdigit() and 0 < int(servers) < 1 << 20):
-            raise ValueError(explain("environment", "MPISTRAT_NUM_PS", expected="a number ≥ 1", got=repr(servers)))
+            raise ValueError(explain("environment", "MPISTRAT_NUM_PS", expected="a number >= 1", got=repr(servers)))
         return cls(
             warn_after=_number(env, "MPISTRAT_WARN_AFTER", 10.0, 0.001),
             abort_after=_number(env, "MPISTRAT_ABORT_AFTER", 600.0, 0.001),

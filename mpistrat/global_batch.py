@@ -233,7 +233,7 @@ class Ledger:
     def _unknown(self, arrays: Sequence[Any], weights: set[float], function: str, where: str) -> BatchError:
         shapes = ", ".join(str(tuple(array.shape)) for array in arrays) or "none"
         parts = sorted((part.rows, part.total) for part in self.parts())
-        listed = ", ".join(f"{rows} of {total} rows" for rows, total in parts[:6]) + (", …" if len(parts) > 6 else "")
+        listed = ", ".join(f"{rows} of {total} rows" for rows, total in parts[:6]) + (", ..." if len(parts) > 6 else "")
         why = "its inputs belong to batches of different weights" if weights else "no input tells which batch it is of"
         return BatchError(
             f"{function}: this pass has no weight: {why}. Input shapes: {shapes}. The replicas have unequal parts of batches "

@@ -36,7 +36,9 @@ class CommunicationOptions:
 
     def __post_init__(self) -> None:
         if self.bytes_per_pack is not None and self.bytes_per_pack < 0:
-            raise ValueError(explain("CommunicationOptions", "bytes_per_pack", expected="≥ 0", got=self.bytes_per_pack))
+            raise ValueError(
+                explain("CommunicationOptions", "bytes_per_pack", expected=">= 0", got=self.bytes_per_pack)
+            )
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise ValueError(
                 explain("CommunicationOptions", "timeout_seconds", expected="> 0", got=self.timeout_seconds)
@@ -116,7 +118,7 @@ class LocalSteps:
         if not 0 < rate < float("inf"):
             raise ValueError(explain("LocalSteps", "outer_learning_rate", expected="a number > 0", got=rate))
         if not 0 <= momentum < 1:
-            raise ValueError(explain("LocalSteps", "outer_momentum", expected="0 ≤ value < 1", got=momentum))
+            raise ValueError(explain("LocalSteps", "outer_momentum", expected="0 <= value < 1", got=momentum))
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,24 @@
-"""Text for people: counts with their nouns, lists of numbers, sizes of memory and files, and text from outside."""
+"""Text for people: counts with their nouns, lists of numbers, sizes of memory and files, exceptions, and text from outside."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-__all__ = ["binary_size", "counted", "decimal_size", "duration", "named", "plural", "printable", "ranges", "shortened"]
+__all__ = [
+    "binary_size",
+    "counted",
+    "decimal_size",
+    "displayable",
+    "duration",
+    "encoded",
+    "error_text",
+    "named",
+    "plural",
+    "printable",
+    "ranges",
+    "shortened",
+]
 
 
 def printable(text: object, keep: str = "") -> str:
@@ -47,9 +61,9 @@ def named(noun: str, items: Sequence[object], most: int | None = None) -> str:
 
     Example:
         >>> named("rank", [3]), named("rank", [0, 1, 2], most=2)
-        ('rank 3', 'ranks 0, 1, …')
+        ('rank 3', 'ranks 0, 1, ...')
     """
-    shown = [*map(str, items[:most]), *["…"] * (most is not None and len(items) > most)]
+    shown = [*map(str, items[:most]), *["..."] * (most is not None and len(items) > most)]
     return f"{plural(len(items), noun)} {', '.join(shown)}"
 
 
@@ -113,3 +127,48 @@ def duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
+
+
+def encoded(text: str) -> bytes:
+    r"""Return any text in UTF-8. A byte of a name that is not UTF-8, which Python decodes to a surrogate, becomes an escape.
+
+    Example:
+        >>> encoded("donn\udce9es")
+        b'donn\\udce9es'
+    """
+    return text.encode(errors="backslashreplace")
+
+
+def error_text(error: BaseException) -> str:
+    """Return the class and the text of an exception, also where its `__str__` raises.
+
+    Example:
+        >>> error_text(ValueError("no number"))
+        'ValueError: no number'
+    """
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # of the program's own class
+        return f"{type(error).__name__}: <exception str() failed>"
+
+
+_ASCII = str.maketrans({
+    "…": "...", "×": "x", "≥": ">=", "≤": "<=", "±": "+-", "µ": "u", "→": "->", "·": "-", "–": "-", "²": "^2",
+    "└": "`", "─": "-", "│": "|", "┌": ",", "├": "|",
+})  # fmt: skip
+
+
+def displayable(text: str, stream: Any) -> str:
+    """Return a text as a stream can encode it: in ASCII where its encoding lacks a sign.
+
+    Example:
+        >>> import io
+        >>> displayable("2 × 4", io.TextIOWrapper(io.BytesIO(), "ascii"))
+        '2 x 4'
+    """
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_ASCII).encode(encoding, "backslashreplace").decode(encoding)
+    return text

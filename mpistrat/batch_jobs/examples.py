@@ -52,7 +52,7 @@ def main(folder: str) -> None:
     """Write every script into a folder."""
     for name, (job, site) in EXAMPLES.items():
         path = Path(folder) / name
-        path.write_text(render(job, site))
+        path.write_text(render(job, site), encoding="utf-8")
         os.chmod(path, 0o755)
 
 

@@ -112,7 +112,7 @@ def _write(file: str, text: str) -> None:
     if file == "-":
         print(text, end="")
     else:
-        Path(file).write_text(text)
+        Path(file).write_text(text, encoding="utf-8")
 
 
 COMMAND = Command(

@@ -10,6 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from .._util.text import encoded
 from .end_with_parent import end_with_parent
 
 __all__ = ["STACKS"]
@@ -37,7 +38,7 @@ def main(folder: Path) -> None:
         result = f(*args, **kwargs)
         data = cloudpickle.dumps(result)
     except BaseException:
-        _write(folder, f"failure-{rank}", traceback.format_exc().encode())
+        _write(folder, f"failure-{rank}", encoded(traceback.format_exc()))
         raise
     _write(folder, f"result-{rank}", data)
 

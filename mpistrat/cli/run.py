@@ -281,7 +281,7 @@ def program_of(args: argparse.Namespace) -> list[str]:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) < _MOST_RANKS):
-        raise argparse.ArgumentTypeError(f"expected a number ≥ 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number >= 1, got {text!r}")
     return int(text)
 
 

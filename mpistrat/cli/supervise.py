@@ -289,7 +289,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     jobs = job_files.supervisors()
     if args.ranks < 1:
-        complain(f"expected a number of ranks ≥ 1, got {args.ranks}")
+        complain(f"expected a number of ranks >= 1, got {args.ranks}")
         return PROBLEM
     if args.job is None and len(jobs) == 1:
         args.job = next(iter(jobs))

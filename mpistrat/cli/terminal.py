@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._util.terminal import WithBar, progress_bar, reaches_terminal
-from .._util.text import decimal_size, printable
+from .._util.text import decimal_size, displayable, printable
 from ..environment import not_by_name
 from ..errors import explain
 from .command import DONE, PROBLEM
@@ -107,7 +107,7 @@ class _ReadOrNot:
 
     def write(self, text: str) -> int:
         try:
-            return int(self._stream.write(text))
+            return int(self._stream.write(displayable(text, self._stream)))
         except BrokenPipeError:
             self._give_up()
             return len(text)

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, NoReturn, final
 
 from .._util import nest
+from .._util.text import encoded
 from ..errors import ClosedError, ClusterError, ContextError, explain
 from ..parameter_server.coordinator.closures import (
     ClosureCancelledError,
@@ -83,7 +84,7 @@ class RemoteCluster:
         self.coordinator.status = RemoteValueStatus.READY
         try:
             self._socket.send(
-                Kind.HELLO, 0, f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}".encode()
+                Kind.HELLO, 0, encoded(f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}")
             )
             self._wait(lambda: self.num_workers > 0, end - monotonic(), "the answer of the job")
         except TimeoutError:

@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any, final
 
 from .._util import log
+from .._util.text import encoded
 from ..cluster.world import is_loss
 from ..errors import ClosedError, explain
 from ..parameter_server.coordinator.closures import ClosureCancelledError, RemoteValue, RemoteValueStatus
@@ -68,7 +69,7 @@ def _begin(
     if message.kind != Kind.HELLO:
         socket.send(message.sender, Kind.REFUSED, 0, b"this client's session has ended")
     elif session is not None and socket.send(session.client, Kind.ALIVE):
-        socket.send(message.sender, Kind.REFUSED, 0, f"the job serves another client, {session.who}".encode())
+        socket.send(message.sender, Kind.REFUSED, 0, encoded(f"the job serves another client, {session.who}"))
     else:
         if session is not None:
             session.leave()

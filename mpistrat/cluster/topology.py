@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -17,6 +18,7 @@ from ..comm.agree import as_told, gather_text, together
 from ..errors import ClusterError, DeviceError, LayoutError, explain
 from .cores import count_node_cores, usable_cores
 from .devices import check_devices, default_devices
+from .forks import is_child, refusal
 from .launcher_variables import check_launcher, check_size
 from .rendezvous import wait_for_ranks
 from .start import import_mpi
@@ -25,7 +27,7 @@ from .world import world
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Topology", "check_comm", "given_comm", "running_mpi"]
+__all__ = ["Topology", "check_comm", "given_comm", "room_for_communicators", "running_mpi"]
 
 
 @final
@@ -108,7 +110,7 @@ class Topology:
             replicas: how many all ranks have together, on their CPUs: blocks of nearly equal size; instead of devices.
 
         Raises:
-            LayoutError: `comm` is no intracommunicator, is null, or MPI is not running.
+            LayoutError: `comm` is no intracommunicator, is null, or MPI is not running, or has no more communicators.
             ClusterError: MPI sees one rank, and the launcher started several.
             DeviceError: on every rank, if the devices of any rank are wrong.
             CollectiveMismatchError: on every rank, if other ranks are here for another `function`.
@@ -117,10 +119,11 @@ class Topology:
         mpi = running_mpi(function)
         comm = check_comm(mpi, comm, function)
         wait_for_ranks(comm, function)
-        own = comm.Dup()
-        # Errors are to reach Python as exceptions, whatever the handler of the user's communicator is.
-        own.Set_errhandler(mpi.ERRORS_RETURN)
-        intra = own.Split_type(mpi.COMM_TYPE_SHARED, key=own.rank)
+        with room_for_communicators(function):
+            own = comm.Dup()
+            # Errors are to reach Python as exceptions, whatever the handler of the user's communicator is.
+            own.Set_errhandler(mpi.ERRORS_RETURN)
+            intra = own.Split_type(mpi.COMM_TYPE_SHARED, key=own.rank)
         try:
             return cls._exchange(mpi, own, intra, devices, function, replicas)
         except DeviceError:  # raised on every rank, so that they can free together
@@ -143,7 +146,8 @@ class Topology:
         counts: list[int] = table[:, 1].tolist()
         # np.unique sorts: nodes are numbered by their smallest rank.
         node_of: list[int] = np.unique(table[:, 0], return_inverse=True)[1].ravel().tolist()
-        inter = _make_inter(mpi, own, intra, node_of)
+        with room_for_communicators(function):
+            inter = _make_inter(mpi, own, intra, node_of)
         return cls(
             own.rank,
             node_of,
@@ -192,7 +196,7 @@ class Topology:
             return
         from mpi4py import MPI
 
-        if not MPI.Is_finalized():
+        if not (MPI.Is_finalized() or is_child()):
             for comm in held:
                 comm.Free()
 
@@ -244,13 +248,35 @@ def _make_inter(mpi: Any, own: Any, intra: Any, node_of: list[int]) -> Any:
     return inter if inter != mpi.COMM_NULL else None
 
 
+@contextmanager
+def room_for_communicators(function: str) -> Iterator[None]:
+    """Explain that MPI has no more communicators, which MPICH tells all ranks of the one from which another is made.
+
+    Raises:
+        LayoutError: on every rank.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "Too many communicators" not in str(error):
+            raise
+        got = "none: strategies and process sets that were not closed, or the program's own communicators, have all"
+        remedy = "Close what is no longer used: `with` a strategy, or close(); comm.Free()"
+        raise LayoutError(
+            explain(function, "", expected="a new communicator of MPI", got=got, remedy=remedy)
+        ) from error
+
+
 def running_mpi(function: str) -> Any:
     """Return the module mpi4py.MPI, importing it, which starts MPI unless the program has or forbids it.
 
     Raises:
         LayoutError: MPI is not running and will not be started, or has ended.
         ClusterError: mpi4py finds no MPI library, or another than the launcher's.
+        ContextError: in a process that a rank has forked.
     """
+    if is_child():
+        raise refusal(function)
     check_launcher(function)
     try:
         MPI = import_mpi()

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from .. import errors
-from .._util.text import counted
+from .._util.text import counted, encoded, error_text
 from ..errors import CollectiveMismatchError, MpistratError, ShardError, by_rank, explain
 
 __all__ = [
@@ -114,7 +114,8 @@ def together(exchange: Exchange, error: Callable[[Mapping[int, Failure]], Except
 
 def tell(exchange: Exchange, problem: BaseException) -> None:
     """Send an exception of this rank to the others, which are at the end of `together`. Collective."""
-    exchange(f"{type(problem).__name__}\n{str(problem) or repr(problem)}")
+    kind, _, text = error_text(problem).partition(": ")
+    exchange(f"{kind}\n{text or f'{kind}()'}")
 
 
 def same(
@@ -171,8 +172,8 @@ class Ranks:
 
 
 def gather_text(comm: Any, text: str) -> list[str]:
-    """Return every rank's text, in order of rank. Collective over `comm`."""
-    return [data.decode(errors="replace") for data in gather_bytes(comm, text.encode(errors="replace"))]
+    """Return every rank's text, in order of rank, also of names that are not UTF-8. Collective over `comm`."""
+    return [data.decode(errors="surrogatepass") for data in gather_bytes(comm, text.encode(errors="surrogatepass"))]
 
 
 def gather_bytes(comm: Any, mine: bytes) -> list[bytes]:
@@ -225,7 +226,7 @@ def first_rank(comm: Any, condition: bool) -> int | None:
 
 def fingerprint(text: str) -> int:
     """Return 63 bits that stand for a text, the same in every process, never 0."""
-    return _hash(text.encode(errors="replace"))
+    return _hash(encoded(text))
 
 
 def _hash(data: bytes) -> int:
@@ -251,7 +252,7 @@ def only_differences(texts: Mapping[int, str]) -> dict[int, str]:
     Example:
         >>> numbers = ", ".join(f"number_{i}={i}" for i in range(9))
         >>> only_differences({0: f"step(rate=1, {numbers})", 1: f"step(rate=1, {numbers}, limit=2)"})
-        {0: 'step(rate=1, …, number_8=8)', 1: 'step(rate=1, …, number_8=8, limit=2)'}
+        {0: 'step(rate=1, ..., number_8=8)', 1: 'step(rate=1, ..., number_8=8, limit=2)'}
     """
     if max(map(len, texts.values())) < _LONG:
         return dict(texts)
@@ -281,6 +282,6 @@ def _cut(own: list[str], first: int, last: int, parts: Mapping[str, list[str]]) 
         inside = first <= index < len(own) - last
         if inside and not (same_length and len({other[index] for other in parts.values()}) == 1):
             shown.append(part)
-        elif shown[-1] != "…":
-            shown.append("…")
+        elif shown[-1] != "...":
+            shown.append("...")
     return ", ".join(shown)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._util.text import encoded
 from .agree import fingerprint
 
 if TYPE_CHECKING:
@@ -55,9 +56,9 @@ class Call:
         self._text, self._stamp = text, ""
         self.series, self.timeout = series, timeout
         self.kind = self.tag = fingerprint(text)
-        shown, longest = text.encode(), TEXT_BYTES - _STAMP_BYTES
+        shown, longest = encoded(text), TEXT_BYTES - _STAMP_BYTES
         if len(shown) > longest:
-            shown = shown[: longest - 300] + f" …[{self.kind:x}]… ".encode() + shown[-250:]
+            shown = shown[: longest - 300] + f" ...[{self.kind:x}]... ".encode() + shown[-250:]
         self._shown = shown
         self.payload = len(shown).to_bytes(2, "little") + shown
 
@@ -81,7 +82,7 @@ class Call:
             >>> Call("step", 60.0).stamp(", number 3").text
             'step, number 3'
         """
-        self._stamp, more = words, words.encode()
+        self._stamp, more = words, encoded(words)
         self.tag = (self.kind ^ (crc32(more) << 24)) or 1
         self.payload = (len(self._shown) + len(more)).to_bytes(2, "little") + self._shown + more
         return self

@@ -11,6 +11,7 @@ from typing import Any, final
 
 import numpy as np
 
+from ..cluster.forks import ParentsOnly, refuse_in_children
 from .waiting import wait_until
 
 __all__ = ["Mailbox"]
@@ -37,6 +38,11 @@ class Mailbox:
         self._incoming: defaultdict[int, deque[tuple[Any, int, bytearray]]] = defaultdict(deque)  # by rank, in order
         self._abandoned: list[Any] = []
         self._sent, self._matched = [0] * comm.size, 0  # messages: to each rank, and from all
+        refuse_in_children(self)
+
+    def refuse_in_child(self) -> None:
+        """See `cluster.forks`."""
+        self._comm = ParentsOnly("a message between ranks")
 
     def send(self, data: Any, rank: int, tag: int) -> None:
         """Begin to send contiguous memory, which must not change until it is sent; `prune` and `poll` go on with it."""

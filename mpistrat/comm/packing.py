@@ -96,7 +96,7 @@ def pack_sizes(total: int, num_packs: int) -> list[int]:
         ValueError: num_packs is not positive.
     """
     if num_packs < 1:
-        raise ValueError(explain("pack_sizes", "num_packs", expected="≥ 1", got=num_packs))
+        raise ValueError(explain("pack_sizes", "num_packs", expected=">= 1", got=num_packs))
     size = total // num_packs
     return [size] * (num_packs - 1) + [total - size * (num_packs - 1)]
 

@@ -14,7 +14,8 @@ from typing import Any, Literal, Protocol, final
 import numpy as np
 
 from .._util import log
-from ..cluster.topology import Topology
+from ..cluster.forks import is_child
+from ..cluster.topology import Topology, room_for_communicators
 from ..cluster.world import survives
 from ..environment import Environment
 from ..errors import ClosedError, CollectiveMismatchError, RanksLostError, by_rank, explain
@@ -119,7 +120,8 @@ class ProcessGroup:
         abort.install(topology.rank, topology.size)
         log.set_rank(topology.rank)
         exit_report.start(topology)
-        private = topology.comm.Dup()
+        with room_for_communicators("ProcessGroup.create"):
+            private = topology.comm.Dup()
         try:
             exchange = functools.partial(agree.gather_text, private)
             agree.same(exchange, repr(replace(environment, log="")), _different_settings)
@@ -153,7 +155,9 @@ class ProcessGroup:
         """
         topology = self.topology
         devices = topology.devices if devices is None else devices
-        comm = None if self._comm is None else self._comm.Split(members[0], key=list(members).index(topology.rank))
+        with room_for_communicators(function):
+            key = list(members).index(topology.rank)
+            comm = None if self._comm is None else self._comm.Split(members[0], key=key)
         if len(members) > 1:
             group = ProcessGroup.create(Topology.create(comm, devices, function), self.environment)
         else:
@@ -323,9 +327,10 @@ class ProcessGroup:
     def close(self) -> None:
         """Free shared memory and communicators; the topology stays. Collective the first time.
 
-        After a collective that timed out, and after MPI's end, everything is left to the end of the process.
+        After a collective that timed out, and after MPI's end, everything is left to the end of the process. In a forked child it
+        does nothing.
         """
-        if self.closed:
+        if self.closed or is_child():
             return
         self.closed = True
         _groups.discard(self)

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from .._util.text import encoded
+
 __all__ = ["GROUPS", "KINDS", "RECORDER", "Event", "Recorder", "Ring"]
 
 # How the memory is laid out; `monitor/exit_report_process.py`, which imports nothing, knows it, too.
@@ -160,7 +162,7 @@ class Recorder:
             known = self._names.get(key)
         if known is not None:
             return known
-        shown = text.encode()[:200]
+        shown = encoded(text)[:200]
         at = HEAD_BYTES + self._names_used
         if self._names_used + _NAME.size + len(shown) > NAMES_BYTES or len(self._names) >= _NAMES:
             return 0

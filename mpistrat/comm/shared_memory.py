@@ -12,6 +12,7 @@ import errno
 import functools
 import mmap
 import os
+import resource
 import secrets
 import tempfile
 from collections.abc import Sequence
@@ -30,11 +31,12 @@ __all__ = ["ENLARGE", "SharedBlock", "allocate_private", "allocate_shared", "fre
 
 SHARED_FOLDER = Path("/dev/shm")
 ENLARGE = (
-    "docker run --shm-size=8g …, or mount -o remount,size=8g /dev/shm; or set MPISTRAT_SHARED_MEMORY=0 to keep a "
+    "docker run --shm-size=8g ..., or mount -o remount,size=8g /dev/shm; or set MPISTRAT_SHARED_MEMORY=0 to keep a "
     "private copy in every rank"
 )
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _NAME = 4096  # bytes of a path, at most
+_FEW_FILES = 4  # with so many left MPI cannot share memory
 
 
 @final
@@ -98,9 +100,9 @@ def allocate_shared(node: Any, world: Any, nbytes: Sequence[int], what: str) -> 
                 path, memory = _make(sum(pages))
             except OSError as error:
                 problem = error
-            name[: len(path)] = np.frombuffer(path.encode(), np.uint8)
+            name[: len(os.fsencode(path))] = np.frombuffer(os.fsencode(path), np.uint8)
         node.Bcast(name, 0)
-        path = name.tobytes().rstrip(b"\0").decode()
+        path = os.fsdecode(name.tobytes().rstrip(b"\0"))
         try:
             if problem is not None:
                 raise problem
@@ -108,8 +110,7 @@ def allocate_shared(node: Any, world: Any, nbytes: Sequence[int], what: str) -> 
                 memory = map_file(Path(path))
         except OSError as error:
             raise SharedMemoryError(
-                f"no memory can be shared for {what} on the node of rank {world.rank}: {error}. Look whether"
-                f" {SHARED_FOLDER} is full (df {SHARED_FOLDER}), or something removes files there. To enlarge it: {ENLARGE}"
+                f"no memory can be shared for {what} on the node of rank {world.rank}: {error}. {remedy(sum(pages))}"
             ) from None
         finally:
             node.Barrier()  # all have opened it, or will not
@@ -183,6 +184,32 @@ def out_of_memory(what: str, rank: int, numbers: str) -> SharedMemoryError:
         f"the shared memory of the node of rank {rank} is too small for {what}: {numbers} in {SHARED_FOLDER}. Enlarge it: "
         f"{ENLARGE}"
     )
+
+
+def remedy(nbytes: int) -> str:
+    """Return what to do where this process could not share so many bytes: about a limit that was met, else about the folder."""
+    names = resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_FSIZE
+    files, addresses, size = (resource.getrlimit(name)[0] for name in names)  # -1 for no limit
+    try:
+        opened = len(os.listdir("/proc/self/fd"))
+        needed = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + nbytes
+    except OSError as error:  # to look takes a file, too
+        opened, needed = files if error.errno == errno.EMFILE else 0, 0
+    if 0 <= files <= opened + _FEW_FILES:
+        met = f"may have {files} files open (ulimit -n), and has about {opened}. Raise it: ulimit -n {max(4096, 2 * files)}"
+    elif 0 <= addresses < needed:
+        limit = binary_size(addresses)
+        met = (
+            f"may use {limit} of addresses (ulimit -v), and needs {binary_size(needed)}. Raise it: ulimit -v unlimited"
+        )
+    elif 0 <= size < nbytes:
+        met = f"may write files of {binary_size(size)} (ulimit -f). Raise it: ulimit -f unlimited"
+    else:
+        folder = SHARED_FOLDER
+        return (
+            f"Look whether {folder} is full (df {folder}), or something removes files there. To enlarge it: {ENLARGE}"
+        )
+    return f"The process {met} before you start"
 
 
 def free_space() -> int | None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from .._util import loops
+from ..cluster.forks import ParentsOnly, is_child, refuse_in_children
 from ..errors import SharedMemoryError
 from . import shared_memory
 from .agree import as_told, gather_text, together
@@ -58,6 +59,7 @@ class Window(ABC):
 
         self._segments, self._own_index, self._comm = segments, own, comm
         self._window = window
+        refuse_in_children(self)
         self._sum, self._replace = MPI.SUM, MPI.REPLACE
         self.own = segments[own]
         self.words = words_of(self.own)
@@ -67,6 +69,10 @@ class Window(ABC):
         self.sync()
         comm.Barrier()  # no rank writes into memory that another has yet to clear
         self.sync()
+
+    def refuse_in_child(self) -> None:
+        """See `cluster.forks`. Loads and stores go on: what may make them decides."""
+        self._window = ParentsOnly("a window")
 
     @abstractmethod
     def get(self, rank: int, offset: int, out: np.ndarray) -> None:
@@ -126,7 +132,7 @@ class Window(ABC):
 
         Later calls do nothing. Nothing else frees a window: no finaliser, and not the end of the program.
         """
-        if self.closed:
+        if self.closed or is_child():
             return
         window, self._window = self._window, None
         self.words.release()
@@ -362,10 +368,8 @@ def _allocate_shared(comm: Any, world: Any, nbytes: int, what: str) -> Any:
         return MPI.Win.Allocate_shared(nbytes, 1, info=info, comm=comm)
     except MPI.Exception as error:
         text = " ".join(f"{error}".split())[:300] or "an error without a text"
-        folder = shared_memory.SHARED_FOLDER
         raise SharedMemoryError(
-            f"MPI cannot share memory for {what} on the node of rank {world.rank}: {text}. Look whether {folder} is full"
-            f" (df {folder}), or something removes files there. To enlarge it: {shared_memory.ENLARGE}"
+            f"MPI cannot share memory for {what} on the node of rank {world.rank}: {text}. {shared_memory.remedy(nbytes)}"
         ) from None
     finally:
         info.Free()

@@ -296,7 +296,7 @@ def _checked_axis(array: Any, axis: int, function: str) -> int:
         remedy = "Give it a dimension: value.reshape(1)"
         raise ValueError(explain(function, "value", expected="at least one dimension", got="a scalar", remedy=remedy))
     if not isinstance(axis, int) or not -array.ndim <= axis < array.ndim:
-        expected = f"-{array.ndim} ≤ axis < {array.ndim}"
+        expected = f"-{array.ndim} <= axis < {array.ndim}"
         raise ValueError(explain(function, "axis", expected=expected, got=repr(axis)))
     return axis % array.ndim
 

@@ -78,7 +78,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
 
     def __init__(self, num_packs: int = 1) -> None:
         if num_packs < 0:
-            raise ValueError(explain("HierarchicalAllReduce", "num_packs", expected="≥ 0", got=num_packs))
+            raise ValueError(explain("HierarchicalAllReduce", "num_packs", expected=">= 0", got=num_packs))
         self.num_packs = num_packs
         self.results = BufferPool()
         self._exchange: _ExchangeSum | None = None

@@ -43,7 +43,7 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
 
     def __init__(self, num_packs: int = 1) -> None:
         if num_packs < 0:
-            raise ValueError(explain("NcclAllReduce", "num_packs", expected="≥ 0", got=num_packs))
+            raise ValueError(explain("NcclAllReduce", "num_packs", expected=">= 0", got=num_packs))
         require_nccl("NcclAllReduce")
         self.num_packs = num_packs
         self._communicator: NcclCommunicator | None = None

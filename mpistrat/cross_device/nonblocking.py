@@ -17,6 +17,7 @@ import numpy as np
 
 from .._util import log
 from .._util.buffers import BufferPool
+from ..cluster.forks import ParentsOnly, refuse_in_children
 from ..comm.arrays import (
     CHUNK_ELEMENTS,
     check_movable,
@@ -56,6 +57,8 @@ class CollectiveRequest:
     the latest, with a warning that names the line where it was started. Use it in the thread that started it.
     """
 
+    owner: Any = None  # lives until this is complete: the process set
+
     def __init__(self, text: str, group: Any, requests: Sequence[Any], result: Callable[[], Any]) -> None:
         """Hold what was posted, and what makes the result when that is complete; the strategy's calls make it.
 
@@ -66,6 +69,13 @@ class CollectiveRequest:
         self._make: Callable[[], Any] | None = result
         self._result: Any = None
         self._told = False
+        if self._requests:
+            refuse_in_children(self)
+
+    def refuse_in_child(self) -> None:
+        """See `cluster.forks`."""
+        if self._requests:
+            self._requests = [ParentsOnly(f"the wait for {self._text}")]
 
     def done(self) -> bool:
         """Return whether it is complete: then `wait` returns at once.
@@ -73,7 +83,10 @@ class CollectiveRequest:
         It is a call of MPI, too, which moves data: between two parts of a long computation it lets messages go on.
         """
         self._requests = [request for request in self._requests if not request.Test()]
-        return not self._requests
+        if self._requests:
+            return False
+        self.owner = None
+        return True
 
     def wait(self) -> Any:
         """Return what the synchronous call would, when it is complete; again the same object.

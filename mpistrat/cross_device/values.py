@@ -261,7 +261,7 @@ def _rank_lengths(
             expected = "at least one dimension"
             raise ValueError(explain(function, argument, expected=expected, got="a scalar", remedy=remedy))
         if not _is_axis(axis, value):
-            expected = f"-{value.ndim} ≤ axis < {value.ndim}"
+            expected = f"-{value.ndim} <= axis < {value.ndim}"
             raise ValueError(explain(function, "axis", expected=expected, got=repr(axis)))
         check_movable(value.dtype, function, argument)
     return [[int(n) for n in table[:, len(leaves) + index]] for index in range(len(leaves))]

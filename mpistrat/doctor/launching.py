@@ -6,18 +6,26 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 
-from ..cluster.launchers import USER, Launcher, MPILibrary, choose_launcher, find_launchers, mismatch
+from ..cluster.launchers import (
+    USER,
+    Launcher,
+    MPILibrary,
+    choose_launcher,
+    family_to_load,
+    find_launchers,
+    mismatch,
+)
 from ..cluster.pmi import fitting_pmi, offered_pmis, pmi2_remedy, unset_variable, wanted_pmis
 from .finding import Finding, ok, problem, warning
 
-__all__ = ["TOO_LONG", "check_launchers"]
+__all__ = ["TOO_LONG", "check_launchers", "is_root"]
 
 TOO_LONG = "the lines of {library} over UCX are too long for SLURM's PMI2: MPI_Init fails, or hangs, now and then"
 
 
-def check_launchers(library: MPILibrary) -> Iterator[Finding]:
-    """Yield which launcher to use, and which not to."""
-    launchers = find_launchers(library)
+def check_launchers(library: MPILibrary, launchers: Sequence[Launcher] | None = None) -> Iterator[Finding]:
+    """Yield which launcher to use, and which not to, of those that are at hand; default: of all that are found."""
+    launchers = find_launchers(library) if launchers is None else launchers
     fitting = choose_launcher(library, launchers)
     srun = shutil.which("srun")
     found = [] if srun is None else list(_srun(library, fitting))
@@ -30,7 +38,7 @@ def _mpiexec(
 ) -> Iterator[Finding]:
     name = "mpiexec"
     typed = _typed(launchers)
-    root = " --allow-run-as-root" if library.family == "openmpi" and _is_root() else ""
+    root = " --allow-run-as-root" if library.family == "openmpi" and is_root() else ""
     use = "" if fitting is None else f"{' '.join(fitting.command)}{root} -n 4 python train.py"
     install = (
         f"install the launcher of {library}, or mpi4py for the launcher's MPI (pip install --no-binary=mpi4py mpi4py)"
@@ -41,7 +49,12 @@ def _mpiexec(
             f"{typed.path}, the one {where}, is the launcher of another MPI: {why}. Under it each process is rank 0 of 1, or "
             "fails at the start"
         )
-        yield problem(name, what, f"Start with {use}, or put its folder first on PATH" if use else install.capitalize())
+        remedy = f"Start with {use}, or put its folder first on PATH" if use else install.capitalize()
+        if family_to_load() is not None and typed.family in ("mpich", "openmpi") and typed.family != library.family:
+            remedy += (
+                f". Or export MPI4PY_MPIABI={typed.family}: then mpi4py loads that launcher's MPI, if it is installed"
+            )
+        yield problem(name, what, remedy)
     elif fitting is not None:
         yield ok(name, f"{fitting}: start with {use}")
     elif srun:
@@ -106,5 +119,6 @@ def _srun(library: MPILibrary, fitting: Launcher | None) -> Iterator[Finding]:
         yield ok("srun", f"{said}: start with srun --mpi={value} python train.py{after}")
 
 
-def _is_root() -> bool:
+def is_root() -> bool:
+    """Return whether this is root, whom Open MPI's launcher wants to say so."""
     return hasattr(os, "geteuid") and os.geteuid() == 0

@@ -17,7 +17,7 @@ from typing import Any, final
 
 from .._util.programs import program
 
-__all__ = ["Outcome", "Probe", "last_line", "report", "step"]
+__all__ = ["Outcome", "Probe", "command", "last_line", "report", "step"]
 
 _SEPARATOR = "\x1e"
 _LONGEST = 200  # characters of a line that is quoted
@@ -71,16 +71,20 @@ class Outcome:
         return f"{how}: {last}" if last else how
 
 
+def command(module: str, *arguments: str) -> list[str]:
+    """Return the words that run a module of this package as a main program, with the folders from which this process imports."""
+    return program(_START, json.dumps(sys.path), module, *arguments)
+
+
 @final
 class Probe:
     """A running probe: a module of this package as a main program."""
 
     def __init__(self, module: str, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
-        words = program(_START, json.dumps(sys.path), module, *arguments)
         # A launcher's file descriptors are passed on: through them a rank finds the others.
         self._process = subprocess.Popen(
-            words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, close_fds=False,
-            text=True, errors="replace",
+            command(module, *arguments), env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            close_fds=False, text=True, errors="replace",
         )  # fmt: skip
 
     def finish(self, limit: float) -> Outcome:

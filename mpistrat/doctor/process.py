@@ -109,6 +109,15 @@ def check_limits() -> Iterator[Finding]:
         yield ok("stack", _kib(stack))
 
 
+def machine() -> str:
+    """Return what ranks that can share memory have in common: a boot, a host name, and /dev/shm. "" where it is unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.uname().nodename} {os.stat('/dev/shm').st_dev}"
+    except OSError:
+        return ""
+
+
 def open_files() -> dict[str, int]:
     """Return how many files this process may have open, -1 for any number, how many it has, and how many of these are sockets."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

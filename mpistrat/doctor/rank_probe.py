@@ -30,7 +30,7 @@ from .launching import TOO_LONG
 from .libraries import gpus_of_machine
 from .mpi import LEVELS, gpu_support
 from .probe import report, step
-from .process import blas_threads, open_files, versions
+from .process import blas_threads, machine, open_files, versions
 from .transfers import check_all_reduce, check_clocks, check_windows
 
 __all__ = ["facts", "main"]
@@ -125,6 +125,7 @@ def facts(topology: Topology, needs: Collection[str]) -> dict[str, Any]:
     return {
         "rank": topology.rank,
         "host": topology.hostname,
+        "machine": machine(),
         "node": topology.node_index,
         "local_rank": topology.local_rank,
         **_role(topology),

@@ -164,7 +164,7 @@ class Link:
         vars(optimizer)["mpistrat_updated"] = self._begun
         if self._changed > first:
             why = f"{optimizer.name} updates by what may be gradients of {self._begun - first + 1} batches of different weights"
-            remedy = "Let it update in each step, with gradient_accumulation_steps=… where gradients are added up"
+            remedy = "Let it update in each step, with gradient_accumulation_steps=... where gradients are added up"
             raise self._ambiguous(why, remedy)
         weight = self.share * self.size
         if not all(math.isclose(other, weight) for other in global_batch.weights_since(self._drawn)):

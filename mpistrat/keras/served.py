@@ -157,5 +157,5 @@ def check_served(link: Link, optimizer: Any) -> None:
     clips = [name for name in _CLIPS if getattr(optimizer, name) is not None]
     if clips and sums_workers(link.strategy):
         expected = "no clipping, where servers sum the gradients of workers, which see their own only"
-        remedy = "Set workers_in_sync=… to all workers, or use ms.MultiWorkerMirroredStrategy()"
+        remedy = "Set workers_in_sync=... to all workers, or use ms.MultiWorkerMirroredStrategy()"
         raise ValueError(explain(function, "optimizer", expected=expected, got=", ".join(clips), remedy=remedy))

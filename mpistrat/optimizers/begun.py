@@ -135,6 +135,7 @@ class Begun:
             raise
 
     def _add(self, strategy: Any, variables: Sequence[Variable]) -> None:
+        strategy.extended.begun.add(self)
         for variable in variables:
             self._check(strategy, variable)
             self._variables[id(variable)] = variable

@@ -89,11 +89,11 @@ class Limits(NamedTuple):
     legal: Callable[[float], bool]
 
 
-AT_LEAST_ZERO = Limits("a finite number ≥ 0", lambda number: 0 <= number < math.inf)
-AT_MOST_ZERO = Limits("a finite number ≤ 0", lambda number: -math.inf < number <= 0)
+AT_LEAST_ZERO = Limits("a finite number >= 0", lambda number: 0 <= number < math.inf)
+AT_MOST_ZERO = Limits("a finite number <= 0", lambda number: -math.inf < number <= 0)
 POSITIVE = Limits("a finite number > 0", lambda number: 0 < number < math.inf)
 UP_TO_ONE = Limits("a number from 0 to 1", lambda number: 0 <= number <= 1)
-BELOW_ONE = Limits("0 ≤ value < 1", lambda number: 0 <= number < 1)
+BELOW_ONE = Limits("0 <= value < 1", lambda number: 0 <= number < 1)
 
 # Values with which settings are left out of descriptions.
 _DEFAULTS: dict[str, tuple[object, ...]] = dict.fromkeys(Settings.__annotations__, (None, False)) | {

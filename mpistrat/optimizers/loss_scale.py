@@ -78,7 +78,7 @@ class LossScaleOptimizer:
             expected = "a finite number > 0"
             raise ValueError(explain("LossScaleOptimizer", "initial_scale", expected=expected, got=initial_scale))
         if not 1 <= dynamic_growth_steps < math.inf:
-            expected = "a finite number ≥ 1"
+            expected = "a finite number >= 1"
             raise ValueError(
                 explain("LossScaleOptimizer", "dynamic_growth_steps", expected=expected, got=dynamic_growth_steps)
             )

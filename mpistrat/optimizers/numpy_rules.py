@@ -271,7 +271,7 @@ class Lion(Optimizer):
     """
 
     limits: ClassVar[Mapping[str, Limits]] = {
-        "beta_1": Limits("0 < value ≤ 1", lambda number: 0 < number <= 1),
+        "beta_1": Limits("0 < value <= 1", lambda number: 0 < number <= 1),
         "beta_2": BELOW_ONE,
     }
 

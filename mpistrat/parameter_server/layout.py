@@ -236,7 +236,7 @@ class ServerAssignment(ABC):
 
     def __init__(self, num_servers: int) -> None:
         if num_servers < 1:
-            raise ValueError(explain(type(self).__name__, "num_servers", expected="≥ 1", got=num_servers))
+            raise ValueError(explain(type(self).__name__, "num_servers", expected=">= 1", got=num_servers))
         self.nbytes = [0] * num_servers
 
     def __call__(self, shape: Sequence[int], dtype: Any, server: int | None = None) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from .._util.text import counted
 from ..cluster import ClusterResolver
+from ..cluster.forks import is_child, refusal
 from ..cluster.topology import Topology, check_comm, running_mpi
 from ..comm.process_group import ProcessGroup
 from ..comm.waiting import CEILING
@@ -267,6 +268,8 @@ class ParameterServerStrategy(Strategy):
             PeerExitError: a worker left the program in the middle of a pass.
         """
         self._extended.require_open(f"{_NAME}.serve")
+        if is_child():
+            raise refusal(f"{_NAME}.serve")
         server = self._parameter_servers.server
         if server is None:
             got = f"a call on rank {self.rank}, a worker"
@@ -392,6 +395,8 @@ class ParameterServerStrategy(Strategy):
 
     def close(self) -> None:
         """Leave for good, when all that was pushed is applied; then as `Strategy.close`. Collective the first time."""
+        if is_child():
+            return
         if not self._extended.closed:
             self._extended.coordination.announce("close")
         if isinstance(self._access, WorkerAccess) and not self._extended.closed:

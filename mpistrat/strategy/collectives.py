@@ -134,7 +134,8 @@ class RankCollectives(ABC):
     def process_set(self, ranks: Sequence[int]) -> ProcessSet:
         """Return what some of the ranks do together, without the others. Collective over all ranks, those outside too.
 
-        Each set has communicators and shared memory of its own: make it once, before the steps. The strategy closes it.
+        Each set has communicators and shared memory of its own: make it once, before the steps. Sets to which no rank has a
+        reference are freed when the next one is made; the strategy closes the others.
 
         Args:
             ranks: of the strategy, the same on every rank; numbered in ascending order in the set.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from .. import context
 from .._util import nest
@@ -26,6 +28,10 @@ from .contexts import ReplicaContext
 from .reductions import Reductions, as_scalar
 from .replica_threads import ReplicaThreads, current_rendezvous
 from .tensorflow1 import TensorFlow1Extended
+
+if TYPE_CHECKING:
+    from ..optimizers.begun import Begun
+    from .process_set import ProcessSets
 
 __all__ = ["Coordination", "StrategyExtended"]
 
@@ -113,6 +119,7 @@ class StrategyExtended(TensorFlow1Extended):
             self.placement.buckets = BucketSums(sync_group)
         self.is_default, self.closed = is_default, False
         self.coordination = Coordination()
+        self.begun: weakref.WeakSet[Begun] = weakref.WeakSet()
         self.batches = Ledger(self.sync_topology.num_replicas)
         self._strategy = strategy
         self._shared = shared
@@ -123,6 +130,13 @@ class StrategyExtended(TensorFlow1Extended):
         frames = [replica.frame for replica in self.replicas]
         self.threads = ReplicaThreads(frames) if len(frames) > 1 else None
         self.optimizer_states = OptimizerStates(self.placement)
+
+    @functools.cached_property
+    def process_sets(self) -> ProcessSets:
+        """The process sets that were made. The first use is collective over all ranks."""
+        from .process_set import ProcessSets
+
+        return ProcessSets(self.process_group)
 
     def share_with(self, strategy: Any) -> StrategyExtended:
         """Return the inner parts of a copy of the strategy: variables of its own, but the same communicators."""
@@ -198,7 +212,9 @@ class StrategyExtended(TensorFlow1Extended):
         return rendezvous.call_once(index, "Variable", together, (args, kwargs))
 
     def forget_step(self) -> None:
-        """Forget the gradients that were handed over in a step that ends by an error."""
+        """Forget the gradients that were announced or submitted in a step that ends by an error. Every rank does it."""
+        for begun in list(self.begun):
+            begun.forget()
         if self.placement.buckets is not None:
             self.placement.buckets.forget_step()
 

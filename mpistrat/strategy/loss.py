@@ -167,7 +167,7 @@ def check_loss(strategy: Any, function: str, loss: str, max_norm: float | None, 
         raise ValueError(explain(function, "max_norm", expected="a number > 0, with an optimizer", got=repr(max_norm)))
     if sums_workers(strategy):
         expected, got = "None, where servers sum the gradients of workers, which see their own only", str(max_norm)
-        remedy = "Set workers_in_sync=… to all workers, or use ms.MultiWorkerMirroredStrategy()"
+        remedy = "Set workers_in_sync=... to all workers, or use ms.MultiWorkerMirroredStrategy()"
         raise ValueError(explain(function, "max_norm", expected=expected, got=got, remedy=remedy))
 
 

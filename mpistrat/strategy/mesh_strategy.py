@@ -152,7 +152,7 @@ class MeshStrategy(Strategy):
 
     def __repr__(self) -> str:
         nodes = self._extended.topology.num_nodes
-        axes = " × ".join(f"{axis} {length}" for axis, length in self.mesh.sizes.items())
+        axes = " x ".join(f"{axis} {length}" for axis, length in self.mesh.sizes.items())
         return f"<{_NAME} {'closed' if self._extended.closed else axes}, {counted(nodes, 'node')}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

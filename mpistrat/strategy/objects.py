@@ -34,7 +34,7 @@ def check_root(function: str, group: ProcessGroup, root: Any) -> None:
     """Raise ValueError unless it is the number of a rank of a group."""
     size = group.topology.size
     if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < size:
-        raise ValueError(explain(function, "root", expected=f"0 ≤ root < {size}", got=repr(root)))
+        raise ValueError(explain(function, "root", expected=f"0 <= root < {size}", got=repr(root)))
 
 
 def all_gather_object(group: ProcessGroup, obj: Any) -> list[Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -10,6 +13,7 @@ import numpy as np
 
 from .._util.masks import plain_array
 from .._util.text import named
+from ..cluster.forks import is_child
 from ..comm.agree import same, together
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import make_cross_device_ops
@@ -25,9 +29,85 @@ if TYPE_CHECKING:
 
     from ..cross_device.nonblocking import CollectiveRequest
 
-__all__ = ["ProcessSet", "make_process_set"]
+__all__ = ["ProcessSet", "ProcessSets", "make_process_set"]
 
 _SHOWN = 8  # ranks of a set in errors
+_MANY = 64  # sets, after which those in reference cycles are looked for; MPICH has room for some 500
+
+
+@final
+class _Inner:
+    """What a rank has of a set besides the object of the program.
+
+    Attributes:
+        group: the set's ranks, or this rank alone where it is outside.
+        ops: what reduces over them.
+        kept: whether the program may use the communicator without the set.
+        forgotten: whether no reference to the set is left on this rank.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group, self.ops = group, make_cross_device_ops()
+        self.ops.bind(group)
+        self.kept = self.forgotten = False
+
+    def close(self) -> None:
+        """Free communicators and memory. Collective over the set."""
+        if not (self.group.closed or is_child()):
+            self.ops.close()
+            self.group.close()
+            self.group.topology.close()
+
+    @property
+    def unused(self) -> bool:
+        """Whether this rank does not use it any more."""
+        return self.group.closed or (self.forgotten and not self.kept)
+
+
+@final
+class ProcessSets:
+    """The sets that were made over the ranks of a strategy, and are not freed.
+
+    To free a communicator is collective, and ranks forget a set at different moments, when Python does. So the sets that all
+    ranks have forgotten are freed when the next one is made, in which all ranks take part. (Horovod frees a set by
+    `remove_process_set` only.)
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        """Be closed with the strategy's ranks. The same on every rank: the first set makes it."""
+        self._group = group
+        self._inner: dict[int, _Inner] = {}  # by number, in the order in which they were made
+        self._count = 0
+        group.attach(self)
+
+    def make(self, strategy: Any, ranks: tuple[int, ...], group: ProcessGroup) -> ProcessSet:
+        """Return a new set over a group of this rank's. Collective over all ranks."""
+        inner = self._inner[self._count] = _Inner(group)
+        self._count += 1
+        made = ProcessSet(strategy, ranks, inner)
+        weakref.finalize(made, setattr, inner, "forgotten", True).atexit = False
+        return made
+
+    def free_forgotten(self) -> None:
+        """Free the sets that no rank uses any more. Collective over all ranks."""
+        if len(self._inner) % _MANY == _MANY - 1:
+            gc.collect()  # sets in reference cycles
+        mine = [number for number, inner in self._inner.items() if inner.unused]
+        every = self._group.exchange("process_set", json.dumps(mine))
+        for number in sorted(set.intersection(*(set(json.loads(text)) for text in set(every)))):
+            self._inner.pop(number).close()
+
+    def close(self) -> None:
+        """Free all sets, the last one first. Collective; the strategy's ranks call it."""
+        for inner in reversed(self._inner.values()):
+            inner.close()
+        self._inner.clear()
+
+    def leave(self) -> None:
+        """Nothing: their groups report their own end."""
+
+    def abandon(self) -> None:
+        """Nothing: their groups are abandoned by themselves."""
 
 
 @final
@@ -42,14 +122,12 @@ class ProcessSet:
         ranks: the strategy's ranks that are in it, in order.
     """
 
-    def __init__(self, strategy: Any, ranks: tuple[int, ...], group: ProcessGroup) -> None:
-        """Hold what this rank has of it: the group of its ranks, or of this rank alone where it is outside."""
+    def __init__(self, strategy: Any, ranks: tuple[int, ...], inner: _Inner) -> None:
+        """Hold what this rank has of it. `Strategy.process_set` calls it."""
         self.ranks = ranks
-        self._strategy, self._group = strategy, group
+        self._strategy, self._inner, self._group = strategy, inner, inner.group
         self._strategy_rank = strategy.rank
-        self._ops = make_cross_device_ops()
-        self._ops.bind(group)
-        self._reductions = Reductions(self._ops, None, group.topology.num_replicas, 1, alone=False)
+        self._reductions = Reductions(inner.ops, None, self._group.topology.num_replicas, 1, alone=False)
 
     @property
     def included(self) -> bool:
@@ -68,7 +146,11 @@ class ProcessSet:
 
     @property
     def comm(self) -> MPI.Intracomm | None:
-        """Its communicator, a duplicate for the program's own messages; None outside, and for a set of one rank."""
+        """Its communicator, a duplicate for the program's own messages; None outside, and for a set of one rank.
+
+        It is valid until the set or the strategy is closed.
+        """
+        self._inner.kept = True
         return self._group.comm if self.included and self.size > 1 else None
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
@@ -83,7 +165,7 @@ class ProcessSet:
     def all_reduce_async(self, reduce_op: ReduceOp | str, value: Any) -> CollectiveRequest:
         """Start an `all_reduce`, and return what waits for it. Collective over the set. See `Strategy.all_reduce_async`."""
         self._require("all_reduce_async")
-        return self._reductions.all_reduce_async(ReduceOp.parse(reduce_op, "all_reduce_async"), value)
+        return self._keeping(self._reductions.all_reduce_async(ReduceOp.parse(reduce_op, "all_reduce_async"), value))
 
     def all_gather(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the ranks' arrays concatenated along an axis. Collective over the set. See `ReplicaContext.all_gather`."""
@@ -124,7 +206,7 @@ class ProcessSet:
             ValueError: the root is not in the set.
         """
         self._require("broadcast_async")
-        return self._reductions.broadcast_async(value, self._number(root, "broadcast_async"))
+        return self._keeping(self._reductions.broadcast_async(value, self._number(root, "broadcast_async")))
 
     def broadcast_object(self, obj: Any = None, *, root: int) -> Any:
         """Return one rank's Python object on all. Collective over the set. See `Strategy.broadcast_object`.
@@ -156,6 +238,10 @@ class ProcessSet:
             raise ContextError(explain(function, "", expected=expected, got=got, rank=self._strategy_rank))
         require_one_call(self._strategy, function)
 
+    def _keeping(self, request: CollectiveRequest) -> CollectiveRequest:
+        request.owner = self  # which is not forgotten before it is complete
+        return request
+
     def _number(self, root: int, function: str) -> int:
         if root not in self.ranks:
             expected = f"one of {named('rank', self.ranks, most=_SHOWN)}"
@@ -166,16 +252,7 @@ class ProcessSet:
 
     def close(self) -> None:
         """Free its communicators and its memory before the strategy does. Collective over the set."""
-        if not self._group.closed:
-            self._ops.close()
-            self._group.close()
-            self._group.topology.close()
-
-    def leave(self) -> None:
-        """Nothing: its group reports its own end."""
-
-    def abandon(self) -> None:
-        """Nothing: its group is abandoned by itself."""
+        self._inner.close()
 
     def __repr__(self) -> str:
         return f"<ProcessSet of {named('rank', self.ranks, most=_SHOWN)}>"
@@ -191,9 +268,9 @@ def make_process_set(strategy: Any, ranks: Sequence[int]) -> ProcessSet:
     members = found if rank in found else (rank,)
     label = f"process set of {named('rank', found, most=_SHOWN)}"
     one = group.topology.devices[:1]  # a value of each rank, however many replicas it has
-    made = ProcessSet(strategy, found, group.subgroup(members, "Strategy.process_set", label, one))
-    group.attach(made)
-    return made
+    sets = strategy.extended.process_sets
+    sets.free_forgotten()
+    return sets.make(strategy, found, group.subgroup(members, "Strategy.process_set", label, one))
 
 
 def _checked(ranks: Sequence[int], size: int) -> tuple[int, ...]:

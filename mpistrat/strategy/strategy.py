@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from .. import context, global_batch
 from .._util import nest
 from .._util.text import counted
+from ..cluster.forks import is_child
 from ..cluster.resolvers.resolver import ClusterResolver
 from ..comm.process_group import ProcessGroup
 from ..comm.recorder import RECORDER
@@ -428,8 +429,10 @@ class Strategy(RankCollectives, Files, TensorFlow1Strategy):
         """Free variables, shared memory, threads and communicators. Collective the first time; then it does nothing.
 
         Afterwards the strategy and its variables raise ClosedError. A deep copy of it shares its communicators: closing
-        the copy leaves them open, closing the original ends both.
+        the copy leaves them open, closing the original ends both. In a process that a rank has forked it does nothing.
         """
+        if is_child():
+            return
         if not self._extended.closed:
             self._checkpoint.end()
             self._checkpoint.end_runs()

@@ -15,6 +15,7 @@ import numpy as np
 
 from .. import context
 from .._util.files import replacing
+from .._util.text import encoded
 from ..comm.process_group import ProcessGroup
 from ..comm.recorder import GROUPS, KINDS, RECORDER, Ring
 from ..errors import explain
@@ -88,7 +89,7 @@ def save(path: str | os.PathLike[str], strategy: Any = None, ranks: Sequence[int
             zero = first
         part = b""
         if topology.rank in ranks:
-            part = gzip.compress(_fragment(group, ring, offset, zero).encode(), 6)
+            part = gzip.compress(encoded(_fragment(group, ring, offset, zero)), 6)
         parts = [part] if topology.comm is None or topology.size == 1 else topology.comm.gather(part)
         if topology.rank == 0 and parts is not None:
             with replacing(Path(path)) as beside, open(beside, "wb") as file:

@@ -156,7 +156,7 @@ def check_tensors(module: torch.nn.Module, device: str) -> None:
             got = f"one on {tensor.device}, where the strategy's variables lie on {device}"
             remedy = f'Use module.to("{device}") before, or another devices= of the strategy'
         elif tensor.is_complex() and tensor.requires_grad:
-            got, remedy = f"a trainable one of {tensor.dtype}", "Keep torch.view_as_real(…) of it as the parameter"
+            got, remedy = f"a trainable one of {tensor.dtype}", "Keep torch.view_as_real(...) of it as the parameter"
         elif tensor.is_inference():
             got, remedy = "one made in torch.inference_mode()", "Make the module outside of it"
         elif not _is_known(tensor.dtype):
@@ -181,7 +181,7 @@ def _check_in_sync(strategy: Any) -> None:
         expected = "replicas that run their forward passes together"
         got = f"parameter servers whose {strategy.num_workers} workers step by {strategy.workers_in_sync}"
         remedy = (
-            "ms.ParameterServerStrategy(workers_in_sync=…) of all workers, or ms.MultiWorkerMirroredStrategy(); "
+            "ms.ParameterServerStrategy(workers_in_sync=...) of all workers, or ms.MultiWorkerMirroredStrategy(); "
             "BatchNorm has each replica's own statistics"
         )
         raise ValueError(explain("ms.torch.distribute", "SyncBatchNorm", expected=expected, got=got, remedy=remedy))

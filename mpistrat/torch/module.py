@@ -187,9 +187,9 @@ class Link:
         """Raise RuntimeError if the parameter has lost the memory of its variable."""
         parameter, tensor = self.parameter, self.tensor
         if tensor is not None and (parameter.data_ptr() != self.address or parameter.dtype is not tensor.dtype):
-            cause = ".half(), .to(dtype), share_memory() or parameter.data = … after distribute"
+            cause = ".half(), .to(dtype), share_memory() or parameter.data = ... after distribute"
             got = f"a {parameter.dtype} tensor elsewhere: {cause}"
-            remedy = "Convert the module before ms.torch.distribute; write with parameter.copy_(…) or load_state_dict"
+            remedy = "Convert the module before ms.torch.distribute; write with parameter.copy_(...) or load_state_dict"
             self._refuse("the memory of its variable", got, remedy)
 
     def __reduce__(self) -> Any:

@@ -47,7 +47,7 @@ class _State(defaultdict[Any, Any]):
         raise RuntimeError(explain("Optimizer.state", "", expected=expected, got=got))
 
     def __setitem__(self, parameter: Any, state: Any) -> NoReturn:
-        expected, got = "optimizer.load_state_dict(…), which all ranks call", "optimizer.state[parameter] = …"
+        expected, got = "optimizer.load_state_dict(...), which all ranks call", "optimizer.state[parameter] = ..."
         raise RuntimeError(explain("Optimizer.state", "", expected=expected, got=got))
 
 

@@ -35,8 +35,10 @@ class _File(Callback, abc.ABC):
         if loop.tells:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if loop.step and self._path.exists():  # a run that goes on, perhaps before what it has written
-                self._path.write_text("".join(line for line in self._path.open() if self._precedes(line, loop.epoch)))
-            self._file = self._path.open("a" if self._append or loop.step else "w", newline="")
+                with self._path.open(encoding="utf-8", errors="replace") as file:  # perhaps cut off
+                    kept = "".join(line for line in file if self._precedes(line, loop.epoch))
+                self._path.write_text(kept, encoding="utf-8")
+            self._file = self._path.open("a" if self._append or loop.step else "w", newline="", encoding="utf-8")
 
     def _precedes(self, line: str, epoch: int) -> bool:
         try:
@@ -191,14 +193,8 @@ class TensorBoard(Callback):
     def on_train_begin(self, loop: Loop) -> None:
         if not loop.tells or self.writer is not None:
             return
-        try:
-            from tensorboardX import SummaryWriter
-        except ModuleNotFoundError as error:
-            remedy = "pip install 'mpistrat[tensorboard]'"
-            text = explain("TensorBoard", "", expected="tensorboardX", got=f"no module {error.name}", remedy=remedy)
-            raise MissingDependencyError(text) from error
         # What an interrupted run has written after the step with which this one begins is not shown.
-        self.writer = SummaryWriter(self._folder, purge_step=loop.epoch if loop.step else None)
+        self.writer = _summary_writer()(self._folder, purge_step=loop.epoch if loop.step else None)
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         self.on_train_begin(loop)
@@ -214,6 +210,27 @@ class TensorBoard(Callback):
         if self.writer is not None:
             self.writer.close()
             self.writer = None
+
+
+def _summary_writer() -> Any:
+    """Return tensorboardX's SummaryWriter.
+
+    tensorboardX imports torch where it is installed, for a type hint: some seconds, on one rank, while the others wait. A program
+    without torch does not get it.
+    """
+    hidden = "torch" not in sys.modules
+    if hidden:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        from tensorboardX import SummaryWriter
+    except ModuleNotFoundError as error:
+        remedy = "pip install 'mpistrat[tensorboard]'"
+        text = explain("TensorBoard", "", expected="tensorboardX", got=f"no module {error.name}", remedy=remedy)
+        raise MissingDependencyError(text) from error
+    finally:
+        if hidden:
+            del sys.modules["torch"]
+    return SummaryWriter
 
 
 @final

@@ -232,7 +232,7 @@ def check_layouts(function: str, layouts: Any, names: Sequence[str]) -> None:
         raise TypeError(explain(function, "layouts", expected=expected, got=type(layouts).__name__))
     for name in layouts:
         if name not in names:
-            expected = f"names of parameters: {', '.join(names[:8])}{', …' if len(names) > 8 else ''}"
+            expected = f"names of parameters: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
             raise ValueError(explain(function, "layouts", expected=expected, got=repr(name)))
 
 

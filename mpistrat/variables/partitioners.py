@@ -144,7 +144,7 @@ def check_partitions(result: Any, shape: Sequence[int], name: str = "result") ->
         expected = f"a list of {len(shape)} integers for shape {shape}"
         raise TypeError(explain("variable_partitioner", name, expected=expected, got=f"{result!r:.60}"))
     if len(result) != len(shape) or any(number < 1 for number in result):
-        expected = f"a number ≥ 1 for each axis of shape {shape}"
+        expected = f"a number >= 1 for each axis of shape {shape}"
         raise ValueError(explain("variable_partitioner", name, expected=expected, got=result))
     if any(number > 1 for number in result[1:]):
         expected = f"1 on all axes but the first, for shape {shape}"
@@ -163,7 +163,7 @@ def _positive(function: str, argument: str, number: Any) -> int:
     if not _is_integer(number):
         raise TypeError(explain(function, argument, expected="an integer", got=repr(number)))
     if number < 1:
-        raise ValueError(explain(function, argument, expected="≥ 1", got=number))
+        raise ValueError(explain(function, argument, expected=">= 1", got=number))
     return int(number)
 
 

@@ -79,7 +79,7 @@ def test_tensorflow_s_names_of_implementations():
         ({"every": 2.0}, TypeError, "every: expected an integer of at least 1, got 2.0"),
         ({"every": True}, TypeError, "every"),
         ({"every": 2, "outer_learning_rate": 0.0}, ValueError, "outer_learning_rate: expected a number > 0"),
-        ({"every": 2, "outer_momentum": 1.0}, ValueError, "outer_momentum: expected 0 ≤ value < 1"),
+        ({"every": 2, "outer_momentum": 1.0}, ValueError, "outer_momentum: expected 0 <= value < 1"),
     ],
 )
 def test_local_steps_out_of_range(given, error, text) -> None:

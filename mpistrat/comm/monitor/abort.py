@@ -21,14 +21,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NoReturn, final
 
-from ..._util.text import plural, printable, ranges
+from ..._util.frames import frame_of
+from ..._util.text import displayable, encoded, error_text, plural, printable, ranges
 from ...cluster import start
 from ...cluster.launcher_variables import launched_rank, launched_size
 from ...cluster.world import is_loss, loses_ranks, survives
 from ...environment import RANK_PROCESS, RESTART_EXIT_CODE, Environment
+from ...errors import PeerExitError
 from . import exit_report, leftovers
 
 __all__ = [
@@ -60,6 +62,7 @@ agree_who_prints: Callable[[str, str], str | None] | None = None
 
 _rank: tuple[int, int] | None = None  # this rank and the number of ranks, once there is a strategy
 _process: int | None = None  # in which the hooks hold
+_program: CodeType | None = None  # of the main thread's outermost frame
 _wait_at_end: Callable[[], object] | None = None  # and then leave without MPI's end
 _exit_status: int | None = None  # what sys.exit was called with
 
@@ -73,22 +76,37 @@ def end_job(text: str, code: int = 1, reason: str = "") -> None:
 
     Of ranks that end the job with one text at the same moment the lowest prints it, with the numbers of the others. The first
     rank of each node that the watchdog can reach prints `reason`; default the whole text.
+
+    Args:
+        code: the job's exit status. One that a process cannot have, or 0, becomes 1.
     """
     global ending
     ending = True
-    exit_report.report_exit()
+    code = code if 0 < code < 256 else 1
     mpi = start.running()
-    alike = "" if mpi is None or agree_who_prints is None else agree_who_prints(text, reason or text)
+    try:
+        printed = _report_end(text, reason or text, mpi is not None)
+        time.sleep(_FORWARDING if printed else _PRINTING)
+    finally:  # also after a second Ctrl-C
+        if mpi is not None:
+            if _exit_ends_the_job():
+                os._exit(code)
+            mpi.COMM_WORLD.Abort(code)
+        elif "mpi4py.MPI" not in sys.modules or not sys.modules["mpi4py.MPI"].Is_finalized():
+            start.end_before_mpi(code)
+
+
+def _report_end(text: str, reason: str, others: bool) -> bool:
+    """Report on all ranks why the job ends. Return whether this rank printed the text, or has no others that could."""
+    text, alike = text.rstrip("\n") + "\n", None
+    try:
+        exit_report.report_exit()
+        alike = agree_who_prints(text, reason) if others and agree_who_prints is not None else ""
+    except Exception as error:
+        alike = f"(the other ranks could not be told why the job ends: {error_text(error)})\n"
     if alike is not None:
-        print_text(text.rstrip("\n") + "\n" + alike)
-    if mpi is not None:
-        time.sleep(_FORWARDING if alike is not None else _PRINTING)
-        if _exit_ends_the_job():
-            os._exit(code)
-        mpi.COMM_WORLD.Abort(code)
-    elif "mpi4py.MPI" not in sys.modules or not sys.modules["mpi4py.MPI"].Is_finalized():
-        time.sleep(_FORWARDING)
-        start.end_before_mpi(code)
+        print_text(text + alike)
+    return alike is not None
 
 
 def end_where_nobody_does() -> None:
@@ -99,14 +117,13 @@ def end_where_nobody_does() -> None:
 
 
 def print_text(text: str) -> None:
-    """Print a text on stderr at once."""
-    text = printable(text, keep="\n\t")
-    try:
-        sys.stderr.write(text if text.endswith("\n") else text + "\n")
-        for stream in (sys.stdout, sys.stderr):
+    """Print a text on stderr at once, as far as there is one: no stream keeps the job alive."""
+    with contextlib.suppress(Exception):
+        text = printable(text if text.endswith("\n") else text + "\n", keep="\n\t")
+        sys.stderr.write(displayable(text, sys.stderr))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
             stream.flush()
-    except (OSError, ValueError, AttributeError):  # closed or missing streams do not keep the job alive
-        pass
 
 
 @functools.cache
@@ -242,8 +259,12 @@ def renumber() -> None:
 
 def _hook() -> None:
     """Replace the exception hooks and sys.exit, also where the program has set hooks of its own since."""
-    global _process
+    global _process, _program
     first, _process = _process is None, os.getpid()
+    outermost = frame_of(threading.main_thread().ident or 0)
+    while outermost is not None and outermost.f_back is not None:
+        outermost = outermost.f_back
+    _program = None if outermost is None else outermost.f_code
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
     if not isinstance(threading.excepthook, _ThreadHook):
@@ -315,10 +336,54 @@ def _who() -> str:
     return "a rank" if rank is None else f"rank {rank[0]} of {rank[1]}"
 
 
-def _text_of(error: BaseException | None, kind: type[BaseException], trace: Any, plain: bool) -> str:
-    if plain:
-        return format_exception(kind, error, trace)
-    return f"{kind.__name__}: {error}"
+def _end_on(
+    kind: type[BaseException],
+    error: BaseException | None,
+    trace: TracebackType | None,
+    before: Callable[[], object] | None,
+    where: str = "",
+) -> None:
+    """End the job on an uncaught exception, whatever its own methods and the program's earlier hook raise.
+
+    Args:
+        before: calls the earlier hook; None where that was Python's own.
+        where: the thread in words.
+    """
+    more = ""
+    if before is not None:
+        try:
+            before()
+        except BaseException as failed:
+            more = f"\n(the program's own hook failed: {error_text(failed)})"
+    short = kind.__name__ if error is None else error_text(error)
+    try:
+        text = format_exception(kind, error, trace) if before is None or more else short
+        reason = "".join(traceback.format_exception_only(kind, error))
+    except Exception:  # raised by methods of the exception
+        text = "".join(["Traceback (most recent call last):\n", *traceback.format_tb(trace), short])
+        reason = short
+    status = error.status if isinstance(error, PeerExitError) else 1
+    end_job(
+        f"{_who()}: the job ends on this exception{where}\n{text}{more}",
+        130 if kind is KeyboardInterrupt else status,
+        reason,
+    )
+
+
+def _ends_the_program(trace: TracebackType | None) -> bool:
+    """Return whether an exception that was passed to sys.excepthook is uncaught. Any function that the hook calls.
+
+    The interpreter also passes exceptions that compiled code cannot raise, and the program goes on: PyErr_Print, as Cython
+    calls it for functions that are `noexcept`. Then the program's outermost frame still runs, and the exception is of none
+    of the frames that do. A program may pass one that it has caught.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if trace is not None and frame is trace.tb_frame:
+            return True
+        outermost, frame = frame.f_code, frame.f_back
+    main = threading.current_thread() is threading.main_thread()
+    return main and outermost is not _program and outermost.co_name != "<module>"
 
 
 class _Hook:
@@ -336,14 +401,12 @@ class _Hook:
         if self._busy:  # a hook of the program that calls ours
             sys.__excepthook__(kind, error, trace)
             return
-        self._busy = True
-        plain = self._before is sys.__excepthook__
-        if not plain:
+        if not _ends_the_program(trace):
             self._before(kind, error, trace)
-        text = _text_of(error, kind, trace, plain)
-        status = 130 if kind is KeyboardInterrupt else getattr(error, "status", 0) or 1
-        reason = "".join(traceback.format_exception_only(kind, error))
-        end_job(f"{_who()}: the job ends on this exception\n{text}", status, reason)
+            return
+        self._busy = True
+        before = self._before
+        _end_on(kind, error, trace, None if before is sys.__excepthook__ else lambda: before(kind, error, trace))
 
 
 class _ThreadHook:
@@ -361,12 +424,8 @@ class _ThreadHook:
         if survives() and is_loss(args.exc_value):  # so will the program's own calls
             return
         name = args.thread.name if args.thread is not None else "a thread"
-        plain = self._before is threading.__excepthook__
-        if not plain:
-            self._before(args)
-        text = _text_of(args.exc_value, args.exc_type, args.exc_traceback, plain)
-        reason = "".join(traceback.format_exception_only(args.exc_type, args.exc_value))
-        end_job(f"{_who()}: the job ends on this exception in {name}\n{text}", reason=reason)
+        before = None if self._before is threading.__excepthook__ else lambda: self._before(args)
+        _end_on(args.exc_type, args.exc_value, args.exc_traceback, before, f" in {name}")
 
 
 # Equal failures of several ranks: rank 0 of a group collects them, and the lowest rank of each text prints it.
@@ -375,7 +434,7 @@ class _ThreadHook:
 def failure_key(text: str) -> bytes:
     """Return a hash that is the same for texts that differ only in the ranks and memory addresses they name."""
     alike = re.sub(r"\brank \d+(?: of \d+)?|\b0x[0-9a-f]+", "", text)
-    return hashlib.blake2b(alike.encode(errors="replace"), digest_size=KEY_BYTES).digest()
+    return hashlib.blake2b(encoded(alike), digest_size=KEY_BYTES).digest()
 
 
 @final

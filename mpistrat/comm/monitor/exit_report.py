@@ -15,7 +15,6 @@ import select
 import socket
 import subprocess
 import threading
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +22,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..._util import local_socket, log
-from ..._util.frames import frames
+from ..._util.frames import stacks
 from ..._util.programs import isolated
+from ..._util.text import encoded
 from ...cluster.world import survives
 from ..recorder import RECORDER
 
@@ -144,12 +144,8 @@ def answer(position: Callable[[], str], end: Callable[[str], None]) -> None:
         if b"stacks" not in words:
             return
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        stacks = {
-            names.get(ident, str(ident)): "".join(traceback.format_stack(frame))
-            for ident, frame in frames().items()
-            if ident != threading.get_ident()
-        }
-        _send("stacks " + json.dumps({"position": position(), "threads": stacks}))
+        found = {names.get(ident, str(ident)): "".join(stack) for ident, stack in stacks().items()}
+        _send("stacks " + json.dumps({"position": position(), "threads": found}))
 
 
 def _forget() -> None:
@@ -164,7 +160,7 @@ def _send(words: str) -> None:
     """Send the process a line."""
     if _line is not None:
         with contextlib.suppress(OSError):
-            _line.sendall(words.encode() + b"\n")
+            _line.sendall(encoded(words) + b"\n")
 
 
 def register_rank(who: str) -> None:

@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any, final
 
 from ..._util import log
-from ..._util.text import plural, ranges
+from ..._util.text import encoded, plural, ranges
 from ...cluster.world import loses_ranks
 from ..agree import fingerprint, only_differences
 from ..call import Call
@@ -113,7 +113,7 @@ class GroupMonitor:
         Ranks that all fail alike then send few messages, and print one text. Of those of a node the lowest sends for all.
         """
         monitor, key = self.monitor, failure_key(text)
-        data = f"the job ends because of rank {monitor.rank}: {reason}".encode()[:_LONGEST]
+        data = encoded(f"the job ends because of rank {monitor.rank}: {reason}")[:_LONGEST]
         self.board.note_failure(key)
         self._receive_for(_TOGETHER)
         alike = [self._node_ranks[index] for index in self.board.failing(key)]
@@ -145,7 +145,7 @@ class GroupMonitor:
             if rank == self.monitor.rank:
                 self.verdict = (words,)
             elif rank in self.reporters:
-                self.mailbox.send(b"" if words is None else b"p" + words.encode(), rank, _VERDICT)
+                self.mailbox.send(b"" if words is None else b"p" + encoded(words), rank, _VERDICT)
         if verdicts and not self.end_sent:
             self._spread_end(self.failures.reason)
             self._print_end(self.failures.reason)

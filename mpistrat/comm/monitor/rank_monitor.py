@@ -13,7 +13,8 @@ from time import monotonic
 from typing import Any, NamedTuple, final
 
 from ..._util.frames import frame_of
-from ..._util.text import plural, ranges
+from ..._util.text import encoded, error_text, plural, ranges
+from ...cluster.forks import is_child, refusal, refuse_in_children
 from ..agree import fingerprint
 from ..call import Call
 from ..recorder import GROUPS, RECORDER
@@ -114,7 +115,7 @@ class Answer(NamedTuple):
         """Return all but the time as bytes, with shorter words where there is too little room."""
         for longest in (10_000, 300, 100, 0):
             words = [text[:longest] for text in self[-4:]]
-            data = json.dumps([*self[1:-4], *words], ensure_ascii=False).encode(errors="replace")
+            data = encoded(json.dumps([*self[1:-4], *words], ensure_ascii=False))
             if len(data) <= room:
                 break
         return data
@@ -188,6 +189,12 @@ class RankMonitor:
         self.wanted: tuple[int, ...] = ()
         self.watched = False
         _monitors.add(self)
+        refuse_in_children(self)
+
+    def refuse_in_child(self) -> None:
+        """See `cluster.forks`. A rank alone counts for nobody else."""
+        if self.size > 1:
+            self.refusal = refusal()
 
     def refuse(self, text: str) -> None:
         """Raise `refusal`, if any, in the name of a collective."""
@@ -199,7 +206,7 @@ class RankMonitor:
         if self.current is not None:
             if len(self.failures) >= _FAILURES:
                 self.failures.pop(next(iter(self.failures)))
-            text = f"{type(error).__name__}: {error}"[:_SHOWN]
+            text = error_text(error)[:_SHOWN]
             self.failures[self.current[2]] = Failure(monotonic(), text, on_entry)
 
     def failed(self, about: int) -> int:
@@ -302,6 +309,8 @@ def _noted(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_child():
+            raise refusal(f"comm.{name}")
         monitor = self.monitor
         if monitor is None or monitor.thread != threading.get_ident():
             return plain(self, *args, **kwargs)

@@ -251,5 +251,5 @@ class FileShard(InputRows):
 
     def describe(self) -> str:
         shown = ", ".join(map(str, range(self._files)[self._index :: self._num_shards][:3]))
-        more = ", …" if self._first.size > 3 else ""
+        more = ", ..." if self._first.size > 3 else ""
         return f"{self._source.describe()}; of these files {shown}{more}"

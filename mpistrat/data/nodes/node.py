@@ -12,6 +12,7 @@ Base classes with the defaults: stage.py. What users hold: dataset.py.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..._util.text import displayable
 
 if TYPE_CHECKING:
     from ...comm.process_group import ProcessGroup
@@ -246,13 +249,18 @@ class Node(ABC):
     # In words.
 
     def __str__(self) -> str:
+        return displayable(self._drawn(), sys.stdout)
+
+    def _drawn(self) -> str:
         if not self.parents:
             return self.describe()
         if len(self.parents) > 1:
             marks = ["┌─ ", *["├─ "] * (len(self.parents) - 1)]
-            drawn = [mark + str(each).replace("\n", "\n│  ") for mark, each in zip(marks, self.parents, strict=True)]
+            drawn = [
+                mark + each._drawn().replace("\n", "\n│  ") for mark, each in zip(marks, self.parents, strict=True)
+            ]
             return "\n".join([*drawn, f"└─ {self.describe()}"])
-        above = str(self.parents[0])
+        above = self.parents[0]._drawn()
         last = above.splitlines()[-1]
         indent = len(last) - len(last.lstrip(" └─"))
         return f"{above}\n{' ' * indent}└─ {self.describe()}"

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ..._util import nest
 from ..._util.files import with_zero_padding
 from ..._util.masks import plain_array
+from ..._util.text import encoded
 from ...errors import explain
 from ..buffers import RowBuffers, take_rows
 from ..spec import ArraySpec, conform, spec_of_element, spec_of_rows, stack_rows
@@ -58,7 +59,7 @@ class _Arrays(InputRows):
 
     def fingerprint(self) -> int:
         """Return a number below 2**63 that differs where some of 64 rows at fixed places do."""
-        hasher = hashlib.sha256(self.describe().encode())
+        hasher = hashlib.sha256(encoded(self.describe()))
         for array in nest.flatten(self._arrays):
             for row in np.unique(np.linspace(0, self._length - 1, _COMPARED, dtype=np.int64)) if self._length else ():
                 hasher.update(row_content(array[row]))

@@ -187,14 +187,14 @@ class _Looker:
             first, rows = next((name, each.rows) for name, each in self.storages.items())
             if storage.rows != rows:
                 expected = f"{rows} rows in {name!r}, as in {first!r}"
-                remedy = "Name the datasets that belong together: fields=(…)."
+                remedy = "Name the datasets that belong together: fields=(...)."
                 raise self._error("", expected, f"{storage.rows} rows", remedy)
 
     def _all_names(self, file: h5py.File) -> tuple[list[str], list[str]]:
         try:
             return all_names(file)
         except Refused as refused:
-            remedy = "Name the datasets that are to be read: fields=(…)."
+            remedy = "Name the datasets that are to be read: fields=(...)."
             raise self._error("", "data inside the file", str(refused), remedy) from None
 
     def _storage(self, file: h5py.File, name: str) -> Storage:

@@ -42,7 +42,7 @@ def all_names(file: h5py.File) -> tuple[list[str], list[str]]:
 
     def walk(group: h5py.Group, prefix: str, depth: int = 1) -> Iterator[tuple[str, h5py.Dataset]]:
         if depth > _DEPTH:
-            raise Refused(f"groups nested more than {_DEPTH} deep, at {prefix[:60]}…")
+            raise Refused(f"groups nested more than {_DEPTH} deep, at {prefix[:60]}...")
         for key in group:
             link = group.get(key, getlink=True)
             if isinstance(link, h5py.ExternalLink):

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 from ..._util import nest
+from ...cluster.forks import is_child, refusal
 from ...errors import ClosedError, ContextError, explain
 from ...lookup import StaticHashTable
 from .closures import Closure, PerWorkerValues, RemoteValue
@@ -263,6 +264,8 @@ class ClusterCoordinator:
     # inside
 
     def _dispatcher(self, function: str) -> Dispatcher:
+        if is_child():
+            raise refusal(f"ClusterCoordinator.{function}")
         dispatcher = self._cluster.dispatcher
         if dispatcher is None:
             remedy = "Call it `if coordinator.is_chief`; other ranks call serve() or close()"

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import numpy as np
 
+from ...cluster.forks import ParentsOnly, is_child, refusal, refuse_in_children
 from ...comm.process_group import ProcessGroup
 from ...comm.recorder import RECORDER
 from ...context import number_of_cache
@@ -33,8 +34,13 @@ class Access(ABC):
 
     def __init__(self, servers: ParameterServers) -> None:
         self.step = 0
-        self.lock = threading.RLock()
+        self.lock: Any = threading.RLock()
         self._servers, self._addresses = servers, servers.addresses
+        refuse_in_children(self)
+
+    def refuse_in_child(self) -> None:
+        """See `cluster.forks`."""
+        self.lock = ParentsOnly("a parameter server's variable")
 
     @property
     def together(self) -> bool:
@@ -201,7 +207,7 @@ class WorkerAccess(Access):
         self._left_at = self._steps
         if self._open or self._left:
             return
-        if self.lock._is_owned():  # type: ignore[attr-defined]  # the garbage collector ended an iterator within a request
+        if self.lock._is_owned():  # the garbage collector ended an iterator within a request
             self._unsigned += 1
             return
         self._sign_off()
@@ -238,6 +244,11 @@ class WorkerAccess(Access):
     def abandon(self) -> None:
         """See `comm.process_group.Attachment`."""
         self._left = True
+
+    def refuse_in_child(self) -> None:
+        """See `cluster.forks`."""
+        super().refuse_in_child()
+        self._left = True  # passes of its datasets are none of the worker's
 
     def leave_for_good(self) -> None:
         """Sign off for good: nothing is pushed after it."""
@@ -432,6 +443,8 @@ class ServerAccess(Access):
             apply_operation(operation, value, rows, values)
 
     def _check(self, variable: int, function: str) -> None:
+        if is_child():
+            raise refusal(f"Variable.{function}")
         if not self.holds(variable):
             spec = self._addresses[variable].spec
             remedy = "Let a worker do it: `if not strategy.is_server:`"

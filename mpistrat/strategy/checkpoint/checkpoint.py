@@ -265,7 +265,7 @@ class Checkpoint:
         names = [variable.name for variable in outside.extended.variables if variable.name not in _mentioned]
         _mentioned.update(names)
         if names:
-            remedy = "make them in the scope, or pass their values: strategy.save(path, extra={…})"
+            remedy = "make them in the scope, or pass their values: strategy.save(path, extra={...})"
             what = (
                 f"variables made outside strategy.scope() are neither saved nor restored: {', '.join(map(repr, names))}"
             )

@@ -39,7 +39,7 @@ def agree_extra(group: ProcessGroup, path: str | os.PathLike[str], extra: Mappin
         expected, got = "the same on every rank", by_rank(texts)
         return CollectiveMismatchError(explain("Strategy.save", "extra", expected=expected, got=got, remedy=remedy))
 
-    same(exchange, text or "", differ, "none" if text is None else text[:_SHOWN] + "…" * (len(text) > _SHOWN))
+    same(exchange, text or "", differ, "none" if text is None else text[:_SHOWN] + "..." * (len(text) > _SHOWN))
     return text
 
 

@@ -148,6 +148,141 @@ all_reduce()
     assert "the job ends" not in result.stderr, result
 
 
+STATUS_OF_THEIR_OWN = {
+    "text": "class Failed(Exception): status = 'FAILED'\nerror = Failed('refused')",
+    "512": "class Failed(Exception): status = 512\nerror = Failed('refused')",
+    "42": "class Failed(Exception): status = 42\nerror = Failed('refused')",
+    "404": "import urllib.error; error = urllib.error.HTTPError('http://data', 404, 'refused', {}, None)",
+    "raises": "class Failed(Exception):\n    def __getattr__(self, name): raise OSError(name)\nerror = Failed('refused')",
+}
+
+
+@pytest.mark.parametrize("program", STATUS_OF_THEIR_OWN.values(), ids=STATUS_OF_THEIR_OWN)
+def test_status_of_an_exception_of_the_program_is_not_the_jobs(shared_job, program):
+    result = shared_job(f"{program}\nif last: raise error\nall_reduce()")
+    assert result.returncode == 1, result
+    assert "rank 1 of 2: the job ends on this exception\nTraceback" in result.err[1], result
+    assert "refused" in result.err[1], result
+
+
+HARD_TO_PRINT = {
+    "a name that is not UTF-8": ("error = OSError(os.fsdecode(b'donn\\xe9es'))", "OSError: donn\\udce9es"),
+    "str raises": (
+        "class Odd(Exception):\n    def __str__(self): raise ValueError('no text')\nerror = Odd()",
+        "Odd: <exception str() failed>",
+    ),
+    "repr raises": (
+        "class Odd(Exception):\n    def __repr__(self): raise ValueError('no text')\nerror = Odd('mine')",
+        "Odd: mine",
+    ),
+    "notes raise": (
+        "class Odd(Exception):\n    @property\n    def __notes__(self): raise ValueError('no notes')\nerror = Odd('mine')",
+        "Odd: mine",
+    ),
+    "a group without exceptions": (
+        "class Odd(ExceptionGroup):\n    exceptions = 3\nerror = Odd('mine', [ValueError('x')])",
+        "Odd: mine",
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "text"), HARD_TO_PRINT.values(), ids=HARD_TO_PRINT)
+def test_an_exception_that_is_hard_to_print_ends_the_job(shared_job, program, text):
+    result = shared_job(f"import os\n{program}\nif last: raise error\nall_reduce()")
+    assert result.returncode == 1, result
+    assert "the job ends on this exception" in result.err[1] and text in result.err[1], result
+    assert "the job ends because of rank 1" in result.err[0], result
+
+
+ELSEWHERE = {
+    "a thread": "def fail(): raise error\nif last: threading.Thread(target=fail).start()\ntime.sleep(20)",
+    "a hook of the program": """
+from mpistrat.comm.monitor import abort
+def hook(*_): raise error
+sys.excepthook = hook
+abort.install(0, 2)
+if last: raise KeyError('first')
+all_reduce()
+""",
+}
+
+
+@pytest.mark.parametrize("act", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_an_exception_without_a_text_ends_the_job_from_anywhere(shared_job, act):
+    program, text = HARD_TO_PRINT["str raises"]
+    result = shared_job(f"{program}\n{act}")
+    assert result.returncode == 1, result
+    assert "the job ends on this exception" in result.err[1] and text in result.err[1], result
+    assert ("KeyError: 'first'" in result.err[1]) == ("hook" in act), result
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "private"])
+def test_a_name_that_is_not_utf8_of_a_collective(mpi_run, shared):
+    program = (
+        START.format(shared=shared)
+        + """
+import os
+name = os.fsdecode(b"donn\\xe9es")
+for detail in ((), name):
+    with group.collective("save", name, detail=detail):
+        if group.inter is not None: group.inter.Barrier()
+if group.num_nodes == 1:
+    assert group.exchange("look", name) == [name] * 2
+with group.collective("save", name, detail="other" if last else "another"):
+    pass
+"""
+    )
+    result = mpi_run(program, 2)
+    assert result.returncode == 1, result
+    assert "CollectiveMismatchError: the ranks entered different collectives" in result.stderr, result
+    assert "donn\\udce9es" in result.stderr, result
+
+
+IGNORED = """
+import ctypes
+
+class Odd:
+    def __del__(self): raise ValueError("of a finalizer")
+
+odd = Odd()
+del odd
+ctypes.CFUNCTYPE(None)(lambda: 1 / 0)()
+ctypes.pythonapi.PyErr_WriteUnraisable(ctypes.py_object(Odd))  # without an exception
+print_error = ctypes.pythonapi.PyRun_SimpleString  # what Cython does for functions that are noexcept: PyErr_Print
+print_error(b"raise ValueError('of the program')")
+
+def call(): print_error(b"def f(): raise ValueError('of a function')\\nf()")
+
+call()
+thread = threading.Thread(target=call)
+thread.start()
+thread.join()
+all_reduce()
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("runner", [[], ["-m", "mpi4py"]], ids=["program", "runner"])
+def test_exceptions_that_python_ignores_do_not_end_the_job(mpi_run, tmp_path, runner):
+    (tmp_path / "program.py").write_text(START.format(shared=True) + IGNORED)
+    result = mpi_run([*runner, str(tmp_path / "program.py")], 2)
+    assert result.returncode == 0 and result.stdout.count("went on") == 2, result
+    assert "the job ends" not in result.stderr, result
+    for text, count in (("of a finalizer", 2), ("ZeroDivisionError", 2), ("of the program", 2), ("of a function", 4)):
+        assert result.stderr.count(f"ValueError: {text}" if text[0] == "o" else text) == count, result
+
+
+def test_an_uncaught_exception_ends_the_job_after_one_that_python_ignores(mpi_run):
+    program = "import ctypes, sys\nbefore = sys.excepthook\nsys.excepthook = lambda *error: before(*error)\n"
+    program += START.format(shared=True)
+    program += (
+        "ctypes.pythonapi.PyRun_SimpleString(b'raise ValueError(1)')\nif last: raise KeyError('mine')\nall_reduce()"
+    )
+    result = mpi_run(program, 2)
+    assert result.returncode == 1 and "rank 1 of 2: the job ends on this exception" in result.err[1], result
+    assert "KeyError: 'mine'" in result.err[1], result
+
+
 def test_keyboard_interrupt_of_one_rank(shared_job):
     result = shared_job("if last: import _thread; _thread.interrupt_main(); time.sleep(20)\nall_reduce()")
     assert result.returncode not in (0, None), result

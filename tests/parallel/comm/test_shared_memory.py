@@ -1,6 +1,9 @@
 """Memory that the ranks of a node share."""
 
 import gc
+import mmap
+import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -72,8 +75,6 @@ def test_memory_is_freed_when_nobody_looks(make_group):
     group = make_group()
     if not group.node.shared:
         return
-    import resource
-
     limits = resource.getrlimit(resource.RLIMIT_AS)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
     resource.setrlimit(resource.RLIMIT_AS, (in_use + (8 << 30), limits[1]))
@@ -133,12 +134,49 @@ def test_memory_that_a_rank_cannot_map_is_an_error_on_every_rank(group, monkeypa
     group.barrier()
 
 
+LIMITS = {
+    "RLIMIT_NOFILE": (lambda: len(os.listdir("/proc/self/fd")), r"may have \d+ files open \(ulimit -n\)"),
+    "RLIMIT_AS": (lambda: _mapped() + (1 << 20), r"of addresses \(ulimit -v\), and needs"),
+    "RLIMIT_FSIZE": (lambda: 1 << 20, r"write files of 1\.0 MiB \(ulimit -f\)"),
+}
+
+
+def _mapped():
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_limit_that_a_rank_meets_is_named_on_every_rank(group, name):
+    allowed, text = LIMITS[name]
+    rank, node = group.topology.size - 1 if name == "RLIMIT_AS" else 0, group.node
+    if not node.shared:
+        return
+    limits = resource.getrlimit(getattr(resource, name))
+    if group.topology.rank == rank:
+        resource.setrlimit(getattr(resource, name), (allowed() - 1, limits[1]))
+    try:
+        with pytest.raises(SharedMemoryError, match=f"variables on the node of rank {rank}: .*{text}") as raised:
+            node.allocate([8 << 20] * node.size, "the variables")
+    finally:
+        resource.setrlimit(getattr(resource, name), limits)
+    assert "df /dev/shm" not in str(raised.value)
+    group.barrier()
+
+
+def _maps():
+    """The maps of this process in /dev/shm; an earlier test may have left some, after an error on purpose."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/mpistrat-" in line}
+
+
 def test_it_has_no_name_and_is_nobody_elses(group):
     node = group.node
-    node.allocate([4096] * node.size, "test")
-    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/mpistrat-" in line]
-    assert all("(deleted)" in line for line in maps)
-    assert bool(maps) == node.shared
+    before = _maps()
+    block = node.allocate([4096] * node.size, "test")
+    made = _maps() - before
+    assert all(line.endswith("(deleted)") for line in made)
+    assert len(made) == node.shared
+    block.close()
 
 
 def test_a_file_that_others_may_read_is_not_taken(tmp_path):

@@ -192,6 +192,31 @@ def test_a_variable_twice(opened):
     wrong(opened, act, ValueError, "v4: expected each variable once in a step, got it twice")
 
 
+@pytest.mark.parametrize("chosen", [[4], [3, 4], [0]])
+def test_what_a_step_began_is_forgotten_when_it_fails(opened, chosen):
+    """The next step, whatever it begins, gives what it does without the one that failed."""
+    found = []
+    for fails in (False, True):
+        with opened() as strategy:
+            variables, optimizer = make(strategy, BUILDS["SGD"])
+
+            def fail(variables=variables, optimizer=optimizer):
+                for variable in variables:
+                    variable.grad[...] = 7
+                optimizer.begin([variables[4]])
+                optimizer.begin([variables[3]])
+                raise MemoryError("no room")
+
+            for steps in (1, 2):
+                if fails:
+                    with pytest.raises(MemoryError, match="no room"):
+                        strategy.run(fail)
+                train(strategy, variables, optimizer, [chosen], steps)
+            found.append([variable.numpy().copy() for variable in variables])
+    for ours, expected in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
 def test_a_variable_that_the_step_leaves_out(opened):
     def act(strategy, variables, optimizer):
         optimizer.begin([variables[4]])

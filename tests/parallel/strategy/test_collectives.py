@@ -48,7 +48,7 @@ def test_what_cannot_be_done_is_told_to_all(strategy):
         strategy.all_gather_object(bad)
     with pytest.raises(TypeError, match=f"got on rank {last}: "):
         strategy.broadcast_object(bad, root=last)
-    with pytest.raises(ValueError, match="root: expected 0 ≤ root < "):
+    with pytest.raises(ValueError, match="root: expected 0 <= root < "):
         strategy.broadcast_object(1, root=strategy.size)
     with pytest.raises(ValueError, match="timeout: expected > 0 seconds, got 0"):
         strategy.barrier(timeout=0)

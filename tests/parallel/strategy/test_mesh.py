@@ -249,7 +249,7 @@ def test_after_close_and_the_texts():
     strategy = ms.MeshStrategy(axes={"data": 2, "model": 2})
     with strategy.scope():
         v = ms.Variable(np.zeros(4), layout=("model",))
-    assert repr(strategy) == "<MeshStrategy data 2 × model 2, 1 node>"
+    assert repr(strategy) == "<MeshStrategy data 2 x model 2, 1 node>"
     assert f"model {strategy.mesh.at['model']} of 2" in repr(strategy.mesh)
     assert "data 2, model 2" in ms.show_config(strategy)
     strategy.close()

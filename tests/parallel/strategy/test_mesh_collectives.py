@@ -120,7 +120,7 @@ def test_wrong_use(mesh):
         mesh.shard(np.zeros(3), "model", 0)
     with pytest.raises(ValueError, match=r"Mesh\.reshard: new: expected another dimension than old, got 1"):
         mesh.reshard(np.zeros((4, 4)), "model", 1, 1)
-    with pytest.raises(ValueError, match="0 ≤ root < 2"):
+    with pytest.raises(ValueError, match="0 <= root < 2"):
         mesh.broadcast(np.zeros(2), "model", 2)
     with pytest.raises(TypeError):
         mesh.reduce_scatter(np.array([True, False]), "model", 0)

@@ -1,5 +1,7 @@
 """Process sets: collectives of some of the ranks, by themselves, side by side, and what ranks that differ are told."""
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -162,6 +164,69 @@ if strategy.rank == 0:
     some.barrier()
 time.sleep(40)
 """
+
+
+@pytest.mark.ranks(2, 3)
+def test_sets_that_all_ranks_have_forgotten_are_freed(strategy):
+    """They are freed when the next one is made, in whichever order ranks forget them, and no others."""
+    rank, size = strategy.rank, strategy.size
+    kept = strategy.process_set([0, size - 1])
+    total, cycle, late = float(size * (size - 1) // 2), [], None
+    comms = []
+    for number in range(12):
+        made = strategy.process_set(range(size))
+        comms.append(made._group.topology.comm)
+        assert made.all_reduce("SUM", float(rank)) == total
+        if number == 3 and rank:
+            late = made  # rank 0 has forgotten it long before
+        if number == 5:
+            cycle += [made, cycle]
+        if number == 7:
+            request = made.all_reduce_async("SUM", np.ones(2))
+        if number == 9:
+            users = made.comm
+    del made
+    strategy.process_set([0])
+    open_ones = [number for number, comm in enumerate(comms) if comm]  # a freed communicator is false
+    assert open_ones == [3, 5, 7, 9]
+    assert request.wait().tolist() == [size] * 2
+    assert users.allreduce(1) == size
+    if kept.included:
+        assert kept.all_reduce("SUM", 1) == 2
+    del late, cycle, request
+    gc.collect()
+    strategy.process_set([0])
+    assert [number for number, comm in enumerate(comms) if comm] == [9]
+
+
+TOO_MANY = """
+import mpistrat as ms
+from mpi4py import MPI
+held = []
+try:
+    while len(held) < 5000: held.append(MPI.COMM_WORLD.Dup())
+except MPI.Exception:
+    pass
+for act in (ms.MultiWorkerMirroredStrategy, None):
+    if act is None:
+        for comm in held[-6:]: comm.Free()
+        strategy = ms.MultiWorkerMirroredStrategy()
+        act = lambda: [strategy.process_set([0, 1]) for _ in range(6)]
+    try:
+        act()
+    except ms.errors.LayoutError as error:
+        print(error, flush=True)
+"""
+
+
+def test_no_more_communicators_is_an_error_with_a_remedy(mpi, mpi_run):
+    if mpi.name != "mpich":
+        pytest.skip("only MPICH has so few")
+    result = mpi_run(TOO_MANY, 2, timeout=60)
+    assert result.stdout.count("expected a new communicator of MPI, got none") == 4, result
+    assert result.stdout.count("MultiWorkerMirroredStrategy: ") == result.stdout.count("Strategy.process_set: ") == 2, (
+        result
+    )
 
 
 def test_who_is_waited_for_in_which_set(mpi_run):

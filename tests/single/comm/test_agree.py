@@ -50,6 +50,17 @@ def test_an_error_without_a_text_is_told():
     assert said == ["KeyError\nKeyError()"]
 
 
+def test_an_error_whose_text_cannot_be_made_is_told():
+    class Odd(ValueError):
+        def __str__(self) -> str:
+            raise OSError("no text")
+
+    said: list[str] = []
+    with pytest.raises(Odd), together(lambda text: said.append(text) or [text]):
+        raise Odd
+    assert said == ["Odd\n<exception str() failed>"]
+
+
 def test_the_caller_may_make_the_error():
     with pytest.raises(OSError, match="^1: A, 2: B$"):
         failures = {1: Failure("A", "x"), 2: Failure("B", "y")}

@@ -34,7 +34,7 @@ def test_names():
 
 @pytest.mark.parametrize("kind", [HierarchicalAllReduce, NcclAllReduce])
 def test_negative_number_of_packs(kind):
-    with pytest.raises(ValueError, match="num_packs: expected ≥ 0, got -1"):
+    with pytest.raises(ValueError, match="num_packs: expected >= 0, got -1"):
         kind(num_packs=-1)
 
 

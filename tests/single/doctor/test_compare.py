@@ -18,7 +18,7 @@ def rows(*ranks: dict, machine_cores: int = 8, node_gpus: int = 0) -> list[dict]
     for number, own in enumerate(ranks):
         node = own.get("node", 0)
         row = {
-            "rank": number, "host": f"h{node}", "node": node,
+            "rank": number, "host": f"h{node}", "node": node, "machine": f"boot h{node} 5",
             "local_rank": sum(other.get("node", 0) == node for other in ranks[:number]),
             "role": f"worker {number}", "role_by": "", "gpus": [], "node_gpus": node_gpus, "core_list": [number],
             "node_cores": machine_cores, "machine_cores": machine_cores, "threads": 1, "threads_set": "", "mpi": "MPICH 5.0.2",
@@ -37,6 +37,22 @@ def bad(table: list[dict]) -> list[Finding]:
 
 def test_healthy_ranks_have_nothing():
     assert bad(rows({}, {}, {"node": 1}, {"node": 1})) == []
+
+
+@pytest.mark.parametrize(
+    ("machines", "says"),
+    [
+        (["a", "a", "b"], "ranks 0, 1 of h0 are on one machine, which MPI takes for 2 nodes"),
+        (["b", "a", "a"], "ranks 1, 2 of h1 are on one machine, which MPI takes for 2 nodes"),
+        (["a", "a", "a"], "ranks 0, 1, 2 of h0 are on one machine, which MPI takes for 3 nodes"),
+        (["a", "b", "c"], ""),
+        (["", "", ""], ""),  # a system that does not show it
+    ],
+)
+def test_ranks_of_a_machine_on_several_nodes(machines, says):
+    found = bad(rows(*({"node": node, "machine": machine} for node, machine in enumerate(machines))))
+    assert [finding.status for finding in found] == ["warning"] * bool(says)
+    assert not says or (says in found[0].what and "unset MPIR_CVAR_NOLOCAL" in found[0].remedy)
 
 
 GPU = [f"GPU-{number}" for number in range(4)]

@@ -13,8 +13,8 @@ import pytest
 from doctor_runs import documented
 
 from mpistrat.cluster.cores import Quota
-from mpistrat.cluster.launchers import MPILibrary
-from mpistrat.doctor import launching, libraries, process
+from mpistrat.cluster.launchers import Launcher, MPILibrary
+from mpistrat.doctor import launching, libraries, pair, process
 from mpistrat.doctor.finding import Finding
 from mpistrat.doctor.folders import check_shared_folder
 from mpistrat.doctor.launching import check_launchers
@@ -373,3 +373,23 @@ def test_open_files_and_sockets_of_this_process_are_counted():
         now = process.open_files()
     assert (now["open"] - before["open"], now["sockets"] - before["sockets"]) == (3, 2)
     assert before["most"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+LAUNCHERS = {
+    "fails": ("echo the network is down >&2; exit 3", "ended with exit status 3: the network is down"),
+    "hangs": ("exec sleep 60", "did not return in 1 s"),
+    "prints something else": ("echo '{}'", "ended with exit status 0"),
+}
+
+
+@pytest.mark.parametrize("how", LAUNCHERS)
+@pytest.mark.parametrize("library", [MPICH, OPENMPI], ids=str)
+def test_two_ranks_that_do_not_start(tmp_path, monkeypatch, library, how):
+    act, says = LAUNCHERS[how]
+    monkeypatch.setattr(pair, "_MEETING", 0.5)
+    (tmp_path / "mpiexec").write_text(f"#!/bin/sh\n{act}\n")
+    (tmp_path / "mpiexec").chmod(0o755)
+    launcher = Launcher((str(tmp_path / "mpiexec"),), library.name, library.version, library.family, "PATH")
+    found = pair.check_pair(library, launcher, dict(os.environ), 0.5 if how == "hangs" else 60)
+    assert (found.name, found.status) == ("two ranks", "problem") and says in found.what, found
+    assert "mpistrat doctor --ranks" in found.remedy

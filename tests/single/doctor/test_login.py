@@ -57,6 +57,15 @@ def test_a_healthy_machine_has_nothing(mpi):
     assert time.monotonic() - start < 60  # about 2 s where nothing else runs
 
 
+def test_ranks_of_this_machine_that_mpi_puts_on_two_nodes(mpi):
+    if "MPICH" not in mpi.vendor:
+        pytest.skip("MPICH has a setting for it")
+    found = run_doctor(mpi, env={"MPIR_CVAR_NOLOCAL": "1"})
+    assert [(one["name"], one["status"]) for one in found.bad()] == [("two ranks", "warning")]
+    assert "ranks 0, 1 of" in found.finding("two ranks")["what"] and "2 nodes" in found.finding("two ranks")["what"]
+    assert "unset MPIR_CVAR_NOLOCAL" in found.finding("two ranks")["remedy"]
+
+
 @pytest.fixture(scope="module")
 def seen() -> dict[str, DoctorRun]:
     """Visits of this file, by MPI."""
@@ -131,6 +140,7 @@ def test_the_launcher_on_path_is_that_of_another_mpi(mpi, other, tmp_path):
     assert finding["status"] == "problem" and "another MPI" in finding["what"] and other.vendor in finding["what"]
     assert "rank 0 of 1" in finding["what"]
     assert str(Path(mpi.python).with_name("mpiexec")) in finding["remedy"]
+    assert f"export MPI4PY_MPIABI={'mpich' if 'MPICH' in other.vendor else 'openmpi'}: then mpi4py" in finding["remedy"]
     assert [one["name"] for one in found.bad()] == ["mpiexec"]
 
 

@@ -277,7 +277,7 @@ def test_what_cannot_be_is_refused():
         ms.optimizers.SGD(gradient_accumulation_steps=1)
     with pytest.raises(ValueError, match="ema_momentum: expected a number from 0 to 1, got 2"):
         ms.optimizers.SGD(ema_momentum=2)
-    with pytest.raises(ValueError, match="weight_decay: expected a finite number ≥ 0, got -1"):
+    with pytest.raises(ValueError, match="weight_decay: expected a finite number >= 0, got -1"):
         ms.optimizers.RMSprop(weight_decay=-1)
     optimizer = ms.optimizers.SGD()
     with pytest.raises(ValueError, match=r"use_ema: expected the value that it was made with, got True"):

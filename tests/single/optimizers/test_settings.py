@@ -176,7 +176,7 @@ def test_a_schedule_without_a_rate_ends_its_step(rate):
             v, optimizer = ms.Variable(np.zeros(2)), ms.optimizers.SGD(lambda step: rate if step == 1 else 0.5)
         strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), v)]))
         with pytest.raises(
-            ValueError, match=rf"learning_rate: expected a finite number ≥ 0, got {rate} from .* in step 2"
+            ValueError, match=rf"learning_rate: expected a finite number >= 0, got {rate} from .* in step 2"
         ):
             strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), v)]))
         assert v.numpy().tolist() == [-0.5, -0.5] and optimizer.iterations == 1

@@ -50,5 +50,5 @@ def test_of_equals_the_first():
 @pytest.mark.parametrize("name", ["round_robin", "bytes"])
 def test_by_name(name):
     assert [PLACEMENTS[name](1)((7, 2), "int8") for _ in range(3)] == [0, 0, 0]
-    with pytest.raises(ValueError, match="num_servers: expected ≥ 1, got 0"):
+    with pytest.raises(ValueError, match="num_servers: expected >= 1, got 0"):
         PLACEMENTS[name](0)

@@ -7,6 +7,8 @@ import io
 import json
 import math
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -156,6 +158,30 @@ def test_tensorboard_has_results_and_the_rate(tmp_path):
     board.on_train_end(state)
     found = [line for line in scalars(tmp_path / "run") if not line[0].startswith("note")]
     assert found == [("loss", 0, 2.0), ("learning_rate", 0, 0.5), ("loss", 1, 1.5), ("learning_rate", 1, 0.5)]
+
+
+TENSORBOARD = """
+import sys
+import mpistrat as ms
+
+sys.path.insert(0, {modules!r})
+board, loop = ms.train.TensorBoard({folder!r}), ms.train.Loop(ms.get_strategy())
+board.on_train_begin(loop)
+board.on_epoch_end(loop, {{"loss": 1.0}})
+board.on_train_end(loop)
+print("torch" in sys.modules)
+import torch
+print(torch.imported)
+"""
+
+
+def test_tensorboard_does_not_import_torch(tmp_path):
+    """tensorboardX would: some seconds, on one rank, while the others wait."""
+    (tmp_path / "torch.py").write_text("imported = True\nTensor = int\n")
+    program = TENSORBOARD.format(modules=str(tmp_path), folder=str(tmp_path / "run"))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False", "True"], done
+    assert scalars(tmp_path / "run") == [("loss", 0, 1.0)]
 
 
 def test_a_run_that_goes_on_overwrites_what_came_after(tmp_path):

@@ -1,13 +1,14 @@
 """Frames of threads: found without a collection of garbage, which Python 3.11 may not survive there."""
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
 
 import pytest
 
-from mpistrat._util.frames import frame_of, frames
+from mpistrat._util.frames import frame_of, frames, stacks
 
 # The garbage of each round is collected where one object more is made than the round before allows: in one of them, where frames
 # are. Its finalizer gives way to the thread that starts threads.
@@ -60,3 +61,42 @@ def test_a_thread_s_own_frame_is_its_caller_s():
     frame = frame_of(threading.get_ident())
     assert frame is not None and frame.f_code.co_name == "test_a_thread_s_own_frame_is_its_caller_s"
     assert frame_of(-1) is None
+
+
+def test_stacks_are_of_one_moment() -> None:
+    """Threads call `first` and `second` in turns, deep, and none is shown below the line that calls the other."""
+    over = threading.Event()
+
+    def first(depth: int) -> None:
+        if depth:
+            first(depth - 1)
+
+    def second(depth: int) -> None:
+        if depth:
+            second(depth - 1)
+
+    def run() -> None:
+        while not over.is_set():
+            first(100)
+            second(100)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        found = [stacks()[thread.ident or 0] for _ in range(500) for thread in threads]
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(before)
+    assert threading.get_ident() not in stacks()
+    called = 0
+    for stack in found:
+        names = [entry.split("in ", 1)[1].splitlines() for entry in stack if f'"{__file__}"' in entry]
+        for (_, line), (name, *_) in itertools.pairwise(pair for pair in names if len(pair) > 1):
+            called += name in ("first", "second")
+            assert name not in ("first", "second") or line.strip().startswith(f"{name}("), stack
+    assert called > 0

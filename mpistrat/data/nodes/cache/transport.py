@@ -16,6 +16,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from ....cluster.forks import ParentsOnly, refuse_in_children
 from ....comm.mailbox import Mailbox
 from ....comm.waiting import Deadline, wait_until
 from ....comm.window import RemoteWindow
@@ -77,8 +78,13 @@ class RowMessages:
         self._leaving = threading.Event()
         self._mailbox = Mailbox(comm)  # of the thread that answers; what answers carry comes by requests
         self._lost: list[Reply] = []  # never answered: MPI may still write into their memory
+        refuse_in_children(self)
         self._thread = threading.Thread(target=self._serve, name="mpistrat-rows", daemon=True)
         self._thread.start()
+
+    def refuse_in_child(self) -> None:
+        """See `cluster.forks`."""
+        self._comm = ParentsOnly('cache("job"): rows of another node')
 
     # asking
 

@@ -53,7 +53,7 @@ class ImageFolder(Converter):
         self.attributes: dict[str, Any] = {"label": {"classes": [folder.name for folder in folders]}}
         self.notes = [f"{len(folders)} classes: {', '.join(folder.name for folder in folders[:10])}"]
         if len(folders) > 10:
-            self.notes[0] += ", …"
+            self.notes[0] += ", ..."
         if others:
             self.notes.append(f"left out, as they are no images: {len(others)}, such as {others[0]}")
         self._first = self._read(self._files[0][0])

@@ -88,7 +88,7 @@ class NpzFile(Converter):
             if dtype.hasobject:
                 raise bad_input(self._path, "numbers and fixed-length strings", f"pickled objects in {name!r}")
             if fortran and len(shape) > 1:
-                remedy = "Save np.ascontiguousarray(…) of it, or save it as .npy."
+                remedy = "Save np.ascontiguousarray(...) of it, or save it as .npy."
                 raise bad_input(self._path, f"{name!r} row by row", "columns one after the other", remedy)
             return dtype, shape, file.tell()
 

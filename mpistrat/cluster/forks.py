@@ -1,0 +1,75 @@
+"""Forked children of a rank: they have its communicators and its shared memory, and what they did there would count as its own.
+
+So what acts for a rank raises ContextError in them. Data and variables may be read. Nothing is asked on the way of a call: what
+must refuse is replaced in the child, when it begins.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any, NoReturn, Protocol, final
+
+from ..errors import ContextError, explain
+from .start import running
+
+__all__ = ["ParentsOnly", "is_child", "refusal", "refuse_in_children"]
+
+_child = False
+
+
+class _OfParent(Protocol):
+    def refuse_in_child(self) -> None: ...
+
+
+_of_parent: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def is_child() -> bool:
+    """Return whether this process was forked from one in which MPI ran."""
+    return _child
+
+
+def refuse_in_children(thing: _OfParent) -> None:
+    """Have an object's `refuse_in_child` called in each process that this one forks. The object is not kept alive."""
+    _of_parent.add(thing)
+
+
+def refusal(function: str = "") -> ContextError:
+    """Return the error of a call that only the rank itself may make. `function` is the call, if it is not named elsewhere."""
+    expected, got = "a call by a rank", f"one by process {os.getpid()}, which a rank has forked"
+    remedy = (
+        "A forked process, such as a worker of a DataLoader, may read data and variables only: make the call in the rank"
+        " itself, or start processes that need a strategy of their own by multiprocessing.get_context('spawn')"
+    )
+    return ContextError(explain(function, "", expected=expected, got=got, remedy=remedy).removeprefix(": "))
+
+
+@final
+class ParentsOnly:
+    """Replaces a communicator, a window or a lock of the rank's in a child: using it raises ContextError."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def _refuse(self) -> NoReturn:
+        raise refusal(self._what)
+
+    def __getattr__(self, name: str) -> Any:
+        self._refuse()
+
+    def __enter__(self) -> None:
+        self._refuse()
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+
+def _begin_child() -> None:
+    global _child
+    if running() is not None:
+        _child = True
+        for thing in list(_of_parent):
+            thing.refuse_in_child()
+
+
+os.register_at_fork(after_in_child=_begin_child)
