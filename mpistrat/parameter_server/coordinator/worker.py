@@ -282,6 +282,8 @@ class Commands:
             "optimizer": self._make_optimizer,
             "show_config": lambda: show_config(self._strategy),
             "read_all": lambda variable: variable.read_all(),
+            "gathered": lambda *variables: [variable.gathered() for variable in variables],
+            "write_copies": _write_copies,
         }
         try:
             (own.get(name) or getattr(self._strategy, name))(*args)
@@ -298,6 +300,14 @@ class Commands:
 
     def _make_optimizer(self, definition: Definition) -> None:
         self._optimizers[definition.ordinal] = make_defined(definition)
+
+
+def _write_copies(variable: Any, op: str, value: np.ndarray) -> None:
+    """Write what the chief writes to its copies: of a sum, which it has whole, others have nothing."""
+    if op == "assign":
+        variable.load(value)
+    else:
+        variable.write_copies(op, value)
 
 
 def _rank_0_has_it() -> NoReturn:
