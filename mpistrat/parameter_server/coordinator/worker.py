@@ -216,15 +216,15 @@ class WorkerLoop:
                 result = fn(*args, **kwargs)
                 self._flush()  # before the result is sent: it has been written by then
                 kind, answer = Kind.RESULT, dumps(result, self._registry.reduce_result)
-        except Exception as error:
-            if is_loss(error):
+        except BaseException as error:  # SystemExit, too: this rank's program goes on without the function
+            if isinstance(error, KeyboardInterrupt) or is_loss(error):
                 raise
             kind, answer = Kind.FAILED, self._failure(error)
         finally:
             _running = None
         return kind, int((monotonic() - start) * 1e6), answer
 
-    def _failure(self, error: Exception) -> bytes:
+    def _failure(self, error: BaseException) -> bytes:
         where = f"worker {self.index} (rank {self._group.topology.rank})"
         trace = error.__traceback__
         own = trace.tb_next if trace is not None and trace.tb_next is not None else trace  # without the line above
