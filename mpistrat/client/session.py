@@ -30,6 +30,9 @@ def serve(coordinator: ClusterCoordinator, socket: ServerSocket) -> None:
     """Serve one client after the other until one ends the job. For the chief.
 
     A client that leaves, or is not there any more, takes along what it has waiting; variables and optimizers stay.
+
+    Raises:
+        PeerExitError: all workers have left the program.
     """
     session: _Session | None = None
     late: deque[Message] = deque()  # of clients that want to begin; what another has sent before may end its session
@@ -60,6 +63,7 @@ def serve(coordinator: ClusterCoordinator, socket: ServerSocket) -> None:
                     session.leave()
                     session = None
         coordinator.done()  # which carries on what runs, where MPI allows no thread for that
+        coordinator.require_workers()
 
 
 def _begin(
@@ -116,8 +120,8 @@ class _Session:
                 got = f"a message of kind {message.kind}"
                 raise ValueError(explain("mpistrat serve", "", expected="a message that it knows", got=got))
             act(message)
-        except (Exception, SystemExit) as error:  # a client ends the job by shutdown() only
-            if is_loss(error):
+        except BaseException as error:  # SystemExit, too: a client ends the job by shutdown() only
+            if isinstance(error, KeyboardInterrupt) or is_loss(error):
                 raise
             self._fail(message.number, error, f"the chief (rank {self._coordinator.strategy.rank})")
 

@@ -6,6 +6,7 @@ to time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
@@ -18,12 +19,24 @@ from ..environment import Environment
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, PeerExitError, by_rank
 from .start import ranks_of_launcher
 
-__all__ = ["wait_for_ranks"]
+__all__ = ["add_check", "remove_check", "wait_for_ranks"]
 
 _NAME_BYTES, _VERDICT_BYTES = 64, 1024
 _GRACE = 5.0  # seconds after the time limit in which rank 0, which knows more, may raise first
 _LOOK = 1.0  # seconds between two checks whether a rank of this node has finished its program
 _abandoned: list[Any] = []  # requests that never ended, and what MPI may still write to
+_checks: list[Callable[[Any, str], None]] = []
+
+
+def add_check(check: Callable[[Any, str], None]) -> None:
+    """Call a function with the communicator and the caller's name in each rendezvous: it raises if some rank cannot come."""
+    _checks.append(check)
+
+
+def remove_check(check: Callable[[Any, str], None]) -> None:
+    """Forget a function that was given to `add_check`, if it is known."""
+    if check in _checks:
+        _checks.remove(check)
 
 
 def wait_for_ranks(comm: Any, function: str) -> None:
@@ -32,10 +45,13 @@ def wait_for_ranks(comm: Any, function: str) -> None:
     Raises:
         CollectiveMismatchError: on every rank, when they make different things.
         CollectiveTimeoutError: a rank did not come within MPISTRAT_ABORT_AFTER seconds.
+        ContextError: a rank serves a coordinator, and cannot come.
         PeerExitError: a rank of this node has finished its program.
     """
     if comm.size == 1:
         return
+    for check in _checks:
+        check(comm, function)
     environment = Environment.read()
     rendezvous = _Rendezvous(comm, function)
     start, backoff, warned = monotonic(), Backoff(5e-3), False
@@ -43,6 +59,12 @@ def wait_for_ranks(comm: Any, function: str) -> None:
     while not rendezvous.over():
         if not backoff.pause():
             continue
+        try:
+            for check in _checks:
+                check(comm, function)
+        except BaseException:
+            _abandoned.append(rendezvous)
+            raise
         waited = monotonic() - start
         if waited > look:
             before, finished, look = finished, _finished(comm), waited + _LOOK

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from ..errors import CollectiveMismatchError, by_rank
@@ -16,8 +16,8 @@ __all__ = ["Draws"]
 _KEPT = 256  # draws that can be compared
 _MASK = (1 << 62) - 1
 
-# A step of an epoch of a dataset.
-_Draw = tuple[int, int, int]
+# A step of an epoch of a dataset, and a digest of the first elements that were read of it.
+_Draw = tuple[int, int, int, int]
 
 
 @final
@@ -37,14 +37,17 @@ class Draws:
         self._recent: deque[_Draw] = deque(maxlen=_KEPT)
         self._places: list[str] = []
 
-    def dataset(self, place: str) -> Callable[[int, int], None]:
-        """Return what to call with the epoch and step of each batch of a new dataset, made at a line. All ranks do."""
+    def dataset(self, place: str) -> Callable[[int, int, int], None]:
+        """Return what to call with the epoch and step of each batch of a new dataset, made at a line. All ranks do.
+
+        The third argument is a digest of the first elements that the rank has read, 0 where they are known to be equal.
+        """
         self._places.append(place)
         number = len(self._places)
 
-        def note(epoch: int, step: int) -> None:
+        def note(epoch: int, step: int, first_read: int = 0) -> None:
             if threading.get_ident() == self._thread:
-                draw = number, epoch, step
+                draw = number, epoch, step, first_read
                 self.mark = hash((self.mark, draw)) & _MASK
                 self._count += 1
                 self._recent.append(draw)
@@ -63,10 +66,13 @@ class Draws:
         start, end = max(first for first, _ in found), max(first + len(draws) for first, draws in found)
         number, drawn = end, [""] * len(found)
         for at in range(start, end):
-            drawn = [self._words(draws[at - first : at - first + 1]) for first, draws in found]
+            draws_there = [draws[at - first : at - first + 1] for first, draws in found]
+            drawn = [self._words(some) for some in draws_there]
             number = at
             if len(set(drawn)) > 1:
                 break
+            if len({tuple(map(tuple, some)) for some in draws_there}) > 1:
+                return self._other_rows({rank: some[0] for rank, some in zip(ranks, draws_there, strict=True)}, call)
         where = by_rank(dict(zip(ranks, drawn, strict=True)))
         remedy = "Look for a next, an iter, a set_epoch or a restore that not all ranks make, or not in the same order"
         return CollectiveMismatchError(
@@ -75,7 +81,21 @@ class Draws:
         )
 
     def _words(self, draws: Sequence[_Draw]) -> str:
-        for number, epoch, step in draws:
-            place = self._places[number - 1] if number <= len(self._places) else "an unknown line"
-            return f"step {step} of epoch {epoch} of dataset {number} (made at {place})"
+        for number, epoch, step, _ in draws:
+            return f"step {step} of epoch {epoch} of dataset {number} (made at {self._place(number)})"
         return "none"
+
+    def _place(self, number: int) -> str:
+        return self._places[number - 1] if number <= len(self._places) else "an unknown line"
+
+    def _other_rows(self, draws: Mapping[int, _Draw], call: str) -> CollectiveMismatchError:
+        number = next(iter(draws.values()))[0]
+        where = by_rank({rank: f"#{digest:08x}" for rank, (*_, digest) in draws.items()})
+        remedy = (
+            "A function of from_generator must give the same elements on every rank, which takes its part of each batch; give "
+            "rows of this rank's own to strategy.distribute_datasets_from_function"
+        )
+        return CollectiveMismatchError(
+            f"the ranks read different rows: the first element of dataset {number} (made at {self._place(number)}) was, by its "
+            f"digest, {where}. {remedy}. Found at {call[:100]}"
+        )

@@ -261,10 +261,10 @@ class Estimator:
             _append(self.model_dir / ("eval" if name is None else f"eval_{name}") / "results.jsonl", results)
         return results
 
-    def predict(
-        self, input_fn: Callable[..., Any], checkpoint_path: str | os.PathLike[str] | None = None
-    ) -> np.ndarray:
+    def predict(self, input_fn: Callable[..., Any], checkpoint_path: str | os.PathLike[str] | None = None) -> Any:
         """Return the rows of `predict_step` for all rows of the data, in their order, on every rank. Collective.
+
+        They are an array, or the nest of arrays that predict_step returns, such as a dict.
 
         Raises:
             ValueError: there is no checkpoint, no predict_step, or no row.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..cluster.rendezvous import wait_for_ranks
 from ..cluster.resolvers.tf_config import TFConfigClusterResolver
 from ..cluster.start import import_mpi
 from ..cluster.world import world as world_of
@@ -45,6 +46,9 @@ def split_evaluator(comm: MPI.Intracomm | None = None) -> EvaluatorSplit:
 
     Raises:
         ClusterError: on every rank: there are several evaluators, or nobody trains.
+        CollectiveMismatchError: on every rank: some make a strategy instead.
+        CollectiveTimeoutError: a rank did not come within MPISTRAT_ABORT_AFTER seconds.
+        ContextError: a rank serves a coordinator, and cannot come.
 
     Example:
         >>> split = ms.estimator.split_evaluator()
@@ -52,6 +56,7 @@ def split_evaluator(comm: MPI.Intracomm | None = None) -> EvaluatorSplit:
         (1, False)
     """
     world: MPI.Intracomm = world_of(import_mpi()) if comm is None else comm
+    wait_for_ranks(world, "split_evaluator")
     task = TFConfigClusterResolver().task_type if os.environ.get("TF_CONFIG") else None
     last = Environment.read().evaluator and world.size > 1 and world.rank == world.size - 1
     evaluates = world.allgather(bool(last) if task is None else task == "evaluator")

@@ -10,6 +10,7 @@ from typing import Any, final
 
 from .._util.files import replacing
 from .._util.log import logger
+from ..cluster.rendezvous import wait_for_ranks
 from ..train import Callback, EarlyStopping, Loop, Trainer
 from .estimator import Estimator
 from .roles import evaluator_elsewhere
@@ -18,6 +19,7 @@ from .specs import EvalSpec, ModeKeys, TrainSpec
 __all__ = ["train_and_evaluate"]
 
 _POLL_SECONDS = 1.0
+_START = "train_and_evaluate"
 _ENDED = "ended.json"  # how far training came, once it has ended
 
 
@@ -51,13 +53,13 @@ def train_and_evaluate(
     split = estimator.split
     if split.is_evaluator:
         if split.world.size > split.comm.size:
-            split.world.barrier()
+            wait_for_ranks(split.world, _START)
         return _Evaluator(estimator, train_spec, eval_spec).run()
     strategy = estimator.strategy
     if strategy.rank == 0:
         (estimator.model_dir / _ENDED).unlink(missing_ok=True)
     if split.has_evaluator:
-        split.world.barrier()
+        wait_for_ranks(split.world, _START)
     beside = split.has_evaluator or evaluator_elsewhere()
     in_place = None if beside else _InPlace(estimator, eval_spec)
     hooks = [*train_spec.hooks, *([] if in_place is None else [in_place])]

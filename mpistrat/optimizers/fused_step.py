@@ -17,11 +17,12 @@ from typing import Any, TypeVar, final
 import numpy as np
 
 from ..cluster.world import is_loss
-from ..comm.arrays import all_reduce, to_host
+from ..comm.arrays import all_reduce
 from ..comm.call import Call
 from ..cross_device.arena import Consume, of_node
-from ..errors import ClosedError, CollectiveMismatchError, by_rank, explain
+from ..errors import ClosedError, by_rank, explain
 from ..variables.arena import Arena
+from ..variables.equal import different_nodes
 from ..variables.values import checksum
 from ..variables.variable import Variable
 from .arena_step import ArenaStep, not_finite_of
@@ -205,21 +206,10 @@ class FusedStep(UpdateRun):
         Raises:
             CollectiveMismatchError: they do not; on every rank, with what each has of the variables that differ.
         """
-        group = self._group
-        if group.nodes_alike([step.digest() for step in self._arena_steps]):
-            return
-        own = {variable.name: _shown(variable) for variable in self._variables}
-        shown = [json.loads(text) for text in group.all_gather_text(json.dumps(own))]
-        texts = {
-            rank: ", ".join(f"{name} {value}" for name, value in mine.items() if {t[name] for t in shown} != {value})
-            for rank, mine in enumerate(shown)
-        }
-        remedy = (
-            "Something that no description shows has changed the weights on some nodes only: a hyperparameter, a constraint, "
-            "a gradient that was not summed, or the memory of a node. Restore the last checkpoint"
-        )
-        expected, got = "the same weights on all nodes", by_rank(texts)
-        raise CollectiveMismatchError(explain("apply_gradients", "", expected=expected, got=got, remedy=remedy))
+        digests = [step.digest() for step in self._arena_steps]
+        error = different_nodes("apply_gradients", self._group, self._variables, digests)
+        if error is not None:
+            raise error
 
     def _sum(self, step: ArenaStep, aggregate: bool, consume: Consume) -> None:
         gradients = step.gradients
@@ -383,10 +373,3 @@ def _scale(total: float, limit: float) -> float:
     if not math.isfinite(total):
         return math.nan
     return limit * min(1 / math.sqrt(total), 1 / limit) if total else 1.0
-
-
-def _shown(variable: Variable) -> str:
-    """Return a checksum of a variable's value, and how many numbers in it are not finite, in words."""
-    value = to_host(variable.array)
-    odd = value.size - int(np.count_nonzero(np.isfinite(value)))
-    return f"#{checksum(value.reshape(-1)):08x}" + f" with {odd} that are not finite" * bool(odd)

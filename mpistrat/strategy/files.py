@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextError, explain
+from ..variables.equal import different_weights
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.snapshot import Snapshot
 from .checkpoint.writer import Saving
@@ -41,7 +42,8 @@ class Files(ABC):
         Raises:
             OSError: on every rank, when it cannot be written.
             TypeError: on every rank, when `extra` has another value in it.
-            CollectiveMismatchError: on every rank, when `extra` is not the same on all.
+            CollectiveMismatchError: on every rank, when `extra` is not the same on all, or weights that should be equal differ
+                between nodes, or between the ranks of a mesh's replica.
 
         Example:
             >>> import tempfile
@@ -55,7 +57,7 @@ class Files(ABC):
             >>> strategy.close()
         """
         self._begin_file("save", path, extra)
-        self._require_alike("save")
+        self._require_equal("save")
         self._checkpoint.save(path, extra)
 
     def begin_save(
@@ -93,7 +95,7 @@ class Files(ABC):
             ({'epoch': 3}, [1.0, 2.0])
         """
         self._begin_file("begin_save", path, extra)
-        self._require_alike("begin_save")
+        self._require_equal("begin_save")
         return self._checkpoint.begin(path, extra, then)
 
     def prepare_save(self) -> None:
@@ -122,7 +124,7 @@ class Files(ABC):
             TypeError, CollectiveMismatchError: as `save`.
         """
         self._begin_snapshot("take_snapshot")
-        self._require_alike("take_snapshot")
+        self._require_equal("take_snapshot")
         self._checkpoint.take_snapshot(step, extra, run)
 
     def reach(self, step: int) -> None:
@@ -183,9 +185,10 @@ class Files(ABC):
         Raises:
             ValueError: another suffix.
             OSError: on every rank, when it cannot be written.
+            CollectiveMismatchError: on every rank, when weights that should be equal differ, as in `save`.
         """
         self._begin_file("export", path)
-        self._require_alike("export")
+        self._require_equal("export")
         from .checkpoint.safetensors_file import SUFFIX, is_safetensors
 
         if not is_safetensors(Path(path)):
@@ -219,7 +222,9 @@ class Files(ABC):
         self._begin_file("restore", path, map, strict)
         if not strict:
             self._require_alike("restore")
-        return self._checkpoint.restore(path, map or {}, strict)
+        extra = self._checkpoint.restore(path, map or {}, strict)
+        self._extended.placement.told_apart = False
+        return extra
 
     def _require_alike(self, function: str) -> None:
         """Do nothing where nodes hold the same weights.
@@ -235,6 +240,18 @@ class Files(ABC):
                 "which takes one now. ms.train.Checkpoints waits for the next one"
             )
             raise ContextError(explain(f"Strategy.{function}", "", expected=expected, got=got, remedy=remedy))
+
+    def _require_equal(self, function: str) -> None:
+        """Raise what is wrong unless weights are equal where they should be. Collective.
+
+        Raises:
+            ContextError: nodes have taken local steps since the last outer step.
+            CollectiveMismatchError: on every rank, when weights differ.
+        """
+        self._require_alike(function)
+        difference = different_weights(f"Strategy.{function}", self._extended.placement)
+        if difference is not None:
+            raise difference
 
     def _begin_file(self, function: str, path: str | os.PathLike[str], *more: Any) -> None:
         """Come before each call: what ranks must do to have variables at rest."""

@@ -20,7 +20,7 @@ from ..distributed_values import DistributedValues, Mirrored, PerReplica
 from ..errors import explain
 from ..options import CommunicationOptions
 from ..types import ReduceOp, VariableSynchronization
-from ..variables import Variable
+from ..variables import SyncOnReadVariable, Variable
 
 if TYPE_CHECKING:
     from ..cross_device.nonblocking import CollectiveRequest, NonblockingCollectives
@@ -156,6 +156,8 @@ class Reductions:
         """
         if type(value) in _PLAIN:
             return value
+        if isinstance(value, SyncOnReadVariable) and value.led:
+            return value.array
         if isinstance(value, Variable):
             if value.synchronization is VariableSynchronization.ON_READ and not self.alone:
                 return PerReplica(value.values)

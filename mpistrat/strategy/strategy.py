@@ -17,10 +17,11 @@ from ..comm.process_group import ProcessGroup
 from ..comm.recorder import RECORDER
 from ..context import Frame
 from ..distributed_values import DistributedValues, PerReplica, regroup, select_replica
-from ..errors import explain
+from ..errors import CollectiveMismatchError, explain
 from ..options import CommunicationOptions, RunOptions
 from ..types import ReduceOp
 from ..variables import Variable
+from ..variables.equal import different_weights
 from .checkpoint.checkpoint import Checkpoint
 from .collectives import RankCollectives
 from .contexts import Scope, ValueContext
@@ -430,14 +431,30 @@ class Strategy(RankCollectives, Files, TensorFlow1Strategy):
 
         Afterwards the strategy and its variables raise ClosedError. A deep copy of it shares its communicators: closing
         the copy leaves them open, closing the original ends both. In a process that a rank has forked it does nothing.
+
+        Raises:
+            CollectiveMismatchError: on every rank, after it was closed: weights that should be equal differ between nodes, or
+                between the ranks of a mesh's replica, and no error has said so before.
         """
         if is_child():
             return
+        difference = None
         if not self._extended.closed:
             self._checkpoint.end()
             self._checkpoint.end_runs()
+            difference = self._difference_at_end()
         self._extended.close()
         self._stop_request.close()
+        if difference is not None:
+            raise difference
+
+    def _difference_at_end(self) -> CollectiveMismatchError | None:
+        """Return the error of weights that differ; None where it is known, or ranks cannot meet. Collective."""
+        placement = self._extended.placement
+        groups = [placement.group, *([] if placement.grid is None else [placement.grid.replica, placement.grid.world])]
+        if placement.told_apart or placement.apart or not all(group.healthy for group in groups):
+            return None
+        return different_weights("Strategy.close", placement)
 
     def __enter__(self: S) -> S:
         return self

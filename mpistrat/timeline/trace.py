@@ -91,12 +91,13 @@ def save(path: str | os.PathLike[str], strategy: Any = None, ranks: Sequence[int
         if topology.rank in ranks:
             part = gzip.compress(encoded(_fragment(group, ring, offset, zero)), 6)
         parts = [part] if topology.comm is None or topology.size == 1 else topology.comm.gather(part)
-        if topology.rank == 0 and parts is not None:
-            with replacing(Path(path)) as beside, open(beside, "wb") as file:
-                file.write(gzip.compress(b'{"displayTimeUnit": "ms", "traceEvents": [\n'))
-                for number, one in enumerate(filter(None, parts)):
-                    file.write((gzip.compress(b",\n") if number else b"") + one)  # gzip's files may be put end to end
-                file.write(gzip.compress(b"\n]}\n"))
+    # After the collective, whose error the other ranks would get, too.
+    if topology.rank == 0 and parts is not None:
+        with replacing(Path(path)) as beside, open(beside, "wb") as file:
+            file.write(gzip.compress(b'{"displayTimeUnit": "ms", "traceEvents": [\n'))
+            for number, one in enumerate(filter(None, parts)):
+                file.write((gzip.compress(b",\n") if number else b"") + one)  # gzip's files may be put end to end
+            file.write(gzip.compress(b"\n]}\n"))
     return Path(path)
 
 

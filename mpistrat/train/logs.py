@@ -13,32 +13,39 @@ from pathlib import Path
 from typing import IO, Any, final
 
 from .. import context
+from .._util.files import replacing
+from .._util.log import logger
 from .._util.terminal import progress_bar, reaches_terminal
 from ..errors import MissingDependencyError, explain
 from ..timeline import save
 from .callbacks import Callback, Logs, Loop, is_number, plain
+from .warn_once import WarnOnce
 
 __all__ = ["CSVLogger", "JSONLogger", "Progress", "TensorBoard", "Timeline"]
 
 _SPEED = "samples_per_second"  # a result of `Monitor`
 _SHOWN = 0.1  # seconds between two changes of the bar
+_NONE = "NA"  # a result that an epoch does not have
 
 
 class _File(Callback, abc.ABC):
-    """A file of one rank, written line by line."""
+    """A file of one rank, to which each epoch adds a line. Only errors at the begin end training."""
 
     def __init__(self, path: str | os.PathLike[str], append: bool = False) -> None:
         self._path, self._append = Path(path).absolute(), append
-        self._file: IO[str] | None = None
+        self._begun = self._removed = False
+        self._recording = WarnOnce(f"{type(self).__name__}: {path}", OSError)
 
     def on_train_begin(self, loop: Loop) -> None:
-        if loop.tells:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            if loop.step and self._path.exists():  # a run that goes on, perhaps before what it has written
-                with self._path.open(encoding="utf-8", errors="replace") as file:  # perhaps cut off
-                    kept = "".join(line for line in file if self._precedes(line, loop.epoch))
-                self._path.write_text(kept, encoding="utf-8")
-            self._file = self._path.open("a" if self._append or loop.step else "w", newline="", encoding="utf-8")
+        if not loop.tells:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if loop.step and self._path.exists():  # a run that goes on, perhaps before what it has written
+            with self._path.open(encoding="utf-8", errors="replace") as file:  # perhaps cut off
+                kept = "".join(line for line in file if self._precedes(line, loop.epoch))
+            self._path.write_text(kept, encoding="utf-8")
+        with self._path.open("a" if self._append or loop.step else "w", encoding="utf-8"):
+            self._begun = True
 
     def _precedes(self, line: str, epoch: int) -> bool:
         try:
@@ -52,39 +59,59 @@ class _File(Callback, abc.ABC):
         """Return the epoch of a line, None of a heading."""
 
     @abc.abstractmethod
-    def write(self, file: IO[str], loop: Loop, logs: Logs) -> None:
-        """Write an epoch's line."""
+    def write(self, path: Path, loop: Loop, logs: Logs) -> None:
+        """Add an epoch's line to the file."""
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
-        if self._file is None and loop.tells:  # a loop that calls nothing else
+        if not loop.tells:
+            return
+        if not self._begun:  # a loop that calls nothing else
             self.on_train_begin(loop)
-        if self._file is not None:
-            self.write(self._file, loop, logs)
-            self._file.flush()
+        with self._recording:
+            if not self._path.exists():
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                if not self._removed:
+                    text = "%s: %s was removed; it starts again with epoch %d"
+                    logger.warning(text, type(self).__name__, self._path, loop.epoch)
+                self._removed = True
+            self.write(self._path, loop, logs)
 
     def on_train_end(self, loop: Loop) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._begun = False
 
 
 @final
 class CSVLogger(_File):
-    """Write a line of results an epoch, on one rank, as Keras's CSVLogger does."""
+    """Write a line of results an epoch, on one rank, as Keras's CSVLogger does.
 
-    _names: Sequence[str] = ()
+    A result that an epoch does not have, as `val_loss` with `validation_freq=2`, is NA there.
+    """
 
     def epoch_of(self, line: str) -> int | None:
         first = line.partition(",")[0]
         return None if first == "epoch" else int(first)
 
-    def write(self, file: IO[str], loop: Loop, logs: Logs) -> None:
-        writer = csv.writer(file)
-        if not self._names:
-            self._names = list(logs)
-            if not self._path.stat().st_size:
-                writer.writerow(["epoch", *self._names])
-        writer.writerow([loop.epoch, *(logs.get(name, "NA") for name in self._names)])
+    def write(self, path: Path, loop: Loop, logs: Logs) -> None:
+        known = self._heading(path)
+        names = [*known, *(name for name in ("epoch", *logs) if name not in known)]
+        if known and names != known:
+            self._widen(path, names)
+        results = {"epoch": loop.epoch, **logs}
+        with path.open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([*([] if known else [names]), [results.get(name, _NONE) for name in names]])
+
+    def _heading(self, path: Path) -> list[str]:
+        """Return the names of the file's columns; none of an empty file."""
+        with path.open("a+", newline="", encoding="utf-8") as file:
+            file.seek(0)
+            return next(csv.reader(file), [])
+
+    def _widen(self, path: Path, names: Sequence[str]) -> None:
+        """Give all rows of the file columns for results that earlier epochs did not have."""
+        with path.open(newline="", encoding="utf-8") as file:
+            _, *rows = csv.reader(file)
+        with replacing(path) as beside, open(beside, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([names, *([*row, *[_NONE] * (len(names) - len(row))] for row in rows)])
 
 
 @final
@@ -94,9 +121,10 @@ class JSONLogger(_File):
     def epoch_of(self, line: str) -> int | None:
         return int(json.loads(line)["epoch"])
 
-    def write(self, file: IO[str], loop: Loop, logs: Logs) -> None:
+    def write(self, path: Path, loop: Loop, logs: Logs) -> None:
         line = {"epoch": loop.epoch, "step": loop.step, "time": round(time.time(), 3), **plain(logs)}
-        file.write(json.dumps(line) + "\n")
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 @final
@@ -115,6 +143,7 @@ class Progress(Callback):
         self._begun = self._shown = 0.0
         self._first = self._samples = 0
         self._results = ""
+        self._recording = WarnOnce("Progress", OSError)
 
     def on_train_begin(self, loop: Loop) -> None:
         if self._bar is None and self._file is None and loop.tells and reaches_terminal("stderr"):
@@ -156,10 +185,11 @@ class Progress(Callback):
         shown = [_word(name, value) for name, value in logs.items()]
         self._results = ", ".join(word for name, word in zip(logs, shown, strict=True) if name != _SPEED)
         text = f"epoch {loop.epoch + 1}: {', '.join([*shown, f'{seconds:.1f} s'])}"
-        if self._bar is not None:
-            self._bar.console.print(text, highlight=False)
-        else:
-            print(text, file=self._file or sys.stderr, flush=True)
+        with self._recording:
+            if self._bar is not None:
+                self._bar.console.print(text, highlight=False)
+            else:
+                print(text, file=self._file or sys.stderr, flush=True)
 
     def on_train_end(self, loop: Loop) -> None:
         if self._bar is not None:
@@ -189,6 +219,7 @@ class TensorBoard(Callback):
         """
         self._folder = str(Path(folder).absolute())
         self.writer: Any = None
+        self._recording = WarnOnce(f"TensorBoard: {self._folder}", Exception)
 
     def on_train_begin(self, loop: Loop) -> None:
         if not loop.tells or self.writer is not None:
@@ -198,7 +229,9 @@ class TensorBoard(Callback):
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         self.on_train_begin(loop)
-        if self.writer is not None:
+        if self.writer is None:
+            return
+        with self._recording:
             for name, value in logs.items():
                 if is_number(value):
                     self.writer.add_scalar(name, value, loop.epoch)
@@ -207,9 +240,10 @@ class TensorBoard(Callback):
             self.writer.flush()
 
     def on_train_end(self, loop: Loop) -> None:
-        if self.writer is not None:
-            self.writer.close()
-            self.writer = None
+        writer, self.writer = self.writer, None
+        if writer is not None:
+            with self._recording:
+                writer.close()
 
 
 def _summary_writer() -> Any:
@@ -247,6 +281,7 @@ class Timeline(Callback):
         """
         self._path, self._step, self._ranks = Path(path).absolute(), step, ranks
         self._done = False
+        self._recording = WarnOnce(f"Timeline: {os.fspath(path)}", OSError)
 
     def on_step_end(self, loop: Loop) -> None:
         if loop.step == self._step and not self._apart(loop):
@@ -258,7 +293,10 @@ class Timeline(Callback):
             self._save(loop)
 
     def _save(self, loop: Loop) -> None:
-        save(loop.strategy.broadcast_object(self._path), loop.strategy, self._ranks)  # ranks may be in other folders
+        with self._recording:
+            save(
+                loop.strategy.broadcast_object(self._path), loop.strategy, self._ranks
+            )  # ranks may be in other folders
 
     def _apart(self, loop: Loop) -> bool:
         """Whether ranks meet after an epoch only: those of parameter servers."""

@@ -76,8 +76,9 @@ class Metric(abc.ABC):
         return results([self])[self.name]
 
     def reset_state(self) -> None:
-        """Begin again: in a step this replica's sums, else all of this rank's."""
-        if stepping(self.sums.placement.strategy):
+        """Begin again: in a step this replica's sums, else all of this rank's; beside a coordinator those of all workers."""
+        strategy = self.sums.placement.strategy
+        if stepping(strategy) or strategy.extended.coordination.leads:
             self.sums.assign(np.zeros(self.sums.shape))
             return
         for replica in range(self.sums.num_copies):
@@ -87,7 +88,7 @@ class Metric(abc.ABC):
 def results(metrics: Iterable[Metric]) -> dict[str, Any]:
     """Return metrics over all replicas by name, the same on every rank. Collective: one sum for all of them.
 
-    Under parameter servers all ranks call it, servers too, after the workers' passes.
+    Under parameter servers all ranks call it, servers too, after the workers' passes. Beside a coordinator the chief calls it.
 
     Raises:
         ValueError: two metrics of one name.
@@ -112,9 +113,8 @@ def results(metrics: Iterable[Metric]) -> dict[str, Any]:
     if strategy.extended.placement.store is None:
         totals = strategy.reduce("SUM", [metric.sums for metric in chosen])
     else:  # where workers are not in sync
-        mine = None if strategy.is_server else [sum(map(to_host, metric.sums.values)) for metric in chosen]
-        parts = [part for part in strategy.all_gather_object(mine) if part is not None]
-        totals = [sum(part[index] for part in parts) for index in range(len(chosen))]
+        strategy.extended.coordination.announce("gathered", *(metric.sums for metric in chosen))
+        totals = [metric.sums.gathered() for metric in chosen]
     return {
         metric.name: metric.result_of(to_host(total).reshape(metric.sums.shape))
         for metric, total in zip(chosen, totals, strict=True)

@@ -29,6 +29,7 @@ from ..timeline import times
 from .callbacks import Callback, Logs, Loop, is_number, plain
 from .logs import JSONLogger, Progress, TensorBoard
 from .run_page import RunRecord, page
+from .warn_once import WarnOnce
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -106,6 +107,7 @@ class Monitor(Callback):
             self._board = TensorBoard(self.folder / "tensorboard")
             self._callbacks.append(self._board)
         self._mlflow = _mlflow() if mlflow else None
+        self._tracking, self._paging = WarnOnce("MLflow", Exception), WarnOnce(f"the page in {self.folder}", OSError)
         self._samples, self._begun, self._training, self._started = 0, 0.0, 0.0, False
         self._plan = [] if plan is None else _steps_of(plan)
         self._planned = ""
@@ -187,9 +189,10 @@ class Monitor(Callback):
             callback.on_epoch_end(loop, shown)
         if self._mlflow is not None and loop.tells:
             values = {name: float(value) for name, value in shown.items() if is_number(value)}
-            self._mlflow.log_metrics(values, step=loop.epoch)
+            with self._tracking:
+                self._mlflow.log_metrics(values, step=loop.epoch)
         if self._pages.due():
-            with self._pages:
+            with self._pages, self._paging:
                 self._write()
 
     def on_train_end(self, loop: Loop) -> None:
@@ -199,10 +202,13 @@ class Monitor(Callback):
         logger.removeHandler(self._warnings)
         for callback in self._callbacks:
             callback.on_train_end(loop)
-        self._write()
+        with self._paging:
+            self._write()
         if self._mlflow is not None and loop.tells:
-            self._mlflow.log_artifact(str(self.folder / "run.html"))
-            self._mlflow.end_run("FINISHED" if error is None else "FAILED")
+            with self._tracking:
+                self._mlflow.log_artifact(str(self.folder / "run.html"))
+            with self._tracking:
+                self._mlflow.end_run("FINISHED" if error is None else "FAILED")
         self._started = False
 
     def state(self) -> dict[str, Any]:

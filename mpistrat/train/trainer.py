@@ -11,7 +11,7 @@ from typing import Any, final
 
 import numpy as np
 
-from .._util import log
+from .._util import log, nest
 from .._util.masks import plain_array
 from ..errors import ContextError, explain
 from .callbacks import Callback, Loop
@@ -57,7 +57,7 @@ class Trainer:
             strategy: the strategy.
             train_step: called with the parts of a batch, in replica context; None for one that only evaluates or predicts.
             test_step: the same, for `evaluate`; it updates metrics.
-            predict_step: returns a row, or an array of a row each, for each row of its batch.
+            predict_step: returns an array, or a nest of arrays such as a dict, with a row for each row of its batch.
             optimizer: whose learning rate callbacks may change: one of `ms.optimizers`, or of torch.
             metrics: of `ms.train`, made in the strategy's scope, updated by the steps; reset before each pass.
             callbacks: called in this order.
@@ -283,8 +283,10 @@ class Trainer:
             self._run("evaluate", batch)
         return self._results()
 
-    def predict(self, data: Iterable[Any], steps: int | None = None) -> np.ndarray:
+    def predict(self, data: Iterable[Any], steps: int | None = None) -> Any:
         """Return predict_step's rows for all rows of the data, in their order, on every rank. Collective.
+
+        They are an array, or the nest of arrays that predict_step returns, such as a dict.
 
         Raises:
             ContextError: under parameter servers, whose workers have batches of their own.
@@ -296,7 +298,11 @@ class Trainer:
         rows = [self.strategy.gather(self._run("predict", batch), axis=0) for batch in itertools.islice(data, steps)]
         if not rows:
             raise ValueError(explain("Trainer.predict", "data", expected="a batch", got="none"))
-        return np.concatenate([plain_array(each, "Trainer.predict", "predict_step") for each in rows])
+
+        def joined(*parts: Any) -> np.ndarray:
+            return np.concatenate([plain_array(part, "Trainer.predict", "predict_step") for part in parts])
+
+        return nest.map_structure(joined, *rows)
 
     def _run(self, function: str, batch: Any) -> Any:
         step = self._steps[function]

@@ -291,7 +291,7 @@ class SyncOnReadVariable(Variable):
         frame = self._frame("array")
         index = self._local_index(frame)
         if index is None:
-            return self._aggregate()
+            return self._of_workers() if self.led else self._aggregate()
         if frame.replica is not None and context.in_sync_on_read_context():
             return frame.replica.merge_call(lambda strategy: self._aggregate())
         return read_only(self.copies[index])
@@ -326,7 +326,7 @@ class SyncOnReadVariable(Variable):
 
         Collective.
         """
-        value = self.numpy()
+        value = np.array(to_host(self._aggregate()))
         if self.placement.store is None:
             return value
         world, group = self.placement.creators, self.placement.group
@@ -341,7 +341,28 @@ class SyncOnReadVariable(Variable):
     def load(self, value: np.ndarray) -> None:
         """See `Variable.load`. Where workers step alone, the first one has all of a sum."""
         whole = self.aggregation is not VariableAggregation.SUM or self.placement.with_first_worker
-        self.assign(value if whole else np.zeros_like(value))
+        self.write_copies("assign", value if whole else np.zeros_like(value))
+
+    @property
+    def led(self) -> bool:
+        """Whether a coordinator of this rank runs: the other workers, whose functions write copies, act when it says so."""
+        return self.placement.store is not None and self.placement.strategy.extended.coordination.leads
+
+    def _of_workers(self) -> np.ndarray:
+        """Return the aggregate of the copies of all workers, which serve this rank.
+
+        Raises:
+            ContextError: it is not their sum.
+        """
+        if self.aggregation is not VariableAggregation.SUM:
+            remedy = "Read it in the functions, and return what you want to know"
+            expected = (
+                "aggregation SUM of an ON_READ variable that a coordinator reads: each worker's functions write a copy"
+            )
+            got = self.aggregation.name
+            raise ContextError(explain("Variable", self.name, expected=expected, got=got, remedy=remedy))
+        self.placement.strategy.extended.coordination.announce("gathered", self)
+        return self.gathered()
 
     def _aggregate(self) -> Any:
         total = aggregate(self, self.copies)
@@ -358,7 +379,15 @@ class SyncOnReadVariable(Variable):
             remedy = "Call it in replica context, or use assign"
             expected, got = "another aggregation in cross-replica context", "SUM, which leaves open which copy is meant"
             raise ValueError(explain(function, self.name, expected=expected, got=got, remedy=remedy))
-        topology = self.placement.group.topology
+        if self.led:
+            value = to_host(flat).reshape(self.shape)
+            self.placement.strategy.extended.coordination.announce("write_copies", self, op, value)
+        self.write_copies(op, flat)
+        return self
+
+    def write_copies(self, op: str, value: Any) -> None:
+        """Change the copies of replicas that step together: "assign", "assign_add" or "assign_sub". Collective over these."""
+        topology, flat = self.placement.group.topology, value.reshape(-1)
         detail = f"value #{checksum(flat):08x}" if topology.size > 1 else ()
         with self.placement.group.collective(op, self.name, self.dtype, self.shape, detail):
             for index in range(len(self.copies)):

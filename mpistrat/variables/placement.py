@@ -154,6 +154,7 @@ class Placement:
         sharded: each `ShardedVariable` that several of them are together.
         made: the optimizers that were made in the strategy's scope, in that order.
         apart: the variables that nodes have updated by themselves since the last outer step, and whose outer step they wait for.
+        told_apart: whether an error has said that weights which should be equal differ.
         optimizers: those counted by the store. Others may name them when this rank's program no longer holds them.
     """
 
@@ -173,6 +174,7 @@ class Placement:
     optimizers: list[Any] = field(default_factory=list)
     made: list[Any] = field(default_factory=list)
     apart: dict[Any, Any] = field(default_factory=dict)
+    told_apart: bool = False
     _names: dict[str, int] = field(default_factory=dict)
 
     @property

@@ -151,7 +151,10 @@ def quick_digest(flat: Any) -> int:
     """
     host = with_zero_padding(to_host(flat) if is_gpu(flat) else flat)
     bits = host.view(np.uint64 if host.nbytes % 8 == 0 else np.uint8)
-    return int(np.add.reduce(bits, dtype=np.uint64)) & ((1 << 63) - 1)
+    total = int(np.add.reduce(bits, dtype=np.uint64))
+    if bits.dtype == np.uint64:  # whose sum loses highest bits, which are signs, in pairs
+        total += int(np.count_nonzero(bits.view(np.int64) < 0)) << 20
+    return total % ((1 << 63) - 1)
 
 
 # Memory on a device

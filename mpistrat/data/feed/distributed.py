@@ -38,7 +38,7 @@ __all__ = [
 
 SumOverRanks = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
-Drawn = Callable[[int, int], None]
+Drawn = Callable[[int, int, int], None]
 
 # A step that was looked at: its rows over all replicas, its element, and each local replica's arrays in it.
 _INPUT = RECORDER.name("i", "next batch")
@@ -130,7 +130,7 @@ class DistributedIterator(Feed):
         self.global_batch_size = total
         self._handed_out.next(arrays, total, (self._epoch, self._next - 1))
         if self._drawn is not None:
-            self._drawn(self._epoch, self._next - 1)
+            self._drawn(self._epoch, self._next - 1, self._plan.first_read)
         RECORDER.end(event)
         self._last = self._time(started)
         return element
@@ -271,7 +271,8 @@ class DistributedDataset:
         sum_over_ranks: returns the elementwise sum of a small int64 array over all ranks; collective.
         passes: called when an epoch begins and ends to be read.
         same_length: whether an epoch has as many steps wherever the state of an iterator is restored.
-        drawn: called with the epoch and step of each batch that is handed out; None where the ranks need not draw alike.
+        drawn: called with the epoch and step of each batch that is handed out, and `Plan.first_read`; None where the ranks need
+            not draw alike.
         ledger: what records the batches that are handed out.
     """
 

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import itertools
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any, final
@@ -163,6 +164,7 @@ class _Generated(InputRows):
         self._given = element_spec is not None
         self._spec = element_spec
         self._start = _epoch_argument(function)
+        self._first: int | None = None  # a digest of the first element that was read
 
     @property
     def random_access(self) -> bool:
@@ -194,7 +196,13 @@ class _Generated(InputRows):
             except ValueError as error:
                 why = "as element_spec says" if self._given else "as the first element was: give element_spec otherwise"
                 raise ValueError(f"from_generator: element {position}: {error} ({why})") from None
+            if self._first is None:
+                self._first = zlib.crc32(b"".join(map(row_content, nest.flatten(arrays))))
             yield arrays
+
+    @property
+    def first_read(self) -> int:
+        return self._first or 0
 
     def describe(self) -> str:
         name = getattr(self._function, "__name__", None) or type(self._function).__name__

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ...cluster.rendezvous import wait_for_ranks
+from ..._util.text import named
+from ...cluster.rendezvous import add_check, remove_check, wait_for_ranks
 from ...comm.agree import as_told, gather_bytes, gather_text, together
 from ...errors import ClusterError, ContextError, LayoutError, explain
 from ...optimizers import Optimizer
@@ -86,8 +87,9 @@ class Cluster(Coordination):
             execute = Commands(strategy).execute
             self.loop = WorkerLoop(group, channel, self.chief, index, self.registry, self._alone, execute, self._flush)
             group.contacts.add(self.chief)
-        self._group = group
+        self._group, self._servers = group, roles[1]
         group.attach(self)
+        add_check(self._check_rendezvous)
         _clusters[strategy] = self
         strategy.extended.coordinate(self)
 
@@ -163,6 +165,29 @@ class Cluster(Coordination):
         self._flush()
         self._announce_optimizers(optimizers)
 
+    def _check_rendezvous(self, comm: MPI.Intracomm, function: str) -> None:
+        """Raise ContextError if this rank waits for ranks that serve, and cannot make with it what all ranks make."""
+        if self.scheduled:
+            serving: Sequence[int] = self._servers
+        else:
+            serving = [] if self.dispatcher is None else self.dispatcher.idle()
+        if not serving:
+            return
+        from mpi4py import MPI
+
+        own, theirs = self._group.topology.comm.Get_group(), comm.Get_group()
+        there = [rank for rank in MPI.Group.Translate_ranks(own, serving, theirs) if rank != MPI.UNDEFINED]
+        own.Free()
+        theirs.Free()
+        if there:
+            remedy = (
+                "In a function one rank acts: use the coordinator's strategy, ms.get_strategy(). A strategy of all ranks is made "
+                "by a program that all ranks run"
+            )
+            expected = "ranks that all run this program"
+            got = f"{named('rank', there)} of it in the coordinator's service"
+            raise ContextError(explain(function, "comm", expected=expected, got=got, remedy=remedy))
+
     def _announce_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Have those that serve make the optimizers that a function uses, with the numbers of now."""
         for optimizer in optimizers:
@@ -187,6 +212,7 @@ class Cluster(Coordination):
     def free(self) -> None:
         """Free the communicator. Collective; nothing is under way."""
         comm, self._comm = self._comm, None
+        remove_check(self._check_rendezvous)
         if comm is not None:
             self._strategy.extended.coordinate(Coordination())
             comm.Free()
@@ -197,6 +223,7 @@ class Cluster(Coordination):
 
     def leave(self) -> Callable[[], None] | None:
         """Let the others go, at the end of the program. The group calls it."""
+        remove_check(self._check_rendezvous)
         if self.dispatcher is not None and self._comm is not None:
             self.dispatcher.leave()
         return None
@@ -205,6 +232,7 @@ class Cluster(Coordination):
         """See `comm.process_group.Attachment`."""
         if self.dispatcher is not None:
             self.dispatcher.abandon()
+        remove_check(self._check_rendezvous)
         self._comm = None
 
     def _unpack(self, data: bytes) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ..._util import nest
 from ...cluster.forks import is_child, refusal
-from ...errors import ClosedError, ContextError, explain
+from ...errors import ClosedError, ContextError, PeerExitError, explain
 from ...lookup import StaticHashTable
 from .closures import Closure, PerWorkerValues, RemoteValue
 from .cluster import Cluster, check_workers
@@ -164,6 +164,11 @@ class ClusterCoordinator:
     def done(self) -> bool:
         """Return whether all scheduled functions have run. For the chief."""
         return self._dispatcher("done").done()
+
+    def require_workers(self) -> None:
+        """Raise PeerExitError if all workers have left the program. For the chief."""
+        if not self._dispatcher("require_workers").alive():
+            raise PeerExitError("ClusterCoordinator: all workers have left the program: no function can be run")
 
     def fetch(self, values: Any) -> Any:
         """Return a structure with the values of the RemoteValues in it. For the chief.

@@ -92,6 +92,7 @@ class Dispatcher:
         self._workers = [_Worker(index, rank) for index, rank in enumerate(workers)]
         self._alive = {worker.rank: worker for worker in self._workers}
         self.listeners: set[int] = set()
+        self._serving: set[int] = set()
         self.queue_size, self._queue = 1, ClosureQueue(len(workers))
         self._waiting: dict[RemoteValue, list[Closure]] = {}  # closures by an input that is missing
         self._count = self._parked = self._pending = self._held = 0
@@ -134,6 +135,12 @@ class Dispatcher:
     def alive(self) -> list[int]:
         """Return the indices of the workers that have not left."""
         return [worker.index for worker in self._alive.values()]
+
+    def idle(self) -> list[int]:
+        """Return the ranks that serve, and run no function."""
+        self.progress()
+        with self.lock:
+            return sorted(self._serving & self.listeners - {worker.rank for worker in self._workers if worker.calls})
 
     def join(self) -> None:
         """Wait until every closure has run.
@@ -335,6 +342,8 @@ class Dispatcher:
         messages = self._channel.poll()
         for message in messages:
             worker = self._alive.get(message.rank)
+            if message.kind == Kind.HELLO:
+                self._serving.add(message.rank)
             if message.kind == Kind.BYE:
                 self.listeners.discard(message.rank)
             elif worker is not None:

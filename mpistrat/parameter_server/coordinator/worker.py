@@ -216,15 +216,15 @@ class WorkerLoop:
                 result = fn(*args, **kwargs)
                 self._flush()  # before the result is sent: it has been written by then
                 kind, answer = Kind.RESULT, dumps(result, self._registry.reduce_result)
-        except Exception as error:
-            if is_loss(error):
+        except BaseException as error:  # SystemExit, too: this rank's program goes on without the function
+            if isinstance(error, KeyboardInterrupt) or is_loss(error):
                 raise
             kind, answer = Kind.FAILED, self._failure(error)
         finally:
             _running = None
         return kind, int((monotonic() - start) * 1e6), answer
 
-    def _failure(self, error: Exception) -> bytes:
+    def _failure(self, error: BaseException) -> bytes:
         where = f"worker {self.index} (rank {self._group.topology.rank})"
         trace = error.__traceback__
         own = trace.tb_next if trace is not None and trace.tb_next is not None else trace  # without the line above
@@ -282,6 +282,8 @@ class Commands:
             "optimizer": self._make_optimizer,
             "show_config": lambda: show_config(self._strategy),
             "read_all": lambda variable: variable.read_all(),
+            "gathered": lambda *variables: [variable.gathered() for variable in variables],
+            "write_copies": _write_copies,
         }
         try:
             (own.get(name) or getattr(self._strategy, name))(*args)
@@ -298,6 +300,14 @@ class Commands:
 
     def _make_optimizer(self, definition: Definition) -> None:
         self._optimizers[definition.ordinal] = make_defined(definition)
+
+
+def _write_copies(variable: Any, op: str, value: np.ndarray) -> None:
+    """Write what the chief writes to its copies: of a sum, which it has whole, others have nothing."""
+    if op == "assign":
+        variable.load(value)
+    else:
+        variable.write_copies(op, value)
 
 
 def _rank_0_has_it() -> NoReturn:

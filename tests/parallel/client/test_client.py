@@ -81,8 +81,15 @@ def test_errors_have_their_traceback_in_the_job(job, tmp_path):
         with pytest.raises(ValueError, match="on the chief") as raised:
             cluster.call(fail, ("on the chief",))
         assert "the chief (rank 0)" in str(raised.value.__cause__)
-        with pytest.raises(SystemExit):
-            cluster.call(sys.exit)
+        for exits in (
+            cluster.call,
+            lambda fn: cluster.schedule(fn, worker=0).get(),
+            lambda fn: cluster.schedule(fn).get(),
+        ):
+            with pytest.raises(SystemExit):
+                exits(sys.exit)
+        with pytest.raises(ms.errors.ContextError, match="in the coordinator's service"):
+            cluster.call(lambda: ms.MultiWorkerMirroredStrategy())  # of ranks that serve
         cluster.schedule(fail, ("of many",))
         with pytest.raises(ValueError, match="of many"):
             cluster.join()

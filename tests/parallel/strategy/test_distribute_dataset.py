@@ -166,6 +166,50 @@ def test_ranks_at_different_places_in_their_data_are_told(strategy, change, ther
     assert strategy.reduce("SUM", 1.0) == strategy.size  # a program may go on from here
 
 
+def _numbers(first):
+    return lambda: ({"x": np.full(2, first + k), "name": f"row {first + k}"} for k in range(12))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("shared_memory", ["0", "1"])
+@pytest.mark.parametrize("given", [False, True])
+def test_generators_of_other_rows_are_told(monkeypatch, shared_memory, given):
+    """With the first batch, whatever is made of the rows; where each rank has rows of its own, nothing is compared."""
+    import mpistrat as ms
+    from mpistrat.data import ArraySpec, Options, from_arrays, from_generator
+    from mpistrat.errors import CollectiveMismatchError
+
+    monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", shared_memory)
+    monkeypatch.setenv("MPISTRAT_CHECK_EVERY", "1")
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        last = strategy.size - 1
+        spec = {"x": ArraySpec((2,), np.float64), "name": ArraySpec((), object)} if given else None
+        chains = [
+            lambda rows: rows.batch(4),
+            lambda rows: rows.map(lambda row: row["x"] * strategy.rank).batch(4),  # each makes other rows of the same
+            lambda rows: ms.data.zip(from_arrays(np.arange(12.0)), rows).batch(4).repeat(2),
+        ]
+        for chain in chains:
+            for of_last in (0.0, 100.0):
+                first = of_last if strategy.rank == last else 0.0
+                data = iter(strategy.distribute_dataset(chain(from_generator(_numbers(first), spec))))
+                assert next(data) is not None
+                if not of_last:
+                    assert strategy.reduce("SUM", 1.0) == strategy.size
+                    continue
+                words = rf"different rows: the first element of dataset \d+ \(made at .*\.py:\d+\) .*rank {last}: #"
+                with pytest.raises(CollectiveMismatchError, match=words):
+                    strategy.reduce("SUM", 1.0)
+        own = from_generator(_numbers(100.0 * strategy.rank), spec)
+        options = Options()
+        options.experimental_distribute.auto_shard_policy = "OFF"
+        for data in (
+            strategy.distribute_datasets_from_function(lambda context: own.batch(4)),
+            strategy.distribute_dataset(own.batch(4).with_options(options)),
+        ):
+            assert sum(strategy.reduce("SUM", len(batch["x"])) for batch in data) == 12 * strategy.size
+
+
 @pytest.mark.ranks(2, 3)
 def test_datasets_and_iterators_in_another_order_are_told(strategy):
     import threading

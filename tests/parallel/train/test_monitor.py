@@ -3,6 +3,8 @@
 import json
 import logging
 import re
+import shutil
+import sys
 import time
 
 import numpy as np
@@ -120,6 +122,66 @@ def test_workers_of_servers(mpi_tmp_path):
         work.fit(strategy.distribute_dataset(dataset()), 2)
         strategy.barrier()
         assert len(lines(mpi_tmp_path / "run")) == 2 and (mpi_tmp_path / "trace.json.gz").exists()
+
+
+class Tracker:
+    """Stands for the module mlflow, whose server is not there for some calls."""
+
+    def __init__(self):
+        self.metrics, self.calls, self.ended = {}, 0, None
+
+    def start_run(self, run_name):
+        pass
+
+    def log_params(self, params):
+        pass
+
+    def log_metrics(self, values, step):
+        self.calls += 1
+        if self.calls in (2, 3):
+            raise ConnectionError("connection refused")
+        self.metrics[step] = values["loss"]
+
+    def log_artifact(self, path):
+        raise ConnectionError("connection refused")
+
+    def end_run(self, status):
+        self.ended = status
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_tracker_that_fails_does_not_end_training(mpi_tmp_path, monkeypatch, caplog):
+    tracker = Tracker()
+    monkeypatch.setitem(sys.modules, "mlflow", tracker)
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        watch = ms.monitor(mpi_tmp_path / "run", tensorboard=False, progress=False, mlflow=True)
+        work, _ = trainer(strategy, callbacks=[watch])
+        history = work.fit(strategy.distribute_dataset(dataset()), 4)
+        told = [record.getMessage() for record in caplog.records if "MLflow" in record.getMessage()]
+        if strategy.rank == 0:
+            assert tracker.metrics == {0: history["loss"][0], 3: history["loss"][3]}
+            assert tracker.ended == "FINISHED"
+            assert len(told) == 1 and "ConnectionError: connection refused; training continues" in told[0]
+        else:
+            assert not told and not tracker.calls
+
+
+@pytest.mark.ranks(1)
+def test_a_page_that_cannot_be_written_does_not_end_training(mpi_tmp_path, caplog):
+    class Gone(ms.train.Callback):
+        def on_epoch_end(self, loop, logs):
+            if loop.epoch == 1:
+                shutil.rmtree(mpi_tmp_path / "run")
+                (mpi_tmp_path / "run").write_text("a file where the folder was")
+
+    with ms.OneDeviceStrategy() as strategy:
+        watch = ms.monitor(mpi_tmp_path / "run", tensorboard=False, progress=False)
+        work, _ = trainer(
+            strategy, callbacks=[Gone(), watch, ms.train.Timeline(mpi_tmp_path / "run" / "trace.gz", 10**6)]
+        )
+        assert len(work.fit(strategy.distribute_dataset(dataset()), 4)["loss"]) == 4
+        for what in ("JSONLogger", "the page in", "Timeline"):
+            assert sum(what in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.ranks(1)

@@ -46,6 +46,23 @@ def test_fit_evaluate_and_predict_are_those_of_all_rows(name):
         assert work.loop.step == 3 * 5
 
 
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("devices", [None, ["cpu:0", "cpu:1"]])
+def test_predictions_may_be_a_nest(devices):
+    with ms.MirroredStrategy(devices) as strategy:
+        data = strategy.distribute_dataset(ms.data.from_arrays(np.arange(11.0)).batch(4))
+
+        def predict(x):
+            return {"same": x, "powers": (x**2, np.stack([x, x**3], 1))}
+
+        found = ms.train.Trainer(strategy, None, None, predict).predict(data)
+        x = np.arange(11.0)
+        assert list(found) == ["same", "powers"]
+        np.testing.assert_array_equal(found["same"], x)
+        np.testing.assert_array_equal(found["powers"][0], x**2)
+        np.testing.assert_array_equal(found["powers"][1], np.stack([x, x**3], 1))
+
+
 @pytest.mark.ranks(2)
 def test_all_ranks_stop_with_the_first_one_which_alone_writes(mpi_tmp_path):
     path = mpi_tmp_path / "log.csv"

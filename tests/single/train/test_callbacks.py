@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import shutil
 import struct
 import subprocess
 import sys
@@ -125,6 +126,52 @@ def test_logs_are_files_of_lines(tmp_path):
     assert [(line["epoch"], line["loss"], line["each"]) for line in found] == [(0, 2.0, [1, 2]), (1, 1.0, [1, 2])]
 
 
+def test_results_that_come_later_get_a_column(tmp_path):
+    path, state = tmp_path / "log.csv", loop()
+    log = t.CSVLogger(path)
+    log.on_train_begin(state)
+    for state.epoch, more in enumerate([{}, {"val_loss": 3.0}, {}, {"val_loss": 2.0, "note": "a,b"}]):
+        log.on_epoch_end(state, {"loss": 1.0, **more})
+    with path.open(newline="") as file:
+        assert list(csv.reader(file)) == [
+            ["epoch", "loss", "val_loss", "note"],
+            ["0", "1.0", "NA", "NA"],
+            ["1", "1.0", "3.0", "NA"],
+            ["2", "1.0", "NA", "NA"],
+            ["3", "1.0", "2.0", "a,b"],
+        ]
+
+
+def test_a_table_that_goes_on_keeps_its_columns(tmp_path):
+    path, state = tmp_path / "log.csv", loop()
+    for logs in ({"loss": 1.0, "accuracy": 0.5}, {"accuracy": 0.75, "loss": 2.0}):
+        log = t.CSVLogger(path, append=True)
+        log.on_epoch_end(state, logs)
+        log.on_train_end(state)
+    assert path.read_text().split() == ["epoch,loss,accuracy", "0,1.0,0.5", "0,2.0,0.75"]
+
+
+@pytest.mark.parametrize("kind", [t.CSVLogger, t.JSONLogger])
+def test_a_log_that_is_removed_starts_again_and_one_that_cannot_be_written_is_left(tmp_path, kind, caplog):
+    path, state = tmp_path / "logs" / "log", loop()
+    log = kind(path)
+    log.on_train_begin(state)
+    log.on_epoch_end(state, {"loss": 1.0})
+    shutil.rmtree(path.parent)
+    for state.epoch in (1, 2):
+        log.on_epoch_end(state, {"loss": 2.0})
+    assert "1,2.0" in path.read_text() or '"epoch": 1' in path.read_text()
+    assert len(caplog.records) == 1 and "was removed; it starts again with epoch 1" in caplog.text
+    shutil.rmtree(path.parent)
+    path.parent.write_text("a file where the folder was")
+    for state.epoch in (3, 4):
+        log.on_epoch_end(state, {"loss": 3.0})
+    log.on_train_end(state)
+    assert len(caplog.records) == 2 and "training continues" in caplog.text
+    with pytest.raises(OSError):
+        log.on_train_begin(state)  # what is wrong from the beginning is an error
+
+
 def test_a_log_goes_on(tmp_path):
     path, state = tmp_path / "log.csv", loop()
     for _ in range(2):
@@ -182,6 +229,20 @@ def test_tensorboard_does_not_import_torch(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["False", "True"], done
     assert scalars(tmp_path / "run") == [("loss", 0, 1.0)]
+
+
+def test_event_files_that_cannot_be_written_do_not_end_training(tmp_path, caplog, monkeypatch):
+    state, board = loop(), t.TensorBoard(tmp_path / "run")
+    board.on_train_begin(state)
+
+    def fail(*args):
+        raise ConnectionError("the file system is gone")
+
+    monkeypatch.setattr(board.writer, "add_scalar", fail)
+    for state.epoch in range(3):
+        board.on_epoch_end(state, {"loss": 1.0})
+    board.on_train_end(state)
+    assert len(caplog.records) == 1 and "ConnectionError: the file system is gone; training continues" in caplog.text
 
 
 def test_a_run_that_goes_on_overwrites_what_came_after(tmp_path):

@@ -1,5 +1,6 @@
 """The coordinator: every function once, errors once, values where they are wanted."""
 
+import argparse
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -108,6 +109,34 @@ def test_an_error_is_raised_once_and_what_waits_is_cancelled():
                 cancelled[0].get()
             assert isinstance(cancelled[0]._error, CancelledError)
             assert c.schedule(square, (5,)).get() == 25
+
+
+class Stops(BaseException):
+    """As asyncio.CancelledError, which is no Exception either."""
+
+
+def test_a_function_that_exits_is_a_function_that_fails():
+    def leaves(status):
+        argparse.ArgumentParser().exit(status)
+
+    def stops():
+        raise Stops("here")
+
+    with coordinator() as c:
+        if not c.is_chief:
+            return
+        for index in range(c.num_workers):
+            for fn, args, kind in ((leaves, (2,), SystemExit), (leaves, (0,), SystemExit), (stops, (), Stops)):
+                value = c.schedule(fn, args, worker=index)
+                with pytest.raises(kind) as caught:
+                    c.join()
+                assert f"in {fn.__name__}" in str(caught.value.__cause__) and f"worker {index}" in str(
+                    caught.value.__cause__
+                )
+                assert value.status is RemoteValueStatus.ABORTED
+                with pytest.raises(kind):
+                    c.executor().submit(fn, *args).result()
+        assert c.fetch([c.schedule(square, (i,)) for i in range(8)]) == [i * i for i in range(8)]
 
 
 def test_an_exception_that_cannot_travel_comes_as_text():

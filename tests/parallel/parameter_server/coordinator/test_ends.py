@@ -13,6 +13,12 @@ def nap(seconds, value=None):
     time.sleep(seconds)
     return value
 
+def serve():
+    try:
+        c.serve()
+    except KeyboardInterrupt:  # Ctrl-C in a function: this worker leaves the program
+        pass
+
 """
 
 
@@ -63,7 +69,7 @@ def test_a_worker_that_leaves_has_its_functions_run_by_others(mpi_run):
     program = """
 def leave_on_worker_0(value):
     if ms.coordinator.get_current_worker_index() == 0:
-        raise SystemExit
+        raise KeyboardInterrupt
     return value
 
 if c.is_chief:
@@ -76,7 +82,7 @@ if c.is_chief:
     print(c.schedule(nap, (0, "on")).get())
     print(c.executor().submit(nap, 0, "too").result())
 else:
-    c.serve()
+    serve()
 """
     result = mpi_run(START + program, 3, timeout=60)
     assert result.returncode == 0, result.stderr
@@ -88,8 +94,11 @@ else:
 
 def test_without_any_worker_left_the_chief_is_told(mpi_run):
     program = """
+def leave():
+    raise KeyboardInterrupt
+
 if c.is_chief:
-    values = [c.schedule(sys.exit) for _ in range(5)]
+    values = [c.schedule(leave) for _ in range(5)]
     try:
         c.join()
     except ms.errors.PeerExitError as error:
@@ -100,11 +109,11 @@ if c.is_chief:
         print("again:", error)
     print({v.status.name for v in values})
 else:
-    c.serve()
+    serve()
 """
     result = mpi_run(START + program, 3, timeout=60)
     assert result.returncode == 0, result.stderr
-    assert "told: sys.exit cannot be run" in result.out[0] or "told: exit cannot be run" in result.out[0]
+    assert "told: leave cannot be run" in result.out[0]
     assert "again:" in result.out[0]
     assert "{'ABORTED'}" in result.out[0]
 
@@ -160,3 +169,21 @@ with c:
     assert result.returncode == 0, result.stderr
     assert result.out[0].splitlines()[:2] == ["True", "True True"]
     assert "THREAD_MULTIPLE" in result.out[0]
+
+
+def test_a_chief_that_serves_clients_ends_with_its_last_worker(mpi_run):
+    program = """
+class Door:
+    def receive(self, seconds):
+        time.sleep(seconds)
+
+if c.is_chief:
+    from mpistrat.client.session import serve
+    try:
+        serve(c, Door())
+    except ms.errors.PeerExitError as error:
+        print("told:", error)
+"""
+    result = mpi_run(START + program, 3, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "told: ClusterCoordinator: all workers have left the program" in result.out[0]

@@ -1,5 +1,7 @@
 """Scheduled training steps under a ParameterServerStrategy: they find the worker's own variables and optimizers."""
 
+import time
+
 import numpy as np
 import pytest
 from coordinators import coordinated
@@ -89,6 +91,37 @@ def test_what_all_ranks_do_together_is_refused_in_a_function():
             c.schedule(step)
             c.join()
             assert v.numpy().tolist() == [-0.5, -1, -2]
+
+
+MAKERS = {
+    "MultiWorkerMirroredStrategy": ms.MultiWorkerMirroredStrategy,
+    "ParameterServerStrategy": ms.ParameterServerStrategy,
+    "split_evaluator": ms.estimator.split_evaluator,
+}
+
+
+@pytest.mark.parametrize("function", MAKERS)
+def test_what_all_ranks_make_is_refused_where_others_serve(function):
+    """At once, and without leaving anything behind: the next strategy of all ranks is made."""
+    from mpi4py import MPI
+
+    make_it = MAKERS[function]
+    with coordinated(ms.ParameterServerStrategy()) as c:
+        between = ms.MultiWorkerMirroredStrategy()  # all ranks make it: none serves yet
+        between.close()
+        if c.is_chief:
+            assert c.schedule(lambda: 1).get() == 1
+            began = time.monotonic()
+            with pytest.raises(ContextError, match=rf"{function}: .* in the coordinator's service"):
+                make_it()
+            c.schedule(make_it)
+            with pytest.raises(ContextError, match=rf"{function}: .* in the coordinator's service"):
+                c.join()
+            assert time.monotonic() - began < 10
+            ms.MirroredStrategy(comm=MPI.COMM_SELF).close()
+    after = ms.MultiWorkerMirroredStrategy()
+    assert after.reduce("SUM", 1.0) == after.size
+    after.close()
 
 
 def test_the_chief_needs_a_worker_beside_it():

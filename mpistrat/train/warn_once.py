@@ -1,0 +1,45 @@
+"""Errors of what records a run, such as a log or a tracker: the first one is a warning, and training continues."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import final
+
+from .._util.log import logger
+
+__all__ = ["WarnOnce"]
+
+
+@final
+class WarnOnce:
+    """A context that may be entered again and again: the first error in it is logged, later ones are skipped.
+
+    Example:
+        >>> recording = WarnOnce("the log", OSError)
+        >>> for _ in range(2):
+        ...     with recording:
+        ...         raise OSError("no space left on device")
+    """
+
+    def __init__(self, what: str, *kinds: type[Exception]) -> None:
+        """Take the errors that do not leave the context.
+
+        Args:
+            what: the record, for the warning.
+            kinds: the classes of errors; others are raised.
+        """
+        self._what, self._kinds, self._warned = what, kinds, False
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, self._kinds):
+            return False
+        if not self._warned:
+            self._warned = True
+            text = "%s: %s: %s; training continues, and later errors of it are not reported"
+            logger.warning(text, self._what, type(error).__name__, error)
+        return True

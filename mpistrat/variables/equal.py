@@ -1,0 +1,141 @@
+"""Comparison of what ranks must hold alike: the weights of nodes, and equal parts on the ranks of a mesh's replica."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from .._util import partition
+from ..comm.arrays import to_host
+from ..comm.process_group import ProcessGroup
+from ..errors import CollectiveMismatchError, by_rank, explain
+from .arena import Arena
+from .layout import Grid
+from .placement import Placement
+from .values import checksum
+from .variable import Variable
+
+__all__ = ["different_nodes", "different_parts", "different_weights", "held_by_several"]
+
+_NAMED = 5  # variables of each rank in an error
+
+
+def different_weights(function: str, placement: Placement) -> CollectiveMismatchError | None:
+    """Return the error of weights that should be equal and are not, the same on every rank; None where all are equal.
+
+    Each rank passes once over its share of the memory. Collective over all ranks, unless they are of one node without a mesh.
+
+    Args:
+        function: the public caller to name in the error.
+        placement: of the strategy; what servers keep has no copies.
+    """
+    if placement.store is not None:
+        return None
+    group, grid = placement.group, placement.grid
+    variables = [variable for variable in placement.variables if variable.arena is not None and variable.size]
+    error = None
+    if group.num_nodes > 1:
+        with group.collective("compare weights", function):
+            arenas = dict.fromkeys(variable.arena for variable in variables)
+            error = different_nodes(function, group, variables, [_share(group, arena) for arena in arenas])
+    if grid is None:
+        return error
+    with grid.replica.collective("compare parts", function):
+        error = different_parts(function, grid, held_by_several(grid, variables), ["value"]) or error
+    texts = list(filter(None, grid.world.exchange("compare weights", str(error or ""), function)))
+    return CollectiveMismatchError(texts[0]) if texts else None
+
+
+def _share(group: ProcessGroup, arena: Arena) -> int:
+    """Return a checksum of this rank's share of an arena; the ranks of a node have all of it, in the same shares on each node."""
+    if group.slice_index is None:
+        return 0
+    low, high = partition.aligned_bounds(arena.used, group.slices)[group.slice_index]
+    return checksum(arena.values[low:high])
+
+
+def different_nodes(
+    function: str, group: ProcessGroup, variables: Sequence[Variable], numbers: Sequence[int]
+) -> CollectiveMismatchError | None:
+    """Return the error of weights that differ between nodes, with what each rank has; None where all are equal.
+
+    Collective, inside one; all ranks have arrived.
+
+    Args:
+        function: the public caller to name in the error.
+        group: the ranks.
+        variables: of which the error names those that differ.
+        numbers: digests of this rank's share of the weights.
+    """
+    if group.nodes_alike(numbers):
+        return None
+    variables[0].placement.told_apart = True
+    own = {variable.name: _shown(variable) for variable in variables}
+    shown = [json.loads(text) for text in group.all_gather_text(json.dumps(own))]
+    names = [name for name in own if len({mine[name] for mine in shown}) > 1]
+    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    texts = {
+        rank: ", ".join(f"{name} {mine[name]}" for name in names[:_NAMED]) + more for rank, mine in enumerate(shown)
+    }
+    remedy = (
+        "Something that no description shows has changed the weights on some nodes only: a hyperparameter, a constraint, "
+        "a gradient that was not summed, a write into their memory, or the memory of a node. Restore the last checkpoint"
+    )
+    expected, got = "the same weights on all nodes", by_rank(texts)
+    return CollectiveMismatchError(explain(function, "", expected=expected, got=got, remedy=remedy))
+
+
+def _shown(variable: Variable) -> str:
+    """Return a checksum of a variable's value, and how many numbers in it are not finite, in words."""
+    value = to_host(variable.primary)
+    odd = value.size - int(np.count_nonzero(np.isfinite(value)))
+    return f"#{checksum(value.reshape(-1)):08x}" + f" with {odd} that are not finite" * bool(odd)
+
+
+def held_by_several(grid: Grid, variables: Sequence[Variable]) -> list[Variable]:
+    """Return the variables of which several ranks of a replica hold the same part."""
+    ranks = grid.replica.topology.size
+    return [variable for variable in variables if variable.part is not None and len(variable.part.holders) < ranks]
+
+
+def different_parts(
+    function: str, grid: Grid, variables: Sequence[Variable], kinds: Sequence[str]
+) -> CollectiveMismatchError | None:
+    """Return the error of equal parts that differ over the ranks of a replica; None where they are equal.
+
+    Collective over the replica, inside one.
+
+    Args:
+        function: the public caller to name in the error.
+        grid: the mesh.
+        variables: some of those that several ranks hold.
+        kinds: "value" and "gradient", or one of them.
+    """
+    if not variables:
+        return None
+    read = {"gradient": lambda variable: variable.gradient(0), "value": lambda variable: variable.primary}
+    sums = [[checksum(np.ascontiguousarray(to_host(read[kind](v))).reshape(-1)) for kind in kinds] for v in variables]
+    table = grid.replica.all_gather_int(np.ravel(sums).tolist()).reshape(-1, len(variables), len(kinds))
+    for number, variable in enumerate(variables):
+        part = variable.part
+        assert part is not None
+        for which, kind in enumerate(kinds):
+            found = table[:, number, which]
+            if (found != found[part.same]).any():
+                variable.placement.told_apart = True
+                got = by_rank({grid.replica_ranks[rank]: f"#{int(value):08x}" for rank, value in enumerate(found)})
+                return _different(function, variable.name, kind, part.layout, got)
+    return None
+
+
+def _different(function: str, name: str, what: str, layout: Sequence[str | None], got: str) -> CollectiveMismatchError:
+    remedy = (
+        "Each rank of a replica must compute it alike. Where each has a share of it, sum it before the step: "
+        'mesh.all_reduce(v.grad, "model")'
+        if what == "gradient"
+        else "Something has changed it on some ranks only: a gradient, an assignment, a hyperparameter, the memory of a node"
+    )
+    expected = f"the same {what} on the ranks of a replica that hold the same part, by its layout {tuple(layout)}"
+    return CollectiveMismatchError(explain(function, name, expected=expected, got=got, remedy=remedy))
