@@ -84,7 +84,7 @@ def _rebuild(node: Any, keys: list[Any], children: list[Any]) -> Any:
 
 
 def _mapping_like(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if isinstance(node, dict) or hasattr(node, "__copy__"):
+    if isinstance(node, dict) or hasattr(type(node), "__copy__"):
         made = _with_items(node, items)
         if made is not None:
             return made

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from .. import context, global_batch
+from .._util.masks import plain_array
 from ..comm.arrays import accumulation_dtype
 from ..errors import BatchError, explain
 from ..optimizers import Optimizer
@@ -214,6 +215,8 @@ def _checked(leaf: Any, gradient: Any, link: Link | None, name: str) -> Link:
     if shape != variable.shape or dtype != variable.dtype:
         expected, got = f"a gradient {variable.dtype}{variable.shape}", f"{type(gradient).__name__} {dtype}{shape}"
         raise ValueError(explain(_FUNCTION, name, expected=expected, got=got))
+    if isinstance(gradient, np.ndarray):
+        plain_array(gradient, _FUNCTION, name)
     return link
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._util.masks import plain_array
 from ..comm import agree
 from ..errors import ContextError, explain
 from ..strategy.contexts import stepping
@@ -76,7 +77,7 @@ def _fitting(value: Any, variable: Any, name: str) -> np.ndarray:
     if not is_parameter(value):
         got = type(value).__name__ if not is_array(value) else f"{value.dtype}{value.shape}"
         raise ValueError(explain(_FUNCTION, name, expected="a floating array", got=got))
-    array, part = np.asarray(jax.block_until_ready(value)), variable.part
+    array, part = plain_array(jax.block_until_ready(value), _FUNCTION, name), variable.part
     if part is not None and array.shape == part.whole_shape:
         array = part.cut(array)
     if array.shape != variable.shape:

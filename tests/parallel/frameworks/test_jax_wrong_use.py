@@ -170,3 +170,16 @@ def test_a_norm_over_gradients_that_workers_send_apart_is_refused():
     with strategy.scope(), pytest.raises(ValueError, match="max_norm: expected None, where servers sum"):
         ms.jax.distribute(params, optax.sgd(0.1), max_norm=1.0)
     strategy.close()
+
+
+@pytest.mark.ranks(1)
+def test_masked_numbers_are_refused():
+    masked, plain = np.ma.masked_array(np.ones(3, np.float32), mask=[0, 1, 0]), np.ones(3, np.float32)
+    with ms.MultiWorkerMirroredStrategy() as strategy, strategy.scope():
+        with pytest.raises(TypeError, match="w: expected no masked numbers, got 1 masked"):
+            ms.jax.distribute({"w": masked}, optax.sgd(0.1))
+        params, optimizer = ms.jax.distribute({"w": plain}, optax.sgd(0.1))
+        with pytest.raises(TypeError, match="ms.jax.apply: w: expected no masked numbers"):
+            ms.jax.apply(optimizer, {"w": masked}, params)
+        with pytest.raises(TypeError, match="w: expected no masked numbers"):
+            ms.jax.assign(params, {"w": masked})

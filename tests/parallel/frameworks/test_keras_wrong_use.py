@@ -132,3 +132,17 @@ def test_an_optimizer_of_other_variables_is_named():
             ValueError, match=r"fit: optimizer: expected gradients of the \d+ variables .* got those of"
         ):
             fit(model, *rows(), epochs=1)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_masked_numbers_are_refused(method):
+    x, y = rows()
+    masked = np.ma.masked_array(x, mask=np.zeros(x.shape, bool))
+    model = build()
+    with put(model) as strategy, strategy.scope():
+        compiled(model)
+        getattr(model, method)(masked, y, verbose=0)
+        masked.mask.flat[0] = True
+        with pytest.raises(TypeError, match="expected no masked numbers, got 1 masked"):
+            getattr(model, method)(masked, y, verbose=0)

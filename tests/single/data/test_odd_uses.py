@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mpistrat as ms
 from mpistrat.data import ArraySpec, Dataset, from_arrays
 
 
@@ -133,3 +134,24 @@ def test_a_snapshot_of_other_rows_is_told_as_one(tmp_path: Any) -> None:
         ValueError, match=r"expected rows of float64\[\] in .*, got int64\[\]. The files are of another"
     ):
         list(from_arrays(np.arange(3.0)).snapshot(tmp_path / "rows"))
+
+
+STRUCTURED = np.zeros(20, [("t", "f8"), ("n", "i4", (2,))])
+STRUCTURED["t"] = np.arange(20) / 2
+STAGES = {
+    "map": lambda rows, folder: rows.map(lambda t, y: (t, y)),
+    "filter": lambda rows, folder: rows.filter(lambda t, y: y >= 0),
+    "buffer shuffle": lambda rows, folder: rows.filter(lambda t, y: True).shuffle(5, seed=1),
+    "cache": lambda rows, folder: rows.map(lambda t, y: (t, y)).cache(),
+    "save": lambda rows, folder: (rows.save(folder), ms.data.Dataset.load(folder))[1],
+    "generator": lambda rows, folder: ms.data.from_generator(lambda: zip(STRUCTURED, range(20), strict=True)),
+}
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("stage", STAGES)
+def test_rows_of_structures_next_to_another_field(stage, size, tmp_path):
+    rows = ms.data.from_arrays((STRUCTURED, np.arange(20)))
+    batches = list(STAGES[stage](rows, tmp_path / "saved").batch(size))
+    assert all(t.dtype == STRUCTURED.dtype and np.array_equal(t, STRUCTURED[y]) for t, y in batches)
+    assert sorted(np.concatenate([y for _, y in batches]).tolist()) == list(range(20))
