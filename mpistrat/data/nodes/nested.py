@@ -1,4 +1,4 @@
-"""Batches taken for rows, of which `batch` makes batches once more: as tf.data does, of windows above all."""
+"""Batches as the rows of further batches, as in tf.data. They mostly come from windows."""
 
 from __future__ import annotations
 
