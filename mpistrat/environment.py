@@ -43,7 +43,7 @@ STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storag
 
 
 def not_by_name(strategy: str) -> str:
-    """Return what to do instead of choosing a strategy by its name, where that is not enough; "" for others."""
+    """Return how to make a strategy that needs more than its name; "" for all others."""
     remedy = "Call ms.MeshStrategy(axes={…}) in the program: only it knows the axes"
     return remedy if strategy.lower() in ("mesh", "meshstrategy") else ""
 

@@ -60,7 +60,7 @@ def replacing(path: Path) -> Iterator[Path]:
     removed when `path` is next replaced.
 
     Raises:
-        OSError: the file cannot be made, flushed or renamed; the link is another user's, in a folder for all like /tmp.
+        OSError: the file cannot be made, flushed or renamed; the link is another user's, in a folder for all users such as /tmp.
     """
     path = _resolved(path)
     remove_dead(path.parent, re.escape(path.name))
@@ -81,9 +81,9 @@ def _resolved(path: Path) -> Path:
     """Return the file that a path leads to, which need not exist yet.
 
     Raises:
-        PermissionError: it leads through a link that Linux (`fs.protected_symlinks`) does not follow either: another user may
-            have put it there to have a file of this user overwritten.
-        OSError: the links lead round in a circle.
+        PermissionError: it leads through a link of another user in a folder for all users, which Linux (`fs.protected_symlinks`)
+            does not follow either: the link may lead to a file of this user.
+        OSError: the links form a circle.
     """
     for _ in range(_LINKS):
         path = path.absolute()

@@ -45,10 +45,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     with ranks.together():
         if ranks.rank == 0:
-            plot = (
-                None if args.no_plot or args.plot == _PLOT else args.plot
-            )  # the default is no reason to measure nothing
-            check_folders({"--json": args.json, "--plot": plot})
+            check_folders({"--json": args.json})
+            if (
+                not args.no_plot and args.plot != _PLOT
+            ):  # without the default picture the figures are printed all the same
+                check_folders({"--plot": args.plot})
     mpi = running_mpi("mpistrat bench")
     comm = check_comm(mpi, ranks.comm, "mpistrat bench").Dup()
     show = _Show(plain=ranks.size > 1, silent=args.json == "-" or ranks.rank > 0)

@@ -42,10 +42,13 @@ def console(*, plain: bool) -> Console:
 
 
 def check_folders(files: Mapping[str, str | None]) -> None:
-    """Check that files can be written, by the options that name them, before a command computes what goes into them.
+    """Check that output files can be written, before a command measures what goes into them.
+
+    Args:
+        files: by the option that names each. None and "-", which is stdout, are not checked.
 
     Raises:
-        OSError: the folder of one is not there, or not writable; naming the option. "-", which is stdout, and None need none.
+        OSError: the folder of a file does not exist, or cannot be written; the text names the option.
     """
     for option, file in files.items():
         if file is None or file == "-":
@@ -62,7 +65,11 @@ def check_folders(files: Mapping[str, str | None]) -> None:
 
 
 def strategy_name(text: str) -> str:
-    """Return the argument of --strategy; an error says what to do where a name alone does not make the strategy."""
+    """Return the argument of --strategy.
+
+    Raises:
+        ArgumentTypeError: a strategy that needs more than a name, with what to do instead.
+    """
     remedy = not_by_name(text)
     if remedy:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be chosen here. {remedy}")

@@ -208,9 +208,10 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas that step together: of this worker, or its group of `workers_in_sync`; on a server of the first.
+        """Number of replicas that step together: those of this worker, or of its group of `workers_in_sync`.
 
-        So `batch(b * strategy.num_replicas_in_sync)` is the same number on all ranks whose workers have equally many devices.
+        A server reports the number of the first worker or group, so `batch(b * strategy.num_replicas_in_sync)` is the same on
+        all ranks where workers have equally many devices.
         """
         if self.is_server:
             return sum(self._replicas_of_workers()[: self.workers_in_sync])

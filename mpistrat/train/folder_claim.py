@@ -37,7 +37,7 @@ class FolderClaim:
     def take(self) -> Path:
         """Make the strategy the only one that writes into the folder, which is made if it is not there. Collective.
 
-        Return the folder as rank 0 names it: a relative path is another folder on ranks that have left rank 0's directory.
+        Return rank 0's path of the folder: a relative path may name another folder on other ranks.
 
         Where the same process had claimed it for another strategy, the newer one has it from now on.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -134,9 +133,8 @@ class HDF5Rows(InputRows):
 
     def asked(self) -> tuple[Any, ...]:
         """Return what ranks must have alike, digests included, to look into the files for each other."""
-        where = "" if all(path.is_absolute() for path in self.paths) else os.getcwd()
         files = [(str(path), entry) for path, entry in zip(self.paths, self._files.entries, strict=True)]
-        return where, files, self._names, self._verify, self._is_small, self._on_error, self._driver
+        return files, self._names, self._verify, self._is_small, self._on_error, self._driver
 
     @property
     def reads_whole_files(self) -> bool:

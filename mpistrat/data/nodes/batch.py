@@ -342,7 +342,9 @@ def ragged_batch(parent: Node, global_batch_size: int, drop_remainder: bool = Fa
         [[[], [0]], [[0, 1], [0, 1, 2]]]
     """
     size = integer("Dataset.ragged_batch", "global_batch_size", global_batch_size, 1)
-    return Ragged(as_rows("Dataset.ragged_batch", parent, one_length=False), Batching(size, bool(drop_remainder)))
+    return Ragged(
+        as_rows("Dataset.ragged_batch", parent, one_length=False, ragged=True), Batching(size, bool(drop_remainder))
+    )
 
 
 def unbatch(parent: Node) -> Node:

@@ -1,4 +1,4 @@
-"""Batches taken for rows, of which `batch` makes batches once more: as tf.data does, of windows above all."""
+"""Batches as the rows of further batches, as in tf.data. They mostly come from windows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._util import nest
 from ..._util.text import counted
 from ...errors import explain
 from ..spec import batch_spec, row_count, stack_rows
@@ -17,24 +18,25 @@ from .stage import Stage, one_address
 __all__ = ["as_rows"]
 
 
-def as_rows(function: str, parent: Node, *, one_length: bool) -> Node:
+def as_rows(function: str, parent: Node, *, one_length: bool, ragged: bool = False) -> Node:
     """Return a dataset whose rows are the elements of another one, be these rows or batches.
 
     Args:
         function: for errors.
         parent: the elements.
         one_length: batches must be as long as the first one.
+        ragged: batches of `ragged_batch`, whose rows are arrays in an array, may be rows.
     """
-    return parent if parent.batching is None else _Nested(parent, function, one_length)
+    return parent if parent.batching is None else _Nested(parent, function, one_length, ragged)
 
 
 @final
 class _Nested(Stage):
     """The batches below, each of them a row."""
 
-    def __init__(self, parent: Node, function: str, one_length: bool) -> None:
-        super().__init__(parent, function, one_length)
-        self._function, self._one_length = function, one_length
+    def __init__(self, parent: Node, function: str, one_length: bool, ragged: bool) -> None:
+        super().__init__(parent, function, one_length, ragged)
+        self._function, self._one_length, self._ragged = function, one_length, ragged
         self._length: int | None = None
 
     @property
@@ -70,6 +72,10 @@ class _Nested(Stage):
             yield self._checked(batch, number)
 
     def _checked(self, batch: Any, number: int) -> Any:
+        specs = zip(nest.flatten(self._parent.row_spec), nest.flatten(batch), strict=True)
+        if not self._ragged and any(leaf.dtype == object != spec.dtype for spec, leaf in specs):
+            expected, remedy = "batches that are arrays of one shape each", "Use padded_batch in place of ragged_batch."
+            raise ValueError(explain(self._function, "", expected=expected, got="ragged ones", remedy=remedy))
         length = self._first_length() if self._one_length else None
         if length is not None and row_count(batch) != length:
             expected, got = (

@@ -192,8 +192,8 @@ def _check(
 def _unwritten(dataset: h5py.Dataset) -> int:
     """Return how many rows read as zeros, in part at least, only because they were never written.
 
-    Rows for which the file has a fill value are not counted: who sets one wants it to be read. What was never written of a chunk
-    or a contiguous dataset that has some of its rows cannot be told from zeros.
+    They are not counted where the file sets a fill value, which is meant to be read. Nor are rows of a chunk or a contiguous
+    dataset that was written in part: these cannot be distinguished from zeros.
     """
     import h5py
 

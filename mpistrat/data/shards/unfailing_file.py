@@ -1,4 +1,4 @@
-"""A file that HDF5 writes without learning of errors: after one, such as a full disk, it may crash the process in closing it."""
+"""A file that reports no errors to HDF5, which after one (a full disk) may crash the process when it closes the file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["UnfailingFile"]
 
 @final
 class UnfailingFile:
-    """A new file, as h5py's driver "fileobj" takes it. The first error is kept, and raised by `check`.
+    """A new file for h5py's driver "fileobj". `check` raises the first error.
 
-    From then on what HDF5 writes stays in memory, so that it reads what it has written. Its writer must check often, and give up.
+    After an error, what HDF5 writes stays in memory, so HDF5 reads what it has written. The caller must call `check` often.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class UnfailingFile:
         return bytes(data[: self.readinto(data)])
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer from the place on; return with how many bytes."""
+        """Fill a buffer from the place on; return the number of bytes."""
         target, start = memoryview(buffer).cast("B"), self._position
         count = max(0, min(len(target), self._size - start))
         found = os.pread(self._descriptor, count, start)
@@ -68,7 +68,7 @@ class UnfailingFile:
         return count
 
     def write(self, data: Any) -> int:
-        """Write at the place; return how many bytes that are: all, be there an error or not."""
+        """Write at the place; return the number of bytes, also after an error."""
         source, at = memoryview(data).cast("B"), self._position
         try:
             if self._error is None:

@@ -54,7 +54,7 @@ def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 class SafetensorsFile:
     """Weights that are being read, as `CheckpointFile` reads its own. There are no optimizers in it.
 
-    A tensor is read when its values are asked for, so one of a type that NumPy lacks hinders none of the others.
+    A tensor is read when its values are needed. One of a type that NumPy lacks does not affect the others.
 
     Raises:
         MissingDependencyError: safetensors is not installed.
@@ -101,8 +101,8 @@ class SafetensorsFile:
         return tuple(tensor.get_shape()), _DTYPES.get(kind, kind)
 
     def read_array(self, key: str, form: Form) -> np.ndarray:
-        """Return the values of a variable, whose dtype a variable may have: no other fits one."""
-        parse_dtype(form[1])  # imports ml_dtypes for bfloat16, by whose name the library asks NumPy for it
+        """Return the values of a variable."""
+        parse_dtype(form[1])  # imports ml_dtypes, so that NumPy knows the name bfloat16 when the library uses it
         name = name_of(key.removeprefix("variables/"))
         try:
             return np.asarray(self._file.get_tensor(name))

@@ -114,6 +114,7 @@ CHAINS: dict[str, Callable[[Any], Any]] = {
     "batches of batches, padded": lambda kind: kind.range(7).batch(2).padded_batch(3),
     "padded batches, padded": lambda kind: sequences(kind).padded_batch(2).padded_batch(3),
     "padded batches in batches": lambda kind: sequences(kind).padded_batch(2, [7]).batch(3),
+    "ragged batches, ragged": lambda kind: sequences(kind).ragged_batch(2).ragged_batch(2),
     "ragged batches of batches": lambda kind: kind.range(7).batch(2).ragged_batch(3),
     "batches of windows": lambda kind: kind.range(9).window(3).flat_map(lambda w: w.batch(3)).batch(2),
     "batches of windows, shift": lambda kind: (

@@ -36,6 +36,17 @@ def test_batches_of_other_lengths_are_named(in_order):
     assert listed(rows.batch(2).padded_batch(2)) == [[[0, 1], [2, 3]], [[4, 5], [6, 0]]]
 
 
+def test_ragged_batches_are_rows_of_ragged_batches_only():
+    rows = Dataset.range(5).map(np.arange, element_spec=ArraySpec((None,), np.int64)).ragged_batch(2)
+    assert [[[row.tolist() for row in inner] for inner in batch] for batch in rows.ragged_batch(2)] == [
+        [[[], [0]], [[0, 1], [0, 1, 2]]], [[[0, 1, 2, 3]]]
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"padded_batch: .*got ragged ones. Use padded_batch in place of ragged_batch"):
+        list(rows.padded_batch(2))
+    with pytest.raises(ValueError, match=r"batch: expected rows of one shape"):
+        list(rows.batch(2))
+
+
 def test_an_iterator_goes_on_where_it_was():
     for rows in (Dataset.range(24), Dataset.range(24).filter(lambda x: True)):
         dataset = rows.batch(2).batch(3)

@@ -42,7 +42,7 @@ class Converter(ABC):
         """Look at all that is in the files: then nothing is presumed."""
 
     def why_text(self, name: str) -> str:
-        """Return where a column of text was found not to hold numbers; "" where it was not expected to."""
+        """Return the first cell that makes a column text, and its row; "" for a column that was asked for as text."""
         return ""
 
     @abstractmethod

@@ -105,7 +105,7 @@ class ImageFolder(Converter):
         return np.asarray(image if self._resize is None else self._resized(image))
 
     def _exact(self, path: Path, image: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        """The pixels of other images, which `convert` would cut off at 255: their values as they are."""
+        """The pixels of other images, with their values: `convert` would cut these off at 255."""
         values = np.asarray(image)
         if values.ndim > 2 or values.itemsize < dtype.itemsize:
             expected = "8 bits a channel, or one channel: Pillow reads only 8 bits of each of several"
@@ -130,7 +130,7 @@ _BITS_PER_SAMPLE, _SAMPLE_FORMAT = 258, 339  # tags of TIFF
 
 
 def _dtype(image: Any) -> np.dtype[Any]:
-    """What a channel of an image is in its file; up to 8 bits are uint8, to which Pillow brings them."""
+    """The dtype of a channel in an image's file; uint8 for up to 8 bits, which Pillow scales to 8."""
     if image.format == "TIFF":
         bits = max(image.tag_v2.get(_BITS_PER_SAMPLE, (1,)))
         kind = _SAMPLE_FORMATS.get(image.tag_v2.get(_SAMPLE_FORMAT, (1,))[0], "u")
