@@ -34,4 +34,5 @@ echo "$(date): job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on ${SLURM_
 echo "8 ranks with $OMP_NUM_THREADS threads each, strategy $MPISTRAT_STRATEGY: $(command -v python)"
 
 # srun starts the ranks, and again when one dies or a node fails: from their state in memory, or the newest checkpoint.
-python -m mpistrat run --restarts 20 "${program[@]}"
+# This is python -m mpistrat run, without modules of the working directory.
+python -c 'import sys; sys.path[:] = filter(None, sys.path); from mpistrat.cli.main import main; sys.exit(main())' run --restarts 20 "${program[@]}"

@@ -24,6 +24,7 @@ if __name__ == "__main__":
         _spec = importlib.util.spec_from_file_location(
             "mpistrat", os.path.join(_package, "__init__.py"), submodule_search_locations=[_package]
         )
+        assert _spec is not None and _spec.loader is not None
         sys.modules["mpistrat"] = importlib.util.module_from_spec(_spec)
         _spec.loader.exec_module(sys.modules["mpistrat"])
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -15,6 +15,7 @@ from typing import Any, final
 
 from .._util.files import read_whole
 from .._util.log import once
+from .._util.text import printable
 from ..comm.arrays import is_gpu
 from ..comm.gpu import nccl_available
 from ..comm.process_group import ProcessGroup
@@ -257,7 +258,7 @@ class Chooser:
         for rule in self.rules:
             size = "any more" if rule.below is None else f"< {rule.below:,}"
             lines.append(f"{rule.device:7}{rule.nodes:9}{size:>14}  {rule.algorithm:14}{rule.why}".rstrip())
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
 
 def _named(path: str) -> Chooser:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from .._util.text import decimal_size, plural
+from .._util.text import decimal_size, plural, printable
 
 __all__ = ["InputStats", "StageStats"]
 
@@ -128,7 +128,7 @@ class InputStats:
         )
         width = max((len(text) for text, _ in self.stages), default=0)
         lines = (f"  {text:{width}}  {counters or ''}".rstrip() for text, counters in self.stages)
-        return "\n".join([head, *lines])
+        return printable("\n".join([head, *lines]), keep="\n")
 
 
 def _counted(number: int, noun: str) -> str:

@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import select
-import shutil
 import stat
 import sys
 import time
@@ -136,14 +134,19 @@ def kept(job: str, what: str) -> Path:
         if found:
             folder = found[0][1]
         elif os.path.lexists(folder):
-            folder = folder.with_name(f"{folder.name}.{secrets.token_hex(8)}")
+            folder = folder.with_name(f"{folder.name}.{os.urandom(8).hex()}")
     return folder / what
 
 
 def remove_job(job: str) -> None:
     """Remove the folder of a job on this node."""
     for _, folder in job_folders(job):
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(
+            OSError
+        ):  # another process removes it, too, or a rank that is being killed makes another file
+            for file in folder.iterdir():
+                file.unlink(missing_ok=True)
+            folder.rmdir()
 
 
 def set_word(job: str, index: int, value: int) -> None:

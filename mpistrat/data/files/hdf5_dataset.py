@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from ..._util.text import printable
 from ..dataset import Dataset
 from ..shards.files import PathLike
 from .hdf5 import Fields, HDF5Rows
@@ -84,4 +85,4 @@ class HDF5Dataset(Dataset):
         return self._rows.fingerprint()
 
     def __repr__(self) -> str:
-        return f"<HDF5Dataset {self.describe()}>"
+        return printable(f"<HDF5Dataset {self.describe()}>")

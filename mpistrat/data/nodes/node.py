@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util.text import displayable
+from ..._util.text import displayable, printable
 
 if TYPE_CHECKING:
     from ...comm.process_group import ProcessGroup
@@ -260,20 +260,20 @@ class Node(ABC):
 
     def _drawn(self) -> str:
         if not self.parents:
-            return self.describe()
+            return printable(self.describe())
         if len(self.parents) > 1:
             marks = ["┌─ ", *["├─ "] * (len(self.parents) - 1)]
             drawn = [
                 mark + each._drawn().replace("\n", "\n│  ") for mark, each in zip(marks, self.parents, strict=True)
             ]
-            return "\n".join([*drawn, f"└─ {self.describe()}"])
+            return "\n".join([*drawn, f"└─ {printable(self.describe())}"])
         above = self.parents[0]._drawn()
         last = above.splitlines()[-1]
         indent = len(last) - len(last.lstrip(" └─"))
-        return f"{above}\n{' ' * indent}└─ {self.describe()}"
+        return f"{above}\n{' ' * indent}└─ {printable(self.describe())}"
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.describe()}>"
+        return f"<{type(self).__name__} {printable(self.describe())}>"
 
 
 def rows_of_parts(firsts: NDArray[np.int64], counts: Sequence[int], part: Part) -> tuple[NDArray[np.int64], list[int]]:

@@ -5,10 +5,13 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from launcher import ROOT
 from mpistrat.batch_jobs import Array, Job, Preemption, SiteProfile, render
 from mpistrat.errors import LayoutError
 
@@ -296,7 +299,14 @@ def test_a_job_that_goes_on_when_a_rank_dies(machine):
     machine.stub("python", "exit 42")
     machine.stub("scontrol", "")
     ran = machine.run(script)
-    assert ran.of("python") == [["python", "-m", "mpistrat", "run", "--restarts", "7", "--survive", "python", *WORDS]]
+    ((_, option, code, *words),) = ran.of("python")
+    assert words == ["run", "--restarts", "7", "--survive", "python", *WORDS]
+    (machine.folder / "json.py").write_text(
+        "raise SystemExit(77)"
+    )  # in the working directory, from which nothing comes
+    command = [sys.executable, option, code, "--version"]
+    reply = subprocess.run(command, cwd=machine.folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert reply.stdout.startswith(b"mpistrat "), reply
     assert ran.of("scontrol")[-1][1] == "requeue"
     assert "--no-kill" not in render(JOB, SITE)
 
@@ -417,8 +427,9 @@ def test_the_environment_is_copied_to_the_nodes_before_the_ranks_start(machine):
     machine.stub("sbcast", "")
     ran = machine.run(render(job(stage=str(machine.folder)), SITE), SLURM_JOB_NUM_NODES="2", SLURM_RESTART_COUNT="1")
     assert (ran.status, ran.stderr) == (0, "")
-    staged = f"{machine.folder}/mpistrat-17-1"
     calls = [call for call in ran.of("srun", "sbcast") if call[-1] != "wait" and "trap" not in call[-1]]
+    staged = calls[0][-1]
+    assert re.fullmatch(rf"{machine.folder}/mpistrat-17-1-\d+", staged), "another user must not know it before"
     one_each = [
         "srun",
         "--overlap",
@@ -440,7 +451,7 @@ def test_a_second_sigterm_does_not_end_the_removal_of_the_copy(machine):
     machine.stub("sbcast", "")
     ran = machine.run(render(job(stage=str(machine.folder)), SITE), SLURM_JOB_NUM_NODES="2")
     (waiter,) = [call[-1] for call in ran.of("srun") if "trap" in call[-1]]
-    staged = machine.folder / "mpistrat-17-0"
+    (staged,) = [Path(call[-1]) for call in ran.of("srun") if "mkdir" in call]
     (staged / "bin").mkdir(parents=True)
     machine.stub("rm", 'sleep 1; exec /bin/rm "$@"')
     process = subprocess.Popen(["bash", "-c", waiter], start_new_session=True, env=machine.environment())

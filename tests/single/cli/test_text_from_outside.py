@@ -8,6 +8,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.cli.main import main
+from mpistrat.cross_device.auto import Chooser
 
 BAD = "w\x1b]0;owned\x07\x9b2J\r\nmpistrat WARNING rank 9: forged"
 
@@ -67,3 +68,15 @@ def test_fields_that_are_not_there(folder, fields):
     with pytest.raises((ms.errors.ShardError, ValueError)) as error:
         next(iter(ms.data.HDF5Dataset(f"{BAD}/*.h5", fields=fields)))
     assert str(error.value).isprintable()
+
+
+def test_what_is_shown_of_datasets_and_tables(folder):
+    rows = ms.data.HDF5Dataset(f"{BAD}/{BAD}-0.h5", fields=BAD)
+    for dataset in (rows, rows.map(lambda x: x), rows.shuffle(1)):
+        with ms.OneDeviceStrategy() as strategy:
+            distributed = str(strategy.distribute_dataset(dataset.batch(2)))
+        for text in (str(dataset), repr(dataset), distributed):
+            assert is_clean(text), text
+    rule = {"below": None, "algorithm": "MPI", "why": BAD}
+    rules = [{**rule, "device": device, "nodes": nodes} for device in ("cpu", "gpu") for nodes in ("one", "several")]
+    assert is_clean(str(Chooser({"rules": rules, "measured": BAD})))

@@ -119,3 +119,9 @@ def test_a_watcher_does_not_keep_it_alive(process):
         rank.sendall(b"bye\n")
         rank.close()
         assert made.wait(10) == 0
+
+
+def test_names_of_ranks_are_printed_without_control_characters(capfd):
+    rank = types.SimpleNamespace(pid=1, who="rank 1\x1b[2J", events=None)
+    exit_report_process.ExitMonitor().report(types.SimpleNamespace(rank=rank, status=KILL, at=0.0), [rank])
+    assert capfd.readouterr().err.startswith("mpistrat: rank 1\\x1b[2J, process 1, was ended by SIGKILL")
