@@ -9,16 +9,24 @@ from __future__ import annotations
 import gc
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
+from ..cluster.topology import Topology
 from .agree import gather_text
-
-if TYPE_CHECKING:
-    from .process_group import ProcessGroup
 
 __all__ = ["DROPPED", "Dropped"]
 
 _MANY = 64  # groups, after which those in reference cycles are looked for; MPICH has room for some 500
+
+
+class _Group(Protocol):
+    topology: Topology
+
+    @property
+    def healthy(self) -> bool: ...
+    def close(self) -> None: ...
+    def leave(self) -> None: ...
+    def abandon(self) -> None: ...
 
 
 @final
@@ -30,7 +38,7 @@ class Dropped:
     """
 
     def __init__(self) -> None:
-        self.groups: dict[tuple[tuple[int, ...], int], ProcessGroup] = {}
+        self.groups: dict[tuple[tuple[int, ...], int], _Group] = {}
         self._made: Counter[tuple[int, ...]] = Counter()
 
     def number(self, comm: Any) -> tuple[tuple[int, ...], int]:
