@@ -6,6 +6,8 @@ import atexit
 import contextlib
 import functools
 import os
+import sys
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -22,6 +24,7 @@ from ..errors import ClosedError, CollectiveMismatchError, RanksLostError, by_ra
 from . import agree
 from .call import describe
 from .contract import Collective, Comparison
+from .dropped import DROPPED
 from .monitor import abort, exit_report
 from .monitor.rank_monitor import RankMonitor, monitored
 from .monitor.survey import Nodes
@@ -79,6 +82,7 @@ class ProcessGroup:
         self.label = ""
         self._comm: Any = topology.comm if private is not None else None
         self._private = private
+        self._key: tuple[tuple[int, ...], int] | None = None  # see `dropped`
         self.monitor = RankMonitor(topology.rank, topology.size, environment.abort_after, environment.warn_after)
         self._comparison: Comparison | None = None  # with other nodes
         self._calls: dict[Hashable, Collective] = {}
@@ -125,11 +129,13 @@ class ProcessGroup:
         try:
             exchange = functools.partial(agree.gather_text, private)
             agree.same(exchange, repr(replace(environment, log="")), _different_settings)
+            key = DROPPED.number(private)
             group = cls(topology, environment, private)
+            group._key = key
         except Exception:  # raised on every rank
             private.Free()
             raise
-        nodes = Nodes(group.num_nodes, group.ranks_of, group.node_index)
+        nodes = Nodes(group.num_nodes, functools.partial(_ranks_of, topology, group.num_nodes), group.node_index)
         Watchdog.add(group.monitor, private, group.node, nodes)
         exit_report.begin(topology)
         _at_exit(group)
@@ -337,9 +343,9 @@ class ProcessGroup:
         """
         if self.closed or is_child():
             return
+        healthy = self.healthy
         self.closed = True
         _groups.discard(self)
-        healthy = self.healthy
         if self._private is not None and healthy:
             with self.collective("close"):
                 pass
@@ -358,6 +364,16 @@ class ProcessGroup:
             self.node.close()
             self._private.Free()
 
+    @property
+    def healthy(self) -> bool:
+        """Whether its ranks can still make collectives, as far as this one knows."""
+        return not self.closed and self.monitor.refusal is None and not (self._private is not None and _mpi_ended())
+
+    def __del__(self) -> None:
+        """Keep what the ranks share until all of them can free it."""
+        if self._key is not None and not self.closed and not sys.is_finalizing():
+            DROPPED.groups[self._key] = self
+
     def abandon(self) -> None:
         """Make every later collective raise RanksLostError, and free nothing. Local; for `ms.survive`."""
         self.closed = True
@@ -370,8 +386,7 @@ class ProcessGroup:
 
     def ranks_of(self, node_index: int) -> Sequence[int]:
         """Return the ranks of a memory domain."""
-        topology = self.topology
-        return topology.ranks_of_node(node_index) if self.num_nodes == topology.num_nodes else (node_index,)
+        return _ranks_of(self.topology, self.num_nodes, node_index)
 
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has left the program, as far as this one knows."""
@@ -402,6 +417,10 @@ class ProcessGroup:
         Watchdog.report_left(self.monitor, sorted(informed | (self.contacts - {*self.node.ranks})))
 
 
+def _ranks_of(topology: Topology, num_nodes: int, node_index: int) -> Sequence[int]:
+    return topology.ranks_of_node(node_index) if num_nodes == topology.num_nodes else (node_index,)
+
+
 def _different_settings(texts: Mapping[int, str]) -> CollectiveMismatchError:
     return CollectiveMismatchError(f"the ranks have different settings: {by_rank(texts)}")
 
@@ -414,11 +433,11 @@ def _mpi_ended() -> bool:
 
 def abandon() -> None:
     """Leave all groups of this process behind, of which ranks were lost: what they share is given back with its last user."""
-    for group in list(_groups):
+    for group in [*_groups, *DROPPED.groups.values()]:
         group.abandon()
 
 
-_groups: set[ProcessGroup] = set()  # not closed; the end of one that was dropped is reported, too
+_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()  # not closed
 _waits: list[Callable[[], None]] = []  # before MPI ends
 _process: int | None = None
 
@@ -451,7 +470,7 @@ def _leave() -> None:
     if os.getpid() != _process or abort.ending or _mpi_ended():
         return
     Watchdog.stop()
-    for group in list(_groups):
+    for group in [*_groups, *DROPPED.groups.values()]:
         group.leave()
     for wait in _waits:  # others may still need this rank; MPI's end waits for them anyway
         wait()

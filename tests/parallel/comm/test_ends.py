@@ -104,6 +104,11 @@ def test_rank_that_leaves_early(job):
     assert ("rank 2 left the program" if result.shared else "rank 2 has left the program") in result.stderr, result
 
 
+def test_rank_that_leaves_after_it_dropped_its_group(job):
+    result = job("import gc\nif last: del group; gc.collect()\nelse: all_reduce(); all_reduce()")
+    assert result.returncode == 1 and "PeerExitError" in result.err[0], result
+
+
 # A rank fails.
 
 

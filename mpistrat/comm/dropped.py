@@ -1,0 +1,66 @@
+"""Groups that the program has dropped without closing them: they are freed when the same ranks make the next one.
+
+To free a communicator is collective, and ranks drop a group at different moments, when Python does. So each rank keeps a dropped
+group until all ranks have one of this number, which they compare where they meet anyway.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections import Counter
+from typing import Any, Protocol, final
+
+from ..cluster.topology import Topology
+from .agree import gather_text
+
+__all__ = ["DROPPED", "Dropped"]
+
+_MANY = 64  # groups, after which those in reference cycles are looked for; MPICH has room for some 500
+
+
+class _Group(Protocol):
+    topology: Topology
+
+    @property
+    def healthy(self) -> bool: ...
+    def close(self) -> None: ...
+    def leave(self) -> None: ...
+    def abandon(self) -> None: ...
+
+
+@final
+class Dropped:
+    """The dropped groups of this process. There is one, `DROPPED`.
+
+    Attributes:
+        groups: by the ranks in MPI's world, and the number among the groups of these.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[tuple[tuple[int, ...], int], _Group] = {}
+        self._made: Counter[tuple[int, ...]] = Counter()
+
+    def number(self, comm: Any) -> tuple[tuple[int, ...], int]:
+        """Free the groups of a communicator's ranks that all have dropped; return what identifies a new one. Collective."""
+        from mpi4py import MPI
+
+        world, own = MPI.COMM_WORLD.Get_group(), comm.Get_group()
+        ranks = tuple(MPI.Group.Translate_ranks(own, range(own.size), world))
+        world.Free()
+        own.Free()
+        self._made[ranks] += 1
+        if self._made[ranks] % _MANY == 0:
+            gc.collect()
+        groups = list(self.groups.items())  # another thread may collect garbage meanwhile
+        mine = [number for (key, number), group in groups if key == ranks and group.healthy]
+        every = gather_text(comm, json.dumps(mine))
+        for number in sorted(set.intersection(*(set(json.loads(text)) for text in set(every)))):
+            group = self.groups.pop((ranks, number))
+            group.close()
+            group.topology.close()
+        return ranks, self._made[ranks]
+
+
+#: Of this process.
+DROPPED = Dropped()
