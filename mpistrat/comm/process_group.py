@@ -330,11 +330,6 @@ class ProcessGroup:
         """Register an object to be closed before the group is, the last one first; the same on every rank."""
         self._attached.append(attachment)
 
-    @property
-    def healthy(self) -> bool:
-        """Whether the ranks may still meet: no collective timed out or lost a rank, and MPI has not ended."""
-        return self.monitor.refusal is None and not (self._private is not None and _mpi_ended())
-
     def close(self) -> None:
         """Free shared memory and communicators; the topology stays. Collective the first time.
 

@@ -60,9 +60,16 @@ class Agreement(keras.callbacks.Callback):
         rate = getattr(self.model.optimizer, "learning_rate", None)
         if rate is not None:
             self._link.same("fit", "learning rate after an epoch", repr(float(keras.ops.convert_to_numpy(rate))))
+        self._compare_weights("after an epoch")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Compare the weights: callbacks of some ranks may have changed theirs, as to the best ones. Collective."""
+        self._compare_weights("after fit")
+
+    def _compare_weights(self, when: str) -> None:
         weights = self.model.trainable_weights
         if not self._link.served:  # which have given all ranks theirs
-            self._link.compare_weights([weight.path for weight in weights], arrays_of(weights))
+            self._link.compare_weights(when, [weight.path for weight in weights], arrays_of(weights))
 
 
 def on_this_rank(link: Link, callbacks: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import zlib
 from abc import abstractmethod
@@ -20,9 +21,11 @@ from keras.src.trainers.data_adapters import (
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
+from .._util import log
 from .._util.masks import plain_array
 from .._util.partition import block
 from ..data import Dataset, DistributedDataset, from_arrays
+from ..data.nodes.sources import row_content
 from ..distributed_values import PerReplica
 from ..errors import CollectiveMismatchError, explain
 from ..global_batch import Part
@@ -55,6 +58,13 @@ class Batches(data_adapter.DataAdapter):
     @abstractmethod
     def example(self) -> Any:
         """Return a batch, by which a model is built."""
+
+    def compare_first(self, example: Any) -> None:
+        """Warn where ranks that should have rows of their own have the same ones. Collective.
+
+        Args:
+            example: what `example` has returned.
+        """
 
     @abstractmethod
     def local_batches(self) -> Iterator[tuple[Any, int | None, int]]:
@@ -231,6 +241,14 @@ class DatasetBatches(Batches):
 
 
 _MORE, _END, _FAILED = range(3)
+_PARTS = (  # how a rank takes its part
+    (TFDatasetAdapter, "Give each its part: dataset.shard(strategy.size, strategy.rank), before batch"),
+    (
+        TorchDataLoaderAdapter,
+        "Give each its part: sampler=torch.utils.data.DistributedSampler(dataset, strategy.size, strategy.rank)",
+    ),
+)
+_OTHER_PART = "Give each its part: every strategy.size-th batch, from number strategy.rank on"
 
 
 @final
@@ -251,6 +269,18 @@ class OwnBatches(Batches):
 
     def example(self) -> Any:
         return next(iter(self._adapter.get_numpy_iterator()))  # without reading ahead
+
+    def compare_first(self, example: Any) -> None:
+        if self.link.size == 1:
+            return
+        digest = zlib.crc32(b"".join(map(row_content, arrays_in(example))))
+        if len(set(self.link.numbers("first batch", digest)[:, 0].tolist())) == 1:
+            remedy = next((text for kind, text in _PARTS if isinstance(self._adapter, kind)), _OTHER_PART)
+            log.once(
+                logging.WARNING,
+                f"fit: all ranks have the same first batch, and each trains on all rows of its own {self._kind}. {remedy}; or "
+                "pass arrays or an ms.data dataset, whose batches the ranks divide",
+            )
 
     def _source(self) -> Iterable[Any]:
         made: Iterable[Any]
@@ -359,6 +389,9 @@ class ServedBatches(Batches):
 
     def example(self) -> Any:
         return self._whole.example()
+
+    def compare_first(self, example: Any) -> None:
+        self._whole.compare_first(example)
 
     def on_epoch_begin(self) -> None:
         self._dealt.on_epoch_begin()

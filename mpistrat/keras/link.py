@@ -388,8 +388,8 @@ class Link:
             with self._replica.collective("keras stop"):
                 self.stops = bool(self._replica.agree(int(wish), "max"))
 
-    def compare_weights(self, names: Sequence[str], arrays: Sequence[np.ndarray]) -> None:
-        """Check that all ranks have the same weights, but for rounding. Collective.
+    def compare_weights(self, when: str, names: Sequence[str], arrays: Sequence[np.ndarray]) -> None:
+        """Check that all ranks have the same weights, but for rounding. Collective. `when` is for the error.
 
         Raises:
             CollectiveMismatchError: on every rank.
@@ -403,10 +403,10 @@ class Link:
         ranks = [rank for rank, text in enumerate(everyones) if text]
         if ranks:
             got = f"others than rank {self.root}'s on {named('rank', ranks)}: {everyones[ranks[0]]}"
-            expected = "the same weights after an epoch on every rank"
+            expected = f"the same weights {when} on every rank"
             remedy = (
                 "Let only Keras's optimizers update trainable weights, which average gradients over ranks, and assign numbers "
-                "that all ranks have; trainable=False for what each rank changes by its own rows"
+                "that all ranks have, in callbacks of all ranks; trainable=False for what each rank changes by its own rows"
             )
             raise CollectiveMismatchError(explain("fit", "", expected=expected, got=got, remedy=remedy))
 

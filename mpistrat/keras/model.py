@@ -14,6 +14,7 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
 from ..errors import explain
 from .callbacks import on_this_rank
+from .compiled import describe_compiled
 from .inputs import Batches, ServedBatches, arrays_in, batches_of, with_row
 from .jax_step import JaxStep
 from .link import Link
@@ -148,8 +149,12 @@ class DistributedModel(keras.Model):
         link.same(function, "arguments", text)
         with link.together(function):
             self._distribute_optimizers()
-            self._symbolic_build(data_batch=batches.example())
+            example = batches.example()
+            self._symbolic_build(data_batch=example)
         link.same(function, "model", describe(self))
+        link.same(function, "arguments of compile", describe_compiled(self))
+        if batches.training:
+            batches.compare_first(example)
 
     def _begin_serving(self, steps: int | None) -> int | None:
         """Have the optimizer's variables on the servers, and return how many steps an epoch has here. Collective."""
@@ -243,6 +248,7 @@ class DistributedModel(keras.Model):
                     self._distribute_optimizers()
                     self._symbolic_build(data_batch=tuple(given[name] for name in names))
                 link.same(function.__name__, "model", describe(self))
+                link.same(function.__name__, "arguments of compile", describe_compiled(self))
                 self.take_from_root()
             own_arrays(self)
             function(**given, return_dict=True)

@@ -1,5 +1,7 @@
 """What wrong use of Keras models under strategies gets: an error on every rank, with the name and the remedy."""
 
+import functools
+
 import pytest
 
 keras = pytest.importorskip("keras", reason="Keras or its backend is not installed: make test-frameworks")
@@ -8,6 +10,7 @@ import numpy as np  # noqa: E402
 from keras_training import BACKEND, adam, build, compiled, fit, put, rows  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
+from mpistrat._util import log  # noqa: E402
 
 
 @pytest.mark.ranks(1)
@@ -95,6 +98,112 @@ def test_different_models_are_told_on_all_ranks(what):
             ms.keras.distribute(compiled(model, optimizer))
         with pytest.raises(ms.errors.CollectiveMismatchError, match="kernel" if what == "model" else "beta_1"):
             fit(model, *rows(), epochs=1)
+
+
+class Weighted(keras.losses.Loss):
+    """A loss whose number no configuration shows."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def call(self, y_true, y_pred):
+        return self.weight * keras.losses.mean_squared_error(y_true, y_pred)
+
+
+def _scaled(scale):
+    return lambda y_true, y_pred: scale * keras.losses.mean_squared_error(y_true, y_pred)
+
+
+def _halved(y_true, y_pred):
+    return keras.losses.mean_squared_error(y_true, y_pred) / 2
+
+
+def _count(y_true, y_pred, above=0.5):
+    return keras.ops.mean(keras.ops.cast(y_pred > above, "float32"))
+
+
+BinaryAccuracy = keras.metrics.BinaryAccuracy
+
+# What the last rank compiles with beside "mse", what others do, and what the error has.
+COMPILED = {
+    "loss": ({"loss": "mae"}, {"loss": "mse"}, "'mae'"),
+    "setting": ({"loss": keras.losses.Huber(0.01)}, {"loss": keras.losses.Huber(0.02)}, "delta: 0.01"),
+    "number": ({"loss": Weighted(2.0)}, {"loss": Weighted(3.0)}, r"weight=2\.0"),
+    "closure": ({"loss": _scaled(2.0)}, {"loss": _scaled(3.0)}, r"scale=2\.0"),
+    "function": ({"loss": _halved}, {"loss": _scaled(0.5)}, "_halved#"),
+    "weights": ({"loss_weights": [0.5]}, {"loss_weights": [1.0]}, r"\[0\.5\]"),
+    "metrics": ({"metrics": ["mae"]}, {"metrics": []}, r"metrics=\['mae'\]"),
+    "metric": ({"metrics": [BinaryAccuracy(threshold=0.2)]}, {"metrics": [BinaryAccuracy()]}, "threshold=0.2"),
+    "partial": ({"weighted_metrics": [functools.partial(_count, above=0.1)]}, {"weighted_metrics": [_count]}, "above: 0.1"),
+    "eager": ({"run_eagerly": True}, {"run_eagerly": False}, "run_eagerly=True"),
+}  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", COMPILED)
+@pytest.mark.parametrize("function", ["fit", "evaluate", "train_on_batch"])
+def test_models_that_are_compiled_with_something_else_are_told_on_all_ranks(function, what):
+    odd, others, match = COMPILED[what]
+    model = build()
+    with put(model) as strategy:
+        model.compile(adam(), **{"loss": "mse", **(odd if strategy.rank else others)})
+        x, y = rows(16)
+        y = np.zeros((16, *model.output_shape[1:]), "float32")
+        with pytest.raises(
+            ms.errors.CollectiveMismatchError, match=rf"{function}: .*arguments of compile.*rank 1: .*{match}"
+        ):
+            getattr(model, function)(x, y)
+        model.compile(adam(), **{"loss": "mse", **others})
+        getattr(model, function)(x, y)
+
+
+@pytest.mark.ranks(2)
+def test_weights_that_a_callback_of_one_rank_changes_at_the_end_are_told():
+    class Restores(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            self.model.set_weights([0 * weights for weights in self.model.get_weights()])
+
+    model = compiled(build())
+    with (
+        put(model) as strategy,
+        pytest.raises(ms.errors.CollectiveMismatchError, match=r"the same weights after fit .* on rank 1: .*kernel"),
+    ):
+        fit(model, *rows(), epochs=1, callbacks=[Restores()] if strategy.rank else [])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("same", [True, False])
+def test_ranks_that_train_on_the_same_rows_are_warned(same, caplog):
+    log.once.cache_clear()
+    model = compiled(build())
+    with put(model) as strategy:
+        x, y = rows(24)
+        part = slice(None) if same else slice(strategy.rank, None, strategy.size)
+        inputs = [lambda: ((x[part][i : i + 6], y[part][i : i + 6]) for i in (0, 6))]
+        remedies = ["strategy.size-th batch"]
+        if BACKEND == "torch":
+            import torch
+
+            tensors = [torch.as_tensor(each[part]) for each in (x, y)]
+            inputs.append(lambda: torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*tensors), 6))
+            remedies.append("DistributedSampler")
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            inputs.append(lambda: tf.data.Dataset.from_tensor_slices((x[part], y[part])).batch(6))
+            remedies.append("dataset.shard")
+        for made, remedy in zip(inputs, remedies, strict=True):
+            caplog.clear()
+            model.evaluate(made(), verbose=0)  # does no harm
+            assert not caplog.records
+            model.fit(made(), epochs=2, verbose=0)
+            found = [record.getMessage() for record in caplog.records if "same first batch" in record.getMessage()]
+            assert len(found) == (same and strategy.rank == 0)
+            assert all(remedy in text for text in found)
+        caplog.clear()
+        fit(model, x, y, epochs=1)
+        assert not caplog.records
 
 
 @pytest.mark.ranks(2)

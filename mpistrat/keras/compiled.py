@@ -1,0 +1,109 @@
+"""What a model was compiled with beside its optimizer, in words that are the same on every rank that was given the same."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import types
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from ..variables.values import checksum
+
+__all__ = ["describe_compiled"]
+
+_DEEPEST = 6  # levels of what is described
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic)
+
+
+def describe_compiled(model: Any) -> str:
+    """Return the arguments of `compile`: losses, metrics and their settings, functions by name and code; "" before it."""
+    if not model.compiled:
+        return ""
+    given = model._compile_config.config
+    return "compiled with " + ", ".join(
+        f"{name}={_word(value, 0)}" for name, value in given.items() if name != "optimizer"
+    )
+
+
+def _word(value: Any, depth: int) -> str:
+    """Return a value in words: numbers and text as they are, of others the class, and what is known of their settings."""
+    inside = depth + 1
+    if isinstance(value, _SIMPLE):
+        return repr(value)
+    if depth > _DEEPEST:
+        return type(value).__name__
+    if isinstance(value, np.ndarray):
+        return f"array{value.shape}" + f"#{checksum(np.ascontiguousarray(value).reshape(-1)):08x}" * (
+            value.dtype != object
+        )
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_word(item, inside) for item in value)}]"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(_word(item, inside) for item in value))}}}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_word(item, inside)}' for key, item in value.items())}}}"
+    if isinstance(value, functools.partial):
+        return f"partial({_word(value.func, inside)}, {_word(value.args, inside)}, {_word(value.keywords, inside)})"
+    if isinstance(value, types.MethodType):
+        return f"{_word(value.__self__, inside)}.{_word(value.__func__, inside)}"
+    if isinstance(value, types.FunctionType):
+        return _function(value, inside)
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return f"{value.__module__}.{value.__qualname__}"
+    return _object(value, inside)
+
+
+def _function(function: types.FunctionType, depth: int) -> str:
+    """Return a function's name, a digest of its code, and what it refers to, where that is a number, a text or a function."""
+    text = f"{function.__module__}.{function.__qualname__}#{_digest(function.__code__):08x}"
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    found: dict[str, Any] = {}
+    for name, cell in cells:
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+    if not function.__module__.startswith("keras."):
+        names = function.__code__.co_names
+        found |= {name: function.__globals__[name] for name in names if name in function.__globals__}
+    shown = {name: value for name, value in found.items() if isinstance(value, (*_SIMPLE, types.FunctionType))}
+    shown |= {"defaults": function.__defaults__} if function.__defaults__ else {}
+    shown |= {"keywords": function.__kwdefaults__} if function.__kwdefaults__ else {}
+    return text + (f"({_pairs(shown, depth)})" if shown else "")
+
+
+def _digest(code: types.CodeType) -> int:
+    """Return a digest of what code does, the same in every process of one Python."""
+    constants = [f"#{_digest(one):08x}" if isinstance(one, types.CodeType) else _word(one, 0) for one in code.co_consts]
+    return zlib.crc32(repr((code.co_code, code.co_names, code.co_varnames, constants)).encode())
+
+
+def _object(value: Any, depth: int) -> str:
+    """Return the class of an object and its settings: its configuration, and what its attributes hold beside it.
+
+    Numbers of metrics count what they have seen.
+    """
+    kind = type(value)
+    numbers = () if isinstance(value, keras.metrics.Metric) else (bool, int, float)
+    settings: dict[str, Any] = {}
+    for name, each in getattr(value, "__dict__", {}).items():
+        if (type(each) in numbers and name[:1] != "_") or isinstance(each, types.FunctionType):
+            settings[name] = each
+        elif isinstance(each, Mapping) and all(isinstance(one, _SIMPLE) for one in each.values()):
+            settings[name] = dict(each)  # the arguments of a function, as Keras keeps them
+    if not kind.__module__.startswith("keras."):
+        settings |= {name: each for name, each in vars(kind).items() if isinstance(each, types.FunctionType)}
+    with contextlib.suppress(Exception):  # there is none, or it cannot be made of what the object has
+        settings |= {name: each for name, each in value.get_config().items() if name != "name"}
+    return f"{kind.__module__}.{kind.__qualname__}({_pairs(settings, depth)})"
+
+
+def _pairs(values: Mapping[str, Any], depth: int) -> str:
+    text = ", ".join(f"{name}={_word(value, depth)}" for name, value in sorted(values.items()))
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
