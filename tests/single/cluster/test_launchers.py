@@ -1,5 +1,6 @@
 """Which launcher starts the MPI that mpi4py loads. What launchers say is quoted from their versions."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
