@@ -101,6 +101,7 @@ DOORS = {
     "map of batches": lambda it: read(ms.data.from_arrays(np.arange(4)).batch(4).map(lambda x: MASKED)),
     "map to arrays of arrays": lambda it: read(ms.data.from_arrays(np.arange(2)).batch(2).map(lambda x: RAGGED)),
     "filter": lambda it: read(ms.data.from_arrays(np.arange(4)).filter(lambda x: FLAG)),
+    "batches of a function": lambda it: read(it.strategy.distribute_datasets_from_function(lambda context: [MASKED])),
     "write_shards": lambda it: ms.data.write_shards(it.folder / "set", {"x": MASKED}),
     "write_shards of arrays": lambda it: ms.data.write_shards(it.folder / "set", {"x": RAGGED}),
     "ShardWriter.write": lambda it: writer(it, "write", {"x": MASKED}),
