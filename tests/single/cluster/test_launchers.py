@@ -1,5 +1,6 @@
 """Which launcher starts the MPI that mpi4py loads. What launchers say is quoted from their versions."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -104,3 +105,20 @@ def test_a_python_without_mpi_says_what_is_missing(tmp_path):
     fake.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')  # without site-packages
     with pytest.raises(ClusterError, match=r"No module named 'mpi4py'.*pip install mpich"):
         loaded_library(str(fake))
+
+
+def test_a_folder_on_path_that_may_not_be_entered_is_skipped(monkeypatch, tmp_path):
+    (tmp_path / "closed" / "bin").mkdir(parents=True)
+    (tmp_path / "closed" / "bin" / "mpiexec").touch(0o755)
+    (tmp_path / "closed").chmod(0)
+    monkeypatch.setenv("PATH", f"{tmp_path}/closed/bin")
+    monkeypatch.delenv("MPIEXEC", raising=False)
+    user = os.geteuid()
+    if user == 0:  # who may enter every folder
+        os.seteuid(65534)
+    try:
+        found = find_launchers(MPILibrary("MPICH", "5.0.2", "", str(tmp_path / "closed" / "lib" / "libmpi.so")))
+    finally:
+        os.seteuid(user)
+        (tmp_path / "closed").chmod(0o700)
+    assert not [launcher for launcher in found if str(tmp_path) in launcher.path]
