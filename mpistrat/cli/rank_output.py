@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import sys
 from collections.abc import Sequence
 
@@ -27,14 +28,29 @@ def main(variables: str, tag: str, folder: str, *words: str) -> None:
     rank = next((os.environ[name] for name in variables.split(",") if os.environ.get(name)), "0")
     file = -1
     if folder:
-        path = os.path.join(folder, f"rank-{rank}.txt")
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            file = _new_file(os.path.join(folder, f"rank-{rank}.txt"))
+        except OSError as error:
+            sys.exit(f"mpistrat run: --log-dir: rank {rank}: {error}")
     if tag == "1":
         _tagged(f"[{rank}] ".encode(), file)
     else:
         os.dup2(file, 1)
         os.dup2(file, 2)
     os.execvp(words[0], words)
+
+
+def _new_file(path: str) -> int:
+    """Open an empty regular file, and no link or pipe that another user of the folder has put there.
+
+    Raises:
+        OSError: it cannot be made, or something else is there.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        raise OSError(f"{path} is not a regular file")
+    return file
 
 
 def _tagged(tag: bytes, file: int) -> None:
