@@ -273,7 +273,7 @@ def _candidates(library: MPILibrary | None) -> Iterator[tuple[tuple[str, ...], s
     for folder, where in folders:
         for name in _NAMES:
             path = folder / name
-            if path.is_file() and os.access(path, os.X_OK):
+            if os.path.isfile(path) and os.access(path, os.X_OK):  # no error in a folder that may not be entered
                 yield (str(path),), where
 
 
