@@ -49,16 +49,16 @@ class Dropped:
         ranks = tuple(MPI.Group.Translate_ranks(own, range(own.size), world))
         world.Free()
         own.Free()
-        self._made[ranks] += 1
-        if self._made[ranks] % _MANY == 0:
+        if self._made[ranks] % _MANY == _MANY - 1:
             gc.collect()
         groups = list(self.groups.items())  # another thread may collect garbage meanwhile
         mine = [number for (key, number), group in groups if key == ranks and group.healthy]
-        every = gather_text(comm, json.dumps(mine))
-        for number in sorted(set.intersection(*(set(json.loads(text)) for text in set(every)))):
+        every = [json.loads(text) for text in set(gather_text(comm, json.dumps([self._made[ranks], mine])))]
+        for number in sorted(set.intersection(*(set(numbers) for _, numbers in every))):
             group = self.groups.pop((ranks, number))
             group.close()
             group.topology.close()
+        self._made[ranks] = 1 + max(made for made, _ in every)  # a rank that came later has made fewer
         return ranks, self._made[ranks]
 
 

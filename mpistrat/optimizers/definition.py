@@ -43,6 +43,7 @@ def make_defined(definition: Definition) -> Optimizer:
     if optimizer is None:
         optimizer = definition.kind.__new__(definition.kind)
         Optimizer.__init__(optimizer, definition.rate, **definition.base)
+        optimizer.take_next_ordinal()
         optimizer.take_ordinal(definition.ordinal)
     mine = vars(optimizer)
     for name in definition.own:

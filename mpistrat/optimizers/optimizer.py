@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import weakref
 from abc import ABCMeta, abstractmethod
@@ -32,8 +33,14 @@ class _Counted(ABCMeta):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)
-        made._count()
+        made.take_next_ordinal()
         return made
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The arguments of the class; else `inspect` shows those of `__call__`."""
+        method = inspect.signature(cls.__init__)
+        return method.replace(parameters=list(method.parameters.values())[1:], return_annotation=inspect.Signature.empty)
 
 
 class Optimizer(StatefulRule, metaclass=_Counted):
@@ -120,7 +127,8 @@ class Optimizer(StatefulRule, metaclass=_Counted):
         self._steps: dict[tuple[int, ...], UpdateRun] = {}
         self.learning_rate = learning_rate
 
-    def _count(self) -> None:
+    def take_next_ordinal(self) -> None:
+        """Have `find` find it, when it is complete."""
         placement = context.get_strategy().extended.placement if context.has_strategy() else None
         self._made_in: Store | None = None if placement is None else placement.store
         self._number = None if placement is None else (weakref.ref(placement), placement.note_optimizer(self))
@@ -142,7 +150,7 @@ class Optimizer(StatefulRule, metaclass=_Counted):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy: an optimizer of its own, counted like any other."""
         self.__dict__.update(state)
-        self._count()
+        self.take_next_ordinal()
 
     # the rule
 

@@ -341,13 +341,13 @@ def _end_on(
     error: BaseException | None,
     trace: TracebackType | None,
     before: Callable[[], object] | None,
-    where: str = "",
+    thread: threading.Thread | None = None,
 ) -> None:
     """End the job on an uncaught exception, whatever its own methods and the program's earlier hook raise.
 
     Args:
         before: calls the earlier hook; None where that was Python's own.
-        where: the thread in words.
+        thread: another one than the main thread.
     """
     more = ""
     if before is not None:
@@ -362,12 +362,12 @@ def _end_on(
     except Exception:  # raised by methods of the exception
         text = "".join(["Traceback (most recent call last):\n", *traceback.format_tb(trace), short])
         reason = short
+    try:
+        head = f"{_who()}: the job ends on this exception{'' if thread is None else f' in {thread.name}'}"
+    except Exception:  # wrong variables of a launcher, a program's own class of threads
+        head = "a rank: the job ends on this exception"
     status = error.status if isinstance(error, PeerExitError) else 1
-    end_job(
-        f"{_who()}: the job ends on this exception{where}\n{text}{more}",
-        130 if kind is KeyboardInterrupt else status,
-        reason,
-    )
+    end_job(f"{head}\n{text}{more}", 130 if kind is KeyboardInterrupt else status, reason)
 
 
 def _ends_the_program(trace: TracebackType | None) -> bool:
@@ -423,9 +423,8 @@ class _ThreadHook:
             return
         if survives() and is_loss(args.exc_value):  # so will the program's own calls
             return
-        name = args.thread.name if args.thread is not None else "a thread"
         before = None if self._before is threading.__excepthook__ else lambda: self._before(args)
-        _end_on(args.exc_type, args.exc_value, args.exc_traceback, before, f" in {name}")
+        _end_on(args.exc_type, args.exc_value, args.exc_traceback, before, args.thread)
 
 
 # Equal failures of several ranks: rank 0 of a group collects them, and the lowest rank of each text prints it.

@@ -200,6 +200,15 @@ def test_an_exception_that_is_hard_to_print_ends_the_job(shared_job, program, te
 
 
 ELSEWHERE = {
+    "a thread without a name": """
+class Nameless(threading.Thread):
+    @property
+    def name(self): raise ValueError("no name")
+    _name = None
+def fail(): raise error
+if last: Nameless(target=fail).start()
+time.sleep(20)
+""",
     "a thread": "def fail(): raise error\nif last: threading.Thread(target=fail).start()\ntime.sleep(20)",
     "a hook of the program": """
 from mpistrat.comm.monitor import abort

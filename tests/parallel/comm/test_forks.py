@@ -127,3 +127,26 @@ strategy = ms.MultiWorkerMirroredStrategy()
 assert in_child(lambda: float(strategy.reduce("SUM", 2.0, axis=None))) == ("", 2.0)
 """
     assert mpi_run(START + program, 1).returncode == 0
+
+
+COORDINATOR = """
+strategy = ms.ParameterServerStrategy(num_ps=1)
+coordinator = ms.coordinator.ClusterCoordinator(strategy)
+if coordinator.is_chief:
+    value = coordinator.schedule(abs, args=(-2,))
+    for what in ("schedule", "join", "done", "fetch"):
+        arguments = {"schedule": (abs, (1,)), "fetch": (value,)}.get(what, ())
+        refused(lambda: getattr(coordinator, what)(*arguments), what)
+    assert coordinator.fetch(value) == 2
+else:
+    refused(coordinator.serve, "message between ranks")
+    coordinator.serve()
+coordinator.close()
+strategy.close()
+print("all is well")
+"""
+
+
+def test_a_coordinator_in_a_forked_child(mpi_run):
+    result = mpi_run(START + COORDINATOR, 3, timeout=60, env={"MPISTRAT_ABORT_AFTER": "12"})
+    assert result.returncode == 0 and result.stdout.count("all is well") == 3, result

@@ -31,6 +31,14 @@ def program(path: Path, text: str, status: int = 0) -> Path:
     return path
 
 
+def test_a_folder_on_path_that_cannot_be_looked_into_is_passed_over(tmp_path, monkeypatch):
+    """The system refuses it for its name here, for want of permission elsewhere."""
+    path = program(tmp_path / "mpiexec", next(iter(SAYS)))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PATH", str(tmp_path / ("x" * 300)), prepend=":")
+    assert str(path) in [launcher.path for launcher in find_launchers()]
+
+
 @pytest.mark.parametrize("said", SAYS)
 def test_launchers_say_whose_they_are(tmp_path, monkeypatch, said):
     path = program(tmp_path / "mpiexec", said)
