@@ -394,7 +394,6 @@ class SyncOnReadVariable(Variable):
                 replica = topology.replica_offset + index
                 share = flat if self.aggregation is not VariableAggregation.SUM else self._share(flat, replica)
                 self._change(index, op, share)
-        return self
 
     def _share(self, flat: Any, replica: int) -> Any:
         """Return what one of all replicas gets of a value, so that the copies' sum is the value."""
