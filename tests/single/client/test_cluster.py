@@ -36,6 +36,9 @@ class Chief:
     def done(self):
         return True
 
+    def require_workers(self):
+        pass
+
 
 @pytest.fixture
 def chief(tmp_path):
