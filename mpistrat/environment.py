@@ -44,7 +44,7 @@ STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storag
 
 def not_by_name(strategy: str) -> str:
     """Return how to make a strategy that needs more than its name; "" for all others."""
-    remedy = "Call ms.MeshStrategy(axes={…}) in the program: only it knows the axes"
+    remedy = "Call ms.MeshStrategy(axes={...}) in the program: only it knows the axes"
     return remedy if strategy.lower() in ("mesh", "meshstrategy") else ""
 
 

@@ -45,7 +45,7 @@ def check_unmasked(value: Any, found: NDArray[Any], function: str, argument: str
     masked = _count(value if plain else found)
     if masked:
         got = f"{masked} masked"
-        remedy = "The mask would be lost: pass value.filled(…), or value.compressed()"
+        remedy = "The mask would be lost: pass value.filled(...), or value.compressed()"
         raise TypeError(explain(function, argument, expected="no masked numbers", got=got, remedy=remedy))
     return np.asarray(found)
 

@@ -39,8 +39,8 @@ class _Counted(ABCMeta):
     @property
     def __signature__(cls) -> inspect.Signature:
         """The arguments of the class; else `inspect` shows those of `__call__`."""
-        method = inspect.signature(cls.__init__)
-        return method.replace(parameters=list(method.parameters.values())[1:], return_annotation=inspect.Signature.empty)
+        kind: Any = cls
+        return inspect.Signature(list(inspect.signature(kind.__init__).parameters.values())[1:])
 
 
 class Optimizer(StatefulRule, metaclass=_Counted):

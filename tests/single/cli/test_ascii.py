@@ -61,7 +61,9 @@ def test_what_is_printed_without_utf8(program, encoding):
     if program == HELP:
         assert text.count("usage: mpistrat") > 10 and "[ARGUMENT ...]" in text
     else:
-        assert "\n`- batch(2, drop_remainder=False)" in text and "momentum: expected >= 0, got -1" in text
+        assert (
+            "\n`- batch(2, drop_remainder=False)" in text and "momentum: expected a number from 0 to 1, got -1" in text
+        )
 
 
 def test_errors_and_objects_are_written_in_ascii():

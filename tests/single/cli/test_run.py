@@ -284,7 +284,7 @@ def test_programs_and_their_arguments(machine, capsys, monkeypatch, tmp_path):
         (["-n", "0", "a.py"], "expected a number >= 1, got '0'"),
         (["-n", "two", "a.py"], "expected a number >= 1, got 'two'"),
         (["--strategy", "best", "a.py"], "invalid choice: 'best'"),
-        (["--strategy", "mesh", "a.py"], "Call ms.MeshStrategy(axes={…}) in the program"),
+        (["--strategy", "mesh", "a.py"], "Call ms.MeshStrategy(axes={...}) in the program"),
         (["--epochs", "3"], "--epochs"),
         (["--standby", "sh"], "--standby: expected --restarts with it, got none"),
         (["--restarts", "2", "--standby", "sh"], "--standby: expected a program of Python, got /"),

@@ -199,7 +199,7 @@ def test_names_that_are_numbers(tmp_path: Path) -> None:
 def test_the_index_that_pandas_writes(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(",a\n0,1\n")
     done = mpistrat("shards", "write", "set", "t.csv", cwd=tmp_path, status=1)
-    assert "to_csv(…, index=False)" in done.stderr
+    assert "to_csv(..., index=False)" in done.stderr
 
 
 def test_the_first_cell_that_is_no_number_is_named(tmp_path: Path) -> None:

@@ -245,9 +245,9 @@ def test_numbers_that_a_dtype_does_not_hold_are_an_error(value: Any) -> None:
     """With NumPy 1 they were wrapped round, or cut off."""
     spec = ArraySpec(np.shape(value), np.uint8)
     rows = ms.data.from_generator(lambda: [np.zeros(np.shape(value), int).tolist(), value], spec)
-    with pytest.raises(ValueError, match=r"expected uint8.*, got .*, which uint8 does not hold"):
+    with pytest.raises(ValueError, match=r"expected uint8.*, from 0 to 255, got"):
         list(rows.batch(2))
-    with pytest.raises(ValueError, match="which uint8 does not hold"):
+    with pytest.raises(ValueError, match="expected uint8"):
         list(Dataset.range(1).map(lambda x: value, element_spec=spec))
     wide = ArraySpec(np.shape(value), np.float32)
     assert next(iter(ms.data.from_generator(lambda: [value], wide))).tolist() == np.asarray(value, float).tolist()

@@ -122,7 +122,7 @@ class Table(Converter):
             return [f"column_{place}" for place in range(len(header))], _Start(len(codecs.BOM_UTF8) * marked, 0, 0)
         if not header or "" in header or len(set(header)) != len(header):
             got = f"{header}" if header else "nothing"
-            remedy = "pandas writes no index with to_csv(…, index=False)." if header[:1] == [""] else ""
+            remedy = "pandas writes no index with to_csv(..., index=False)." if header[:1] == [""] else ""
             raise bad_input(self._path, "a first line that names the columns, each differently", got, remedy)
         if self._named is None and any(_kind([name]) != _TEXT for name in header):
             remedy = "If it is a row, add --header no; if it names the columns, --header yes."
