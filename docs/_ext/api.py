@@ -90,7 +90,7 @@ def parse(directive: SphinxDirective, lines: list[str]) -> list[nodes.Node]:
 
 def skip_aliases(app: Sphinx, what: str, name: str, thing: object, skip: bool, options: object) -> bool | None:
     """Leave TensorFlow's other spellings of methods out: names.md has them."""
-    return True if inspect.isroutine(thing) and thing.__name__ != name else None
+    return True if inspect.isroutine(thing) and getattr(thing, "__name__", name) != name else None
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
