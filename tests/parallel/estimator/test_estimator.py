@@ -110,7 +110,7 @@ def test_exporters_keep_the_last_and_the_best(mpi_tmp_path):
 
         def on_epoch_end(self, loop, logs):
             if loop.step == 6:
-                loop.optimizer.learning_rate = -0.5
+                loop.optimizer.learning_rate = 10.0
 
     exporters = [
         ms.estimator.FinalExporter("final"), ms.estimator.LatestExporter("latest", exports_to_keep=2),
