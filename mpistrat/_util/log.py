@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -20,7 +21,8 @@ class _RankFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.rank = self.rank
-        record.msg, record.args = printable(record.getMessage(), keep="\n"), ()
+        with contextlib.suppress(Exception):  # of a wrong format, which the handler reports
+            record.msg, record.args = printable(record.getMessage(), keep="\n"), ()
         return True
 
 

@@ -89,7 +89,10 @@ def _mapping_like(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         if made is not None:
             return made
     made = type(node)({key: items[key] for key in node})  # type: ignore[call-arg]
-    same = list(made) == list(node) and all(made[key] is value or is_nested(value) for key, value in items.items())
+    kept = (
+        key for key, value in items.items() if node[key] is node[key] and not is_nested(value)
+    )  # others are computed
+    same = list(made) == list(node) and all(made[key] is items[key] for key in kept)
     if not same or _settings(made) != _settings(node):
         raise ValueError("its class makes another one of its items")
     return made
@@ -124,7 +127,10 @@ def _tuple_like(node: tuple[Any, ...], children: list[Any]) -> Any:
     try:
         made = tuple.__new__(kind, children)  # whatever arguments its class takes
     except TypeError:  # of a class that is written in C
-        return kind(children)
+        try:
+            return kind(children)
+        except (TypeError, ValueError):  # for other items than its own, as torch.Size for arrays
+            return tuple(children)
     getattr(made, "__dict__", {}).update(getattr(node, "__dict__", {}))
     return made
 

@@ -26,7 +26,7 @@ _of_parent: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def is_child() -> bool:
-    """Return whether this process was forked from one in which MPI ran."""
+    """Return whether this process was forked from one of several ranks."""
     return _child
 
 
@@ -66,8 +66,9 @@ class ParentsOnly:
 
 def _begin_child() -> None:
     global _child
-    if running() is not None:
-        _child = True
+    mpi = running()
+    if mpi is not None:
+        _child = mpi.COMM_WORLD.size > 1  # the child of a process without others may have strategies of its own
         for thing in list(_of_parent):
             thing.refuse_in_child()
 

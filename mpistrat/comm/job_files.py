@@ -142,8 +142,13 @@ def _make_folder(folder: Path) -> None:
     Raises:
         OSError: another user has taken the name since `leftovers.kept` found that it was free.
     """
-    if not leftovers.is_own_folder(folder):
+    if leftovers.is_own_folder(folder):
+        return
+    try:
         folder.mkdir(0o700)
+    except FileExistsError:
+        if not leftovers.is_own_folder(folder):  # another rank of this node has made it meanwhile
+            raise
 
 
 def remove_older(job: str, path: Path) -> None:

@@ -71,7 +71,10 @@ def _function(function: types.FunctionType, depth: int) -> str:
             continue
     if not function.__module__.startswith("keras."):
         names = function.__code__.co_names
-        found |= {name: function.__globals__[name] for name in names if name in function.__globals__}
+        called = {
+            name: function.__globals__.get(name) for name in names
+        }  # numbers may be the rank, for what a function prints
+        found |= {name: value for name, value in called.items() if isinstance(value, types.FunctionType)}
     shown: dict[str, Any] = {
         name: value for name, value in found.items() if isinstance(value, (*_SIMPLE, types.FunctionType))
     }

@@ -89,6 +89,7 @@ class Limits(NamedTuple):
     legal: Callable[[float], bool]
 
 
+_ROUNDING = 1e-12  # of a schedule that ends with 0
 AT_LEAST_ZERO = Limits("a finite number >= 0", lambda number: 0 <= number < math.inf)
 AT_MOST_ZERO = Limits("a finite number <= 0", lambda number: -math.inf < number <= 0)
 POSITIVE = Limits("a finite number > 0", lambda number: 0 < number < math.inf)
@@ -218,6 +219,7 @@ class Hyperparameters(ABC):
         if not callable(rate):
             return rate
         found = float(rate(step - 1))
+        found = 0.0 if -_ROUNDING < found < 0 else found
         if not AT_LEAST_ZERO.legal(found):
             got = f"{found} from {rate} in step {step}"
             raise ValueError(explain(type(self).__name__, "learning_rate", expected=AT_LEAST_ZERO.text, got=got))

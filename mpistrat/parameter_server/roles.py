@@ -277,7 +277,8 @@ class RoleAssignment:
         """Log who is where, warn where that is not what the resolver said, and return the resolver. Collective."""
         resolver = self._resolver
         if resolver is None:
-            if self._settings.num_ps is None and not TFConfigClusterResolver().cluster_spec():
+            first = group.topology.rank == 0
+            if first and self._settings.num_ps is None and not TFConfigClusterResolver().cluster_spec():
                 warn_unused(_NAME, group.topology.size)
             jobs = {"worker": list(roles.workers), "ps": list(roles.servers)}
             resolver = MPIClusterResolver(group.topology.comm, jobs)

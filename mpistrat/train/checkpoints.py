@@ -99,7 +99,7 @@ class Checkpoints:
                 expected, got = "an object with state_dict and load_state_dict", f"a {type(value).__name__}"
                 raise TypeError(explain("Checkpoints", f"objects[{name!r}]", expected=expected, got=got))
         self._objects = dict(objects or {})
-        self.folder, self._run = Path(folder).absolute(), os.path.abspath(folder)
+        self.folder = Path(folder).absolute()
         self.strategy, self._keep, self._every = strategy, keep, every_steps
         self._asynchronous, self._prepared = asynchronous, False
         self._saving: Saving | None = None
@@ -204,7 +204,7 @@ class Checkpoints:
     def _take_snapshot(self, period: _Period, step: int, notes: Any) -> _Period | None:
         began = time.monotonic()
         try:
-            self.strategy.take_snapshot(step, self._with_step(notes, step), self._run)
+            self.strategy.take_snapshot(step, self._with_step(notes, step), str(self.folder))
         except SharedMemoryError as error:
             if self.strategy.rank == 0:
                 logger.warning("Checkpoints: training goes on without snapshots: %s", error)
@@ -241,7 +241,7 @@ class Checkpoints:
             self._saving = strategy.begin_save(path, extra, then=self._remove_old)
         else:
             strategy.save(path, extra)
-            strategy.note_saved(step, self._run)
+            strategy.note_saved(step, str(self.folder))
             if strategy.rank == 0:
                 self._remove_old()
         if self._period is not None:
@@ -261,7 +261,7 @@ class Checkpoints:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
-            self.strategy.note_saved(self._saving_step, self._run)
+            self.strategy.note_saved(self._saving_step, str(self.folder))
 
     def _remove_old(self) -> None:
         try:
@@ -350,7 +350,7 @@ class Checkpoints:
         steps, self.folder = self.strategy.broadcast_object((self.steps(), self.folder))  # as rank 0 sees them
         snapshot = None
         if self._snapshots is not None:
-            snapshot = self.strategy.newest_snapshot(self._run)
+            snapshot = self.strategy.newest_snapshot(str(self.folder))
         if snapshot is not None and snapshot.step >= max(steps, default=0):
             return self._taken_over(self.strategy.restore_snapshot(snapshot))
         for step in reversed(steps):

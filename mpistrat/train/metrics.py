@@ -112,7 +112,7 @@ class Accuracy(MeanOf):
     @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
         y_true, y_pred = same_rank(y_true, y_pred)
-        if y_true.dtype.kind not in "biu" and y_pred.dtype.kind not in "biu":  # compared as predictions are
+        if y_true.dtype.kind in "fV" and y_pred.dtype.kind in "fV":  # compared as predictions are
             y_pred = y_pred if y_pred.dtype.itemsize < 4 else _single(y_pred)
             y_true = y_true.astype(y_pred.dtype)
         return y_true == y_pred

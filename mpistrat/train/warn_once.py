@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import final
 
 from .._util.log import logger
+from ..errors import MpistratError
 
 __all__ = ["WarnOnce"]
 
@@ -26,7 +27,7 @@ class WarnOnce:
 
         Args:
             what: the record, for the warning.
-            kinds: the classes of errors; others are raised.
+            kinds: the classes of errors; others are raised, and all of this package, such as a collective's that timed out.
         """
         self._what, self._kinds, self._warned = what, kinds, False
 
@@ -36,7 +37,7 @@ class WarnOnce:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if not isinstance(error, self._kinds):
+        if not isinstance(error, self._kinds) or isinstance(error, MpistratError):
             return False
         if not self._warned:
             self._warned = True

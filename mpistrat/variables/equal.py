@@ -45,6 +45,7 @@ def different_weights(function: str, placement: Placement) -> CollectiveMismatch
     with grid.replica.collective("compare parts", function):
         error = different_parts(function, grid, held_by_several(grid, variables), ["value"]) or error
     texts = list(filter(None, grid.world.exchange("compare weights", str(error or ""), function)))
+    placement.told_apart |= bool(texts)  # by other ranks, too: all close alike
     return CollectiveMismatchError(texts[0]) if texts else None
 
 

@@ -130,7 +130,7 @@ class DistributedIterator(Feed):
         self.global_batch_size = total
         self._handed_out.next(arrays, total, (self._epoch, self._next - 1))
         if self._drawn is not None:
-            self._drawn(self._epoch, self._next - 1, self._plan.first_read)
+            self._drawn(self._epoch, self._next - 1, self._plan.first_read(self._epoch))
         RECORDER.end(event)
         self._last = self._time(started)
         return element

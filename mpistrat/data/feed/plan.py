@@ -93,8 +93,7 @@ class Plan(ABC):
         """Return the rows of a step, with those that workers which step apart take at the same one; None where not known."""
         return None
 
-    @property
-    def first_read(self) -> int:
+    def first_read(self, epoch: int) -> int:
         """A digest of the first elements that were read, where all workers must read the same, and only reading shows them."""
         return 0
 
@@ -158,9 +157,8 @@ class GlobalPlan(Plan):
         dataset, count = self._dealt
         return sum(rows_in(dataset, epoch, batch) for batch in range(step * count, (step + 1) * count))
 
-    @property
-    def first_read(self) -> int:
-        return 0 if self._dataset.random_access else self._dataset.first_read
+    def first_read(self, epoch: int) -> int:
+        return 0 if self._dataset.random_access else self._dataset.first_read(epoch)
 
     def describe(self) -> str:
         return f"each batch cut into blocks ({self._which})"

@@ -12,7 +12,6 @@ Base classes with the defaults: stage.py. What users hold: dataset.py.
 
 from __future__ import annotations
 
-import functools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +42,6 @@ __all__ = [
 
 INFINITE = -1  # tf.data.INFINITE_CARDINALITY
 UNKNOWN = -2  # tf.data.UNKNOWN_CARDINALITY
-_63_BITS = (1 << 63) - 1
 
 Addresses = tuple[NDArray[np.int64], NDArray[np.int64]]  # epochs and positions, one of each a row
 Outcome = tuple[Any, Exception | None]  # an element, or the error that is raised instead of it
@@ -97,10 +95,12 @@ class Node(ABC):
 
     # What its elements are.
 
-    @property
-    def first_read(self) -> int:
-        """A digest of the first elements that were read here and below where only reading shows what they are; else 0."""
-        return functools.reduce(lambda digest, parent: digest * 31 + parent.first_read, self.parents, 0) & _63_BITS
+    def first_read(self, epoch: int) -> int:
+        """Return a digest of the first element of an epoch, where only reading shows what elements are; else 0.
+
+        Also 0 of several parents: ranks read ahead of the loop, and have begun another number of them.
+        """
+        return self.parents[0].first_read(epoch) if len(self.parents) == 1 else 0
 
     @property
     @abstractmethod

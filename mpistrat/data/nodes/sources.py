@@ -26,6 +26,7 @@ from .stage import InputRows
 
 __all__ = ["Held", "array_rows", "generated", "plain_lists", "row_content"]
 
+_EPOCHS = 8  # of which a generator knows the first element
 _COMPARED, _ELEMENTS = 64, 4096  # rows that ranks compare, and about as many elements of each
 
 
@@ -164,7 +165,7 @@ class _Generated(InputRows):
         self._given = element_spec is not None
         self._spec = element_spec
         self._start = _epoch_argument(function)
-        self._first: int | None = None  # a digest of the first element that was read
+        self._firsts: dict[int, int] = {}  # digests of the first elements that were read, by epoch, of the last epochs
 
     @property
     def random_access(self) -> bool:
@@ -196,13 +197,14 @@ class _Generated(InputRows):
             except ValueError as error:
                 why = "as element_spec says" if self._given else "as the first element was: give element_spec otherwise"
                 raise ValueError(f"from_generator: element {position}: {error} ({why})") from None
-            if self._first is None:
-                self._first = zlib.crc32(b"".join(map(row_content, nest.flatten(arrays))))
+            if position == 0:
+                self._firsts[epoch] = zlib.crc32(b"".join(map(row_content, nest.flatten(arrays))))
+                if len(self._firsts) > _EPOCHS:
+                    self._firsts.pop(next(iter(self._firsts)))
             yield arrays
 
-    @property
-    def first_read(self) -> int:
-        return self._first or 0
+    def first_read(self, epoch: int) -> int:
+        return self._firsts.get(epoch, 0)
 
     def describe(self) -> str:
         name = getattr(self._function, "__name__", None) or type(self._function).__name__

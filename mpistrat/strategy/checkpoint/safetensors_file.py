@@ -47,7 +47,7 @@ def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """
     library = _library()
     with replacing(path) as beside:
-        library.save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, str(beside))
+        library.save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, str(beside))
 
 
 @final

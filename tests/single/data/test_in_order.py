@@ -251,3 +251,16 @@ def test_numbers_that_a_dtype_does_not_hold_are_an_error(value: Any) -> None:
         list(Dataset.range(1).map(lambda x: value, element_spec=spec))
     wide = ArraySpec(np.shape(value), np.float32)
     assert next(iter(ms.data.from_generator(lambda: [value], wide))).tolist() == np.asarray(value, float).tolist()
+
+
+def test_the_first_element_of_a_generator_is_known_by_epoch() -> None:
+    """Ranks compare it: it must not depend on what one of them has read besides, or ahead."""
+    spec = ArraySpec((), np.int64)
+
+    def numbers(epoch: int) -> Iterator[int]:
+        yield from range(10 * epoch, 10 * epoch + 3)
+
+    one, other = (ms.data.from_generator(numbers, spec).batch(2) for _ in range(2))
+    list(one.node.elements(0)), list(one.node.elements(3)), list(other.node.elements(3))
+    assert one.node.first_read(3) == other.node.first_read(3) != one.node.first_read(0)
+    assert one.concatenate(other).node.first_read(3) == 0

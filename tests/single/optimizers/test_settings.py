@@ -187,3 +187,10 @@ def test_a_schedule_without_a_rate_ends_its_step(rate):
 def test_loss_scales_have_limits(setting, number):
     with pytest.raises(ValueError, match=f"{setting}: expected a finite number .*, got {number}"):
         ms.optimizers.LossScaleOptimizer(ms.optimizers.SGD(0.1), **{setting: number})
+
+
+def test_a_rate_that_decays_to_zero_may_end_below_it_by_rounding():
+    optimizer = ms.optimizers.SGD(lambda step: 0.3 - step * 0.1)  # -5.6e-17 in step 4
+    assert optimizer.rate_at(4) == 0.0
+    with pytest.raises(ValueError, match="learning_rate: expected a finite number >= 0, got -0.1"):
+        optimizer.rate_at(5)

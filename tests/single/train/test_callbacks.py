@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.train.warn_once import WarnOnce
 
 t = ms.train
 
@@ -276,3 +277,10 @@ def test_progress_is_a_line_an_epoch():
     progress.on_step_end(state)
     progress.on_epoch_end(state, {"loss": 0.25, "samples_per_second": 12345.6, "recall": [0.5]})
     assert file.getvalue().startswith("epoch 1: loss 0.25, 12,346 samples/s, recall [0.5], 0.0 s\n")
+
+
+def test_an_error_of_a_collective_is_not_taken_for_one_of_the_record(caplog):
+    """CollectiveTimeoutError is an OSError, as TimeoutError is."""
+    with pytest.raises(ms.errors.CollectiveTimeoutError), WarnOnce("the trace", OSError):
+        raise ms.errors.CollectiveTimeoutError("rank 1 did not come")
+    assert not caplog.records

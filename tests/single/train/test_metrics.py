@@ -145,3 +145,13 @@ def test_reset_and_several_results_at_once():
 def test_wrong_settings_are_named(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    ("labels", "predictions", "expected"),
+    [(["a", "b"], ["a", "c"], 0.5), ([1 + 1j], [1 + 2j], 0.0), ([True, False], [True, True], 0.5)],
+)
+def test_what_is_no_float_is_compared_as_it_is(labels, predictions, expected):
+    accuracy = ms.train.Accuracy()
+    accuracy.update_state(labels, predictions)
+    assert accuracy.result() == expected

@@ -25,3 +25,9 @@ def test_once(rank, level, caplog):
         (level, rank, "the cores are few"),
         ("DEBUG", rank, "a detail"),
     ]
+
+
+def test_a_wrong_format_is_left_to_the_handler():
+    record = logging.LogRecord("mpistrat", logging.ERROR, "a.py", 1, "%d", ("x",), None)
+    assert all(each.filter(record) for each in log.logger.filters)
+    assert record.args == ("x",)

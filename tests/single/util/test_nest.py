@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import collections
+import collections.abc
 import dataclasses
 import time
 import types
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -234,3 +235,24 @@ def test_a_class_without_such_a_copy_is_refused_by_name() -> None:
         assert dict(node) == {"a": 1}
     twice = nest.map_structure(lambda leaf: 2 * leaf, Scaled({"a": 1}))
     assert type(twice) is Scaled and dict(twice) == {"a": 2}
+
+
+class Computed(collections.abc.Mapping):
+    """Computes its items anew each time."""
+
+    def __init__(self, items):
+        self._items = dict(items)
+
+    def __getitem__(self, key):
+        return np.asarray([self._items[key]])
+
+    def __iter__(self):
+        return iter(self._items)
+
+    def __len__(self):
+        return len(self._items)
+
+
+def test_a_mapping_that_computes_its_items_is_copied():
+    made = nest.map_structure(lambda array: array * 2, Computed({"a": 1, "b": 2}))
+    assert type(made) is Computed and made["b"].tolist() == [[4]]
