@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, final
@@ -37,6 +38,10 @@ class Zipped(Combined):
 
     def _pack(self, elements: Sequence[Any]) -> Any:
         return nest.pack_like(self._structure, list(elements))
+
+    def first_read(self, epoch: int) -> int:
+        digests = [parent.first_read(epoch) for parent in self._parents]  # an element has one of each
+        return zlib.crc32(repr(digests).encode()) if any(digests) else 0
 
     def cardinality(self) -> int:
         counts = [parent.cardinality() for parent in self._parents]
