@@ -68,7 +68,9 @@ def test_a_backup_that_rank_0_has_is_resumed_on_all_ranks(mpi_tmp_path):
             if last:
                 fitted = model.fit(x, y, batch_size=12, shuffle=False, epochs=4, verbose=0, callbacks=callbacks)
                 assert fitted.epoch == [2, 3]
-                assert difference(weights(model), weights(reference)) < 1e-5
+                assert (
+                    difference(weights(model), weights(reference)) < 1e-4
+                )  # of small biases; a lost epoch changes them by 1e-1
                 assert not strategy.rank or not folder.exists()
             else:
                 with pytest.raises(InterruptedError):
