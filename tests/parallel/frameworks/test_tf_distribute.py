@@ -360,12 +360,15 @@ CLIPS = {"clipnorm": by_norm, "global_clipnorm": by_norm, "clipvalue": lambda gr
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("setting", CLIPS)
-def test_keras_clips_the_gradient_of_each_replica_and_we_their_sum(setting):
+def test_clipping_is_of_each_replica_there_and_of_the_sum_here(setting):
     """As the page about tf.distribute says; a step that clips has Keras's numbers."""
     keras, clip = pytest.importorskip("keras"), CLIPS[setting]
     if keras.backend.backend() != "tensorflow":
         pytest.skip("Keras's optimizers sum over tf.distribute's replicas with TensorFlow only")
-    theirs = tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
+    one = (
+        tf.distribute.ReductionToOneDevice()
+    )  # collectives of TensorFlow are numbered over all strategies of a process
+    theirs = tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=one)
     with theirs.scope():
         v, optimizer = tf.Variable([0.0, 0.0]), keras.optimizers.SGD(1.0, **{setting: 1.0})
         optimizer.build([v])
