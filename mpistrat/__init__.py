@@ -5,7 +5,6 @@ Importing starts no MPI and needs no optional library; creating a strategy does 
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import numpy as _numpy
@@ -184,9 +183,3 @@ __all__ = [
 _check_framework("mpistrat", "numpy", _numpy.__version__, "2.0", "older ones wrap integers and round float16 otherwise")
 _install_under_launcher()
 _expect_end_under_launcher()
-
-# A forkserver and its processes are no ranks. They import the main program before they run anything else of ours.
-if any("multiprocessing.forkserver" in word for word in getattr(sys, "orig_argv", [])):
-    from .data.nodes.calls import keep_away as _keep_away
-
-    _keep_away()

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import explain
 
-__all__ = ["check_range", "integer", "tensorflow_names"]
+__all__ = ["check_range", "integer", "out_of_range", "tensorflow_names"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,13 +42,25 @@ def check_range(function: str, argument: str, array: Any, dtype: np.dtype[Any]) 
     Example:
         >>> check_range("f", "x", np.array([0, 255]), np.dtype(np.uint8))
     """
+    outside = out_of_range(array, dtype)
+    if outside is not None:
+        limits = np.iinfo(dtype)
+        expected = f"integers from {limits.min} to {limits.max}"
+        raise OverflowError(explain(function, argument, expected=expected, got=outside))
+
+
+def out_of_range(array: Any, dtype: np.dtype[Any]) -> int | None:
+    """Return the smallest or largest integer of an array if another dtype cannot hold it.
+
+    Example:
+        >>> out_of_range(np.array([0, 256]), np.dtype(np.uint8))
+        256
+    """
     if dtype.kind not in "iu" or array.dtype.kind not in "iu" or array.dtype == dtype or not array.size:
-        return
+        return None
     limits = np.iinfo(dtype)
-    for extreme in (int(array.min()), int(array.max())):
-        if not limits.min <= extreme <= limits.max:
-            expected = f"integers from {limits.min} to {limits.max}"
-            raise OverflowError(explain(function, argument, expected=expected, got=extreme))
+    extremes = (int(array.min()), int(array.max()))
+    return next((extreme for extreme in extremes if not limits.min <= extreme <= limits.max), None)
 
 
 def tensorflow_names(*unused: str, **ours: str) -> Callable[[F], F]:

@@ -38,10 +38,7 @@ def refuse_in_children(thing: _OfParent) -> None:
 def refusal(function: str = "") -> ContextError:
     """Return the error of a call that only the rank itself may make. `function` is the call, if it is not named elsewhere."""
     expected, got = "a call by a rank", f"one by process {os.getpid()}, which a rank has forked"
-    remedy = (
-        "A forked process, such as a worker of a DataLoader, may read data and variables only: make the call in the rank"
-        " itself, or start processes that need a strategy of their own by multiprocessing.get_context('spawn')"
-    )
+    remedy = "A forked process, such as a worker of a DataLoader, may read data and variables only: call it in the rank itself"
     return ContextError(explain(function, "", expected=expected, got=got, remedy=remedy).removeprefix(": "))
 
 

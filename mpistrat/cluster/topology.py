@@ -15,11 +15,12 @@ import numpy as np
 from .._util.partition import block
 from .._util.text import printable
 from ..comm.agree import as_told, gather_text, together
-from ..errors import ClusterError, DeviceError, LayoutError, explain
+from ..errors import ClusterError, ContextError, DeviceError, LayoutError, explain
 from .cores import count_node_cores, usable_cores
 from .devices import check_devices, default_devices
 from .forks import is_child, refusal
 from .launcher_variables import check_launcher, check_size
+from .no_rank import is_no_rank
 from .rendezvous import wait_for_ranks
 from .start import import_mpi
 from .world import world
@@ -277,6 +278,10 @@ def running_mpi(function: str) -> Any:
     """
     if is_child():
         raise refusal(function)
+    if is_no_rank():
+        expected, got = "a call by a rank", "one by a process that multiprocessing has started for a rank"
+        remedy = "Make the call in the rank itself"
+        raise ContextError(explain(function, "", expected=expected, got=got, remedy=remedy))
     check_launcher(function)
     try:
         MPI = import_mpi()

@@ -1,7 +1,7 @@
 """Groups that the program has dropped without closing them: they are freed when the same ranks make the next one.
 
 To free a communicator is collective, and ranks drop a group at different moments, when Python does. So each rank keeps a dropped
-group until all ranks have one of this number, which they compare where they meet anyway.
+group until all ranks have dropped the one of this number, which they compare where they meet anyway. Process sets do the same.
 """
 
 from __future__ import annotations
@@ -9,14 +9,33 @@ from __future__ import annotations
 import gc
 import json
 from collections import Counter
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, Protocol, final
 
 from ..cluster.topology import Topology
-from .agree import gather_text
+from .agree import Exchange, gather_text
 
-__all__ = ["DROPPED", "Dropped"]
+__all__ = ["DROPPED", "Dropped", "collect_cycles", "dropped_by_all"]
 
 _MANY = 64  # groups, after which those in reference cycles are looked for; MPICH has room for some 500
+
+
+def collect_cycles(count: int) -> None:
+    """Look for dropped groups in reference cycles, now and then: `count` were made, or are kept."""
+    if count % _MANY == _MANY - 1:
+        gc.collect()
+
+
+def dropped_by_all(exchange: Exchange, mine: Iterable[int]) -> list[int]:
+    """Return which of the numbers that this rank has dropped all ranks have, in order. Collective.
+
+    Example:
+        >>> dropped_by_all(lambda text: [text, "[7, 2]"], [2, 5, 7])
+        [2, 7]
+    """
+    every = set(exchange(json.dumps(list(mine))))
+    return sorted(set.intersection(*(set(json.loads(text)) for text in every)))
 
 
 class _Group(Protocol):
@@ -49,16 +68,15 @@ class Dropped:
         ranks = tuple(MPI.Group.Translate_ranks(own, range(own.size), world))
         world.Free()
         own.Free()
-        if self._made[ranks] % _MANY == _MANY - 1:
-            gc.collect()
+        collect_cycles(self._made[ranks])
+        exchange = partial(gather_text, comm)
         groups = list(self.groups.items())  # another thread may collect garbage meanwhile
         mine = [number for (key, number), group in groups if key == ranks and group.healthy]
-        every = [json.loads(text) for text in set(gather_text(comm, json.dumps([self._made[ranks], mine])))]
-        for number in sorted(set.intersection(*(set(numbers) for _, numbers in every))):
+        for number in dropped_by_all(exchange, mine):
             group = self.groups.pop((ranks, number))
             group.close()
             group.topology.close()
-        self._made[ranks] = 1 + max(made for made, _ in every)  # a rank that came later has made fewer
+        self._made[ranks] = 1 + max(map(int, exchange(str(self._made[ranks]))))  # a rank that came later has made fewer
         return ranks, self._made[ranks]
 
 

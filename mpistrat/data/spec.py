@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from .._util import nest
+from .._util.arguments import out_of_range
 from .._util.masks import plain_array
 from ..errors import explain
 from .buffers import RowBuffers
@@ -159,7 +160,10 @@ def _fit(spec: ArraySpec, value: Any) -> Any:
     array = value if plain or isinstance(value, np.generic) else plain_array(value, "")
     number = not isinstance(value, (np.ndarray, np.generic)) and array.dtype != spec.dtype
     if number and _KINDS.get(array.dtype.kind, 9) <= _KINDS.get(spec.dtype.kind, -1):
-        _check_range(array, spec)
+        outside = out_of_range(array, spec.dtype)
+        if outside is not None:  # astype would wrap it
+            limits = np.iinfo(spec.dtype)
+            raise ValueError(f"expected {spec}, from {limits.min} to {limits.max}, got {outside}")
         array = array.astype(spec.dtype)
     same = array.dtype == spec.dtype
     if not same and array.dtype.newbyteorder("=") == spec.dtype.newbyteorder("="):  # NumPy's scalars have no byte order
@@ -169,15 +173,6 @@ def _fit(spec: ArraySpec, value: Any) -> Any:
     if not same or (array.shape != spec.shape and not _shape_fits(array.shape, spec.shape)):
         raise _misfit(spec, value)
     return array if array.ndim else array[()]
-
-
-def _check_range(array: NDArray[Any], spec: ArraySpec) -> None:
-    """Raise ValueError for integers that the spec's dtype cannot hold: astype would wrap them."""
-    if spec.dtype.kind in "iu" and array.dtype.kind in "iu" and array.size:
-        limits = np.iinfo(spec.dtype)
-        for number in (int(array.min()), int(array.max())):
-            if not limits.min <= number <= limits.max:
-                raise ValueError(f"expected {spec}, from {limits.min} to {limits.max}, got {number}")
 
 
 def _shape_fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -15,6 +13,7 @@ from .._util.masks import plain_array
 from .._util.text import named
 from ..cluster.forks import is_child
 from ..comm.agree import same, together
+from ..comm.dropped import collect_cycles, dropped_by_all
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import make_cross_device_ops
 from ..errors import CollectiveMismatchError, ContextError, by_rank, explain
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["ProcessSet", "ProcessSets", "make_process_set"]
 
 _SHOWN = 8  # ranks of a set in errors
-_MANY = 64  # sets, after which those in reference cycles are looked for; MPICH has room for some 500
 
 
 @final
@@ -90,11 +88,9 @@ class ProcessSets:
 
     def free_forgotten(self) -> None:
         """Free the sets that no rank uses any more. Collective over all ranks."""
-        if len(self._inner) % _MANY == _MANY - 1:
-            gc.collect()  # sets in reference cycles
+        collect_cycles(len(self._inner))
         mine = [number for number, inner in self._inner.items() if inner.unused]
-        every = self._group.exchange("process_set", json.dumps(mine))
-        for number in sorted(set.intersection(*(set(json.loads(text)) for text in set(every)))):
+        for number in dropped_by_all(partial(self._group.exchange, "process_set"), mine):
             self._inner.pop(number).close()
 
     def close(self) -> None:

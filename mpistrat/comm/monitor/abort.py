@@ -26,7 +26,7 @@ from typing import Any, NoReturn, final
 
 from ..._util.frames import frame_of
 from ..._util.text import displayable, encoded, error_text, plural, printable, ranges
-from ...cluster import start
+from ...cluster import no_rank, start
 from ...cluster.launcher_variables import launched_rank, launched_size
 from ...cluster.world import is_loss, loses_ranks, survives
 from ...environment import RANK_PROCESS, RESTART_EXIT_CODE, Environment
@@ -270,6 +270,7 @@ def _hook() -> None:
     if not isinstance(threading.excepthook, _ThreadHook):
         threading.excepthook = _ThreadHook(threading.excepthook)
     if first:
+        no_rank.install()
         sys.exit = exit
         atexit.register(_at_exit)
         os.register_at_fork(after_in_child=_in_child)

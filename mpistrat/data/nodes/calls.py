@@ -1,8 +1,6 @@
 """A user's function called on elements: by the thread that reads, in a pool of threads, or in processes.
 
-Processes are started by Python's forkserver, and kept away from MPI: a process that a rank has started carries the
-launcher's variables, so an `import mpi4py.MPI` in it would take itself for the rank, and hang or keep the job from ending.
-Here it fails instead, and the variables are gone.
+Processes are started by Python's forkserver, and are no ranks (`cluster/no_rank.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any, final
 
 from ..._util import partition
+from ...cluster import no_rank
 from ...cluster.cores import usable_cores
 from ...errors import explain
 from ..options import AUTOTUNE
@@ -33,14 +31,12 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
 __all__ = [
-    "LAUNCHER_PREFIXES",
     "CallError",
     "Calls",
     "Processes",
     "call",
     "call_each",
     "check_callable",
-    "keep_away",
     "name_of",
     "start_server",
 ]
@@ -89,41 +85,18 @@ def name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
-# What launchers put into the environment of a rank: MPICH and relatives (Hydra, PMI), Open MPI (PRRTE, PMIx), MVAPICH.
-LAUNCHER_PREFIXES = ("PMI_", "PMI2_", "MPI_", "HYDI_", "HYDRA_", "MPICH_", "MPIEXEC_", "OMPI_", "OPAL_", "ORTE_",
-                     "PMIX_", "PRTE_", "MV2_", "JSM_")  # fmt: skip
-
-REASON = (
-    "mpi4py.MPI cannot be used in a process of Dataset.map(processes=True): it is no rank, and would hang. "
-    'In the main program, put the import under `if __name__ == "__main__":`'
-)
-
 _BY_US = "mpistrat:"  # how PYTHONSAFEPATH for the forkserver begins: any text does, and PYTHONPATH as it was follows
 _ROOT = os.path.dirname(os.path.abspath(__file__ + "/../../.."))
 _starting = threading.Lock()
 
 
-class _NoMPI:
-    """An entry of sys.meta_path that finds no MPI."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        if name == "mpi4py.MPI":
-            raise ImportError(REASON, name=name)
-        return None
-
-
-def keep_away() -> None:
-    """Make this process one that does not take itself for a rank. Call it in processes of `map` only."""
+def _begin() -> None:
+    """Begin a process of `map`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, which then ends this process
-    for name in list(os.environ):
-        if name.startswith(LAUNCHER_PREFIXES):
-            del os.environ[name]
     if (said := os.environ.get("PYTHONSAFEPATH", "")).startswith(
         _BY_US
     ):  # not for programs that a user's function starts
         _set({"PYTHONSAFEPATH": None, "PYTHONPATH": said.removeprefix(_BY_US)})
-    if not any(isinstance(finder, _NoMPI) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _NoMPI())
 
 
 def start_server(context: Any) -> None:
@@ -134,6 +107,7 @@ def start_server(context: Any) -> None:
     """
     from multiprocessing import forkserver
 
+    no_rank.install()
     server = getattr(forkserver, "_forkserver", None)
     others = [name for name in getattr(server, "_preload_modules", []) if name not in ("__main__", __name__)]
     context.set_forkserver_preload([__name__, *others])
@@ -174,7 +148,8 @@ class RemoteTraceback(Exception):
 
 def _serve(connection: Connection, function_bytes: bytes) -> None:
     """What a process does: answer requests until the other side closes the connection."""
-    keep_away()
+    no_rank.become_no_rank()  # again, if another's server runs
+    _begin()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     from multiprocessing.reduction import ForkingPickler
 

@@ -21,9 +21,7 @@ def process(x: Any) -> int:
 
 
 def launcher_variables(x: Any) -> int:
-    from mpistrat.data.nodes.calls import LAUNCHER_PREFIXES
-
-    return sum(name.startswith(LAUNCHER_PREFIXES) for name in os.environ)
+    return sum(name.startswith(("PMI_", "PMIX_", "MPI_", "HYDRA_", "OMPI_", "PRTE_")) for name in os.environ)
 
 
 def import_mpi(x: Any) -> int:

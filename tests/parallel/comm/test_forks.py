@@ -25,7 +25,7 @@ def in_child(act):
 def refused(act, what=""):
     kind, text = in_child(act)
     assert kind == "ContextError" and what in text and "which a rank has forked" in text, (what, kind, text)
-    assert "spawn" in text, text
+    assert "in the rank itself" in text, text
 """
 
 COLLECTIVES = """
