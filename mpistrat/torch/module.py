@@ -122,10 +122,7 @@ class Link:
         if gradient is not self.shown:
             if gradient.requires_grad:  # backward(create_graph=True)
                 gradient = gradient.detach()
-            if gradient.is_sparse:
-                target.zero_().add_(gradient)
-            else:
-                target.copy_(gradient)
+            _fill(target, gradient)
             parameter.grad = self.shown
         if self.noted is not None:
             self.noted(self)
@@ -180,7 +177,7 @@ class Link:
             remedy = "Set requires_grad before ms.torch.distribute, for all that will ever be trained"
             self._refuse("a parameter that was trainable when it was distributed", "a frozen one", remedy)
         elif gradient is not self.shown:
-            self.gradient.copy_(gradient)  # the program's own
+            _fill(self.gradient, gradient)  # the program's own
         return self._present
 
     def check_memory(self) -> None:
@@ -198,6 +195,14 @@ class Link:
     def _refuse(self, expected: str, got: str, remedy: str) -> NoReturn:
         got = f"{got} (rank {self.variable.placement.group.topology.rank})"
         raise RuntimeError(explain("step", self.name, expected=expected, got=got, remedy=remedy))
+
+
+def _fill(target: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Copy a gradient, which may be sparse, into a dense tensor."""
+    if gradient.is_sparse:
+        target.zero_().add_(gradient)
+    else:
+        target.copy_(gradient)
 
 
 def _take(reference: weakref.ref[Link], parameter: torch.nn.Parameter) -> None:

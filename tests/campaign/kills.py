@@ -47,7 +47,7 @@ from places import Here, Place, TwoHosts, processes_of
 from victim import EPOCHS, ROWS, STEPS, Kill
 
 LIMIT = 15.0  # seconds without a new step: it hangs; longer where others use the cores
-FIRST = 45.0  # the same before the first step
+FIRST = 45.0  # the same before the first step, and for frameworks
 LOST = 20  # steps that a kill may cost: snapshots are taken every few
 LIFE = 240.0  # seconds that a job with all its kills may take
 TRIES = 3  # deaths at one step
@@ -122,7 +122,8 @@ def run_job(way: Way, plan: list[Kill], folder: Path) -> tuple[str, list[str]]:
         if (written := sum(path.stat().st_size for path in folder.glob("record-*"))) != size:
             size, moved = written, now
         busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-        if now - moved > (LIMIT if size else FIRST) * busy or now - began > LIFE * busy:
+        limit = LIMIT if size and way.model == "numpy" else FIRST  # frameworks take seconds at each start
+        if now - moved > limit * busy or now - began > LIFE * busy:
             stacks = way.place.stacks(way.python)
             wrong.append(f"no new step for {now - moved:.0f} s\n{stacks}\n{_errors(folder)}")
             job.end()

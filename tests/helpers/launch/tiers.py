@@ -174,16 +174,17 @@ def cap_examples(item: pytest.Item) -> None:
 
 
 def share(items: list[pytest.Item]) -> set[str]:
-    """The node ids that a second process takes, so that both take as long: whole files, those without programs first."""
+    """The node ids that a second process takes, so that both take as long: whole files, first those of SLURM, which mostly waits,
+    and those with programs last.
+    """
     table, seconds, of_file = Table(), {}, defaultdict(list)
     for item in items:
         seconds[item.nodeid] = table.expected(item.nodeid, kind(item))
         of_file[item.path].append(item)
     kinds = {path: {kind(item) for item in group} for path, group in of_file.items()}
     left, taken = sum(seconds.values()) / 2, set()
-    for path in sorted(
-        (path for path in kinds if kinds[path] <= {"pure", "program"}), key=lambda path: len(kinds[path])
-    ):
+    able = [path for path in kinds if kinds[path] <= {"pure", "program", "slurm"}]
+    for path in sorted(able, key=lambda path: ("slurm" not in kinds[path], len(kinds[path]))):
         if left > 0:
             taken |= {item.nodeid for item in of_file[path]}
             left -= sum(seconds[item.nodeid] for item in of_file[path])
