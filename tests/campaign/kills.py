@@ -225,7 +225,10 @@ class Campaign:
     def __enter__(self) -> Campaign:
         path = Path(self._folder.name)
         self._expected, wrong = run_job(replace(self._way, fault=""), [], path / "alone")
-        self.outcome.wrong += wrong or ([] if self._expected else ["the undisturbed job has no result"])
+        wrong = wrong or ([] if self._expected else ["it has no result"])
+        self.outcome.wrong += [f"undisturbed: {text}" for text in wrong]
+        for text in wrong:
+            self._show(f"undisturbed: {text}")
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -53,14 +53,24 @@ class Plain:
 
     def content(self) -> list[bytes]:
         slots = [self._optimizer.slots(v)[name] for v in self._weights for name in sorted(self._optimizer.slot_names)]
-        return [np.asarray(array).tobytes() for array in (*(v.numpy() for v in self._weights), *slots)]
+        return [np.asarray(array).tobytes() for array in (*self._read(), *slots)]
+
+    def _read(self) -> list[Any]:
+        return [v.numpy() for v in self._weights]
 
 
 class Served(Plain):
     """Variables of parameter servers. Of asynchronous training only what each row adds is sure, and no rate decays."""
 
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        self._reads = not strategy.is_server  # a server has some of them
+
     def _rule(self) -> Any:
         return ms.optimizers.Adagrad(0.1)
+
+    def _read(self) -> list[Any]:
+        return super()._read() if self._reads else []
 
     def step(self, numbers: np.ndarray, x: np.ndarray) -> None:
         ones = np.zeros(COLUMNS)
