@@ -19,8 +19,8 @@ TABLE = Path(__file__).with_name("durations.json")
 CACHE = "durations"
 PAGE = "test_docs.py::test_page["
 USUAL = {
-    "pure": 0.04,
-    "ranks": 0.05,
+    "pure": 0.016,
+    "ranks": 0.07,
     "program": 2.5,
     "hosts": 4.0,
     "slurm": 6.0,

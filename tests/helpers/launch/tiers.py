@@ -18,7 +18,7 @@ from touched import distances
 
 QUICK_EXAMPLES = 30  # of Hypothesis, in every tier but `all`
 SLOWEST = {"check": 1.0, "test": 3.5, "change": 45.0}  # seconds: what takes longer is left to the next tier
-ONCE = 2.0  # seconds: of a test on ranks that takes longer one item is taken, whichever
+ONCE = 1.0  # seconds: of a test on ranks that takes longer one item is taken, whichever
 PAGES = "test_docs.py"  # each of its pages is a program of its own
 WORDS = {  # of each kind: how the last line calls what was left out
     "pure": "slow ones without ranks", "ranks": "of the full product", "program": "programs",
@@ -43,7 +43,7 @@ def add_options(group: Any) -> None:
     )  # fmt: skip
     group.addoption("--chosen", action="store_true", help="what is named was chosen for the tier before")
     group.addoption(
-        "--beside", action="store_true", help="run tests without ranks in a second process, on the second core"
+        "--beside", action="store_true", help="run tests without ranks, and those of SLURM, in a second process"
     )
     group.addoption("--since", metavar="COMMIT", help="for --tier change: the commit that the change starts from")
     group.addoption("--budget", type=float, metavar="MINUTES", help="for --tier change: for what the change touches")
