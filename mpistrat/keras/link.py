@@ -100,7 +100,7 @@ class Link:
             remedy = "compile with steps_per_execution=1, or leave such a batch out"
             raise ValueError(explain("fit", "x", expected=expected, got=got, remedy=remedy))
         if self.served:  # a step is one of this worker
-            share = weight_of_pass(self.strategy, nest.flatten(batch), "fit") if total else 1.0
+            share = weight_of_pass(self.strategy, nest.flatten(batch), "fit") if training and total else 1.0
             self.share, self.rowless = share / summed_replicas(self.strategy), rows == 0
             self.some_rowless = self.rowless
             return
