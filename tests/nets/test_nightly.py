@@ -136,6 +136,15 @@ def test_documented_differences_are_those_of_their_program_and_parts_only():
     assert verdict("keras-torch", spectral | {"kind": "equal"}, [None], None, [(0.1, "w")])[0] == "wrong"
 
 
+def test_a_program_that_only_the_package_runs_is_documented_or_wrong():
+    sparse = CONFIG | {"model": "embedding_sparse"}
+    refused = Failure("RuntimeError", "add(sparse, dense) is not supported. Use add(dense, sparse)", False, "")
+    assert verdict("torch", sparse, [None, None], refused, [(0.0, "")] * 2)[0] == "documented"
+    assert verdict("torch", sparse, [None, PYTHON], refused, [(0.0, "")] * 2)[0] == "wrong"
+    assert verdict("torch", sparse, [None, None], PYTHON, [(0.0, "")] * 2)[0] == "wrong"
+    assert verdict("torch", sparse, [None, None], None, [(0.1, "w")] * 2)[0] == "wrong"
+
+
 def test_documented_differences_name_pages_that_speak_of_them():
     from launcher import ROOT
 
