@@ -140,16 +140,27 @@ def encoded(text: str) -> bytes:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the class and the text of an exception, also where its `__str__` raises.
+    """Return the class and the text of an exception, whatever its own class and metaclass raise when they are asked.
 
     Example:
         >>> error_text(ValueError("no number"))
         'ValueError: no number'
     """
+    name = class_name(type(error))
     try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # of the program's own class
-        return f"{type(error).__name__}: <exception str() failed>"
+        return f"{name}: {error}"
+    except BaseException:  # of the program's own class
+        return f"{name}: <exception str() failed>"
+
+
+def class_name(kind: type) -> str:
+    """Return the name of a class, also where its metaclass has another `__name__`, or raises.
+
+    Example:
+        >>> class_name(int)
+        'int'
+    """
+    return str(type.__dict__["__name__"].__get__(kind))
 
 
 _ASCII = str.maketrans({

@@ -40,9 +40,9 @@ class _NoMPI(ModuleType):
     Is_finalized = Is_initialized
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise RuntimeError(_REASON.format(name))
+        # pickle asks each module for what it cannot place, and passes over AttributeError; MPI's own names are capitals.
+        kind = RuntimeError if name[:1].isupper() else AttributeError
+        raise kind(_REASON.format(name))
 
 
 class _NoMPIFinder(Loader):

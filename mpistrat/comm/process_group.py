@@ -464,6 +464,7 @@ def _leave() -> None:
     """
     if os.getpid() != _process or abort.ending or _mpi_ended():
         return
+    abort.end_on_uncaught()
     Watchdog.stop()
     for group in [*_groups, *DROPPED.groups.values()]:
         group.leave()

@@ -25,7 +25,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any, NoReturn, final
 
 from ..._util.frames import frame_of
-from ..._util.text import displayable, encoded, error_text, plural, printable, ranges
+from ..._util.text import class_name, displayable, encoded, error_text, plural, printable, ranges
 from ...cluster import no_rank, start
 from ...cluster.launcher_variables import launched_rank, launched_size
 from ...cluster.world import is_loss, loses_ranks, survives
@@ -102,7 +102,7 @@ def _report_end(text: str, reason: str, others: bool) -> bool:
     try:
         exit_report.report_exit()
         alike = agree_who_prints(text, reason) if others and agree_who_prints is not None else ""
-    except Exception as error:
+    except BaseException as error:
         alike = f"(the other ranks could not be told why the job ends: {error_text(error)})\n"
     if alike is not None:
         print_text(text + alike)
@@ -118,11 +118,11 @@ def end_where_nobody_does() -> None:
 
 def print_text(text: str) -> None:
     """Print a text on stderr at once, as far as there is one: no stream keeps the job alive."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(BaseException):
         text = printable(text if text.endswith("\n") else text + "\n", keep="\n\t")
         sys.stderr.write(displayable(text, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):
             stream.flush()
 
 
@@ -221,6 +221,8 @@ def install_under_launcher() -> None:
     """
     launched = launched_size()
     several = launched is not None and launched[0] > 1
+    if launched is not None:  # also of one rank: its children would wait for the launcher
+        no_rank.install()
     if not several and "MPISTRAT_JOB" not in os.environ:
         return
     process = str(os.getpid())
@@ -282,7 +284,8 @@ def exit(status: Any = None, /) -> NoReturn:
     It replaces sys.exit, since what runs at the end of a program does not get the status. It can be pickled, as that can.
     """
     global _exit_status
-    _exit_status = status & 0xFF if isinstance(status, int) else int(status is not None)
+    if threading.current_thread() is threading.main_thread():  # of another one it ends the thread only
+        _exit_status = status & 0xFF if isinstance(status, int) else int(status is not None)
     raise SystemExit(status)
 
 
@@ -291,6 +294,7 @@ def _at_exit() -> None:
     if os.getpid() != _process:
         return
     mpi = sys.modules.get("mpi4py.MPI")
+    end_on_uncaught()
     start.mark_finished()
     if exit_status() and not ending and (mpi is None or not mpi.Is_initialized()):
         end_job(f"{_who()}: the job ends: it called sys.exit({exit_status()}) before MPI was started", exit_status())
@@ -306,6 +310,15 @@ def _at_exit() -> None:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         os._exit(exit_status())
+
+
+def end_on_uncaught() -> None:
+    """End the job if the program has ended on an exception, which a hook got that the program has set since."""
+    trace = getattr(sys, "last_traceback", None)  # as the interpreter left it
+    if ending or trace is None or trace.tb_frame.f_code is not _program:
+        return
+    error = sys.last_value
+    _end_on(type(error), error, trace, lambda: None)
 
 
 def _in_child() -> None:
@@ -350,25 +363,34 @@ def _end_on(
         before: calls the earlier hook; None where that was Python's own.
         thread: another one than the main thread.
     """
+    sys.setrecursionlimit(sys.getrecursionlimit() + 1000)  # the program may have left no room
     more = ""
     if before is not None:
         try:
             before()
         except BaseException as failed:
             more = f"\n(the program's own hook failed: {error_text(failed)})"
-    short = kind.__name__ if error is None else error_text(error)
-    try:
-        text = format_exception(kind, error, trace) if before is None or more else short
-        reason = "".join(traceback.format_exception_only(kind, error))
-    except Exception:  # raised by methods of the exception
-        text = "".join(["Traceback (most recent call last):\n", *traceback.format_tb(trace), short])
-        reason = short
-    try:
-        head = f"{_who()}: the job ends on this exception{'' if thread is None else f' in {thread.name}'}"
-    except Exception:  # wrong variables of a launcher, a program's own class of threads
-        head = "a rank: the job ends on this exception"
-    status = error.status if isinstance(error, PeerExitError) else 1
+    short = class_name(kind) if error is None else error_text(error)
+    text = reason = short
+    if before is None or more:
+        text = _said(
+            lambda: format_exception(kind, error, trace),
+            lambda: "".join(["Traceback (most recent call last):\n", *traceback.format_tb(trace), short]),
+            lambda: short,
+        )
+    reason = _said(lambda: "".join(traceback.format_exception_only(kind, error)), lambda: short)
+    head = _said(_who, lambda: "a rank") + ": the job ends on this exception"  # a launcher's variables may be wrong
+    head += "" if thread is None else _said(lambda: f" in {thread.name}", lambda: " in a thread")
+    status = error.status if issubclass(kind, PeerExitError) and error is not None else 1  # type: ignore[attr-defined]
     end_job(f"{head}\n{text}{more}", 130 if kind is KeyboardInterrupt else status, reason)
+
+
+def _said(*ways: Callable[[], str]) -> str:
+    """Return the first text that can be made. What the program's own classes raise meanwhile must not keep the job alive."""
+    for way in ways:
+        with contextlib.suppress(BaseException):
+            return way()
+    return ""
 
 
 def _ends_the_program(trace: TracebackType | None) -> bool:

@@ -188,6 +188,24 @@ HARD_TO_PRINT = {
         "class Odd(ExceptionGroup):\n    exceptions = 3\nerror = Odd('mine', [ValueError('x')])",
         "Odd: mine",
     ),
+    "str exits": (
+        "class Odd(Exception):\n    def __str__(self): raise SystemExit(0)\nerror = Odd()",
+        "Odd: <exception str() failed>",
+    ),
+    "class exits": (
+        "class Odd(Exception):\n    @property\n    def __class__(self): raise SystemExit(0)\nerror = Odd('mine')",
+        "Odd: ",
+    ),
+    "metaclass exits": (
+        "class Meta(type):\n    def __getattribute__(cls, name): raise SystemExit(0)\n"
+        "class Odd(Exception, metaclass=Meta): pass\nerror = Odd('mine')",
+        "Odd: mine",
+    ),
+    "lines cannot be read": (
+        "import linecache\nerror = ValueError('mine')\nif last: linecache.getline = linecache.checkcache = None",
+        "ValueError: mine",
+    ),
+    "no room to recurse": ("error = ValueError('mine')\nif last: sys.setrecursionlimit(20)", "ValueError: mine"),
 }
 
 
@@ -228,6 +246,28 @@ def test_an_exception_without_a_text_ends_the_job_from_anywhere(shared_job, act)
     assert result.returncode == 1, result
     assert "the job ends on this exception" in result.err[1] and text in result.err[1], result
     assert ("KeyError: 'first'" in result.err[1]) == ("hook" in act), result
+
+
+HOOKS_SET_LATER = {
+    "prints": "sys.excepthook = lambda *args: print('mine', file=sys.stderr)",
+    "exits": "sys.excepthook = lambda *args: sys.exit(0)",
+    "raises": "def hook(*args): raise KeyError('of the hook')\nsys.excepthook = hook",
+    "Python's": "sys.excepthook = sys.__excepthook__",
+    "none": "del sys.excepthook",
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS_SET_LATER.values(), ids=HOOKS_SET_LATER)
+def test_the_job_ends_whatever_hook_the_program_has_set_since(shared_job, hook):
+    other_waits = "from mpi4py import MPI; MPI.COMM_WORLD.recv(source=1)"  # in no collective of a strategy
+    result = shared_job(f"{hook}\nif last: raise ValueError('mine')\n{other_waits}")
+    assert result.returncode == 1, result
+    assert "rank 1 of 2: the job ends on this exception\nValueError: mine" in result.err[1], result
+
+
+def test_a_thread_that_exits_ends_the_thread_only(mpi_run):
+    exits = "thread = threading.Thread(target=lambda: sys.exit(5)); thread.start(); thread.join(); print('fine')"
+    assert mpi_run(f"import sys, threading\nimport mpistrat\n{exits}", 2).returncode == 0
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "private"])
