@@ -314,11 +314,9 @@ def _at_exit() -> None:
 
 def end_on_uncaught() -> None:
     """End the job if the program has ended on an exception, which a hook got that the program has set since."""
-    trace = getattr(sys, "last_traceback", None)  # as the interpreter left it
-    if ending or trace is None or trace.tb_frame.f_code is not _program:
-        return
-    error = sys.last_value
-    _end_on(type(error), error, trace, lambda: None)
+    trace, error = getattr(sys, "last_traceback", None), getattr(sys, "last_value", None)  # as the interpreter left them
+    if not ending and error is not None and trace is not None and trace.tb_frame.f_code is _program:
+        _end_on(type(error), error, trace, lambda: None)
 
 
 def _in_child() -> None:

@@ -197,8 +197,10 @@ HARD_TO_PRINT = {
         "Odd: ",
     ),
     "metaclass exits": (
-        "class Meta(type):\n    def __getattribute__(cls, name): raise SystemExit(0)\n"
-        "class Odd(Exception, metaclass=Meta): pass\nerror = Odd('mine')",
+        (
+            "class Meta(type):\n    def __getattribute__(cls, name): raise SystemExit(0)\n"
+            "class Odd(Exception, metaclass=Meta): pass\nerror = Odd('mine')"
+        ),
         "Odd: mine",
     ),
     "lines cannot be read": (
