@@ -351,7 +351,7 @@ def test_hdf5_reads_what_it_wrote_after_an_error(tmp_path: Path) -> None:
 
     from mpistrat.data.shards.unfailing_file import UnfailingFile
 
-    file = UnfailingFile(tmp_path / "x")
+    file = UnfailingFile(tmp_path / "x", new=True)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     expected, rng = bytearray(), np.random.default_rng(0)
     try:
