@@ -13,6 +13,7 @@ __all__ = [
     "duration",
     "encoded",
     "error_text",
+    "is_utf8",
     "named",
     "plural",
     "printable",
@@ -137,6 +138,16 @@ def encoded(text: str) -> bytes:
         b'donn\\udce9es'
     """
     return text.encode(errors="backslashreplace")
+
+
+def is_utf8(text: str) -> bool:
+    r"""Return whether UTF-8 has a text, that is, whether it has no surrogate.
+
+    Example:
+        >>> is_utf8("données"), is_utf8("donn\udce9es")
+        (True, False)
+    """
+    return not any("\ud800" <= sign <= "\udfff" for sign in text)
 
 
 def error_text(error: BaseException) -> str:
