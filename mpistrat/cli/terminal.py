@@ -45,10 +45,11 @@ def check_folders(files: Mapping[str, str | None]) -> None:
     """Check that output files can be written, before a command measures what goes into them.
 
     Args:
-        files: by the option that names each. None and "-", which is stdout, are not checked.
+        files: by the option that names each. None and "-", which is stdout, are not checked. That of --plot is a picture.
 
     Raises:
         OSError: the folder of a file does not exist, or cannot be written; the text names the option.
+        ValueError: a picture's name has an ending that is not known.
     """
     for option, file in files.items():
         if file is None or file == "-":
@@ -62,6 +63,10 @@ def check_folders(files: Mapping[str, str | None]) -> None:
             raise FileNotFoundError(text)
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise PermissionError(explain(option, file, expected="a file that can be written", got="no permission"))
+        if option == "--plot":
+            from ..bench.plot import check_ending
+
+            check_ending(option, file)
 
 
 def strategy_name(text: str) -> str:
