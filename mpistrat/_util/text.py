@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Sequence
+from types import TracebackType
 from typing import Any
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "printable",
     "ranges",
     "shortened",
+    "traceback_text",
 ]
 
 
@@ -159,8 +162,16 @@ def error_text(error: BaseException) -> str:
     """
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # of the program's own class
+    except BaseException:  # of the program's own class, perhaps SystemExit
         return f"{type(error).__name__}: <exception str() failed>"
+
+
+def traceback_text(error: BaseException, trace: TracebackType | None) -> str:
+    """Return what Python prints of an exception, or less where its class raises meanwhile."""
+    try:
+        return "".join(traceback.format_exception(type(error), error, trace))
+    except BaseException:  # of the program's own class
+        return error_text(error)
 
 
 _ASCII = str.maketrans({
