@@ -26,7 +26,7 @@ class _RankFilter(logging.Filter):
         return True
 
 
-class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+class _Handler(logging.StreamHandler):
     """Writes to a stream, which the program may have closed."""
 
     def handleError(self, record: logging.LogRecord) -> None:

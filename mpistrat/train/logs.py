@@ -287,7 +287,7 @@ def _summary_writer(recording: WarnOnce) -> Any:
             del sys.modules["torch"]
 
     @final
-    class Writer(SummaryWriter):  # type: ignore[misc]
+    class Writer(SummaryWriter):
         def __init__(self, *args: Any, **settings: Any) -> None:
             with _guarded(recording):
                 super().__init__(*args, **settings)
