@@ -93,7 +93,7 @@ def draw_or_tell(file: str, draw: Callable[[Path], None]) -> int:
     except ImportError:
         print("no plot: matplotlib is not installed: pip install 'mpistrat[plot]'", file=sys.stderr)
         return DONE
-    except (OSError, ValueError) as error:  # ValueError: a name without a known ending
+    except OSError as error:
         complain(f"no plot: {error}")
         return PROBLEM
     print(f"plot: {printable(file)}", file=sys.stderr)
