@@ -26,6 +26,14 @@ class _RankFilter(logging.Filter):
         return True
 
 
+class _Handler(logging.StreamHandler):
+    """Writes to a stream, which the program may have closed."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(ValueError):  # of a closed sys.stderr, which would tell of it
+            super().handleError(record)
+
+
 _filter = _RankFilter()
 logger.addFilter(_filter)
 
@@ -40,7 +48,7 @@ def setup(level: str = "warning") -> None:
     """Give the logger a handler on stderr unless the program configured one."""
     logger.setLevel(level.upper())
     if not logging.getLogger().handlers and not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _Handler(sys.stderr)
         handler.setFormatter(logging.Formatter("mpistrat %(levelname)s rank %(rank)s: %(message)s"))
         logger.addHandler(handler)
 

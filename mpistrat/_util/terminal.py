@@ -22,12 +22,20 @@ def reaches_terminal(stream: str) -> bool:
     return stream in Environment.read().terminal
 
 
-def progress_bar(*columns: ProgressColumn, expand: bool = False) -> Progress:
-    """Return a bar on stderr, of the terminal's width or COLUMNS; with `expand` a part with a ratio fills the line."""
+def progress_bar(*columns: ProgressColumn, expand: bool = False, auto_refresh: bool = True) -> Progress:
+    """Return a bar on stderr, of the terminal's width or COLUMNS.
+
+    Args:
+        columns: of the bar.
+        expand: whether a column with a ratio fills the line.
+        auto_refresh: whether a thread draws the bar. An error in it, as where the terminal is gone, ends the job.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
-    return Progress(*columns, expand=expand, console=Console(stderr=True, force_terminal=True))
+    return Progress(
+        *columns, expand=expand, auto_refresh=auto_refresh, console=Console(stderr=True, force_terminal=True)
+    )
 
 
 class WithBar:

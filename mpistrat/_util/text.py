@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Sequence
+from types import TracebackType
 from typing import Any
 
 __all__ = [
@@ -13,11 +15,13 @@ __all__ = [
     "duration",
     "encoded",
     "error_text",
+    "is_utf8",
     "named",
     "plural",
     "printable",
     "ranges",
     "shortened",
+    "traceback_text",
 ]
 
 
@@ -139,6 +143,16 @@ def encoded(text: str) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
+def is_utf8(text: str) -> bool:
+    r"""Return whether UTF-8 has a text, that is, whether it has no surrogate.
+
+    Example:
+        >>> is_utf8("données"), is_utf8("donn\udce9es")
+        (True, False)
+    """
+    return not any("\ud800" <= sign <= "\udfff" for sign in text)
+
+
 def error_text(error: BaseException) -> str:
     """Return the class and the text of an exception, whatever its own class and metaclass raise when they are asked.
 
@@ -161,6 +175,14 @@ def class_name(kind: type) -> str:
         'int'
     """
     return str(type.__dict__["__name__"].__get__(kind))
+
+
+def traceback_text(error: BaseException, trace: TracebackType | None) -> str:
+    """Return what Python prints of an exception, or less where its class raises meanwhile."""
+    try:
+        return "".join(traceback.format_exception(type(error), error, trace))
+    except BaseException:  # of the program's own class
+        return error_text(error)
 
 
 _ASCII = str.maketrans({

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import explain
 from .machine import caption, layout
 from .result import Result
 
 if TYPE_CHECKING:
     from .plan import Prediction
 
-__all__ = ["colour", "draw", "draw_plan", "finish", "new_figure"]
+__all__ = ["check_ending", "colour", "draw", "draw_plan", "finish", "new_figure"]
 
 _PLAN_LINES = 5  # of a plan
 COLOURS = {
@@ -57,6 +58,18 @@ def new_figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
     return figure
+
+
+def check_ending(option: str, file: str) -> None:
+    """Raise ValueError for a picture whose name has an ending that matplotlib does not know. Without matplotlib do nothing."""
+    try:
+        known = sorted(new_figure(1, 1).canvas.get_supported_filetypes())
+    except ImportError:
+        return
+    ending = Path(file).suffix[1:]
+    if ending and ending.lower() not in known:
+        expected, got = f"a name that ends with one of .{', .'.join(known)}", f".{ending}"
+        raise ValueError(explain(option, file, expected=expected, got=got))
 
 
 def finish(figure: Any, heading: str, footnote: str, path: Path, top: float = 1.0) -> None:

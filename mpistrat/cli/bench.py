@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import tempfile
 import textwrap
@@ -16,6 +17,7 @@ from ..bench.plot import draw
 from ..bench.result import Result
 from ..cluster.topology import check_comm, running_mpi
 from ..comm.agree import Ranks
+from ..errors import explain
 from .command import DONE, Command
 from .terminal import check_folders, console, draw_or_tell
 
@@ -44,6 +46,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     with ranks.together():
+        there = os.path.isdir(args.folder)
+        if not there or not os.access(args.folder, os.W_OK | os.X_OK):
+            expected, got = "a folder that can be written", "no permission" if there else "no such folder"
+            raise OSError(explain("--folder", args.folder, expected=expected, got=got))
         if ranks.rank == 0:
             check_folders({"--json": args.json})
             if (

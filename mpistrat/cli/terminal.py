@@ -45,10 +45,11 @@ def check_folders(files: Mapping[str, str | None]) -> None:
     """Check that output files can be written, before a command measures what goes into them.
 
     Args:
-        files: by the option that names each. None and "-", which is stdout, are not checked.
+        files: by the option that names each. None and "-", which is stdout, are not checked. That of --plot is a picture.
 
     Raises:
         OSError: the folder of a file does not exist, or cannot be written; the text names the option.
+        ValueError: a picture's name has an ending that is not known.
     """
     for option, file in files.items():
         if file is None or file == "-":
@@ -62,6 +63,10 @@ def check_folders(files: Mapping[str, str | None]) -> None:
             raise FileNotFoundError(text)
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise PermissionError(explain(option, file, expected="a file that can be written", got="no permission"))
+        if option == "--plot":
+            from ..bench.plot import check_ending
+
+            check_ending(option, file)
 
 
 def strategy_name(text: str) -> str:
@@ -88,7 +93,7 @@ def draw_or_tell(file: str, draw: Callable[[Path], None]) -> int:
     except ImportError:
         print("no plot: matplotlib is not installed: pip install 'mpistrat[plot]'", file=sys.stderr)
         return DONE
-    except (OSError, ValueError) as error:  # ValueError: a name without a known ending
+    except OSError as error:
         complain(f"no plot: {error}")
         return PROBLEM
     print(f"plot: {printable(file)}", file=sys.stderr)

@@ -20,11 +20,9 @@ from .._util.text import encoded
 from ..errors import ClosedError, ClusterError, ContextError, explain
 from ..parameter_server.coordinator.closures import (
     ClosureCancelledError,
-    RemoteError,
-    RemoteTraceback,
     RemoteValueStatus,
 )
-from ..parameter_server.coordinator.registry import Reduced, dumps, loads, token
+from ..parameter_server.coordinator.registry import Reduced, dumps, loads, loads_error, token
 from .session import COORDINATOR
 from .transport import ClientSocket, Kind, Message
 
@@ -268,7 +266,7 @@ class RemoteCluster:
             self._settle(message)
 
     def _settle(self, message: Message) -> None:
-        error = _error_of(message.payload) if message.kind == Kind.FAILED else None
+        error = loads_error(message.payload, lambda data: loads(data, _stays)) if message.kind == Kind.FAILED else None
         scheduled = message.number in self._pending
         if scheduled:
             self._pending.discard(message.number)
@@ -357,16 +355,6 @@ class RemoteObject:
 
     def __repr__(self) -> str:
         return f"RemoteObject({self._number}, {self.status.name})"
-
-
-def _error_of(payload: bytes) -> BaseException:
-    data, text = loads(payload, _stays)
-    try:
-        error = RemoteError(text) if data is None else loads(data, _stays)
-    except Exception:  # of a class that is not here
-        return RemoteError(text)
-    error.__cause__ = RemoteTraceback(f"\n{text}")
-    return error
 
 
 def _nothing(thing: Any) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import traceback
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
 from typing import Any, final
 
 from .._util import log
-from .._util.text import encoded
+from .._util.text import encoded, traceback_text
 from ..cluster.world import is_loss
 from ..errors import ClosedError, explain
 from ..parameter_server.coordinator.closures import ClosureCancelledError, RemoteValue, RemoteValueStatus
 from ..parameter_server.coordinator.coordinator import ClusterCoordinator
-from ..parameter_server.coordinator.registry import Reduced, dumps, loads, plain
+from ..parameter_server.coordinator.registry import Reduced, dumps_error, dumps_result, loads, plain
 from ..variables import ShardedVariable, Variable
 from .transport import Kind, Message, ServerSocket
 
@@ -165,7 +164,7 @@ class _Session:
     def _fetch(self, message: Message) -> None:
         thing = self._things[loads(message.payload, self._resolve)]
         value = self._coordinator.fetch(thing)
-        self._send(Kind.VALUE, message.number, dumps(value, _reduce))
+        self._send(Kind.VALUE, message.number, dumps_result(value, _reduce))
 
     def _forget(self, message: Message) -> None:
         for number in loads(message.payload, self._resolve):
@@ -178,18 +177,11 @@ class _Session:
 
     def _fail(self, number: int, error: BaseException, where: str) -> None:
         """Tell the client of an error; `where` is empty where the error has its remote traceback already."""
-        text = str(error.__cause__ or error)
         if where:
-            text = f"{where}:\n{''.join(traceback.format_exception(error))}"
-        data: bytes | None
-        try:
-            data = dumps(error, _reduce)
-            loads(data, self._resolve)
-        except Exception:  # one that cannot be sent, or made anew
-            data = None
-        if data is not None and len(data) > _ERROR:
-            data = None
-        self._send(Kind.FAILED, number, dumps((data, text[-_ERROR:]), _reduce))
+            text = f"{where}:\n{traceback_text(error, error.__traceback__)}"
+        else:
+            text = str(error if error.__cause__ is None else error.__cause__)
+        self._send(Kind.FAILED, number, dumps_error(error, text[-_ERROR:], _reduce, self._resolve, _ERROR))
 
     def _send(self, kind: Kind, number: int, payload: bytes = b"") -> None:
         self._socket.send(self.client, kind, number, payload)

@@ -12,6 +12,7 @@ from typing import Any
 from .. import context
 from ..variables.placement import ORDINAL_STEP, Store
 from ..variables.sharded import ShardedVariable, each_variable
+from ..variables.values import check_name
 from ..variables.variable import Variable
 from .begun import Begun
 from .fused_step import FusedStep
@@ -114,6 +115,7 @@ class Optimizer(StatefulRule, metaclass=_Counted):
             check_numerics,
         )
         self.name = name or type(self).__name__.lower()
+        check_name(type(self).__name__, self.name)
         added = (AVERAGE,) * self.use_ema + (GRADIENT_SUM,) * bool(self.gradient_accumulation_steps)
         self.slot_names = (*slot_names, *added)
         starts = slot_start if isinstance(slot_start, Mapping) else dict.fromkeys(slot_names, slot_start)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import csv
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, final
 
@@ -16,6 +18,7 @@ from .. import context
 from .._util.files import replacing
 from .._util.log import logger
 from .._util.terminal import progress_bar, reaches_terminal
+from .._util.text import displayable, encoded
 from ..errors import MissingDependencyError, explain
 from ..timeline import save
 from .callbacks import Callback, Logs, Loop, is_number, plain
@@ -34,7 +37,7 @@ class _File(Callback, abc.ABC):
     def __init__(self, path: str | os.PathLike[str], append: bool = False) -> None:
         self._path, self._append = Path(path).absolute(), append
         self._begun = self._removed = False
-        self._recording = WarnOnce(f"{type(self).__name__}: {path}", OSError)
+        self._recording = WarnOnce(f"{type(self).__name__}: {path}", Exception)
 
     def on_train_begin(self, loop: Loop) -> None:
         if not loop.tells:
@@ -92,12 +95,11 @@ class CSVLogger(_File):
         return None if first == "epoch" else int(first)
 
     def write(self, path: Path, loop: Loop, logs: Logs) -> None:
-        known = self._heading(path)
-        names = [*known, *(name for name in ("epoch", *logs) if name not in known)]
+        known, results = self._heading(path), {"epoch": loop.epoch, **_in_utf8(logs)}
+        names = [*known, *(name for name in results if name not in known)]
         if known and names != known:
             self._widen(path, names)
-        results = {"epoch": loop.epoch, **logs}
-        with path.open("a", newline="", encoding="utf-8") as file:
+        with path.open("a", newline="", encoding="utf-8", errors="backslashreplace") as file:
             csv.writer(file).writerows([*([] if known else [names]), [results.get(name, _NONE) for name in names]])
 
     def _heading(self, path: Path) -> list[str]:
@@ -143,7 +145,7 @@ class Progress(Callback):
         self._begun = self._shown = 0.0
         self._first = self._samples = 0
         self._results = ""
-        self._recording = WarnOnce("Progress", OSError)
+        self._recording = WarnOnce("Progress", Exception)
 
     def on_train_begin(self, loop: Loop) -> None:
         if self._bar is None and self._file is None and loop.tells and reaches_terminal("stderr"):
@@ -154,10 +156,19 @@ class Progress(Callback):
             self._bar = progress_bar(
                 TextColumn("epoch {task.fields[epoch]}"), BarColumn(bar_width=20), TextColumn("{task.completed}/{task.total}"),
                 TimeRemainingColumn(), TextColumn("{task.fields[text]}", table_column=rest),
-                expand=True,
+                expand=True, auto_refresh=False,
             )  # fmt: skip
             self._bar.add_task("train", total=self._steps, epoch=loop.epoch + 1, text="")
-            self._bar.start()
+            self._draw(self._bar.start)
+
+    def _draw(self, call: Callable[[], None]) -> None:
+        """Draw the bar anew by a call. After an error there is no bar until the next epoch."""
+        with self._recording:
+            call()
+            return
+        bar, self._bar = self._bar, None
+        with contextlib.suppress(Exception):  # which was told
+            bar.stop()
 
     def on_epoch_begin(self, loop: Loop) -> None:
         self.on_train_begin(loop)
@@ -166,6 +177,7 @@ class Progress(Callback):
         if self._bar is not None:
             fields: dict[str, Any] = {"epoch": loop.epoch + 1, "text": self._results}
             self._bar.reset(self._bar.task_ids[0], total=self._steps, **fields)
+            self._draw(self._bar.refresh)
 
     def on_step_end(self, loop: Loop) -> None:
         if self._bar is None:
@@ -176,25 +188,28 @@ class Progress(Callback):
             self._shown = now
             words = f"{self._samples / max(now - self._begun, 1e-9):,.0f} samples/s", self._results
             self._bar.update(self._bar.task_ids[0], completed=done, text=", ".join(filter(None, words)))
+            self._draw(self._bar.refresh)
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         if not loop.tells:
             return
         self._steps = self._steps or loop.step - self._first
         seconds = time.monotonic() - self._begun
-        shown = [_word(name, value) for name, value in logs.items()]
-        self._results = ", ".join(word for name, word in zip(logs, shown, strict=True) if name != _SPEED)
-        text = f"epoch {loop.epoch + 1}: {', '.join([*shown, f'{seconds:.1f} s'])}"
         with self._recording:
+            shown = [_word(name, value) for name, value in logs.items()]
+            self._results = ", ".join(word for name, word in zip(logs, shown, strict=True) if name != _SPEED)
+            text = f"epoch {loop.epoch + 1}: {', '.join([*shown, f'{seconds:.1f} s'])}"
             if self._bar is not None:
-                self._bar.console.print(text, highlight=False)
+                self._draw(partial(self._bar.console.print, text, highlight=False))
             else:
-                print(text, file=self._file or sys.stderr, flush=True)
+                file = self._file or sys.stderr
+                print(displayable(text, file), file=file, flush=True)
 
     def on_train_end(self, loop: Loop) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with self._recording:
+                bar.stop()
 
 
 def _word(name: str, value: Any) -> str:
@@ -209,6 +224,7 @@ class TensorBoard(Callback):
 
     Attributes:
         writer: tensorboardX's SummaryWriter, for images, text or histograms of your own; None on the other ranks.
+        recording: takes the errors of writing.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -219,20 +235,20 @@ class TensorBoard(Callback):
         """
         self._folder = str(Path(folder).absolute())
         self.writer: Any = None
-        self._recording = WarnOnce(f"TensorBoard: {self._folder}", Exception)
+        self.recording = WarnOnce(f"TensorBoard: {self._folder}", Exception)
 
     def on_train_begin(self, loop: Loop) -> None:
         if not loop.tells or self.writer is not None:
             return
         # What an interrupted run has written after the step with which this one begins is not shown.
-        self.writer = _summary_writer()(self._folder, purge_step=loop.epoch if loop.step else None)
+        self.writer = _summary_writer(self.recording)(self._folder, purge_step=loop.epoch if loop.step else None)
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         self.on_train_begin(loop)
         if self.writer is None:
             return
-        with self._recording:
-            for name, value in logs.items():
+        with self.recording:
+            for name, value in _in_utf8(logs).items():
                 if is_number(value):
                     self.writer.add_scalar(name, value, loop.epoch)
             if (rate := loop.rate()) is not None:
@@ -242,12 +258,17 @@ class TensorBoard(Callback):
     def on_train_end(self, loop: Loop) -> None:
         writer, self.writer = self.writer, None
         if writer is not None:
-            with self._recording:
+            with self.recording:
                 writer.close()
 
 
-def _summary_writer() -> Any:
-    """Return tensorboardX's SummaryWriter.
+def _in_utf8(logs: Logs) -> dict[str, Any]:
+    """Return results with names that can be written."""
+    return {encoded(name).decode(): value for name, value in logs.items()}
+
+
+def _summary_writer(recording: WarnOnce) -> Any:
+    """Return tensorboardX's SummaryWriter, as a class whose errors of writing `recording` takes.
 
     tensorboardX imports torch where it is installed, for a type hint: some seconds, on one rank, while the others wait. A program
     without torch does not get it.
@@ -264,7 +285,54 @@ def _summary_writer() -> Any:
     finally:
         if hidden:
             del sys.modules["torch"]
-    return SummaryWriter
+
+    @final
+    class Writer(SummaryWriter):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            with _guarded(recording):
+                super().__init__(*args, **settings)
+
+        # these make files of their own
+
+        def add_scalars(self, *args: Any, **settings: Any) -> None:
+            with _guarded(recording):
+                super().add_scalars(*args, **settings)
+
+        def add_hparams(self, *args: Any, **settings: Any) -> None:
+            with _guarded(recording):
+                super().add_hparams(*args, **settings)
+
+    return Writer
+
+
+@contextlib.contextmanager
+def _guarded(recording: WarnOnce) -> Iterator[None]:
+    """Have the event files that tensorboardX makes in a `with` block leave errors of writing to `recording`.
+
+    A thread of tensorboardX writes them. An error would end this thread, and with it the job.
+    """
+    from tensorboardX import event_file_writer
+
+    before = event_file_writer.EventsWriter
+
+    class Events(before):  # type: ignore[misc, valid-type]
+        def write_event(self, event: Any) -> None:
+            with recording:
+                super().write_event(event)
+
+        def flush(self) -> None:
+            with recording:
+                super().flush()
+
+        def close(self) -> None:
+            with recording:
+                super().close()
+
+    event_file_writer.EventsWriter = Events
+    try:
+        yield
+    finally:
+        event_file_writer.EventsWriter = before
 
 
 @final

@@ -22,7 +22,7 @@ from .. import context
 from .._util.files import read_whole, replacing
 from .._util.log import logger
 from .._util.masks import plain_array
-from .._util.text import counted, duration
+from .._util.text import counted, duration, encoded
 from .._version import __version__
 from ..errors import ContextError, MissingDependencyError, explain
 from ..timeline import times
@@ -107,7 +107,7 @@ class Monitor(Callback):
             self._board = TensorBoard(self.folder / "tensorboard")
             self._callbacks.append(self._board)
         self._mlflow = _mlflow() if mlflow else None
-        self._tracking, self._paging = WarnOnce("MLflow", Exception), WarnOnce(f"the page in {self.folder}", OSError)
+        self._tracking, self._paging = WarnOnce("MLflow", Exception), WarnOnce(f"the page in {self.folder}", Exception)
         self._samples, self._begun, self._training, self._started = 0, 0.0, 0.0, False
         self._plan = [] if plan is None else _steps_of(plan)
         self._planned = ""
@@ -221,7 +221,7 @@ class Monitor(Callback):
         if self.loop is not None and self.loop.tells:
             self.folder.mkdir(parents=True, exist_ok=True)
             with replacing(self.folder / "run.html") as beside:
-                Path(beside).write_text(page(self.record), encoding="utf-8")
+                Path(beside).write_bytes(encoded(page(self.record)))
 
     # in a loop of one's own
 
@@ -268,7 +268,7 @@ class Monitor(Callback):
 
     def text(self, name: str, text: str) -> None:
         """Add a text to TensorBoard's files, at this step; on one rank. Local."""
-        self._add("add_text", name, text)
+        self._add("add_text", name, encoded(text).decode())
 
     def image(self, name: str, image: Any) -> None:
         """Add an image to TensorBoard's files, at this step; on one rank. Local.
@@ -292,7 +292,8 @@ class Monitor(Callback):
             remedy = "pip install 'mpistrat[tensorboard]', and leave tensorboard=False out"
             text = explain(f"Monitor.{method[4:]}", "", expected="TensorBoard's files", got="none", remedy=remedy)
             raise MissingDependencyError(text)
-        getattr(self._board.writer, method)(name, value, loop.step, **settings)
+        with self._board.recording:
+            getattr(self._board.writer, method)(encoded(name).decode(), value, loop.step, **settings)
 
 
 @final

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import final
 
 from .._util.log import logger
+from .._util.text import error_text
 from ..errors import MpistratError
 
 __all__ = ["WarnOnce"]
@@ -37,10 +38,10 @@ class WarnOnce:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if not isinstance(error, self._kinds) or isinstance(error, MpistratError):
+        if error is None or not isinstance(error, self._kinds) or isinstance(error, MpistratError):
             return False
         if not self._warned:
             self._warned = True
-            text = "%s: %s: %s; training continues, and later errors of it are not reported"
-            logger.warning(text, self._what, type(error).__name__, error)
+            text = "%s: %s; training continues, and later errors of it are not reported"
+            logger.warning(text, self._what, error_text(error))
         return True

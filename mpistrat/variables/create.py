@@ -18,7 +18,7 @@ from .layout import Part, Receiver
 from .partitioners import check_partitions
 from .placement import Description, Placement, Target
 from .sharded import ShardedVariable
-from .values import initial_array, move_like, parse_dtype
+from .values import check_name, initial_array, move_like, parse_dtype
 from .variable import Variable
 
 __all__ = ["create_variable"]
@@ -44,8 +44,8 @@ def create_variable(
 
     With `beside` it lies where that variable of the strategy lies, and is not cut into shards.
     """
-    if name is not None and (not isinstance(name, str) or not name):
-        raise TypeError(explain("Variable", "name", expected="a text that is not empty", got=repr(name)))
+    if name is not None:
+        check_name("Variable", name)
     if constraint is not None and not callable(constraint):
         raise TypeError(explain("Variable", "constraint", expected="a function or None", got=repr(constraint)))
     parsed = None if dtype is None else parse_dtype(dtype)

@@ -14,7 +14,7 @@ from ..errors import explain
 from ..types import IndexedSlices
 from .array_like import ArrayVariable
 from .scatter import checked_slices, row_numbers, row_ranges, rows_of
-from .values import as_flat, one_value, read_only, zeros
+from .values import as_flat, check_name, one_value, read_only, zeros
 from .variable import Variable
 
 __all__ = ["ShardedVariable", "each_variable"]
@@ -59,6 +59,7 @@ class ShardedVariable(ArrayVariable):
     def __init__(self, variables: Sequence[Variable], name: str = "ShardedVariable") -> None:
         """Hold the parts. Every rank must do it."""
         _check(variables)
+        check_name("ShardedVariable", name)
         self._join(variables, variables[0].placement.unique_name(name))
 
     @classmethod

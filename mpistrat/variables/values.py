@@ -12,6 +12,7 @@ import numpy as np
 
 from .._util.arguments import check_range
 from .._util.files import with_zero_padding
+from .._util.text import is_utf8
 from .._util.underflow import may_underflow
 from ..cluster.devices import parse
 from ..comm.arrays import array_module, as_array, import_cupy, is_gpu, on_device_of, to_host
@@ -20,6 +21,7 @@ from ..errors import explain
 
 __all__ = [
     "as_flat",
+    "check_name",
     "checksum",
     "convert",
     "initial_array",
@@ -32,6 +34,19 @@ __all__ = [
 ]
 
 _LADDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}  # V: bfloat16
+
+
+def check_name(function: str, name: Any) -> None:
+    """Raise an error for a name that no file can have.
+
+    Raises:
+        TypeError: it is no text, or an empty one.
+        ValueError: it has a sign that HDF5 does not take.
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(explain(function, "name", expected="a text that is not empty", got=repr(name)))
+    if "\0" in name or not is_utf8(name):
+        raise ValueError(explain(function, "name", expected="a text in UTF-8 without null characters", got=repr(name)))
 
 
 def parse_dtype(dtype: Any, function: str = "Variable") -> np.dtype:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._util.masks import plain_array
+from ..._util.text import is_utf8
 from ...errors import explain
 from ..spec import ArraySpec
 from .manifest import Field
@@ -46,8 +47,8 @@ def _walk(function: str, argument: str, rows: Mapping[Any, Any], prefix: str) ->
     for key, value in rows.items():
         where = f"{argument}[{key!r}]"
         parts = key.split("/") if isinstance(key, str) else []
-        if not parts or "\0" in key or any(part in ("", ".", "..") for part in parts):
-            expected = "a name without a leading slash, and without empty parts, '.' and '..'"
+        if not parts or "\0" in key or any(part in ("", ".", "..") for part in parts) or not is_utf8(key):
+            expected = "a name in UTF-8 without a leading slash, and without empty parts, '.' and '..'"
             raise ValueError(explain(function, where, expected=expected, got=repr(key)))
         if isinstance(value, Mapping) and value:
             yield from _walk(function, where, value, f"{prefix}{key}/")

@@ -51,7 +51,7 @@ class NewShard:
         largest = max(settings.rows_of_chunk(field, capacity) * row_bytes(field) for field in fields.values())
         # A chunk that is not full yet stays in HDF5's cache, or it would be compressed again with every write.
         cache = max(_CHUNK_CACHE, 2 * largest) if settings.chunked else _CHUNK_CACHE
-        self._raw = UnfailingFile(path)
+        self._raw = UnfailingFile(path, new=True)
         places = {} if settings.chunked else {"alignment_threshold": 512, "alignment_interval": _ALIGNMENT}
         self._file = h5py.File(self._raw, "w", libver="latest", rdcc_nbytes=cache, **places)
         try:

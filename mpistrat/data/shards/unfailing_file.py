@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
-__all__ = ["UnfailingFile"]
+if TYPE_CHECKING:
+    import h5py
+
+__all__ = ["UnfailingFile", "unfailing"]
+
+
+@contextlib.contextmanager
+def unfailing(path: Path, mode: str, **options: Any) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
+    """Let HDF5 write a file that is there. Yield the HDF5 file and `check`, which the caller calls often.
+
+    Args:
+        path: of the file; an empty one for mode "w".
+        mode: "w" or "r+".
+        options: of h5py.File.
+
+    Raises:
+        OSError: the file could not be written; `check` raises it, too.
+    """
+    import h5py
+
+    raw = UnfailingFile(path)
+    try:
+        with h5py.File(raw, mode, **options) as file:
+            yield file, raw.check
+    finally:
+        raw.close()
+    raw.check()
 
 
 @final
 class UnfailingFile:
-    """A new file for h5py's driver "fileobj". `check` raises the first error.
+    """A file for h5py's driver "fileobj". `check` raises the first error.
 
     After an error, what HDF5 writes stays in memory, so HDF5 reads what it has written. The caller must call `check` often.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, new: bool = False) -> None:
+        """Open a file that is there, or make a new one."""
         self._path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._position = self._size = 0
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if new else 0), 0o666)
+        self._position, self._size = 0, os.fstat(self._descriptor).st_size
         self._error: OSError | None = None
         self._unwritten: list[tuple[int, bytes]] = []  # since the error, by the place in the file
 

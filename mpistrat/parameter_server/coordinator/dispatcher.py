@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any, final
 
 from ..._util import log
+from ..._util.text import error_text
 from ...comm.process_group import ProcessGroup
 from ...comm.waiting import Backoff
 from ...errors import CollectiveTimeoutError, PeerExitError
@@ -16,12 +17,11 @@ from .closures import (
     Closure,
     ClosureCancelledError,
     ClosureQueue,
-    RemoteError,
-    RemoteTraceback,
     RemoteValue,
     RemoteValueStatus,
 )
 from .messages import Channel, Kind, Message, pack_call
+from .registry import loads_error
 
 __all__ = ["FIRST", "Dispatcher"]
 
@@ -365,7 +365,7 @@ class Dispatcher:
             closure.value._finish(message.payload)
             self._settle(closure)
         else:
-            self._abort(closure, self._unpack_error(message.payload))
+            self._abort(closure, loads_error(message.payload, self._unpack))
 
     def _take_back(self, worker: _Worker, number: int) -> None:
         """Put a call that waits behind a long one back into the queue, or cancel it with those that waited there."""
@@ -378,15 +378,6 @@ class Dispatcher:
         else:
             self._queue.push(closure)
 
-    def _unpack_error(self, payload: bytes) -> BaseException:
-        data, text = self._unpack(payload)
-        try:
-            error = RemoteError(text) if data is None else self._unpack(data)
-        except Exception:  # of a class that is not here
-            return RemoteError(text)
-        error.__cause__ = RemoteTraceback(f"\n{text}")
-        return error
-
     def _abort(self, closure: Closure, error: BaseException, cancelled: bool = False) -> None:
         closure.value._abort(error)
         first = not (closure.isolated or cancelled) and self._error is None
@@ -394,7 +385,7 @@ class Dispatcher:
             self._error = error
         self._settle(closure)
         if first:
-            self._cancel(ClosureCancelledError(f"cancelled, because {closure.what} failed: {error}"))
+            self._cancel(ClosureCancelledError(f"cancelled, because {closure.what} failed: {error_text(error)}"))
 
     def _settle(self, closure: Closure) -> None:
         """Go on with those that waited for a value, now that it is there or will never be."""

@@ -15,19 +15,31 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, final
 
 from ..._util import log
-from ..._util.text import binary_size
+from ..._util.text import binary_size, error_text
 from ...errors import MissingDependencyError, explain
 from ...lookup import StaticHashTable
 from ...optimizers import Optimizer
 from ...optimizers import optimizer as optimizers
 from ...variables import Variable
 from ...variables.sharded import ShardedVariable
-from .closures import PerWorkerValues, RemoteValue
+from .closures import PerWorkerValues, RemoteError, RemoteTraceback, RemoteValue
 
 if TYPE_CHECKING:
     from ...strategy import Strategy
 
-__all__ = ["ObjectRegistry", "Reduced", "Reducer", "dumps", "load_cloudpickle", "loads", "plain", "token"]
+__all__ = [
+    "ObjectRegistry",
+    "Reduced",
+    "Reducer",
+    "dumps",
+    "dumps_error",
+    "dumps_result",
+    "load_cloudpickle",
+    "loads",
+    "loads_error",
+    "plain",
+    "token",
+]
 
 
 @final
@@ -238,10 +250,10 @@ def dumps(value: Any, reduce: Reducer, what: str = "") -> bytes:
     file = io.BytesIO()
     try:
         _pickler()(file, reduce).dump(value)
-    except MissingDependencyError:
+    except (MissingDependencyError, KeyboardInterrupt):
         raise
-    except Exception as error:  # whatever a __reduce__ raises
-        raise TypeError(f"{type(error).__name__}: {error}") from error
+    except BaseException as error:  # whatever a __reduce__ raises, SystemExit too
+        raise TypeError(error_text(error)) from error
     data = file.getvalue()
     if what and len(data) > _LARGE:
         log.once(
@@ -264,6 +276,49 @@ def loads(data: bytes | memoryview, resolver: Resolver) -> Any:
         return load_cloudpickle().loads(data)
     finally:
         _resolver.reset(token)
+
+
+def dumps_result(value: Any, reduce: Reducer) -> bytes:
+    """Return what a client's function has made as bytes.
+
+    Raises:
+        TypeError: as `dumps`, and where pickling raises KeyboardInterrupt: it is the function's, not the user's.
+    """
+    try:
+        return dumps(value, reduce)
+    except KeyboardInterrupt as error:
+        raise TypeError(error_text(error)) from error
+
+
+def dumps_error(error: BaseException, text: str, reduce: Reducer, resolver: Resolver, most: int | None = None) -> bytes:
+    """Return an exception and its text as `loads_error` takes them.
+
+    Args:
+        error: of any class. One that cannot be sent, or made anew, is left out.
+        text: says where it was raised.
+        reduce, resolver: as for `dumps` and `loads`.
+        most: bytes of an exception that is sent; default without limit.
+    """
+    data: bytes | None = None
+    with contextlib.suppress(
+        BaseException
+    ):  # whatever the class does: one has a lock, another asks for other arguments
+        found = dumps(error, reduce)
+        if isinstance(loads(found, resolver), BaseException) and (most is None or len(found) <= most):
+            data = found
+    return dumps((data, text), reduce)
+
+
+def loads_error(payload: bytes, unpack: Callable[[bytes], Any]) -> BaseException:
+    """Return the exception of bytes that `dumps_error` made; its cause is the text. `unpack` is `loads`."""
+    data, text = unpack(payload)
+    if data is not None:
+        with contextlib.suppress(Exception):  # of a class that is not here
+            error = unpack(data)
+            error.__cause__ = RemoteTraceback(f"\n{text}")
+            if isinstance(error, BaseException):
+                return error
+    return RemoteError(text)
 
 
 def _resolve(kind: str, key: int) -> Any:

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import logging
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, final
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 import numpy as np
 
 from ..._util import log
+from ..._util.text import error_text, traceback_text
 from ...cluster.world import is_loss
 from ...comm.process_group import ProcessGroup
 from ...comm.waiting import Backoff, Deadline, PeerWait
@@ -24,7 +24,7 @@ from ...strategy.show_config import show_config
 from ...variables import create_variable
 from ...variables.values import initial_array, parse_dtype
 from .messages import Channel, Kind, Message, unpack_call
-from .registry import ObjectRegistry, dumps, loads
+from .registry import ObjectRegistry, dumps_error, dumps_result, loads
 
 if TYPE_CHECKING:
     from ...strategy import Strategy
@@ -215,7 +215,7 @@ class WorkerLoop:
                 fn, args, kwargs = loads(data, self._registry.resolve)
                 result = fn(*args, **kwargs)
                 self._flush()  # before the result is sent: it has been written by then
-                kind, answer = Kind.RESULT, dumps(result, self._registry.reduce_result)
+                kind, answer = Kind.RESULT, dumps_result(result, self._registry.reduce_result)
         except BaseException as error:  # SystemExit, too: this rank's program goes on without the function
             if isinstance(error, KeyboardInterrupt) or is_loss(error):
                 raise
@@ -228,15 +228,9 @@ class WorkerLoop:
         where = f"worker {self.index} (rank {self._group.topology.rank})"
         trace = error.__traceback__
         own = trace.tb_next if trace is not None and trace.tb_next is not None else trace  # without the line above
-        text = f"{where}:\n{''.join(traceback.format_exception(type(error), error, own))}"
+        text = f"{where}:\n{traceback_text(error, own)}"
         log.logger.info("a scheduled function failed: %s", text)
-        data: bytes | None
-        try:
-            data = dumps(error, self._registry.reduce_result)
-            loads(data, self._registry.resolve)
-        except Exception:  # one with a lock in it, or one that asks for other arguments when it is made
-            data = None
-        return dumps((data, text), self._registry.reduce_result)
+        return dumps_error(error, text, self._registry.reduce_result, self._registry.resolve)
 
 
 def command_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:
@@ -290,7 +284,7 @@ class Commands:
         except Exception as error:
             if is_loss(error):
                 raise
-            log.logger.log(logging.WARNING, "%s, which the chief called: %s: %s", name, type(error).__name__, error)
+            log.logger.log(logging.WARNING, "%s, which the chief called: %s", name, error_text(error))
 
     def _make_variable(self, what: dict[str, Any]) -> None:
         form = what.pop("form", None)

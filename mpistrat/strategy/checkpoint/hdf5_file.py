@@ -34,6 +34,7 @@ from ..._util.text import printable
 from ...comm.agree import as_told, together
 from ...comm.process_group import ProcessGroup
 from ...data.shards.objects import Refused, check_storage, find, find_group
+from ...data.shards.unfailing_file import unfailing
 from ...variables import Part, Placement, Receiver
 from ...variables.values import parse_dtype
 
@@ -97,15 +98,14 @@ def complete_file(path: Path, digests: Digests, optimizers: Sequence[Mapping[str
     Raises:
         OSError, RuntimeError, ValueError: what h5py and the system raise.
     """
-    import h5py
-
-    with h5py.File(path, "r+", locking=False) as file:
+    with unfailing(path, "r+") as (file, check):
         plain, settings = [], []
         for index, about in enumerate(optimizers):
             group, own = file.require_group(f"optimizers/{index}"), dict(about)
             settings.append(json.dumps(own.pop("settings", None)))
             group.attrs.update({**own, "settings": settings[-1]})
             plain.append(own)
+            check()
         if extra is not None:
             text = np.frombuffer(extra.encode(), np.uint8)
             file.create_dataset("extra", data=text)

@@ -25,6 +25,7 @@ import numpy as np
 
 from ..._util.files import PAGE, digest_of_array
 from ...comm.process_group import ProcessGroup
+from ...data.shards.unfailing_file import unfailing
 from ...errors import RanksLostError
 from .hdf5_file import ArrayForm, Digests, about_slice, stored
 
@@ -78,7 +79,7 @@ class Layout:
         """
         import h5py
 
-        with h5py.File(path, "w", locking=False, fs_strategy="none") as file:
+        with unfailing(path, "w", fs_strategy="none") as (file, check):
             file.create_group("variables")
             properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
             properties.set_layout(h5py.h5d.CONTIGUOUS)
@@ -91,8 +92,12 @@ class Layout:
                 file[form.key] = dataset
                 if stored(form.dtype) != form.dtype:
                     dataset.attrs["dtype"] = form.dtype.name
-        with h5py.File(path, "r+", locking=False, alignment_threshold=1, alignment_interval=PAGE) as file:
-            offsets = [_allocated(h5py.h5d.open(file.id, form.key.encode())) if form.size else None for form in forms]
+                check()
+        with unfailing(path, "r+", alignment_threshold=1, alignment_interval=PAGE) as (file, check):
+            offsets: list[int | None] = []
+            for form in forms:
+                offsets.append(_allocated(h5py.h5d.open(file.id, form.key.encode())) if form.size else None)
+                check()
         end = -(-path.stat().st_size // PAGE) * PAGE
         arrays = sorted((at, at + form.nbytes) for at, form in zip(offsets, forms, strict=True) if at is not None)
         gaps, low = [], 0

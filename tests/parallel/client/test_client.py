@@ -38,6 +38,20 @@ def fail(text):
     raise ValueError(text)
 
 
+class Untold(Exception):
+    def __str__(self):
+        raise SystemExit(0)
+
+
+class Ends(Exception):
+    def __reduce__(self):
+        return sys.exit, (0,)
+
+
+def throw(kind):
+    raise kind
+
+
 def test_functions_variables_and_datasets(job, tmp_path):
     with connect(tmp_path) as cluster:
         assert cluster.num_workers == 2
@@ -100,6 +114,11 @@ def test_errors_have_their_traceback_in_the_job(job, tmp_path):
             cluster.schedule(lambda: 1, worker=7).get()
         with pytest.raises(TypeError):
             cluster.schedule(threading.Lock).get()  # a value that cannot be sent
+        for run in (cluster.call, lambda fn: cluster.schedule(fn).get()):
+            with pytest.raises(Untold):
+                run(lambda: throw(Untold))
+            with pytest.raises(ms.coordinator.RemoteError, match="Ends"):
+                run(lambda: throw(Ends))
         assert cluster.schedule(lambda: 2).get() == 2
         strategy = cluster.call(ms.get_strategy)
         with pytest.raises(TypeError):

@@ -163,6 +163,7 @@ def test_nothing_is_left_aside_and_an_older_set_is_replaced(tmp_path: Path) -> N
         ({"data": {"x": np.zeros(3, [("a", [("b", "M8[s]")], (2,))])}}, "structures of numbers and bytes"),
         ({"data": {"x": np.zeros(3, [("a", "i4", (0,))])}}, "structures of numbers and bytes"),
         ({"data": {"/x": np.zeros(3)}}, "leading slash"),
+        ({"data": {"x\udcff": np.zeros(3)}}, "a name in UTF-8"),  # as of a file whose name is not
         ({"data": {"a": np.zeros(3), "a/b": np.zeros(3)}}, "no array where a group is"),
         ({"data": {"a": {"b": np.zeros(3)}, "a/b": np.zeros(3)}}, "two of 'a/b'"),
         ({"data": from_arrays((np.zeros(3), np.zeros(3)))}, "a dataset of dicts.*Name the arrays"),
@@ -351,7 +352,7 @@ def test_hdf5_reads_what_it_wrote_after_an_error(tmp_path: Path) -> None:
 
     from mpistrat.data.shards.unfailing_file import UnfailingFile
 
-    file = UnfailingFile(tmp_path / "x")
+    file = UnfailingFile(tmp_path / "x", new=True)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     expected, rng = bytearray(), np.random.default_rng(0)
     try:

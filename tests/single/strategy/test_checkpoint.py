@@ -3,6 +3,8 @@
 import fcntl
 import json
 import os
+import subprocess
+import sys
 from collections import Counter
 
 import h5py
@@ -439,3 +441,42 @@ def test_objects_of_checkpoints(tmp_path, caplog):
         assert "step 5 has no state of object 'scaler'" in caplog.text
         with pytest.raises(TypeError, match="expected an object with state_dict and load_state_dict, got a int"):
             ms.train.Checkpoints(strategy, tmp_path, objects={"step": 3})
+
+
+_FULL = """
+import os, resource, sys
+import numpy as np
+import mpistrat as ms
+
+def save(count, name):
+    strategy = ms.OneDeviceStrategy()
+    with strategy.scope():
+        variables = [ms.Variable(np.full(5, i, np.float32), name=f"w{i}") for i in range(count)]
+    strategy.save(name, extra={"text": "x" * 3000})
+    return strategy, variables
+
+folder, refused = sys.argv[1], 0
+largest = os.path.getsize(folder + "/whole.h5") if save(200, folder + "/whole.h5") else 0
+for limit in [1, 100, *range(700, largest + 4000, largest // 14)]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))  # as a disk that is full, for one process
+    try:
+        strategy, variables = save(200, folder + "/model.h5")
+        assert limit >= largest
+    except OSError as error:
+        assert limit < largest and "File too large" in str(error) and folder in str(error), error
+        assert os.listdir(folder) == ["whole.h5"]
+        refused += 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+strategy.restore(folder + "/model.h5")
+assert variables[-1].numpy().tolist() == [199] * 5
+print("refused", refused)
+"""
+
+
+def test_a_full_disk_is_an_error(tmp_path):
+    """HDF5 ended the process by a segmentation fault, as it closed the file."""
+    words = [sys.executable, "-c", _FULL, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "refused 16\n"

@@ -173,6 +173,38 @@ def test_a_log_that_is_removed_starts_again_and_one_that_cannot_be_written_is_le
         log.on_train_begin(state)  # what is wrong from the beginning is an error
 
 
+@pytest.mark.parametrize(
+    ("kind", "content", "logs"),
+    [
+        (t.CSVLogger, b"\xff\xfe\x00\x00 garbage", {"loss": 1.0}),
+        (t.CSVLogger, b"x" * 200_000, {"loss": 1.0}),  # more than the module csv takes
+        (t.JSONLogger, b"", {"loss": {1, 2}}),
+        (t.JSONLogger, b"", {("a", 1): 2.0}),
+    ],
+)
+def test_what_a_log_cannot_hold_does_not_end_training(tmp_path, kind, content, logs, caplog):
+    path, state = tmp_path / "log", loop()
+    log = kind(path)
+    log.on_train_begin(state)
+    path.write_bytes(content)
+    for state.epoch in range(3):
+        log.on_epoch_end(state, logs)
+    log.on_train_end(state)
+    assert len(caplog.records) == 1 and "training continues" in caplog.text
+    assert path.read_bytes() == content
+
+
+def test_names_of_results_that_are_not_utf8(tmp_path):
+    pytest.importorskip("tensorboardX")
+    state, callbacks = loop(), [t.CSVLogger(tmp_path / "log"), t.TensorBoard(tmp_path / "run")]
+    for state.epoch in range(2):
+        for callback in callbacks:
+            callback.on_epoch_end(state, {"l\udcffss": 1.0})
+    callbacks[1].on_train_end(state)
+    assert (tmp_path / "log").read_text().split() == [r"epoch,l\udcffss", "0,1.0", "1,1.0"]
+    assert scalars(tmp_path / "run") == [("l_udcffss", 0, 1.0), ("l_udcffss", 1, 1.0)]  # as tensorboardX has it
+
+
 def test_a_log_goes_on(tmp_path):
     path, state = tmp_path / "log.csv", loop()
     for _ in range(2):
@@ -246,6 +278,44 @@ def test_event_files_that_cannot_be_written_do_not_end_training(tmp_path, caplog
     assert len(caplog.records) == 1 and "ConnectionError: the file system is gone; training continues" in caplog.text
 
 
+FULL = """
+import resource, sys
+import numpy as np
+import mpistrat as ms
+
+folder, way = sys.argv[1:]
+loop = ms.train.Loop(ms.OneDeviceStrategy())
+if way == "monitor":
+    run = ms.monitor(folder)
+    run.on_train_begin(loop)
+else:
+    run = ms.train.TensorBoard(folder)
+    run.on_train_begin(loop)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))  # as a full disk, for one process
+for loop.epoch in range(30):
+    if way == "monitor":
+        run.histogram("h", np.arange(1000.0))
+        run.text("t", "hello" * 1000)
+    elif way == "scalars":
+        for _ in range(20):
+            run.writer.add_scalars("scalars", {"a": 1.0}, loop.epoch)
+    run.on_epoch_end(loop, {f"n{i}": 1.0 for i in range(100)})
+run.on_train_end(loop)
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("way", ["results", "scalars", "monitor"])
+def test_event_files_on_a_full_disk(tmp_path, way):
+    """A thread of tensorboardX writes them. It died, which ended the job."""
+    pytest.importorskip("tensorboardX")
+    words = [sys.executable, "-c", FULL, str(tmp_path / "run"), way]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout == "fine\n", done
+    assert done.stderr.count("TensorBoard: ") == 1 and "training continues" in done.stderr, done
+    assert "Traceback" not in done.stderr
+
+
 def test_a_run_that_goes_on_overwrites_what_came_after(tmp_path):
     lines = t.JSONLogger(tmp_path / "log.jsonl")
     table = t.CSVLogger(tmp_path / "log.csv")
@@ -277,6 +347,58 @@ def test_progress_is_a_line_an_epoch():
     progress.on_step_end(state)
     progress.on_epoch_end(state, {"loss": 0.25, "samples_per_second": 12345.6, "recall": [0.5]})
     assert file.getvalue().startswith("epoch 1: loss 0.25, 12,346 samples/s, recall [0.5], 0.0 s\n")
+
+
+class Gone(io.StringIO):
+    """A terminal that is closed after some time."""
+
+    gone = False
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        if self.gone:
+            raise OSError(5, "Input/output error")
+        return super().write(text)
+
+
+@pytest.mark.parametrize("how", ["gone", "closed"])
+def test_a_bar_whose_terminal_goes(how, monkeypatch, caplog):
+    stream = Gone()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr("mpistrat.train.logs.reaches_terminal", lambda name: True)
+    state, progress = loop(), t.Progress(steps=1)
+    progress.on_train_begin(state)
+    for state.epoch in range(3):
+        progress.on_epoch_begin(state)
+        if state.epoch == 1:
+            if how == "closed":
+                stream.close()
+            stream.gone = True
+        state.step += 1
+        progress.on_step_end(state)
+        progress.on_epoch_end(state, {"loss": 0.25})
+    progress.on_train_end(state)
+    assert sys.stderr is stream
+    assert len(caplog.records) == 1 and "Progress: " in caplog.text
+
+
+def test_a_line_that_its_file_cannot_encode():
+    raw = io.BytesIO()
+    progress = t.Progress(file=io.TextIOWrapper(raw, "ascii"))
+    progress.on_epoch_end(loop(), {"précision": 1.0})
+    assert raw.getvalue().startswith(rb"epoch 1: pr\xe9cision 1, ")
+
+
+def test_a_monitor_of_names_that_are_not_utf8(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboardX")
+    monkeypatch.setattr(sys, "argv", ["program.py", "a\udcff"])
+    with ms.monitor(tmp_path / "r\udcffn", config={"k\udcff": "v\udcff"}, progress=False) as run:
+        run.text("t\udcff", "hello \udcff")
+        run.epoch({"l\udcffss": 1.0})
+    page = (tmp_path / "r\udcffn" / "run.html").read_text()
+    assert all(text in page for text in (r"r\udcffn", r"a\udcff", r"k\udcff", r"v\udcff", r"l\udcffss"))
 
 
 def test_an_error_of_a_collective_is_not_taken_for_one_of_the_record(caplog):

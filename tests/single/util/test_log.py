@@ -1,6 +1,8 @@
 """The log: what a job says of itself is said once, by rank 0."""
 
+import io
 import logging
+import sys
 
 import pytest
 
@@ -31,3 +33,11 @@ def test_a_wrong_format_is_left_to_the_handler():
     record = logging.LogRecord("mpistrat", logging.ERROR, "a.py", 1, "%d", ("x",), None)
     assert all(each.filter(record) for each in log.logger.filters)
     assert record.args == ("x",)
+
+
+def test_a_stream_that_the_program_has_closed(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    handler = log._Handler(stream)
+    stream.close()
+    handler.handle(logging.LogRecord("mpistrat", logging.ERROR, "a.py", 1, "text", (), None))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import mpistrat as ms
 from mpistrat.types import IndexedSlices
+from mpistrat.variables.sharded import ShardedVariable
 
 
 def test_outside_every_scope_without_mpi():
@@ -24,6 +25,22 @@ def test_outside_every_scope_without_mpi():
         "assert 'mpi4py.MPI' not in sys.modules and 'cupy' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda name: ms.Variable(1.0, name=name),
+        lambda name: ShardedVariable([ms.Variable([1.0])], name=name),
+        lambda name: ms.optimizers.SGD(0.1, name=name),
+    ],
+)
+def test_names_that_no_file_can_have(make):
+    """They were accepted, and every save failed."""
+    for name in ("v\udcff", "v\0w"):
+        with pytest.raises(ValueError, match="name: expected a text in UTF-8 without null characters, got 'v"):
+            make(name)
+    make("größe")
 
 
 @pytest.mark.parametrize(
