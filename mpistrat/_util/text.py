@@ -9,6 +9,7 @@ from typing import Any
 
 __all__ = [
     "binary_size",
+    "class_name",
     "counted",
     "decimal_size",
     "displayable",

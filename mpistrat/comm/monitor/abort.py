@@ -314,7 +314,10 @@ def _at_exit() -> None:
 
 def end_on_uncaught() -> None:
     """End the job if the program has ended on an exception, which a hook got that the program has set since."""
-    trace, error = getattr(sys, "last_traceback", None), getattr(sys, "last_value", None)  # as the interpreter left them
+    trace, error = (
+        getattr(sys, "last_traceback", None),
+        getattr(sys, "last_value", None),
+    )  # as the interpreter left them
     if not ending and error is not None and trace is not None and trace.tb_frame.f_code is _program:
         _end_on(type(error), error, trace, lambda: None)
 
