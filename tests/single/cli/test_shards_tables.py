@@ -43,6 +43,14 @@ def test_the_numbers_of_a_table_as_one_array(tmp_path: Path) -> None:
     assert document["fields"][0]["attributes"] == {"columns": ["a", "b"]}
 
 
+def test_text_becomes_booleans_by_what_it_says(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,z\nTrue,1\nFalse,2\nfalse,3\n")
+    mpistrat("shards", "write", "set", "t.csv", "--dtype", "a=bool", cwd=tmp_path)
+    assert read(tmp_path / "set")["a"].tolist() == [True, False, False]
+    done = mpistrat("shards", "write", "other", "t.csv", "--dtype", "z=bool", cwd=tmp_path, status=2)
+    assert "--dtype z: expected values that bool holds, got 2" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("cells", "kind"),
     [
