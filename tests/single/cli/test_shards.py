@@ -139,6 +139,14 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:500])
 
 
+def damaged(path: Path) -> None:
+    """Write a compressed archive, and invert a byte of the compressed data in its middle."""
+    np.savez_compressed(path, x=np.random.default_rng(0).normal(size=1000))
+    data = bytearray(path.read_bytes())
+    data[2000] ^= 0xFF
+    path.write_bytes(data)
+
+
 @pytest.mark.parametrize(
     ("name", "make", "words", "message", "status"),
     [
@@ -156,6 +164,7 @@ def cut(path: Path) -> None:
         ),
         ("a.npy", npy, ["--field", "x=a.npy"], "got both", 2),
         ("a.npz", lambda path: path.write_bytes(b"nonsense"), [], "a.npz: expected an archive", 1),
+        ("a.npz", damaged, [], "a.npz: expected an archive", 1),
         ("a.npz", lambda path: np.savez(path, x=np.zeros(3), y=np.zeros(4)), [], "3 rows in 'y', as 'x' has", 1),
         ("a.npz", lambda path: np.savez(path, x=np.zeros(3)), ["--select", "z"], "arrays ['z']", 1),
         ("a.csv", lambda path: path.write_text(""), [], "a first line that names the columns", 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -14,6 +15,10 @@ from ..columns import Columns
 from .converter import Converter, bad_input, batch_rows
 
 __all__ = ["NpyFiles", "NpzFile"]
+
+
+# What zipfile raises, also for what it cannot read: RuntimeError where an archive is encrypted or compressed in another way.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 
 
 def _check_rows(rows: Mapping[str, tuple[int, ...]], where: object) -> int:
@@ -69,7 +74,7 @@ class NpzFile(Converter):
                 if unknown or not wanted:
                     raise bad_input(path, f"arrays {unknown or 'at all'}", f"arrays {available}")
                 self._headers = {name: self._header(archive, name) for name in wanted}
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, *_DAMAGE) as error:
             if isinstance(error, ShardError):
                 raise
             raise bad_input(path, "an archive in NumPy's .npz format", error) from error
@@ -106,7 +111,7 @@ class NpzFile(Converter):
                 for first in range(start, stop, step):
                     count = min(step, stop - first)
                     yield {name: self._read(files[name], name, count, sizes[name]) for name in files}
-            except zipfile.BadZipFile as error:
+            except _DAMAGE as error:
                 raise bad_input(self._path, "an archive that is whole", error) from error
             finally:
                 for file in files.values():
