@@ -140,10 +140,10 @@ def cut(path: Path) -> None:
 
 
 def damaged(path: Path) -> None:
-    """Write a compressed archive, and invert a byte of the compressed data in its middle."""
+    """Write a compressed archive, and invert a byte where the compressed data begins."""
     np.savez_compressed(path, x=np.random.default_rng(0).normal(size=1000))
     data = bytearray(path.read_bytes())
-    data[2000] ^= 0xFF
+    data[70] ^= 0xFF
     path.write_bytes(data)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +18,8 @@ from .converter import Converter, bad_input, batch_rows
 __all__ = ["NpyFiles", "NpzFile"]
 
 
-# What zipfile raises, also for what it cannot read: RuntimeError where an archive is encrypted or compressed in another way.
-_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
+# RuntimeError: where an archive is encrypted; TokenError and SyntaxError: where a header is damaged.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, tokenize.TokenError, SyntaxError)
 
 
 def _check_rows(rows: Mapping[str, tuple[int, ...]], where: object) -> int:
@@ -53,7 +54,7 @@ class NpyFiles(Converter):
 def _mapped(path: Path) -> np.ndarray[Any, Any]:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, *_DAMAGE) as error:
         raise bad_input(path, "an array in NumPy's .npy format, without pickled objects", error) from error
     if not isinstance(array, np.ndarray):
         raise bad_input(path, "an array in NumPy's .npy format", "an archive")
