@@ -10,7 +10,18 @@ import numpy as np
 
 from ..errors import explain
 
-__all__ = ["AT_LEAST_ZERO", "AT_MOST_ZERO", "BELOW_ONE", "FINITE", "POSITIVE", "UP_TO_ONE", "Limits", "flag", "number"]
+__all__ = [
+    "AT_LEAST_ZERO",
+    "AT_MOST_ZERO",
+    "BELOW_ONE",
+    "FINITE",
+    "FLAG",
+    "POSITIVE",
+    "UP_TO_ONE",
+    "Limits",
+    "flag",
+    "number",
+]
 
 
 class Limits(NamedTuple):
@@ -20,6 +31,7 @@ class Limits(NamedTuple):
     legal: Callable[[float], bool]
 
 
+FLAG = Limits("True or False", lambda value: value in (0, 1))  # see `flag`
 FINITE = Limits("a finite number", math.isfinite)
 AT_LEAST_ZERO = Limits("a finite number >= 0", lambda number: 0 <= number < math.inf)
 AT_MOST_ZERO = Limits("a finite number <= 0", lambda number: -math.inf < number <= 0)
@@ -62,7 +74,17 @@ def flag(function: str, argument: str, value: Any) -> bool:
         >>> flag("f", "nesterov", 0)
         False
     """
-    if not isinstance(value, (int, np.integer, np.bool_)) or value not in (0, 1):
+    if not isinstance(value, (int, np.integer, np.bool_)) or not FLAG.legal(value):
         got = f"{type(value).__name__} {value!r:.60}"
-        raise TypeError(explain(function, argument, expected="True or False", got=got))
+        raise TypeError(explain(function, argument, expected=FLAG.text, got=got))
     return bool(value)
+
+
+def checked(function: str, argument: str, value: Any, limits: Limits) -> float:
+    """Return a setting that may be a flag or a number: see `flag` and `number`.
+
+    Example:
+        >>> checked("f", "nesterov", 1, FLAG)
+        True
+    """
+    return flag(function, argument, value) if limits is FLAG else number(function, argument, value, limits)
