@@ -74,7 +74,7 @@ def flag(function: str, argument: str, value: Any) -> bool:
         >>> flag("f", "nesterov", 0)
         False
     """
-    if not isinstance(value, (int, np.integer, np.bool_)) or not FLAG.legal(value):
+    if not isinstance(value, (int, np.integer, np.bool_)) or not FLAG.legal(float(value)):
         got = f"{type(value).__name__} {value!r:.60}"
         raise TypeError(explain(function, argument, expected=FLAG.text, got=got))
     return bool(value)

@@ -464,7 +464,7 @@ class Dataset:
         whole = range(*given)
         check_range("Dataset.range", "dtype", np.array([*whole[:1], *whole[-1:]], object), np.dtype(dtype))
         wide = any(abs(number) >= 2**63 for number in given)
-        numbers = np.array(whole, object) if wide else np.arange(whole.start, whole.stop, whole.step, np.int64)
+        numbers = np.array(whole, object) if wide else np.arange(*given, dtype=np.int64)
         return Dataset(array_rows(converted("Dataset.range", "dtype", numbers, np.dtype(dtype))))
 
     @staticmethod

@@ -368,7 +368,7 @@ class _Decisions(_Thresholds):
         if thresholds is None:
             many = [0.5 if top_k is None else -1e10]
         else:
-            given = [thresholds] if isinstance(thresholds, str) or np.ndim(thresholds) == 0 else thresholds
+            given: Any = thresholds if np.ndim(thresholds) else [thresholds]
             many = [number(function, "thresholds", threshold, UP_TO_ONE) for threshold in given]
         self._single = len(many) == 1
         evenly = len(many) > 2 and np.allclose(many, np.linspace(0, 1, len(many)), atol=_SMALLEST)

@@ -95,7 +95,7 @@ class NumericLines:
         """Whether cells may be integers that were rounded, or numbers that became inf."""
         if not any((np.abs(column) >= _LARGE).any() for column in columns):
             return False
-        infinite = sum(np.count_nonzero(np.isinf(column)) for column in columns)
+        infinite = int(sum(np.count_nonzero(np.isinf(column)) for column in columns))
         return infinite > self._data.lower().count(b"inf") or _LARGE_INTEGER.search(self._data) is not None
 
     def _filled(self, filling: bytes) -> bytes:

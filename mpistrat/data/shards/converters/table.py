@@ -252,10 +252,10 @@ class Table(Converter):
                 self._first_texts[name] = f"row {self.rows + row + 1}: {cell!r:.80}"
             if self._kinds[name] != _TEXT:
                 numbers = np.array([cell or "nan" for cell in cells]).astype(np.float64)
-                for row in np.flatnonzero(np.abs(numbers) >= 2**53):
-                    if _is_changed(cells[row]):
-                        self._note_change(name, row, cells[row])
-                        break
+                large = np.flatnonzero(np.abs(numbers) >= 2**53).tolist()
+                changed = next((place for place in large if _is_changed(cells[place])), None)
+                if changed is not None:
+                    self._note_change(name, changed, cells[changed])
 
     def _note_change(self, name: str, row: int, cell: str) -> None:
         self._changed.setdefault(name, f"row {self.rows + row + 1}: {cell.strip()!r:.80} becomes {float(cell)}")
