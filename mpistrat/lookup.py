@@ -7,6 +7,7 @@ from typing import Any, final
 import numpy as np
 
 from ._util.arguments import check_range
+from ._util.conversion import converted
 from ._util.masks import plain_array
 from .errors import explain
 
@@ -27,7 +28,8 @@ class KeyValueTensorInitializer:
     Raises:
         TypeError: keys of another kind.
         OverflowError: integers that value_dtype or key_dtype cannot hold.
-        ValueError: not as many keys as values, or more than one dimension.
+        ValueError: not as many keys as values, or more than one dimension; other values that a dtype cannot hold, such as text
+            that is too long.
     """
 
     def __init__(self, keys: Any, values: Any, key_dtype: Any = None, value_dtype: Any = None) -> None:
@@ -141,9 +143,10 @@ class StaticHashTable:
 def _converted(values: Any, dtype: Any, function: str, argument: str) -> np.ndarray:
     """Return a new array of a dtype, by default the values' own."""
     given = plain_array(values, function, argument)
-    if dtype is not None:
-        check_range(function, argument, given, np.dtype(dtype))
-    return np.array(given, dtype)
+    if dtype is None:
+        return given.copy()
+    check_range(function, argument, given, np.dtype(dtype))
+    return converted(function, argument, given, np.dtype(dtype))
 
 
 def _as_keys(keys: Any, dtype: Any, function: str) -> np.ndarray:

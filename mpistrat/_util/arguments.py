@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import explain
+from .masks import unmasked
 
 __all__ = ["check_range", "integer", "out_of_range", "tensorflow_names"]
 
@@ -20,13 +21,14 @@ def integer(function: str, argument: str, value: Any, least: int | None = None, 
     """Return a value as an integer.
 
     Raises:
-        TypeError: it is no integer; with the remedy.
+        TypeError: it is no integer; with the remedy. Or it is masked.
         ValueError: it is smaller than the least that is legal.
 
     Example:
         >>> integer("f", "n", np.int64(3), 1)
         3
     """
+    unmasked(value, function, argument)
     try:
         number = operator.index(value)
     except TypeError:
@@ -56,7 +58,10 @@ def out_of_range(array: Any, dtype: np.dtype[Any]) -> int | None:
         >>> out_of_range(np.array([0, 256]), np.dtype(np.uint8))
         256
     """
-    if dtype.kind not in "iu" or array.dtype.kind not in "iu" or array.dtype == dtype or not array.size:
+    if dtype.kind not in "iu" or array.dtype == dtype or not array.size:
+        return None
+    large = array.dtype.kind == "O" and all(isinstance(value, int) for value in array.flat)  # than NumPy's integers
+    if not large and array.dtype.kind not in "iu":
         return None
     limits = np.iinfo(dtype)
     extremes = (int(array.min()), int(array.max()))

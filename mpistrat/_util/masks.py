@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..errors import explain
 
-__all__ = ["check_unmasked", "plain_array"]
+__all__ = ["check_unmasked", "plain_array", "unmasked"]
+
+T = TypeVar("T")
 
 
 def plain_array(value: Any, function: str, argument: str = "", dtype: DTypeLike | None = None) -> NDArray[Any]:
@@ -42,12 +44,26 @@ def check_unmasked(value: Any, found: NDArray[Any], function: str, argument: str
     plain = type(found) is np.ndarray
     if plain and found.dtype.kind != "O" and not isinstance(value, (list, tuple)):
         return found
-    masked = _count(value if plain else found)
+    unmasked(value if plain else found, function, argument)
+    return np.asarray(found)
+
+
+def unmasked(value: T, function: str, argument: str = "") -> T:
+    """Return a value as it is, which need not be an array, such as an index.
+
+    Raises:
+        TypeError: it is masked, or numbers in it are.
+
+    Example:
+        >>> unmasked((slice(3), 1), "f")
+        (slice(None, 3, None), 1)
+    """
+    masked = _count(value) if "numpy.ma" in sys.modules else 0
     if masked:
         got = f"{masked} masked"
         remedy = "The mask would be lost: pass value.filled(...), or value.compressed()"
         raise TypeError(explain(function, argument, expected="no masked numbers", got=got, remedy=remedy))
-    return np.asarray(found)
+    return value
 
 
 def _count(value: Any) -> int:

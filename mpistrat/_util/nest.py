@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from ..types import IndexedSlices
 
 __all__ = ["flatten", "form", "is_nested", "map_structure", "pack_like", "paths"]
@@ -46,6 +48,11 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
     if _is_dataclass(node):
         return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
     return list(enumerate(node))
+
+
+def _fields(node: Any) -> tuple[str, ...] | None:
+    """Return the names of a namedtuple's items."""
+    return getattr(node, "_fields", None) if isinstance(node, tuple) else None
 
 
 def _key(key: Any) -> str:
@@ -86,16 +93,27 @@ def _rebuild(node: Any, keys: list[Any], children: list[Any]) -> Any:
 def _mapping_like(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if isinstance(node, dict) or hasattr(type(node), "__copy__"):
         made = _with_items(node, items)
-        if made is not None:
+        if made is not None and _has_items(made, node, items):
             return made
     made = type(node)({key: items[key] for key in node})  # type: ignore[call-arg]
-    kept = (
-        key for key, value in items.items() if node[key] is node[key] and not is_nested(value)
-    )  # others are computed
-    same = list(made) == list(node) and all(made[key] is items[key] for key in kept)
-    if not same or _settings(made) != _settings(node):
+    if not _has_items(made, node, items) or _settings(made) != _settings(node):
         raise ValueError("its class makes another one of its items")
     return made
+
+
+def _has_items(made: Mapping[Any, Any], node: Mapping[Any, Any], items: dict[Any, Any]) -> bool:
+    """Whether a mapping has the items that it was given, in the order of a node; those that a class computes may differ."""
+    kept = (key for key, value in items.items() if node[key] is node[key] and not is_nested(value))
+    return list(made) == list(node) and all(_is_same(made[key], items[key]) for key in kept)
+
+
+def _is_same(found: Any, value: Any) -> bool:
+    if found is value:
+        return True
+    try:
+        return np.array_equal(found, value) or np.array_equal(found, value, equal_nan=True)
+    except Exception:  # of what is no array
+        return False
 
 
 def _with_items(node: Any, items: dict[Any, Any]) -> Any:
@@ -183,9 +201,11 @@ def form(structure: Any) -> str:
     if isinstance(structure, Mapping) or _is_dataclass(structure):
         text = ", ".join([f"{_key(key)}: {form(child)}" for key, child in _children(structure)])
         return f"{{{text}}}" if isinstance(structure, Mapping) else f"{type(structure).__name__}({text})"
-    text = ", ".join([form(child) for child in structure])
-    if hasattr(structure, "_fields"):
+    names = _fields(structure)
+    if names is not None:
+        text = ", ".join([f"{name}: {form(child)}" for name, child in zip(names, structure, strict=True)])
         return f"{type(structure).__name__}({text})"
+    text = ", ".join([form(child) for child in structure])
     return f"({text})" if isinstance(structure, tuple) else f"[{text}]"
 
 
@@ -262,10 +282,11 @@ def _map(function: Callable[..., Any], structures: tuple[Any, ...], path: str) -
     keys = [key for key, _ in children[0] or []]
     for other, pairs in zip(structures[1:], children[1:], strict=True):
         found = None if pairs is None else [key for key, _ in pairs]
-        if found != keys:
+        here, there = (keys, found) if None in (_fields(first), _fields(other)) else (_fields(first), _fields(other))
+        if found != keys or here != there:
             raise ValueError(
-                f"map_structure: at {path or 'the root'}: expected {type(first).__name__} with {keys}, "
-                f"got {type(other).__name__} with {found}"
+                f"map_structure: at {path or 'the root'}: expected {type(first).__name__} with {here}, "
+                f"got {type(other).__name__} with {there}"
             )
     mapped = [
         _map(function, tuple(child for _, child in column), f"{path}[{column[0][0]!r}]")

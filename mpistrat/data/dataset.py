@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 
 from .._util import nest
 from .._util.arguments import check_range, integer, tensorflow_names
+from .._util.conversion import converted
 from .._util.masks import plain_array
 from ..errors import explain
 from .feed.feed import DatasetIterator
@@ -450,10 +451,21 @@ class Dataset:
     @staticmethod
     @tensorflow_names(output_type="dtype")
     def range(*args: int, dtype: Any = np.int64) -> Dataset:
-        """A dataset of the integers of Python's `range`."""
-        numbers = np.arange(*args)
-        check_range("Dataset.range", "dtype", numbers, np.dtype(dtype))
-        return Dataset(array_rows(numbers.astype(dtype, copy=False)))
+        """A dataset of the integers of Python's `range`.
+
+        Raises:
+            TypeError: an argument is no integer.
+            OverflowError: the dtype is one of integers, and does not hold one of them.
+            ValueError: another dtype does not hold one of them; the step is 0.
+        """
+        given = [integer("Dataset.range", "", value) for value in args]
+        if given[2:] == [0]:
+            raise ValueError(explain("Dataset.range", "step", expected="an integer other than 0", got=0))
+        whole = range(*given)
+        check_range("Dataset.range", "dtype", np.array([*whole[:1], *whole[-1:]], object), np.dtype(dtype))
+        wide = any(abs(number) >= 2**63 for number in given)
+        numbers = np.array(whole, object) if wide else np.arange(*given, dtype=np.int64)
+        return Dataset(array_rows(converted("Dataset.range", "dtype", numbers, np.dtype(dtype))))
 
     @staticmethod
     @tensorflow_names()

@@ -206,8 +206,10 @@ def conform(element: Any, spec: Any) -> Any:
         return nest.map_structure(_fit, spec, element)
     except (TypeError, ValueError) as error:
         if str(error).startswith("map_structure"):
-            text = f"expected the structure {_form(spec)}, got {_form(element)}"
-            raise ValueError(text) from None
+            wanted, found = _form(spec), _form(element)
+            if wanted == found:  # namedtuples of other fields
+                wanted, found = nest.form(spec), nest.form(element)
+            raise ValueError(f"expected the structure {wanted}, got {found}") from None
         for name, one, leaf in zip(nest.paths(spec), nest.flatten(spec), nest.flatten(element), strict=True):
             try:
                 _fit(one, leaf)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from abc import ABC
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import is_dataclass
-from typing import Any, ClassVar, NamedTuple, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import numpy as np
 
+from .._util.arguments import integer
+from .._util.limits import AT_LEAST_ZERO, POSITIVE, UP_TO_ONE, Limits, checked, flag, number
 from ..errors import explain
 from ..variables.sharded import each_variable
 from ..variables.values import checksum
@@ -19,16 +20,10 @@ from ..variables.variable import Variable
 from .schedules import LearningRateSchedule
 
 __all__ = [
-    "AT_LEAST_ZERO",
-    "AT_MOST_ZERO",
     "AVERAGE",
-    "BELOW_ONE",
     "GRADIENT_SUM",
     "OWN",
-    "POSITIVE",
-    "UP_TO_ONE",
     "Hyperparameters",
-    "Limits",
     "Rate",
     "Settings",
     "SettingsButDecay",
@@ -82,19 +77,7 @@ class Settings(SettingsButDecay, total=False):
     weight_decay: float | None
 
 
-class Limits(NamedTuple):
-    """The numbers that a setting may be. NaN and infinity are none."""
-
-    text: str
-    legal: Callable[[float], bool]
-
-
 _ROUNDING = 1e-12  # of a schedule that ends with 0
-AT_LEAST_ZERO = Limits("a finite number >= 0", lambda number: 0 <= number < math.inf)
-AT_MOST_ZERO = Limits("a finite number <= 0", lambda number: -math.inf < number <= 0)
-POSITIVE = Limits("a finite number > 0", lambda number: 0 < number < math.inf)
-UP_TO_ONE = Limits("a number from 0 to 1", lambda number: 0 <= number <= 1)
-BELOW_ONE = Limits("0 <= value < 1", lambda number: 0 <= number < 1)
 
 # Values with which settings are left out of descriptions.
 _DEFAULTS: dict[str, tuple[object, ...]] = dict.fromkeys(Settings.__annotations__, (None, False)) | {
@@ -113,7 +96,7 @@ class Hyperparameters(ABC):
     """The hyperparameters of an `Optimizer`. Setting a public attribute makes the ranks compare it at the next step.
 
     Attributes:
-        limits: of each setting of the rule that is a number, which numbers it may be, whenever it is set.
+        limits: of each setting of the rule that is a number or a flag, what it may be, whenever it is set.
     """
 
     limits: ClassVar[Mapping[str, Limits]] = {}
@@ -160,7 +143,7 @@ class Hyperparameters(ABC):
             expected = f"the value that it {'was made' if name in _FIXED else 'took its first step'} with"
             raise ValueError(explain(type(self).__name__, name, expected=expected, got=repr(value), remedy=remedy))
         if name in self.limits:
-            value = self._within(name, value, self.limits[name])
+            value = checked(type(self).__name__, name, value, self.limits[name])
         elif name in Settings.__annotations__:
             value = self._checked(name, value)
         object.__setattr__(self, name, value)
@@ -180,10 +163,10 @@ class Hyperparameters(ABC):
                 expected, got = "one of clipnorm, clipvalue and global_clipnorm", f"{other} and {name}"
                 remedy = f"Set {other} to None before"
                 raise ValueError(explain(type(self).__name__, name, expected=expected, got=got, remedy=remedy))
-            return self._within(name, value, _LIMITS[name])
+            return number(type(self).__name__, name, value, _LIMITS[name])
         if name in ("ema_overwrite_frequency", "gradient_accumulation_steps"):
             return self._steps_or_none(name, value, 1 if name == "ema_overwrite_frequency" else 2)
-        return bool(value) if name in ("use_ema", "check_numerics") else value
+        return flag(type(self).__name__, name, value) if name in ("use_ema", "check_numerics") else value
 
     # rate and count
 
@@ -195,11 +178,15 @@ class Hyperparameters(ABC):
     @learning_rate.setter
     def learning_rate(self, value: Rate) -> None:
         if not callable(value):
-            if not isinstance(value, (int, float, np.number, np.ndarray)) or np.ndim(value):
+            if (
+                isinstance(value, (bool, np.bool_))
+                or not isinstance(value, (int, float, np.number, np.ndarray))
+                or np.ndim(value)
+            ):
                 got = f"{type(value).__name__} {value!r:.60}"
                 expected = "a number, a LearningRateSchedule or a callable"
                 raise TypeError(explain(type(self).__name__, "learning_rate", expected=expected, got=got))
-            value = self._within("learning_rate", value, AT_LEAST_ZERO)
+            value = number(type(self).__name__, "learning_rate", value, AT_LEAST_ZERO)
         elif not isinstance(value, LearningRateSchedule):
             value = _CallableRate(value)
         self._rate = value
@@ -232,7 +219,8 @@ class Hyperparameters(ABC):
 
     @iterations.setter
     def iterations(self, value: int) -> None:
-        self._iterations = self._counted_from = int(value) * (self.gradient_accumulation_steps or 1)
+        updates = integer(type(self).__name__, "iterations", value, 0)
+        self._iterations = self._counted_from = updates * (self.gradient_accumulation_steps or 1)
 
     @property
     def calls(self) -> int:
@@ -309,17 +297,8 @@ class Hyperparameters(ABC):
 
     # checks of arguments
 
-    def _within(self, argument: str, value: Any, limits: Limits) -> float:
-        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") or getattr(value, "ndim", False):
-            got = f"{type(value).__name__} {value!r:.60}"
-            raise TypeError(explain(type(self).__name__, argument, expected=limits.text, got=got))
-        number = float(value)
-        if not limits.legal(number):
-            raise ValueError(explain(type(self).__name__, argument, expected=limits.text, got=value))
-        return number
-
     def _steps_or_none(self, argument: str, value: int | None, least: int) -> int | None:
-        if value is not None and (not isinstance(value, (int, np.integer)) or value < least):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least):
             expected = f"None or an integer of at least {least}"
             raise ValueError(explain(type(self).__name__, argument, expected=expected, got=value))
         return None if value is None else int(value)

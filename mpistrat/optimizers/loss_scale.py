@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, final
 
 from .. import context
+from .._util.limits import POSITIVE, Limits, number
 from .._util.log import logger
 from ..errors import explain
 from ..variables.sharded import ShardedVariable, each_variable
@@ -19,6 +19,7 @@ __all__ = ["LossScaleOptimizer"]
 
 _WORRYING = 50  # steps left out in a row: far more than it takes to find a factor
 _LEAST, _MOST = 2.0**-126, 2.0**127  # of a factor: else float32 has 0 or infinity, which no later step would change
+_STEPS = Limits("a finite number >= 1, and whole", lambda steps: steps >= 1 and steps.is_integer())
 
 
 @final
@@ -74,16 +75,10 @@ class LossScaleOptimizer:
             raise ValueError(
                 explain("LossScaleOptimizer", "inner_optimizer", expected=expected, got=got, remedy=remedy)
             )
-        if not 0 < initial_scale < math.inf:
-            expected = "a finite number > 0"
-            raise ValueError(explain("LossScaleOptimizer", "initial_scale", expected=expected, got=initial_scale))
-        if not 1 <= dynamic_growth_steps < math.inf:
-            expected = "a finite number >= 1"
-            raise ValueError(
-                explain("LossScaleOptimizer", "dynamic_growth_steps", expected=expected, got=dynamic_growth_steps)
-            )
+        self.initial_scale = number("LossScaleOptimizer", "initial_scale", initial_scale, POSITIVE)
+        steps = number("LossScaleOptimizer", "dynamic_growth_steps", dynamic_growth_steps, _STEPS)
+        self.dynamic_growth_steps = int(steps)
         self.inner_optimizer, self.name, self._left_out = inner_optimizer, name, 0
-        self.initial_scale, self.dynamic_growth_steps = float(initial_scale), int(dynamic_growth_steps)
         inner_optimizer.check_numerics = True
         inner_optimizer.leave_to_owner("loss_scale_factor")  # files have it as dynamic_scale
         alone = context.has_strategy() and context.get_strategy().extended.placement.store is not None

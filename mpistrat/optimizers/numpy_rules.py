@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import numpy as np
 
+from .._util.limits import AT_LEAST_ZERO, AT_MOST_ZERO, BELOW_ONE, FLAG, POSITIVE, UP_TO_ONE, Limits
 from .._util.underflow import may_underflow
-from .hyperparameters import AT_LEAST_ZERO, AT_MOST_ZERO, BELOW_ONE, POSITIVE, UP_TO_ONE, Limits, Rate, Settings
+from .hyperparameters import Rate, Settings
 from .optimizer import Optimizer
 from .rule import Block, Loop
 from .rules import approach, average_into
@@ -380,6 +381,7 @@ class Adafactor(Optimizer):
         "epsilon_1": POSITIVE,
         "epsilon_2": AT_LEAST_ZERO,
         "clip_threshold": POSITIVE,
+        "relative_step": FLAG,
     }
 
     def __init__(
@@ -393,7 +395,7 @@ class Adafactor(Optimizer):
         **settings: Unpack[Settings],
     ) -> None:
         self.beta_2_decay, self.epsilon_1, self.epsilon_2 = beta_2_decay, epsilon_1, epsilon_2
-        self.clip_threshold, self.relative_step = clip_threshold, bool(relative_step)
+        self.clip_threshold, self.relative_step = clip_threshold, relative_step
         super().__init__(learning_rate, slot_names=("velocity",), **settings)
 
     @may_underflow

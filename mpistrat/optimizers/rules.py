@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 import numpy as np
 
 from .._util import loops
+from .._util.limits import AT_LEAST_ZERO, BELOW_ONE, FLAG, UP_TO_ONE, Limits
 from .._util.underflow import may_underflow
 from ..errors import explain
-from .hyperparameters import AT_LEAST_ZERO, BELOW_ONE, UP_TO_ONE, Limits, Rate, Settings, SettingsButDecay
+from .hyperparameters import Rate, Settings, SettingsButDecay
 from .optimizer import Optimizer
 from .rule import Around, Block, Loop
 
@@ -83,7 +84,7 @@ class SGD(_BlockRule):
     Source: keras.optimizers.SGD of Keras 3; Sutskever et al., http://proceedings.mlr.press/v28/sutskever13.pdf.
     """
 
-    limits: ClassVar[Mapping[str, Limits]] = {"momentum": UP_TO_ONE}
+    limits: ClassVar[Mapping[str, Limits]] = {"momentum": UP_TO_ONE, "nesterov": FLAG}
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class SGD(_BlockRule):
         **settings: Unpack[Settings],
     ) -> None:
         self.momentum = momentum
-        self.nesterov = bool(nesterov)
+        self.nesterov = nesterov
         super().__init__(learning_rate, slot_names=("momentum",) if self.momentum else (), **settings)
 
     def loop(self, step: int, rate: float) -> Loop:
@@ -140,7 +141,12 @@ def Momentum(
 class _Adam(_BlockRule):
     """What Adam and AdamW share: everything but the default of the weights' decay."""
 
-    limits: ClassVar[Mapping[str, Limits]] = {"beta_1": BELOW_ONE, "beta_2": BELOW_ONE, "epsilon": AT_LEAST_ZERO}
+    limits: ClassVar[Mapping[str, Limits]] = {
+        "beta_1": BELOW_ONE,
+        "beta_2": BELOW_ONE,
+        "epsilon": AT_LEAST_ZERO,
+        "amsgrad": FLAG,
+    }
 
     def __init__(
         self,
@@ -154,8 +160,8 @@ class _Adam(_BlockRule):
         self.beta_1 = beta_1
         self.beta_2 = beta_2
         self.epsilon = epsilon
-        self.amsgrad = bool(amsgrad)
-        kept = ("momentum", "velocity", "velocity_hat") if amsgrad else ("momentum", "velocity")
+        self.amsgrad = amsgrad
+        kept = ("momentum", "velocity", "velocity_hat") if self.amsgrad else ("momentum", "velocity")
         super().__init__(learning_rate, slot_names=kept, **settings)
 
     def loop(self, step: int, rate: float) -> Loop:
@@ -300,7 +306,12 @@ class RMSProp(_BlockRule):
     http://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf.
     """
 
-    limits: ClassVar[Mapping[str, Limits]] = {"rho": UP_TO_ONE, "momentum": UP_TO_ONE, "epsilon": AT_LEAST_ZERO}
+    limits: ClassVar[Mapping[str, Limits]] = {
+        "rho": UP_TO_ONE,
+        "momentum": UP_TO_ONE,
+        "epsilon": AT_LEAST_ZERO,
+        "centered": FLAG,
+    }
 
     def __init__(
         self,
@@ -314,7 +325,7 @@ class RMSProp(_BlockRule):
         self.rho = rho
         self.momentum = momentum
         self.epsilon = epsilon
-        self.centered = bool(centered)
+        self.centered = centered
         slots = ["velocity"]
         if self.momentum:
             slots.append("momentum")

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import final
 
+from .._util.limits import AT_LEAST_ZERO, FINITE, FLAG, POSITIVE, Limits, checked, number
 from ..errors import explain
 
 __all__ = [
@@ -21,6 +22,10 @@ __all__ = [
     "PiecewiseConstantDecay",
     "PolynomialDecay",
 ]
+
+
+# Of the settings of schedules that decay. All others are numbers of at least 0.
+_LIMITS: dict[str, Limits] = {"decay_steps": POSITIVE, "staircase": FLAG, "cycle": FLAG}
 
 
 class LearningRateSchedule(ABC):
@@ -39,8 +44,10 @@ class _Decay(LearningRateSchedule):
     decay_steps: float
 
     def __post_init__(self) -> None:
-        if not self.decay_steps > 0:
-            raise ValueError(explain(type(self).__name__, "decay_steps", expected="> 0", got=self.decay_steps))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.default is not None:
+                checked(type(self).__name__, field.name, value, _LIMITS.get(field.name, AT_LEAST_ZERO))
 
 
 @final
@@ -49,7 +56,8 @@ class ExponentialDecay(_Decay):
     """initial_learning_rate * decay_rate ** (step / decay_steps); with `staircase` the exponent is rounded down.
 
     Raises:
-        ValueError: decay_steps is not positive.
+        ValueError: decay_steps is not positive, or another number is negative, NaN or infinite.
+        TypeError: a setting is no number, or no flag.
 
     Example:
         >>> ExponentialDecay(0.1, decay_steps=100, decay_rate=0.5)(200)
@@ -75,7 +83,8 @@ class PiecewiseConstantDecay(LearningRateSchedule):
         values: learning rates, one more than boundaries.
 
     Raises:
-        ValueError: their numbers do not fit, or boundaries do not increase.
+        ValueError: their numbers do not fit, boundaries do not increase, or a value is negative, NaN or infinite.
+        TypeError: one of them is no number.
 
     Example:
         >>> [PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.1])(step) for step in (10, 11, 20, 21)]
@@ -89,6 +98,10 @@ class PiecewiseConstantDecay(LearningRateSchedule):
         if len(self.values) != len(self.boundaries) + 1:
             expected, got = f"{len(self.boundaries) + 1} for {len(self.boundaries)} boundaries", len(self.values)
             raise ValueError(explain("PiecewiseConstantDecay", "values", expected=expected, got=got))
+        for i, boundary in enumerate(self.boundaries):
+            number("PiecewiseConstantDecay", f"boundaries[{i}]", boundary, FINITE)
+        for i, value in enumerate(self.values):
+            number("PiecewiseConstantDecay", f"values[{i}]", value, AT_LEAST_ZERO)
         if any(low >= high for low, high in zip(self.boundaries, self.boundaries[1:], strict=False)):
             got_boundaries = list(self.boundaries)
             raise ValueError(
@@ -109,7 +122,8 @@ class PolynomialDecay(_Decay):
     first multiple that is not less than the step.
 
     Raises:
-        ValueError: decay_steps is not positive.
+        ValueError: decay_steps is not positive, or another number is negative, NaN or infinite.
+        TypeError: a setting is no number, or no flag.
 
     Example:
         >>> PolynomialDecay(0.5, decay_steps=4, end_learning_rate=0.25)(2)
@@ -135,7 +149,8 @@ class InverseTimeDecay(_Decay):
     """initial_learning_rate / (1 + decay_rate * step / decay_steps); with `staircase` the quotient is rounded down.
 
     Raises:
-        ValueError: decay_steps is not positive.
+        ValueError: decay_steps is not positive, or another number is negative, NaN or infinite.
+        TypeError: a setting is no number, or no flag.
 
     Example:
         >>> InverseTimeDecay(0.1, decay_steps=1, decay_rate=0.5)(2)
@@ -162,7 +177,8 @@ class CosineDecay(_Decay):
     Source: Loshchilov and Hutter, SGDR, https://arxiv.org/abs/1608.03983.
 
     Raises:
-        ValueError: decay_steps is not positive.
+        ValueError: decay_steps is not positive, or another number is negative, NaN or infinite.
+        TypeError: a setting is no number, or no flag.
 
     Example:
         >>> round(CosineDecay(0.1, decay_steps=1000)(500), 12)

@@ -22,7 +22,7 @@ from ..variables import Variable
 
 __all__ = ["Mean", "MeanOf", "Metric", "Sum", "mean_of_rows", "results"]
 
-_UPDATE = "Metric.update_state"  # in errors
+UPDATE = "Metric.update_state"  # in errors
 
 
 class Metric(abc.ABC):
@@ -124,11 +124,11 @@ def results(metrics: Iterable[Metric]) -> dict[str, Any]:
 @may_underflow
 def mean_of_rows(values: Any, weight: Any) -> np.ndarray:
     """Return the weighted sum of rows' values and the sum of weights. A row's value is the mean over its other dimensions."""
-    array = np.asarray(to_host(values, _UPDATE, "values"), np.float64)
+    array = np.asarray(to_host(values, UPDATE, "values"), np.float64)
     if weight is None:
         array = array.reshape(array.shape or (1,))
         return np.array([_mean(array, 1).sum(), len(array)])
-    weights = np.asarray(to_host(weight, _UPDATE, "sample_weight"), np.float64)
+    weights = np.asarray(to_host(weight, UPDATE, "sample_weight"), np.float64)
     array, weights = same_rank(array, weights)
     if array.ndim > weights.ndim:
         array = _mean(array, weights.ndim)
@@ -173,10 +173,10 @@ class Sum(Metric):
 
     @may_underflow
     def added(self, values: Any, sample_weight: Any = None) -> np.ndarray:
-        array = np.asarray(to_host(values, _UPDATE, "values"), np.float64)
+        array = np.asarray(to_host(values, UPDATE, "values"), np.float64)
         if sample_weight is None:
             return np.array([array.sum()])
-        weights = np.asarray(to_host(sample_weight, _UPDATE, "sample_weight"), np.float64)
+        weights = np.asarray(to_host(sample_weight, UPDATE, "sample_weight"), np.float64)
         array, weights = same_rank(array, weights)
         return np.array([(array.sum(tuple(range(weights.ndim, array.ndim))) * weights).sum()])
 
@@ -225,4 +225,4 @@ class MeanOf(_MeanOfRows):
 
 def host(**arrays: Any) -> Sequence[np.ndarray]:
     """Return arguments of `update_state`, arrays of any library, as NumPy's."""
-    return [to_host(array, _UPDATE, argument) for argument, array in arrays.items()]
+    return [to_host(array, UPDATE, argument) for argument, array in arrays.items()]

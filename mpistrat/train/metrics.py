@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
 
+from .._util.arguments import integer
+from .._util.limits import UP_TO_ONE, Limits, flag, number
 from .._util.underflow import may_underflow
 from ..errors import explain
-from .metric import MeanOf, Metric, host, ratio, same_rank
+from .metric import UPDATE, MeanOf, Metric, host, ratio, same_rank
 
 __all__ = [
     "AUC",
@@ -30,6 +33,7 @@ __all__ = [
 ]
 
 _SMALLEST = 1e-7  # Keras's epsilon
+_ANY = Limits("a number", lambda value: not math.isnan(value))
 
 
 def _single(array: np.ndarray) -> np.ndarray:
@@ -124,7 +128,7 @@ class BinaryAccuracy(MeanOf):
 
     def __init__(self, name: str = "binary_accuracy", threshold: float = 0.5) -> None:
         super().__init__(name)
-        self.threshold = threshold
+        self.threshold = number("BinaryAccuracy", "threshold", threshold, _ANY)
 
     @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
@@ -141,7 +145,7 @@ class CategoricalAccuracy(MeanOf):
 
     @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
-        return y_true.argmax(-1) == y_pred.argmax(-1)
+        return _largest(y_true) == _largest(y_pred)
 
 
 @final
@@ -160,7 +164,7 @@ class SparseCategoricalAccuracy(MeanOf):
 
     @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
-        return _classes(y_true, y_pred) == y_pred.argmax(-1)
+        return _labels(y_true, y_pred) == _largest(y_pred)
 
 
 @final
@@ -169,11 +173,11 @@ class TopKCategoricalAccuracy(MeanOf):
 
     def __init__(self, k: int = 5, name: str = "top_k_categorical_accuracy") -> None:
         super().__init__(name)
-        self.k = k
+        self.k = integer(type(self).__name__, "k", k, 0)
 
     @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
-        return _in_top_k(y_true.argmax(-1), y_pred, self.k)
+        return _in_top_k(_largest(y_true), y_pred, self.k)
 
 
 @final
@@ -182,17 +186,44 @@ class SparseTopKCategoricalAccuracy(MeanOf):
 
     def __init__(self, k: int = 5, name: str = "sparse_top_k_categorical_accuracy") -> None:
         super().__init__(name)
-        self.k = k
+        self.k = integer(type(self).__name__, "k", k, 0)
 
     @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
         return _in_top_k(_classes(y_true, y_pred), y_pred, self.k)
 
 
+def _largest(scores: np.ndarray) -> np.ndarray:
+    """Return where the largest score of each row is; NaN is less than all."""
+    return (scores if scores.dtype.kind in "biu" else np.where(np.isnan(scores), -np.inf, scores)).argmax(-1)
+
+
+def _labels(y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+    """Return the label of each row, which need not be a class that there is."""
+    labels = y_true[..., 0] if y_true.ndim == y_pred.ndim and y_true.shape[-1] == 1 else y_true
+    return labels.astype(np.float32) if labels.dtype.kind == "V" else labels  # bfloat16
+
+
 def _classes(y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
-    """The number of the class of each row."""
-    classes = y_true[..., 0] if y_true.ndim == y_pred.ndim and y_true.shape[-1] == 1 else y_true
-    return classes.astype(np.int64, copy=False)
+    """Return the number of the class of each row.
+
+    Raises:
+        ValueError: a label is no integer.
+    """
+    labels = _labels(y_true, y_pred)
+    with np.errstate(invalid="ignore"):
+        classes = labels.astype(np.int64, copy=False)
+    _refuse(labels, classes != labels, "numbers of classes, which are integers")
+    return classes
+
+
+def _refuse(labels: np.ndarray, wrong: np.ndarray, expected: str) -> None:
+    if wrong.any():
+        raise ValueError(explain(UPDATE, "y_true", expected=expected, got=str(labels[wrong][0])))
+
+
+def _inside(classes: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+    return (classes >= 0) & (classes < y_pred.shape[-1])
 
 
 def _of_class(classes: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
@@ -200,8 +231,10 @@ def _of_class(classes: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
 
 
 def _in_top_k(classes: np.ndarray, y_pred: np.ndarray, k: int) -> np.ndarray:
-    own = _of_class(classes, y_pred)
-    return (y_pred > np.where(np.isnan(own), -np.inf, own)).sum(-1) < k
+    """Return whether classes are among the k largest: none out of range is, nor any of a row that has NaN or an infinity."""
+    known = _inside(classes, y_pred)
+    own = _of_class(np.where(known, classes, 0), y_pred)
+    return known & np.isfinite(y_pred).all(-1) & ((y_pred > own).sum(-1) < k)
 
 
 # Cross-entropy
@@ -215,7 +248,8 @@ class BinaryCrossentropy(MeanOf):
         self, name: str = "binary_crossentropy", from_logits: bool = False, label_smoothing: float = 0.0
     ) -> None:
         super().__init__(name)
-        self.from_logits, self.label_smoothing = from_logits, label_smoothing
+        self.from_logits = flag(type(self).__name__, "from_logits", from_logits)
+        self.label_smoothing = number(type(self).__name__, "label_smoothing", label_smoothing, UP_TO_ONE)
 
     @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
@@ -235,7 +269,8 @@ class CategoricalCrossentropy(MeanOf):
         self, name: str = "categorical_crossentropy", from_logits: bool = False, label_smoothing: float = 0.0
     ) -> None:
         super().__init__(name)
-        self.from_logits, self.label_smoothing = from_logits, label_smoothing
+        self.from_logits = flag(type(self).__name__, "from_logits", from_logits)
+        self.label_smoothing = number(type(self).__name__, "label_smoothing", label_smoothing, UP_TO_ONE)
 
     @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
@@ -249,11 +284,13 @@ class SparseCategoricalCrossentropy(MeanOf):
 
     def __init__(self, name: str = "sparse_categorical_crossentropy", from_logits: bool = False) -> None:
         super().__init__(name)
-        self.from_logits = from_logits
+        self.from_logits = flag(type(self).__name__, "from_logits", from_logits)
 
     @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
-        return -_of_class(_classes(y_true, y_pred), _logarithms(y_pred, self.from_logits))[..., 0]
+        classes = _classes(y_true, y_pred)
+        _refuse(classes, ~_inside(classes, y_pred), f"numbers of {y_pred.shape[-1]} classes, counted from 0")
+        return -_of_class(classes, _logarithms(y_pred, self.from_logits))[..., 0]
 
 
 def _logarithms(y_pred: np.ndarray, from_logits: bool) -> np.ndarray:
@@ -279,17 +316,17 @@ class _Thresholds(Metric):
         self._evenly = evenly
 
     def _exceeded(self, scores: np.ndarray) -> np.ndarray:
-        """Return how many thresholds each score is above; NaN is above all.
+        """Return how many thresholds each score is above; NaN is above none.
 
         Keras computes the number of evenly distributed ones instead of comparing, which differs where a score equals one.
         """
         scores = scores.astype(np.float32, copy=False)
         if not self._evenly:
-            return np.searchsorted(self._ascending, scores, "left")
+            return np.where(np.isnan(scores), 0, np.searchsorted(self._ascending, scores, "left"))
         count = self._ascending.size
         found = np.ceil(np.clip(scores, 0, 1) * np.float32(count - 1))
         least = int(self._ascending[0] < 0 or self._ascending[-1] > 1)
-        return np.where(np.isnan(found), count, np.maximum(found, least)).astype(np.int64)
+        return np.where(np.isnan(found), 0, np.maximum(found, least)).astype(np.int64)
 
     @may_underflow
     def count(self, y_true: np.ndarray, y_pred: np.ndarray, weight: Any) -> np.ndarray:
@@ -325,14 +362,15 @@ class _Decisions(_Thresholds):
     def __init__(
         self, thresholds: float | Sequence[float] | None, top_k: int | None, class_id: int | None, name: str
     ) -> None:
-        given = (0.5 if top_k is None else -1e10) if thresholds is None else thresholds
-        self._single = isinstance(given, (int, float))
-        self._top_k, self._class_id = top_k, class_id
-        many: Sequence[float] = given if isinstance(given, Sequence) else [given]
-        for threshold in many if thresholds is not None else ():
-            if not 0 <= threshold <= 1:
-                text = explain(type(self).__name__, "thresholds", expected="numbers from 0 to 1", got=str(threshold))
-                raise ValueError(text)
+        function = type(self).__name__
+        self._top_k = None if top_k is None else integer(function, "top_k", top_k, 0)
+        self._class_id = None if class_id is None else integer(function, "class_id", class_id)
+        if thresholds is None:
+            many = [0.5 if top_k is None else -1e10]
+        else:
+            given: Any = thresholds if np.ndim(thresholds) else [thresholds]
+            many = [number(function, "thresholds", threshold, UP_TO_ONE) for threshold in given]
+        self._single = len(many) == 1
         evenly = len(many) > 2 and np.allclose(many, np.linspace(0, 1, len(many)), atol=_SMALLEST)
         super().__init__(name, many, evenly)
 
@@ -345,6 +383,9 @@ class _Decisions(_Thresholds):
             np.put_along_axis(filtered, kept, np.take_along_axis(scores, kept, -1).astype(np.float64), -1)
             scores = filtered
         if self._class_id is not None:
+            if not -scores.shape[-1] <= self._class_id < scores.shape[-1]:
+                expected = f"one of {scores.shape[-1]} classes, counted from 0"
+                raise ValueError(explain(type(self).__name__, "class_id", expected=expected, got=self._class_id))
             labels, scores = labels[..., self._class_id], scores[..., self._class_id]
         return self.count(labels, scores, sample_weight)
 
@@ -355,6 +396,8 @@ class _Decisions(_Thresholds):
 @final
 class Precision(_Decisions):
     """What part of the positive predictions is right: a number, or an array for several thresholds.
+
+    A score of NaN is above no threshold, as in Keras.
 
     Example:
         >>> precision = ms.train.Precision()
@@ -423,8 +466,7 @@ class AUC(_Thresholds):
         ):
             if value not in legal:
                 raise ValueError(explain("AUC", argument, expected=" or ".join(legal), got=repr(value)))
-        if num_thresholds < 2:
-            raise ValueError(explain("AUC", "num_thresholds", expected="2 or more", got=str(num_thresholds)))
+        num_thresholds = integer("AUC", "num_thresholds", num_thresholds, 2)
         self._curve, self._summation = curve, summation_method
         between = np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
         super().__init__(name, [-_SMALLEST, *between, 1 + _SMALLEST], evenly=True)

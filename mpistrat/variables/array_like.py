@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from .._util.arguments import tensorflow_names
+from .._util.masks import unmasked
 from ..comm.arrays import to_host
 from ..errors import explain
 from ..types import VariableAggregation, VariableSynchronization
@@ -99,7 +100,7 @@ class _Array(_Operators, metaclass=ABCMeta):
         return getattr(ufunc, method)(*arrays, **kwargs)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.array[index]
+        return self.array[unmasked(index, "Variable", f"{self.name}[...]")]
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
         self._refuse_in_place("v[...] = value")
@@ -232,7 +233,7 @@ class ArrayVariable(ScatterMethods, _Array):
     def grad(self, value: Any) -> None:
         target = self.grad
         if value is not target:
-            target[...] = value
+            target[...] = unmasked(value, "Variable.grad", self.name)
 
     @abstractmethod
     def gradient(self, local_replica: int) -> Any:

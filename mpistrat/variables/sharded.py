@@ -9,6 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from .._util.arguments import tensorflow_names
+from .._util.masks import unmasked
 from ..comm.arrays import array_module, as_array, on_device_of, to_host
 from ..errors import explain
 from ..types import IndexedSlices
@@ -129,7 +130,7 @@ class ShardedVariable(ArrayVariable):
         return array if array.flags.writeable or not copy else array.copy()
 
     def __getitem__(self, index: Any) -> Any:
-        wanted = rows_of(index, self.shape)
+        wanted = rows_of(unmasked(index, "Variable", f"{self.name}[...]"), self.shape)
         if wanted is None:
             return self.array[index]
         rows, rest = wanted

@@ -52,6 +52,23 @@ def test_what_makes_no_table_is_refused(keys, values, default, error, text):
         StaticHashTable(KeyValueTensorInitializer(keys, values), default)
 
 
+@pytest.mark.parametrize(
+    ("keys", "values", "dtypes"),
+    [
+        (["abc"], [1], {"key_dtype": "U2"}),
+        ([1.5], [1], {"key_dtype": "int64"}),
+        ([1], ["abc"], {"value_dtype": "U2"}),
+        ([1], [1.5], {"value_dtype": "int64"}),
+        ([1], [np.nan], {"value_dtype": "int64"}),
+        ([1], [1e300], {"value_dtype": "float32"}),
+        ([1], [2**53 + 1], {"value_dtype": "float64"}),
+    ],
+)
+def test_what_a_dtype_does_not_hold_is_refused(keys, values, dtypes):
+    with pytest.raises(ValueError, match=r"expected values that \S+ holds, got "):
+        KeyValueTensorInitializer(keys, values, **dtypes)
+
+
 def test_keys_of_another_kind_are_refused():
     table = StaticHashTable(KeyValueTensorInitializer([1, 2], [1.0, 2.0]), 0)
     with pytest.raises(TypeError, match="keys of dtype int64"):

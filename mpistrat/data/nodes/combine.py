@@ -272,9 +272,15 @@ class Joined(Combined):
 def compare_specs(function: str, first: Any, other: Any, number: int) -> None:
     """Raise, naming the array, unless the rows of two datasets look alike."""
     names, found = nest.paths(first), nest.paths(other)
-    if names != found:
-        expected, got = f"the structure of dataset 0, {names}", f"{found} in dataset {number}"
-        raise ValueError(explain(function, "datasets", expected=expected, got=got))
+    wanted, got = f"{names}", f"{found}"
+    if names == found:
+        try:
+            nest.map_structure(lambda *_: None, first, other)
+        except ValueError:  # namedtuples of other fields
+            wanted, got = nest.form(first), nest.form(other)
+    if wanted != got:
+        expected = f"the structure of dataset 0, {wanted}"
+        raise ValueError(explain(function, "datasets", expected=expected, got=f"{got} in dataset {number}"))
     for name, one, two in zip(names, nest.flatten(first), nest.flatten(other), strict=True):
         if one != two:
             place = f" at {name}" if name else ""

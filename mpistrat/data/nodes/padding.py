@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..._util import nest
 from ..._util.arguments import integer
+from ..._util.masks import unmasked
 from ...errors import explain
 from ..buffers import RowBuffers
 from ..spec import ArraySpec
@@ -115,7 +116,7 @@ def _leaf(spec: ArraySpec, name: str, shape: Any, value: Any) -> tuple[ArraySpec
     shape = tuple(here if wanted is None else wanted for here, wanted in zip(spec.shape, shape, strict=True))
     if value is None:
         return ArraySpec(shape, spec.dtype), "" if spec.dtype == object else np.zeros((), spec.dtype)[()]
-    if not _is_value(spec.dtype, value):
+    if not _is_value(spec.dtype, unmasked(value, FUNCTION, f"padding_values{name}")):
         expected = "a string" if spec.dtype.kind in "OUS" else f"a {spec.dtype}"
         raise ValueError(explain(FUNCTION, f"padding_values{name}", expected=expected, got=repr(value)))
     wide = spec.dtype.kind in "US"  # a string may be longer than all of the rows

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..._util.masks import plain_array
 from ...errors import explain
 from ..feed.batches import LookAhead, successive_batches
 from ..spec import unstack_rows
@@ -58,7 +59,7 @@ def gather_rows(node: Node, indices: ArrayLike, epoch: int) -> Any:
     if not node.random_access:
         got = f"one that reads in order, for {node.describe()}"
         raise ValueError(explain("Dataset.rows", "", expected="a dataset with random access", got=got))
-    positions = np.atleast_1d(np.asarray(indices))
+    positions = np.atleast_1d(plain_array(indices, "Dataset.rows", "indices"))
     if positions.ndim != 1 or (positions.size and positions.dtype.kind not in "iu"):
         got = f"{positions.dtype} of shape {positions.shape}"
         raise IndexError(explain("Dataset.rows", "indices", expected="integers in one axis", got=got))

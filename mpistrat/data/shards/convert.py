@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..._util import partition
+from ..._util.conversion import converted
 from ...errors import explain
 from .columns import Columns
 from .converters.converter import Converter, PresumptionError, bad_input
@@ -135,7 +136,7 @@ def _write_block(converter: Converter, writer: SetWriter, dtypes: Mapping[str, n
     """Write this rank's rows, and yield how many are written after each batch."""
     rows = 0
     bounds = partition.block(converter.rows, writer.ranks.size, writer.ranks.rank)
-    for batch in _converted(converter.batches(*bounds), dtypes):
+    for batch in _in_dtypes(converter.batches(*bounds), dtypes):
         found = [name for name, array in batch.items() if array.dtype.kind in "UO"]
         if found and not writer.settings.chunked:
             where = [f"; {name!r}: {why}" for name in found if (why := converter.why_text(name))]
@@ -154,23 +155,13 @@ def _write_block(converter: Converter, writer: SetWriter, dtypes: Mapping[str, n
         yield rows
 
 
-def _converted(batches: Iterator[Columns], dtypes: Mapping[str, np.dtype[Any]]) -> Iterator[Columns]:
+def _in_dtypes(batches: Iterator[Columns], dtypes: Mapping[str, np.dtype[Any]]) -> Iterator[Columns]:
     for batch in batches:
         unknown = sorted(set(dtypes) - set(batch))
         if unknown:
             expected = f"fields among {sorted(batch)}"
             raise ValueError(explain("shards write", "--dtype", expected=expected, got=f"{unknown}"))
-        yield {name: _cast(name, array, dtypes[name]) if name in dtypes else array for name, array in batch.items()}
-
-
-def _cast(name: str, array: Any, dtype: np.dtype[Any]) -> Any:
-    try:
-        found = array.astype(dtype)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(
-            explain("shards write", f"--dtype {name}", expected=f"values of {dtype}", got=error)
-        ) from error
-    if array.dtype.kind in "iuf" and dtype.kind in "iu" and not np.array_equal(found, array):
-        expected = f"integers that {dtype} holds"
-        raise ValueError(explain("shards write", f"--dtype {name}", expected=expected, got="others"))
-    return found
+        yield {
+            name: converted("shards write", f"--dtype {name}", array, dtypes[name]) if name in dtypes else array
+            for name, array in batch.items()
+        }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ..._util.masks import unmasked
 from ...errors import explain
 from .columns import varies
 from .manifest import Field
@@ -76,7 +77,12 @@ class ShardSettings:
             layout="chunked" if chunked else "contiguous",
             shuffle=compression is not None if self.shuffle is None else bool(self.shuffle),
             fletcher32=chunked if self.fletcher32 is None else bool(self.fletcher32),
-            attributes={field: dict(values) for field, values in (self.attributes or {}).items()},
+            attributes={
+                field: {
+                    key: unmasked(value, function, f"attributes[{field!r}][{key!r}]") for key, value in values.items()
+                }
+                for field, values in (self.attributes or {}).items()
+            },
             **{"bytes_per_shard": SHARD_BYTES, **numbers},
         )
 

@@ -139,6 +139,14 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:500])
 
 
+def damaged(path: Path) -> None:
+    """Write a compressed archive, and invert a byte where the compressed data begins."""
+    np.savez_compressed(path, x=np.random.default_rng(0).normal(size=1000))
+    data = bytearray(path.read_bytes())
+    data[70] ^= 0xFF
+    path.write_bytes(data)
+
+
 @pytest.mark.parametrize(
     ("name", "make", "words", "message", "status"),
     [
@@ -147,9 +155,16 @@ def cut(path: Path) -> None:
         ("a.npy", cut, [], "a.npy: expected an array", 1),
         ("a.npy", npy, ["--select", "x"], "--select: expected none; it is for .npz and .csv", 2),
         ("a.npy", npy, ["--dtype", "b=int8"], "fields among ['a']", 2),
-        ("a.npy", lambda path: np.save(path, np.arange(300)), ["--dtype", "a=uint8"], "integers that uint8 holds", 2),
+        (
+            "a.npy",
+            lambda path: np.save(path, np.arange(300)),
+            ["--dtype", "a=uint8"],
+            "--dtype a: expected values that uint8 holds, got 256",
+            2,
+        ),
         ("a.npy", npy, ["--field", "x=a.npy"], "got both", 2),
         ("a.npz", lambda path: path.write_bytes(b"nonsense"), [], "a.npz: expected an archive", 1),
+        ("a.npz", damaged, [], "a.npz: expected an archive", 1),
         ("a.npz", lambda path: np.savez(path, x=np.zeros(3), y=np.zeros(4)), [], "3 rows in 'y', as 'x' has", 1),
         ("a.npz", lambda path: np.savez(path, x=np.zeros(3)), ["--select", "z"], "arrays ['z']", 1),
         ("a.csv", lambda path: path.write_text(""), [], "a first line that names the columns", 1),

@@ -99,10 +99,14 @@ def test_gray_images_of_more_bits_keep_their_values(tmp_path: Path, name: str, c
     assert np.array_equal(found[0], expected if color == "gray" else np.stack([expected] * 3, axis=-1))
 
 
-def test_a_largest_value_of_netpbm_is_the_brightest(tmp_path: Path) -> None:
-    found = written(tmp_path, "a.pgm", pgm(4095))
+@pytest.mark.parametrize("largest", [256, 1023, 4095, 65534])
+@pytest.mark.parametrize("plain", [False, True])
+def test_values_of_netpbm_are_those_of_the_file(tmp_path: Path, largest: int, plain: bool) -> None:
+    values = (RAMP.astype(np.int64) * largest // 65535).astype(np.uint16)
+    text = f"P2 {SIZE[1]} {SIZE[0]} {largest}\n{' '.join(map(str, values.ravel()))}\n"
+    found = written(tmp_path, "a.pgm", text.encode() if plain else pgm(largest))
     assert found.dtype == np.uint16
-    assert np.abs(found[0].astype(int) - RAMP).max() <= 65535 / 4095
+    assert np.array_equal(found[0], values)
 
 
 @pytest.mark.parametrize("name", ["a.png", "floats.tif", "int16.tif", "int8.tif"])

@@ -43,6 +43,14 @@ def test_the_numbers_of_a_table_as_one_array(tmp_path: Path) -> None:
     assert document["fields"][0]["attributes"] == {"columns": ["a", "b"]}
 
 
+def test_text_becomes_booleans_by_what_it_says(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,z\nTrue,1\nFalse,2\nfalse,3\n")
+    mpistrat("shards", "write", "set", "t.csv", "--dtype", "a=bool", cwd=tmp_path)
+    assert read(tmp_path / "set")["a"].tolist() == [True, False, False]
+    done = mpistrat("shards", "write", "other", "t.csv", "--dtype", "z=bool", cwd=tmp_path, status=2)
+    assert "--dtype z: expected values that bool holds, got 2" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("cells", "kind"),
     [
@@ -137,6 +145,35 @@ def test_a_column_that_changes_its_kind_late(tmp_path: Path, late: str, kind: An
     expected = np.array(b, object) if kind is object else np.array([float(cell or "nan") for cell in b])
     assert np.array_equal(found["b"], expected, equal_nan=kind is not object)
     assert len(list((tmp_path / "set").iterdir())) == 5
+
+
+@pytest.mark.parametrize(
+    ("cells", "note"),
+    [
+        (["9007199254740993", "1"], ""),
+        (["9007199254740993", ""], "row 1: '9007199254740993' becomes 9007199254740992.0"),
+        (["1.5", "9007199254740993"], "row 2: '9007199254740993' becomes 9007199254740992.0"),
+        (["9007199254740992", "1.5"], ""),
+        (["1.5", "-1e400"], "row 2: '-1e400' becomes -inf"),
+        (["inf", "1e400"], "row 2: '1e400' becomes inf"),
+        (["inf", "-Infinity", "1e300", "0.1234567890123456789"], ""),
+    ],
+)
+@pytest.mark.parametrize("late", [0, 300_000])  # rows of other blocks before
+def test_numbers_that_become_others_are_noted(tmp_path: Path, cells: list[str], note: str, late: int) -> None:
+    if late and note:
+        note = note.replace("row ", "row 30000", 1)
+    (tmp_path / "t.csv").write_text("a,z\n" + "7,1\n" * late + "".join(f"{cell},1\n" for cell in cells))
+    done = mpistrat("shards", "write", "set", "t.csv", cwd=tmp_path)
+    assert ("float64 does not hold all numbers" in done.stdout) == bool(note)
+    assert note in done.stdout
+    assert ("--dtype a=str keeps them" in done.stdout) == bool(note)
+
+
+def test_numbers_that_become_others_in_an_array_are_noted(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,b\n" + "1,2\n" * 300_000 + "9007199254740993,2\n1,0.5\n")
+    done = mpistrat("shards", "write", "set", "t.csv", "--array", "x", cwd=tmp_path)
+    assert "column 'a': float64 does not hold all numbers: row 300001: '9007199254740993'" in done.stdout
 
 
 def test_a_late_line_with_too_many_cells_is_named(tmp_path: Path) -> None:

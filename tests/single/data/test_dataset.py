@@ -286,3 +286,12 @@ def test_print_draws_the_chain() -> None:
         "   └─ batch(2, drop_remainder=False)",
         "      └─ take(1)",
     ]
+
+
+def test_namedtuples_of_other_fields_are_not_relabelled() -> None:
+    other = collections.namedtuple("Point", ["y", "x"])
+    numbers = np.arange(2)
+    with pytest.raises(ValueError, match=r"dataset 0, Point\(x: \*, y: \*\), got Point\(y: \*, x: \*\) in dataset 1"):
+        list(from_arrays(Point(numbers, numbers)).concatenate(from_arrays(other(numbers, numbers))))
+    with pytest.raises(ValueError, match=r"structure Point\(x: \*, y: \*\), got Point\(y: \*, x: \*\)"):
+        list(Dataset.from_generator(lambda: iter([Point(1, 2), other(1, 2)])))

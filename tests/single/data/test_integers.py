@@ -84,6 +84,30 @@ def test_a_range_is_checked():
     assert list(ms.data.Dataset.range(3, output_type=np.float32)) == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("numbers", "dtype", "error", "text"),
+    [
+        ((2**63, 2**63 + 2), "int64", OverflowError, "dtype: expected integers from .*, got 9223372036854775808"),
+        ((-(2**63) - 1, 0), "int64", OverflowError, "got -9223372036854775809"),
+        ((2047, 2050), "float16", ValueError, "dtype: expected values that float16 holds, got 2049"),
+        ((65504, 65540, 16), "float16", ValueError, "expected values that float16 holds, got 65520"),
+        ((3,), "bool", ValueError, "expected values that bool holds, got 2"),
+        ((1.5,), "int64", TypeError, "expected an integer, got 1.5"),
+        ((0, 5, 0), "int64", ValueError, "step: expected an integer other than 0, got 0"),
+    ],
+)
+def test_what_is_no_range_of_a_dtype_is_refused(numbers, dtype, error, text):
+    with pytest.raises(error, match=f"Dataset.range: .*{text}"):
+        ms.data.Dataset.range(*numbers, output_type=dtype)
+
+
+def test_a_range_at_the_limits():
+    found = list(ms.data.Dataset.range(2**64 - 2, 2**64, output_type=np.uint64))
+    assert found == [2**64 - 2, 2**64 - 1]
+    assert list(ms.data.Dataset.range(2**63 - 2, 2**63)) == [2**63 - 2, 2**63 - 1]
+    assert list(ms.data.Dataset.range(5, 0, -2)) == [5, 3, 1] and not list(ms.data.Dataset.range(0))
+
+
 def test_an_assignment_in_the_same_kind_is_checked():
     v = ms.Variable(np.zeros(2, np.int32))
     with pytest.raises(OverflowError, match=r"expected integers from -2147483648 to 2147483647, got 1099511627776"):

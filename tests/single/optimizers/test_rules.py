@@ -287,20 +287,20 @@ def test_what_cannot_be_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "setting"),
+    ("optimizer", "setting", "on"),
     [
-        (ms.optimizers.SGD, "momentum"),
-        (ms.optimizers.Adam, "amsgrad"),
-        (ms.optimizers.RMSProp, "momentum"),
-        (ms.optimizers.RMSProp, "centered"),
+        (ms.optimizers.SGD, "momentum", 0.5),
+        (ms.optimizers.Adam, "amsgrad", True),
+        (ms.optimizers.RMSProp, "momentum", 0.5),
+        (ms.optimizers.RMSProp, "centered", True),
     ],
 )
-def test_a_setting_that_needs_a_slot_more_is_refused_later_and_may_be_switched_off(optimizer, setting):
+def test_a_setting_that_needs_a_slot_more_is_refused_later_and_may_be_switched_off(optimizer, setting, on):
     w, gradient = ms.Variable(np.ones(3)), np.arange(3.0)
-    without, made_with = optimizer(), optimizer(**{setting: 0.5})
+    without, made_with = optimizer(), optimizer(**{setting: on})
     without.apply_gradients([(gradient, w)])
-    setattr(without, setting, 0.5)
-    with pytest.raises(ValueError, match=rf"{setting}: expected off, as when the optimizer was made, got 0.5"):
+    setattr(without, setting, on)
+    with pytest.raises(ValueError, match=rf"{setting}: expected off, as when the optimizer was made, got {on}"):
         without.apply_gradients([(gradient, w)])
     setattr(made_with, setting, 0)  # before its first step: as if it had been made without
     one, other = ms.Variable(np.ones(3)), ms.Variable(np.ones(3))

@@ -67,8 +67,40 @@ def test_cosine_decay_after_a_warm_up():
 
 @pytest.mark.parametrize("make", [ExponentialDecay, PolynomialDecay, InverseTimeDecay, CosineDecay])
 def test_decay_steps_are_positive(make):
-    with pytest.raises(ValueError, match="decay_steps: expected > 0, got 0"):
+    with pytest.raises(ValueError, match="decay_steps: expected a finite number > 0, got 0"):
         make(0.1, 0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (ExponentialDecay, {"decay_rate": -0.5}),
+        (ExponentialDecay, {"decay_rate": 0.5, "staircase": "False"}),
+        (ExponentialDecay, {"decay_rate": None}),
+        (InverseTimeDecay, {"decay_rate": math.nan}),
+        (PolynomialDecay, {"power": -1}),
+        (PolynomialDecay, {"end_learning_rate": math.inf}),
+        (PolynomialDecay, {"cycle": 2}),
+        (PolynomialDecay, {"decay_steps": math.inf}),
+        (CosineDecay, {"initial_learning_rate": -0.1}),
+        (CosineDecay, {"initial_learning_rate": True}),
+        (CosineDecay, {"alpha": "0.1"}),
+        (CosineDecay, {"warmup_target": math.nan}),
+        (CosineDecay, {"warmup_steps": -1}),
+    ],
+)
+def test_settings_are_checked_when_a_schedule_is_made(make, settings):
+    (*_, name), value = settings, [*settings.values()][-1]
+    with pytest.raises((TypeError, ValueError), match=f"{make.__name__}: {name}: expected .*, got .*{value}"):
+        make(**{"initial_learning_rate": 0.1, "decay_steps": 10, **settings})
+
+
+def test_steps_and_values_of_a_piecewise_schedule_are_numbers():
+    for boundaries, values in (([math.nan], [0.1, 0.2]), ([1], [0.1, -0.2]), ([1], [0.1, None]), (["1"], [0.1, 0.2])):
+        with pytest.raises(
+            (TypeError, ValueError), match=r"PiecewiseConstantDecay: \w+\[\d\]: expected a finite number"
+        ):
+            PiecewiseConstantDecay(boundaries, values)
 
 
 def test_piecewise_boundaries_fit_the_values():

@@ -126,8 +126,10 @@ def numbers_of(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_each_setting_that_is_a_number_has_limits(rule):
-    assert numbers_of(rule) - set(COMMON) == set(rule.limits)
+def test_each_setting_that_is_a_number_or_a_flag_has_limits(rule):
+    own = inspect.signature(rule).parameters.values()
+    flags = {each.name for each in own if isinstance(each.default, bool)}
+    assert numbers_of(rule) - set(COMMON) | flags == set(rule.limits)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, np.float32("nan")])
@@ -189,8 +191,56 @@ def test_loss_scales_have_limits(setting, number):
         ms.optimizers.LossScaleOptimizer(ms.optimizers.SGD(0.1), **{setting: number})
 
 
+@pytest.mark.parametrize(
+    "settings", [{"dynamic_growth_steps": 1.5}, {"dynamic_growth_steps": True}, {"initial_scale": "2"}]
+)
+def test_loss_scales_are_numbers_and_their_steps_whole(settings):
+    with pytest.raises(
+        (TypeError, ValueError), match=f"LossScaleOptimizer: {next(iter(settings))}: expected a finite number"
+    ):
+        ms.optimizers.LossScaleOptimizer(ms.optimizers.SGD(0.1), **settings)
+
+
 def test_a_rate_that_decays_to_zero_may_end_below_it_by_rounding():
     optimizer = ms.optimizers.SGD(lambda step: 0.3 - step * 0.1)  # -5.6e-17 in step 4
     assert optimizer.rate_at(4) == 0.0
     with pytest.raises(ValueError, match="learning_rate: expected a finite number >= 0, got -0.1"):
         optimizer.rate_at(5)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [(2.7, TypeError), ("3", TypeError), (-1, ValueError), (np.nan, TypeError)]
+)
+def test_a_count_is_an_integer_of_at_least_0(value, error):
+    optimizer = ms.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    with pytest.raises(error, match=f"SGD: iterations: expected .*, got .*{value}"):
+        optimizer.iterations = value
+    optimizer.iterations = np.int64(3)
+    assert (optimizer.iterations, optimizer.calls) == (3, 6)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: ms.optimizers.SGD(True), "learning_rate"),
+        (lambda: ms.optimizers.SGD(0.1, momentum=True), "momentum"),
+        (lambda: ms.optimizers.SGD(0.1, weight_decay=False), "weight_decay"),
+        (lambda: ms.optimizers.SGD(0.1, nesterov="False"), "nesterov"),
+        (lambda: ms.optimizers.Adam(0.1, amsgrad=[0]), "amsgrad"),
+        (lambda: ms.optimizers.RMSProp(0.1, centered=0.5), "centered"),
+        (lambda: ms.optimizers.Adafactor(0.1, relative_step="no"), "relative_step"),
+        (lambda: ms.optimizers.SGD(0.1, use_ema="False"), "use_ema"),
+        (lambda: ms.optimizers.SGD(0.1, check_numerics="yes"), "check_numerics"),
+        (lambda: setattr(ms.optimizers.SGD(0.1), "nesterov", "False"), "nesterov"),
+    ],
+)
+def test_a_flag_is_no_number_and_text_is_no_flag(make, name):
+    with pytest.raises(TypeError, match=rf"\w+: {name}: expected .*, got (bool|str|list|float) "):
+        make()
+
+
+def test_flags_may_be_0_or_1_of_any_type():
+    optimizer = ms.optimizers.SGD(0.1, momentum=0.5, nesterov=np.True_, use_ema=0)
+    assert (optimizer.nesterov, optimizer.use_ema) == (True, False)
+    optimizer.nesterov = 0
+    assert optimizer.nesterov is False

@@ -138,12 +138,24 @@ def test_reset_and_several_results_at_once():
     [
         (lambda: t.AUC(curve="ROCK"), "AUC: curve: expected ROC or PR, got 'ROCK'"),
         (lambda: t.AUC(summation_method="most"), "summation_method"),
-        (lambda: t.AUC(num_thresholds=1), "num_thresholds: expected 2 or more, got 1"),
-        (lambda: t.Precision(1.5), "Precision: thresholds: expected numbers from 0 to 1, got 1.5"),
+        (lambda: t.AUC(num_thresholds=1), "num_thresholds: expected at least 2, got 1"),
+        (lambda: t.AUC(num_thresholds=2.5), "num_thresholds: expected an integer, got 2.5"),
+        (lambda: t.Precision(1.5), "Precision: thresholds: expected a number from 0 to 1, got 1.5"),
+        (lambda: t.Precision([0.5, math.nan]), "thresholds: expected a number from 0 to 1, got nan"),
+        (lambda: t.Recall("0.5"), "Recall: thresholds: expected a number from 0 to 1, got str '0.5'"),
+        (lambda: t.Recall(top_k=-1), "Recall: top_k: expected at least 0, got -1"),
+        (lambda: t.Recall(class_id=1.5), "Recall: class_id: expected an integer, got 1.5"),
+        (lambda: t.BinaryAccuracy(threshold="0.5"), "threshold: expected a number, got str"),
+        (lambda: t.BinaryAccuracy(threshold=math.nan), "threshold: expected a number, got nan"),
+        (lambda: t.TopKCategoricalAccuracy(k=1.5), "k: expected an integer, got 1.5"),
+        (lambda: t.SparseTopKCategoricalAccuracy(k=-1), "k: expected at least 0, got -1"),
+        (lambda: t.BinaryCrossentropy(label_smoothing=2), "label_smoothing: expected a number from 0 to 1, got 2"),
+        (lambda: t.CategoricalCrossentropy(label_smoothing="0.1"), "label_smoothing: expected .*, got str"),
+        (lambda: t.SparseCategoricalCrossentropy(from_logits="False"), "from_logits: expected True or False, got str"),
     ],
 )
 def test_wrong_settings_are_named(make, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         make()
 
 
@@ -155,3 +167,55 @@ def test_what_is_no_float_is_compared_as_it_is(labels, predictions, expected):
     accuracy = ms.train.Accuracy()
     accuracy.update_state(labels, predictions)
     assert accuracy.result() == expected
+
+
+# NaN > threshold is False, as in Keras: of 4 rows only the last positive one, with 0.9, is positive.
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: t.Precision(), 1.0),
+        (lambda: t.Recall(), 0.5),
+        (lambda: t.Precision([0.2, 0.7]), [0.5, 1.0]),
+        (lambda: t.Recall([0, 0.5, 1]), [0.5, 0.5, 0]),
+        (lambda: t.AUC(), 0.25),
+    ],
+)
+def test_a_score_of_nan_is_above_no_threshold(make, expected):
+    assert np.asarray(result(make(), ([0, 1, 1, 0], [0.3, np.nan, 0.9, np.nan]))).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "largest", "in_top"),
+    [([np.nan, 0.5, 0.6], 2, []), ([0.6, 0.5, np.nan], 0, []), ([np.nan] * 3, 0, []), ([0.1, 0.3, 0.2], 1, [1, 2])],
+)
+def test_nan_is_less_than_all_and_in_no_top_k(row, largest, in_top):
+    """As Keras computes with TensorFlow."""
+    for label in range(3):
+        one_hot = [np.eye(3)[label].tolist()]
+        assert result(t.CategoricalAccuracy(), (one_hot, [row])) == (label == largest)
+        assert result(t.SparseCategoricalAccuracy(), ([label], [row])) == (label == largest)
+        assert result(t.TopKCategoricalAccuracy(2), (one_hot, [row])) == (label in in_top)
+        assert result(t.SparseTopKCategoricalAccuracy(2), ([label], [row])) == (label in in_top)
+
+
+@pytest.mark.parametrize("label", [-1, 3, 2**32 + 1, 1.7, math.nan])
+def test_a_label_that_is_no_class_is_never_another_one(label):
+    scores = [[0.1, 0.7, 0.2], [0.6, 0.2, 0.2]]
+    assert result(t.SparseCategoricalAccuracy(), ([label, 0], scores)) == 0.5
+    whole = label == label // 1
+    if whole:
+        assert result(t.SparseTopKCategoricalAccuracy(3), ([label, 0], scores)) == 0.5
+    else:
+        with pytest.raises(ValueError, match=f"y_true: expected numbers of classes, which are integers, got {label}"):
+            result(t.SparseTopKCategoricalAccuracy(3), ([label, 0], scores))
+    words = f"numbers of {'3 classes, counted from 0' if whole else 'classes, which are integers'}, got {label}"
+    with pytest.raises(ValueError, match=f"Metric.update_state: y_true: expected {words}"):
+        result(t.SparseCategoricalCrossentropy(), ([label, 0], scores))
+
+
+def test_one_threshold_gives_a_number_as_in_keras():
+    for threshold in (0.3, np.float32(0.3), np.array(0.3), [0.3], np.array([0.3])):
+        found = result(t.Precision(threshold), ([0, 1, 1], [0.1, 0.9, 0.2]))
+        assert type(found) is float and found == 1.0
+    with pytest.raises(ValueError, match="Precision: class_id: expected one of 2 classes, counted from 0, got 2"):
+        result(t.Precision(class_id=2), ([[0, 1]], [[0.1, 0.9]]))

@@ -43,6 +43,10 @@ def rows(second):
     return ms.data.from_generator(lambda: iter([{"x": np.ones(4)}, {"x": second}]))
 
 
+def ragged():
+    return ms.data.from_generator(lambda: iter([np.ones(1), np.ones(3)]), ArraySpec((None,), np.float64))
+
+
 def writer(it, method, data):
     with ms.data.ShardWriter(it.folder / "rows") as shards:
         getattr(shards, method)(data)
@@ -72,6 +76,17 @@ DOORS = {
     "gradient": in_step(lambda it: it.optimizer.apply_gradients([(MASKED, it.variable)])),
     "gradient of rows": in_step(
         lambda it: it.optimizer.apply_gradients([(ms.IndexedSlices(MASKED, np.arange(4), (4,)), it.variable)])
+    ),
+    "v.grad = ": in_step(lambda it: setattr(it.variable, "grad", MASKED)),
+    "v[index]": lambda it: it.variable[INDEX],
+    "v[index, ...]": lambda it: it.variable[INDEX, ...],
+    "rows of a dataset": lambda it: ms.data.from_arrays(np.arange(4)).rows(INDEX),
+    "take": lambda it: ms.data.from_arrays(np.arange(4)).take(np.ma.masked_array(2, mask=True)),
+    "batch": lambda it: ms.data.from_arrays(np.arange(4)).batch(np.ma.masked_array(2, mask=True)),
+    "padding_values": lambda it: read(ragged().padded_batch(2, padding_values=np.ma.masked_array(7.0, mask=True))),
+    "padding_values, masked": lambda it: read(ragged().padded_batch(2, padding_values=np.ma.masked)),
+    "attributes of fields": lambda it: ms.data.write_shards(
+        it.folder / "set", {"x": np.ones(3)}, attributes={"x": {"scale": MASKED}}
     ),
     "set_slots": lambda it: it.optimizer.set_slots(it.variable, {"momentum": MASKED}),
     "metric": in_step(lambda it: it.mean.update_state(MASKED)),

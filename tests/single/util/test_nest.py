@@ -77,7 +77,7 @@ def test_mappings_flatten_by_key_and_keep_their_order() -> None:
 
 def test_the_form_is_keys_lengths_and_types() -> None:
     found = nest.form({"b": [1, (2,)], "a": Pair({}, Point(1, 2))})
-    assert found == "{'a': Pair('left': {}, 'right': Point(*, *)), 'b': [*, (*)]}"
+    assert found == "{'a': Pair('left': {}, 'right': Point(x: *, y: *)), 'b': [*, (*)]}"
     assert nest.form({"b": 1, "a": None}) == "{'a': *, 'b': *}"
     assert nest.form(3) == "*"
 
@@ -235,6 +235,38 @@ def test_a_class_without_such_a_copy_is_refused_by_name() -> None:
         assert dict(node) == {"a": 1}
     twice = nest.map_structure(lambda leaf: 2 * leaf, Scaled({"a": 1}))
     assert type(twice) is Scaled and dict(twice) == {"a": 2}
+
+
+class Doubling(collections.UserDict):
+    def __setitem__(self, key, value):
+        super().__setitem__(key, 2 * value)
+
+
+class Lower(dict):
+    def __setitem__(self, key, value):
+        super().__setitem__(key.lower(), value)
+
+
+class Arrays(collections.UserDict):
+    def __setitem__(self, key, value):
+        super().__setitem__(key, np.asarray(value))
+
+
+def test_a_mapping_that_changes_what_is_set_is_refused():
+    with pytest.raises(TypeError, match="cannot copy a Doubling .*makes another one of its items"):
+        nest.map_structure(lambda leaf: leaf + 1, Doubling(a=1.0))
+    assert dict(nest.map_structure(lambda leaf: leaf + 1, Lower({"A": 1}))) == {"A": 2}
+    made = nest.map_structure(lambda leaf: float(leaf) + 1, Arrays(a=1.0, b=np.nan))
+    assert made["a"] == 2 and np.isnan(made["b"])
+
+
+def test_namedtuples_differ_where_their_fields_do():
+    other = collections.namedtuple("Point", ["y", "x"])
+    assert nest.form([Point(1, (2,))]) == "[Point(x: *, y: (*))]"
+    assert nest.form(Point(1, 2)) != nest.form(other(1, 2))
+    with pytest.raises(ValueError, match=r"at \['p'\]: expected Point with \('x', 'y'\), got Point with \('y', 'x'\)"):
+        nest.map_structure(lambda a, b: a, {"p": Point(1, 2)}, {"p": other(1, 2)})
+    assert nest.map_structure(lambda a, b: a + b, Point(1, 2), (3, 4)) == Point(4, 6)
 
 
 class Computed(collections.abc.Mapping):

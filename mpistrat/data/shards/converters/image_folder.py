@@ -106,6 +106,7 @@ class ImageFolder(Converter):
 
     def _exact(self, path: Path, image: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """The pixels of other images, with their values: `convert` would cut these off at 255."""
+        largest = _largest(image)
         values = np.asarray(image)
         if values.ndim > 2 or values.itemsize < dtype.itemsize:
             expected = "8 bits a channel, or one channel: Pillow reads only 8 bits of each of several"
@@ -113,6 +114,8 @@ class ImageFolder(Converter):
             raise bad_input(path, expected, f"{8 * dtype.itemsize} bits, mode {image.mode}", remedy)
         values = values.astype(values.dtype.newbyteorder("="), copy=False)
         values = values.view(dtype) if values.itemsize == dtype.itemsize else values.astype(dtype)
+        if largest is not None:  # Pillow scales the values so that it becomes 65535
+            values = np.rint(values * (largest / 65535)).astype(dtype)
         if self._resize is not None:
             wide = np.dtype(np.float32 if dtype.kind == "f" else np.int32)  # what Pillow interpolates
             if not np.can_cast(dtype, wide):
@@ -137,13 +140,18 @@ def _dtype(image: Any) -> np.dtype[Any]:
         return np.dtype(f"{kind}{max(8, 1 << (bits - 1).bit_length()) // 8}")
     if image.mode == "F":
         return np.dtype(np.float32)
-    # Pillow's name for what is in the file, such as "RGB;16B"; Netpbm's largest value may follow it.
     raw = image.tile[0][3] if image.tile else image.mode
-    name, largest = (raw[0], raw[1:2]) if isinstance(raw, tuple) else (raw, ())
-    sixteen = re.search(r";16[BLN]", str(name)) or (image.format == "PPM" and largest > (255,))
+    name = raw[0] if isinstance(raw, tuple) else raw  # Pillow's for what is in the file, such as "RGB;16B"
+    sixteen = re.search(r";16[BLN]", str(name)) or (_largest(image) or 0) > 255
     if sixteen or image.mode.startswith("I;16"):
         return np.dtype(np.uint16)
     return np.dtype(np.int32 if image.mode == "I" else np.uint8)
+
+
+def _largest(image: Any) -> int | None:
+    """The largest value that a Netpbm file's values are a part of, where Pillow scales them; before they are read."""
+    raw = image.tile[0][3] if image.format == "PPM" and image.tile else ()
+    return raw[1] if isinstance(raw, tuple) and len(raw) > 1 and raw[0] in ("L", "I", "RGB") else None
 
 
 def _pillow() -> ModuleType:

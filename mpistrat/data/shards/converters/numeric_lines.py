@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 import warnings
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ _CHARACTERS = (string.digits + "+-.eE" + "nNaAiIfF" + " \n").encode()  # of numb
 _OTHER = b"x"
 _LONG = b"0" * 19  # an integer that int64 might not hold
 _NEWLINE = ord("\n")
+_LARGE = 2.0**53  # float64 holds all integers up to here
+_LARGE_INTEGER = re.compile(rb"(?<![.\d])\d{16}")
 
 
 @final
@@ -71,7 +74,7 @@ class NumericLines:
         return np.count_nonzero(empty.reshape(-1, columns), axis=0)
 
     def columns(self, dtypes: Sequence[np.dtype[Any]], filling: str) -> list[NDArray[Any]] | None:
-        """Return each column, with a filling in empty cells; None where a cell is no number of its column's dtype."""
+        """Return each column, with a filling in empty cells; None where a cell is no number that its column's dtype holds."""
         data = self._filled(filling.encode()) if self.has_empty_cells else self._data
         lines = data.decode("ascii").split("\n")
         del lines[-1]  # behind the last newline
@@ -85,7 +88,15 @@ class NumericLines:
             return None
         if len(found) != len(lines) or (same and found.shape[1] != len(dtypes)):
             return None
-        return [found[:, i] if same else found[f"f{i}"] for i in range(len(dtypes))]
+        columns = [found[:, i] if same else found[f"f{i}"] for i in range(len(dtypes))]
+        return None if self._may_be_changed([column for column in columns if column.dtype.kind == "f"]) else columns
+
+    def _may_be_changed(self, columns: list[NDArray[Any]]) -> bool:
+        """Whether cells may be integers that were rounded, or numbers that became inf."""
+        if not any((np.abs(column) >= _LARGE).any() for column in columns):
+            return False
+        infinite = int(sum(np.count_nonzero(np.isinf(column)) for column in columns))
+        return infinite > self._data.lower().count(b"inf") or _LARGE_INTEGER.search(self._data) is not None
 
     def _filled(self, filling: bytes) -> bytes:
         cell = self._delimiter.encode()

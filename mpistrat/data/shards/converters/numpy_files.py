@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -14,6 +16,10 @@ from ..columns import Columns
 from .converter import Converter, bad_input, batch_rows
 
 __all__ = ["NpyFiles", "NpzFile"]
+
+
+# RuntimeError: where an archive is encrypted; TokenError and SyntaxError: where a header is damaged.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, tokenize.TokenError, SyntaxError)
 
 
 def _check_rows(rows: Mapping[str, tuple[int, ...]], where: object) -> int:
@@ -48,7 +54,7 @@ class NpyFiles(Converter):
 def _mapped(path: Path) -> np.ndarray[Any, Any]:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, *_DAMAGE) as error:
         raise bad_input(path, "an array in NumPy's .npy format, without pickled objects", error) from error
     if not isinstance(array, np.ndarray):
         raise bad_input(path, "an array in NumPy's .npy format", "an archive")
@@ -69,7 +75,7 @@ class NpzFile(Converter):
                 if unknown or not wanted:
                     raise bad_input(path, f"arrays {unknown or 'at all'}", f"arrays {available}")
                 self._headers = {name: self._header(archive, name) for name in wanted}
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, *_DAMAGE) as error:
             if isinstance(error, ShardError):
                 raise
             raise bad_input(path, "an archive in NumPy's .npz format", error) from error
@@ -106,7 +112,7 @@ class NpzFile(Converter):
                 for first in range(start, stop, step):
                     count = min(step, stop - first)
                     yield {name: self._read(files[name], name, count, sizes[name]) for name in files}
-            except zipfile.BadZipFile as error:
+            except _DAMAGE as error:
                 raise bad_input(self._path, "an archive that is whole", error) from error
             finally:
                 for file in files.values():

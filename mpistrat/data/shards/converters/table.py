@@ -8,6 +8,7 @@ import contextlib
 import csv
 import io
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, final
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
+from ...._util.conversion import not_held
 from ....errors import explain
 from ..columns import Columns
 from .converter import Converter, PresumptionError, bad_input
@@ -185,6 +187,7 @@ class Table(Converter):
         """Count the rows, and find out what each column holds."""
         self._kinds = {name: _TEXT if name in self._text else _INTEGER for name in self._names}
         self._first_texts: dict[str, str] = {}  # of columns that were not to be text
+        self._changed: dict[str, str] = {}  # the first number of a column that float64 does not hold
         self._starts: list[_Start] = []
         self.rows = 0
         self._presumed: set[_Start] = set()  # blocks
@@ -210,6 +213,15 @@ class Table(Converter):
         numbers = [name for name in self._names if self._kinds[name] != _TEXT]
         if self._array is not None and not numbers:
             raise bad_input(self._path, "a column of numbers for --array", f"text in all of {self._names}")
+        if self._array is not None and any(self._kinds[name] == _FLOAT for name in numbers):
+            self._kinds.update(dict.fromkeys(numbers, _FLOAT))
+        changed = {
+            name: self._changed[name] for name in numbers if name in self._changed and self._kinds[name] == _FLOAT
+        }
+        self.notes += [
+            f"column {name!r}: float64 does not hold all numbers: {where}; --dtype {name}=str keeps them"
+            for name, where in changed.items()
+        ]
         self._numbers = numbers if self._array is not None else []
         self.attributes = {} if self._array is None else {self._array: {"columns": numbers}}
 
@@ -219,9 +231,14 @@ class Table(Converter):
         Every line is read, or only some of them.
         """
         counts = lines.empty_cells(len(self._header)) if lines.has_empty_cells else 0
-        if counts is None or (lines if every else lines.head(_SAMPLE)).columns(self._dtypes(), "0") is None:
+        found = (lines if every else lines.head(_SAMPLE)).columns(self._dtypes(), "0")
+        if counts is None or found is None:
             return False
         empty += counts
+        for name, place in zip(self._names, self._places, strict=True):
+            if self._kinds[name] == _INTEGER:  # which may become floats behind these lines
+                for row in np.flatnonzero(not_held(found[place], _DTYPES[_FLOAT]))[:1]:
+                    self._note_change(name, row, str(found[place][row]))
         return True
 
     def _look_at_cells(self, rows: list[list[str]], empty: NDArray[np.int64]) -> None:
@@ -233,6 +250,15 @@ class Table(Converter):
             if known < kind == _TEXT:
                 row, cell = next((row, cell) for row, cell in enumerate(cells) if cell and _kind([cell]) == _TEXT)
                 self._first_texts[name] = f"row {self.rows + row + 1}: {cell!r:.80}"
+            if self._kinds[name] != _TEXT:
+                numbers = np.array([cell or "nan" for cell in cells]).astype(np.float64)
+                large = np.flatnonzero(np.abs(numbers) >= 2**53).tolist()
+                changed = next((place for place in large if _is_changed(cells[place])), None)
+                if changed is not None:
+                    self._note_change(name, changed, cells[changed])
+
+    def _note_change(self, name: str, row: int, cell: str) -> None:
+        self._changed.setdefault(name, f"row {self.rows + row + 1}: {cell.strip()!r:.80} becomes {float(cell)}")
 
     def why_text(self, name: str) -> str:
         return self._first_texts.get(name, "")
@@ -333,3 +359,11 @@ def _kind(cells: list[str]) -> int:
         except ValueError:
             continue
     return _TEXT
+
+
+def _is_changed(cell: str) -> bool:
+    """Whether a number is an integer that float64 rounds, or so large that it becomes inf."""
+    try:
+        return int(cell) != float(cell)  # compared exactly
+    except ValueError:
+        return math.isinf(float(cell)) and "inf" not in cell.lower()
