@@ -83,7 +83,7 @@ def _configuration(config: Mapping[str, Any], places: Mapping[str, int] | None =
     """Return the settings of a configuration in words; the layers of a model by their places instead of their names."""
     layers = config.get("layers")
     if isinstance(layers, list):
-        places = {layer.get("name"): place for place, layer in enumerate(layers) if isinstance(layer, Mapping)}
+        places = {str(layer.get("name")): place for place, layer in enumerate(layers) if isinstance(layer, Mapping)}
     return {name: _setting(each, places or {}) for name, each in config.items() if not _NO_SETTING.fullmatch(str(name))}
 
 
