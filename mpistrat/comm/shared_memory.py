@@ -36,6 +36,7 @@ ENLARGE = (
 )
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _NAME = 4096  # bytes of a path, at most
+_OWN_MAPPING = 32 << 20  # bytes: the C library takes smaller arrays from a heap
 _FEW_FILES = 4  # with so many left MPI cannot share memory
 
 
@@ -75,9 +76,15 @@ class SharedBlock:
 
 
 def allocate_private(nbytes: int, what: str) -> SharedBlock:
-    """Return plain zeroed memory in the form of a block of one segment, which begins at a page as a shared one does."""
-    memory = np.zeros(nbytes + mmap.PAGESIZE, np.uint8)
-    start = -memory.ctypes.data % mmap.PAGESIZE
+    """Return plain zeroed memory in the form of a block of one segment, which begins at a page as a shared one does.
+
+    Linux takes large blocks side by side for one, and lets no process fork that has one larger than the machine's memory, touched
+    or not. A page of another kind before each keeps them apart.
+    """
+    memory = np.zeros(nbytes + 2 * mmap.PAGESIZE, np.uint8)
+    start = mmap.PAGESIZE + -memory.ctypes.data % mmap.PAGESIZE
+    if nbytes >= _OWN_MAPPING and hasattr(mmap, "MADV_NOHUGEPAGE") and (call := _madvise()) is not None:
+        call(memory.ctypes.data + start - mmap.PAGESIZE, mmap.PAGESIZE, mmap.MADV_NOHUGEPAGE)
     return SharedBlock([memory[start : start + nbytes]], what)
 
 

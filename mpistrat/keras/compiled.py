@@ -1,4 +1,7 @@
-"""What a model was compiled with beside its optimizer, in words that are the same on every rank that was given the same."""
+"""A model's layers, and what it was compiled with beside its optimizer, in words.
+
+The words are the same on every rank that was given the same.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import functools
 import re
 import types
+import warnings
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +19,11 @@ import numpy as np
 
 from ..variables.values import checksum
 
-__all__ = ["describe_compiled"]
+__all__ = ["describe_compiled", "describe_layers"]
 
 _DEEPEST = 6  # levels of what is described
+# Of configurations: names that Keras counts, what rank 0's weights take the place of, and what may be a rank's own.
+_NO_SETTING = re.compile("name|seed|.*initializer|build_config|build_input_shape|batch_shape|compile_config")
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
@@ -29,6 +35,70 @@ def describe_compiled(model: Any) -> str:
     return "compiled with " + ", ".join(
         f"{name}={_word(value, 0)}" for name, value in given.items() if name != "optimizer"
     )
+
+
+def describe_layers(model: Any) -> str:
+    """Return the classes of a model and its layers, their settings and functions, and how the layers are connected."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a function cannot be saved
+        return ", ".join(_layer(layer, f"layer {place}") for place, layer in enumerate(model._flatten_layers()))
+
+
+def _layer(layer: Any, title: str) -> str:
+    """Return the class of a layer, its configuration, and its functions; numbers among its attributes if it has none."""
+    kind, own, is_model = type(layer), vars(layer), isinstance(layer, keras.Model)
+    parts = (types.FunctionType, keras.regularizers.Regularizer, keras.constraints.Constraint)
+    given = {
+        name: each for name, each in own.items() if isinstance(each, parts) and not is_model
+    }  # a model's are its loss
+    shown = {
+        name: each for name, each in given.items() if not each.__module__.startswith("keras.")
+    }  # a configuration has
+    if not is_model and not kind.__module__.startswith("keras."):
+        shown |= {name: each for name, each in vars(kind).items() if isinstance(each, types.FunctionType)}
+    try:
+        texts = _configuration(_without_layers(layer))
+    except Exception:  # there is none, or it cannot be made of what the layer has
+        texts = {}
+        if not is_model:  # whose numbers are often for what one rank prints
+            shown |= {name: each for name, each in own.items() if type(each) in (bool, int, float) and name[:1] != "_"}
+    texts |= {name: _word(each, 0) for name, each in shown.items() if not _NO_SETTING.fullmatch(name)}
+    texts["dtype"] = layer.dtype_policy.name
+    settings = "".join(f", {kind.__name__} {name}={text}" for name, text in sorted(texts.items()))
+    return re.sub(r" at 0x[0-9a-f]+", "", f"{title} {kind.__module__}.{kind.__qualname__}{settings}")
+
+
+def _without_layers(layer: Any) -> dict[str, Any]:
+    """Return the configuration of a layer or a model, which has others only by their places and connections."""
+    config = dict(layer.get_config())
+    if isinstance(layer, keras.Model) and "layers" in config:
+        inner = {each.name for each in layer._layers}
+        config["layers"] = [
+            {**each, "config": {}} if each["config"].get("name") in inner else each for each in config["layers"]
+        ]
+    return config
+
+
+def _configuration(config: Mapping[str, Any], places: Mapping[str, int] | None = None) -> dict[str, str]:
+    """Return the settings of a configuration in words; the layers of a model by their places instead of their names."""
+    layers = config.get("layers")
+    if isinstance(layers, list):
+        places = {str(layer.get("name")): place for place, layer in enumerate(layers) if isinstance(layer, Mapping)}
+    return {name: _setting(each, places or {}) for name, each in config.items() if not _NO_SETTING.fullmatch(str(name))}
+
+
+def _setting(value: Any, places: Mapping[str, int]) -> str:
+    if isinstance(value, Mapping):
+        if value.get("class_name") == "__lambda__":  # its bytes differ between processes; the attribute shows it
+            return "lambda"
+        if value.get("class_name") == "__keras_tensor__":
+            return _setting(value["config"]["keras_history"], places)
+        return f"{{{', '.join(f'{name}: {text}' for name, text in _configuration(value, places).items())}}}"
+    if isinstance(value, (list, tuple)):
+        if len(value) == 3 and isinstance(value[0], str) and value[0] in places:  # an output of a layer
+            return f"#{places[value[0]]}:{value[1]}:{value[2]}"
+        return f"[{', '.join(_setting(each, places) for each in value)}]"
+    return _word(value, 0)
 
 
 def _word(value: Any, depth: int) -> str:
@@ -71,10 +141,10 @@ def _function(function: types.FunctionType, depth: int) -> str:
             continue
     if not function.__module__.startswith("keras."):
         names = function.__code__.co_names
-        called = {
-            name: function.__globals__.get(name) for name in names
-        }  # numbers may be the rank, for what a function prints
-        found |= {name: value for name, value in called.items() if isinstance(value, types.FunctionType)}
+        called = {name: function.__globals__.get(name) for name in names}
+        # Numbers may be the rank, for what a function prints; a lambda computes.
+        kinds = (*_SIMPLE, types.FunctionType) if function.__name__ == "<lambda>" else types.FunctionType
+        found |= {name: value for name, value in called.items() if value is not None and isinstance(value, kinds)}
     shown: dict[str, Any] = {
         name: value for name, value in found.items() if isinstance(value, (*_SIMPLE, types.FunctionType))
     }

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 from keras.src.random import seed_generator
 
+from .compiled import describe_layers
 from .link import Link
 
 __all__ = [
@@ -55,12 +56,12 @@ def _once(items: list[Any]) -> list[Any]:
 
 
 def describe(model: Any) -> str:
-    """Return what must be the same on every rank: shapes and dtypes of all variables, and the optimizers' settings."""
+    """Return what must be the same on every rank: shapes and dtypes of all variables, settings of layers and optimizers."""
     texts = []
     for variable in model.variables:
         kind = "" if variable.trainable else " not trained"
         texts.append(f"{variable.name} {variable.dtype} {_shape(variable)}{kind}")
-    return ", ".join([*texts, *map(describe_optimizer, optimizers_in(model))])
+    return ", ".join([*texts, describe_layers(model), *map(describe_optimizer, optimizers_in(model))])
 
 
 def describe_optimizer(optimizer: Any) -> str:
@@ -68,6 +69,10 @@ def describe_optimizer(optimizer: Any) -> str:
     settings = sorted((name, value) for name, value in optimizer.get_config().items() if name != "name")
     texts = [f"{type(optimizer).__name__} with {len(optimizer.variables)} variables"]
     texts += [f"{name}={_without_names(value)!r}" for name, value in settings]
+    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of one that scales losses
+    for place, variable in enumerate(inner._trainable_variables):
+        if not inner._use_weight_decay(variable):
+            texts.append(f"no weight decay of variable {place} ({variable.name})")
     return re.sub(r" at 0x[0-9a-f]+", "", ", ".join(texts))  # of objects in closures
 
 

@@ -161,6 +161,132 @@ def test_models_that_are_compiled_with_something_else_are_told_on_all_ranks(func
         getattr(model, function)(x, y)
 
 
+class Own(keras.layers.Layer):
+    """A layer without a configuration, as an argument of it is an object."""
+
+    def __init__(self, scale, what):
+        super().__init__()
+        self.scale, self.what = scale, what
+
+    def call(self, x):
+        return self.scale * x
+
+
+class Pull(keras.regularizers.Regularizer):
+    """A regularizer without a configuration."""
+
+    def __init__(self, strength):
+        self.strength = strength
+
+    def __call__(self, weights):
+        return self.strength * keras.ops.sum(weights**2)
+
+
+def _times(number):
+    return keras.layers.Lambda(lambda x: number * x)
+
+
+def _joined(first, second):
+    """Layers with two ways to connect them."""
+    inputs = keras.Input((8,))
+    hidden = keras.layers.Dense(3)(inputs)
+    both = hidden, keras.layers.Dense(3)(hidden)
+    return keras.Model(inputs, keras.layers.Subtract()([both[first], both[second]]))
+
+
+def _scaled_inside(number):
+    inputs = keras.Input((8,))
+    return keras.Model(inputs, keras.layers.Dense(3)(keras.ops.clip(inputs, -number, number) * number))
+
+
+L = keras.layers
+# What a layer is on the last rank and on others, and what the error has.
+LAYERS = {
+    "rate": (lambda: L.Dropout(0.1), lambda: L.Dropout(0.4), "Dropout rate=0.1"),
+    "activation": (lambda: L.Dense(3, "relu"), lambda: L.Dense(3, "tanh"), "Dense activation='relu'"),
+    "momentum": (lambda: L.BatchNormalization(momentum=0.5), L.BatchNormalization, r"momentum=0\.5"),
+    "regularizer": (lambda: L.Dense(3, kernel_regularizer="l1"), lambda: L.Dense(3, kernel_regularizer="l2"), "L1"),
+    "own regularizer": (
+        lambda: L.Dense(3, kernel_regularizer=Pull(0.1)),
+        lambda: L.Dense(3, kernel_regularizer=Pull(0.2)),
+        r"strength=0\.1",
+    ),
+    "constraint": (lambda: L.Dense(3, bias_constraint=keras.constraints.MaxNorm(5)), lambda: L.Dense(3), "max_value"),
+    "dtype": (lambda: L.Dense(3, dtype="mixed_bfloat16"), lambda: L.Dense(3), "mixed_bfloat16"),
+    "lambda": (lambda: _times(2.0), lambda: _times(3.0), r"number=2\.0"),
+    "own": (lambda: Own(2.0, object()), lambda: Own(3.0, object()), r"Own scale=2\.0"),
+    "inside": (
+        lambda: keras.Sequential([L.Dense(3), L.Dropout(0.1)]),
+        lambda: keras.Sequential([L.Dense(3), L.Dropout(0.4)]),
+        "Dropout rate=0.1",
+    ),
+    "connections": (lambda: _joined(0, 1), lambda: _joined(1, 0), r"#1:0:0, \[?#2:0:0"),
+    "operation": (lambda: _scaled_inside(2.0), lambda: _scaled_inside(3.0), r"2\.0"),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", LAYERS)
+@pytest.mark.parametrize("function", ["fit", "evaluate", "train_on_batch"])
+def test_layers_with_other_settings_are_told_on_all_ranks(function, what):
+    odd, others, match = LAYERS[what]
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        last = strategy.rank == strategy.size - 1
+        model = keras.Sequential([keras.Input((8,)), odd() if last else others(), L.Dense(3)])
+        with strategy.scope():
+            compiled(ms.keras.distribute(model))
+        with pytest.raises(ms.errors.CollectiveMismatchError, match=rf"{function}: .*same model.*rank 1: .*{match}"):
+            getattr(model, function)(*rows(16))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["functional", "lazy", "subclassed"])
+def test_layers_may_have_names_seeds_and_first_numbers_of_their_own(kind):
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        rank = strategy.rank
+        for _ in range(rank):
+            build()  # Keras counts its layers
+        layers = [L.Dense(16, kernel_initializer=keras.initializers.RandomNormal(seed=rank)), L.Dropout(0.1, seed=rank)]
+        layers += [Own(2.0, object()), _times(2.0), L.Dense(3, name=f"out{rank}", activation=lambda x: x)]
+        model = keras.Sequential(layers)
+        if kind == "functional":
+            inputs = keras.Input((8,))
+            outputs = layers[0](inputs)
+            for layer in layers[1:]:
+                outputs = layer(outputs)
+            model = keras.Model(inputs, outputs)
+        if kind == "subclassed":
+
+            class Net(keras.Model):
+                def __init__(self, model, talks):
+                    super().__init__()
+                    self.inner, self.talks = model, talks
+
+                def call(self, x):
+                    return self.inner(x)
+
+            model = Net(model, talks=rank == 0)
+        model(np.zeros((4 + rank, 8)))
+        with strategy.scope():
+            compiled(ms.keras.distribute(model))
+        fit(model, *rows(), epochs=1)
+        model.evaluate(*rows(), verbose=0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("excluded", [{"var_names": ["bias"]}, {"var_list": [0]}])
+def test_other_variables_without_weight_decay_are_told_on_all_ranks(excluded):
+    model = build()
+    with put(model) as strategy:
+        optimizer = keras.optimizers.AdamW(1e-3, weight_decay=0.1)
+        if strategy.rank:
+            given = {name: [model.variables[x] if x == 0 else x for x in each] for name, each in excluded.items()}
+            optimizer.exclude_from_weight_decay(**given)
+        compiled(model, optimizer)
+        with pytest.raises(ms.errors.CollectiveMismatchError, match=r"rank 1: .*no weight decay of variable [01]"):
+            fit(model, *rows(), epochs=1)
+
+
 @pytest.mark.ranks(2)
 def test_weights_that_a_callback_of_one_rank_changes_at_the_end_are_told():
     class Restores(keras.callbacks.Callback):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+from mpistrat.comm.shared_memory import allocate_private
 
 PROGRAM = """
 import os
@@ -25,3 +28,14 @@ with ms.OneDeviceStrategy() as outer:
 def test_a_worker_of_one_process_may_have_a_strategy():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done
+
+
+def test_a_process_with_much_memory_that_nothing_touched_may_fork():
+    """As one that made many models, with NumPy before 2.2: a fork had no memory, as Linux took their blocks for one."""
+    gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
+    blocks = [allocate_private(1 << 30, "a test") for _ in range(2 * gigabytes + 2)]
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(blocks) == 2 * gigabytes + 2  # which live until here

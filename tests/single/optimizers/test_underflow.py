@@ -154,10 +154,11 @@ def test_an_underflow_in_a_metric_of_the_users_is_reported():
 
 
 def test_losses_let_numbers_underflow():
-    losses = np.full(4, 1e-45, np.float32)
+    least = np.finfo(np.float32).smallest_subnormal
+    losses = np.full(4, least)
     assert ms.nn.compute_average_loss(losses, sample_weight=np.full(4, 1e-3), global_batch_size=8) == 0
     with without_mpi(replicas=2) as strategy:
-        assert strategy.run(lambda: ms.nn.scale_regularization_loss(np.float32(1e-45))).values == (0, 0)
+        assert strategy.run(lambda: ms.nn.scale_regularization_loss(least)).values == (0, 0)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
