@@ -118,15 +118,20 @@ def _converted(batch: Any) -> Any:
     return keras.tree.map_structure(lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), batch)
 
 
+def _plain(leaf: Any) -> Any:
+    """An array without a mask; other inputs as they are."""
+    if not isinstance(leaf, np.ma.MaskedArray):
+        return leaf
+    return plain_array(leaf, "Model.fit, evaluate and predict", "x, y, sample_weight")
+
+
 @final
 class ArrayBatches(Batches):
     """Batches of arrays that every rank has whole: each rank takes a contiguous part of each batch."""
 
     def __init__(self, link: Link, arrays: Any, shuffle: bool | str = False, **settings: Any) -> None:
         super().__init__(link)
-        for leaf in keras.tree.flatten(arrays):
-            if isinstance(leaf, np.ndarray):
-                plain_array(leaf, "Model.fit, evaluate and predict", "x, y, sample_weight")
+        arrays = keras.tree.map_structure(_plain, arrays)
         whole = array_data_adapter.ArrayDataAdapter(*arrays, **settings)
         self._arrays = array_slicing.convert_to_sliceable(_weighted_arrays(whole), target_backend="numpy")
         self._rows = _rows(_weighted_arrays(whole))
