@@ -298,8 +298,19 @@ class SyncOnReadVariable(Variable):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The copy of each local replica, in replica order: read-only views."""
+        """The copy of each local replica, in replica order: read-only views.
+
+        Raises:
+            ContextError: beside a coordinator, whose workers have the copies.
+        """
         self._require_open()
+        if self.led:
+            expected, got = (
+                "a read of what all workers have, or in a function",
+                "one of this rank's copies, which none writes",
+            )
+            remedy = "Use numpy(), or return the values from a scheduled function"
+            raise ContextError(explain("Variable.values", self.name, expected=expected, got=got, remedy=remedy))
         return tuple(read_only(copy) for copy in self.copies)
 
     @property
