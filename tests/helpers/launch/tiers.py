@@ -17,8 +17,8 @@ from pairwise import Combination, cover, one_of_each, order
 from touched import distances
 
 QUICK_EXAMPLES = 30  # of Hypothesis, in every tier but `all`
-SLOWEST = {"check": 1.0, "test": 3.5, "change": 45.0}  # seconds: what takes longer is left to the next tier
-ONCE = 1.0  # seconds: of a test on ranks that takes longer one item is taken, whichever
+SLOWEST = {"check": 1.0, "test": 3.5, "change": 20.0}  # seconds: what takes longer is left to the next tier
+ONCE = 0.6  # seconds: of a test on ranks that takes longer one item is taken, whichever
 PAGES = "test_docs.py"  # each of its pages is a program of its own
 WORDS = {  # of each kind: how the last line calls what was left out
     "pure": "slow ones without ranks", "ranks": "of the full product", "program": "programs",
@@ -107,16 +107,16 @@ def _change_tier(
     """Beyond what `test` runs: hosts and SLURM once each, and slow pages; then, as long as time is left, what is nearest to
     the change: first one item of each function of which `test` runs none.
     """
-    elsewhere = [item for item in items if kinds[item.nodeid] in ("hosts", "slurm")]
+    quick = [item for item in items if seconds[item.nodeid] <= SLOWEST["change"]]
+    elsewhere = [item for item in quick if kinds[item.nodeid] in ("hosts", "slurm")]
     chosen = one_of_each((_function(item), item.nodeid) for item in elsewhere)
     chosen |= {item.nodeid for item in items if PAGE in item.nodeid} - tested
     further = kinds.keys() - chosen - tested
     distance = distances(Path(config.rootpath), config.option.since, {item.path for item in items})
     touched = [
         item
-        for item in items
-        if item.path in distance and item.nodeid in further
-        if seconds[item.nodeid] <= SLOWEST["change"] and (kinds[item.nodeid] != "gpu" or _gpu())
+        for item in quick
+        if item.path in distance and item.nodeid in further and (kinds[item.nodeid] != "gpu" or _gpu())
     ]
     known = {_function(item) for item in items if item.nodeid in tested}
     new = one_of_each((_function(item), item.nodeid) for item in touched if _function(item) not in known)
