@@ -45,11 +45,11 @@ def not_held(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool_]:
         array([False,  True])
     """
     changed = np.zeros(array.shape, bool)
-    places = np.nonzero((array > 2 ** np.finfo(dtype).nmant) | (array < -(2 ** np.finfo(dtype).nmant)))
+    exact = 2 ** np.finfo(dtype).nmant  # all integers up to here are held
+    places = np.nonzero((array > exact) | (array < -exact))
+    large = array[places]
     with np.errstate(over="ignore"):
-        changed[places] = array[places].astype(object) != array[places].astype(dtype).astype(
-            object
-        )  # Python's are exact
+        changed[places] = large.astype(object) != large.astype(dtype).astype(object)  # Python's numbers are exact
     return changed
 
 

@@ -305,10 +305,8 @@ class SyncOnReadVariable(Variable):
         """
         self._require_open()
         if self.led:
-            expected, got = (
-                "a read of what all workers have, or in a function",
-                "one of this rank's copies, which none writes",
-            )
+            expected = "a read of what all workers have, or in a function"
+            got = "one of this rank's copies, which none writes"
             remedy = "Use numpy(), or return the values from a scheduled function"
             raise ContextError(explain("Variable.values", self.name, expected=expected, got=got, remedy=remedy))
         return tuple(read_only(copy) for copy in self.copies)

@@ -372,7 +372,7 @@ def _end_on(
         except BaseException as failed:
             more = f"\n(the program's own hook failed: {error_text(failed)})"
     short = class_name(kind) if error is None else error_text(error)
-    text = reason = short
+    text = short
     if before is None or more:
         text = _said(
             lambda: format_exception(kind, error, trace),
