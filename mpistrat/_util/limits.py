@@ -19,6 +19,7 @@ __all__ = [
     "POSITIVE",
     "UP_TO_ONE",
     "Limits",
+    "checked",
     "flag",
     "number",
 ]

@@ -48,12 +48,9 @@ def _layer(layer: Any, title: str) -> str:
     """Return the class of a layer, its configuration, and its functions; numbers among its attributes if it has none."""
     kind, own, is_model = type(layer), vars(layer), isinstance(layer, keras.Model)
     parts = (types.FunctionType, keras.regularizers.Regularizer, keras.constraints.Constraint)
-    given = {
-        name: each for name, each in own.items() if isinstance(each, parts) and not is_model
-    }  # a model's are its loss
-    shown = {
-        name: each for name, each in given.items() if not each.__module__.startswith("keras.")
-    }  # a configuration has
+    # A model's are its loss; Keras's own are in the configuration.
+    given = {name: each for name, each in own.items() if isinstance(each, parts) and not is_model}
+    shown = {name: each for name, each in given.items() if not each.__module__.startswith("keras.")}
     if not is_model and not kind.__module__.startswith("keras."):
         shown |= {name: each for name, each in vars(kind).items() if isinstance(each, types.FunctionType)}
     try:

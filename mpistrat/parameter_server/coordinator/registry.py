@@ -300,9 +300,7 @@ def dumps_error(error: BaseException, text: str, reduce: Reducer, resolver: Reso
         most: bytes of an exception that is sent; default without limit.
     """
     data: bytes | None = None
-    with contextlib.suppress(
-        BaseException
-    ):  # whatever the class does: one has a lock, another asks for other arguments
+    with contextlib.suppress(BaseException):  # of a class with a lock, or one that asks for other arguments
         found = dumps(error, reduce)
         if isinstance(loads(found, resolver), BaseException) and (most is None or len(found) <= most):
             data = found
