@@ -17,8 +17,8 @@ from pairwise import Combination, cover, one_of_each, order
 from touched import distances
 
 QUICK_EXAMPLES = 30  # of Hypothesis, in every tier but `all`
-SLOWEST = {"check": 1.0, "test": 3.5, "change": 20.0}  # seconds: what takes longer is left to the next tier
-ONCE = 0.6  # seconds: of a test on ranks that takes longer one item is taken, whichever
+SLOWEST = {"check": 1.0, "test": 2.5, "change": 20.0}  # seconds: what takes longer is left to the next tier
+ONCE = 0.3  # seconds: of a test on ranks that takes longer one item is taken, whichever
 PAGES = "test_docs.py"  # each of its pages is a program of its own
 WORDS = {  # of each kind: how the last line calls what was left out
     "pure": "slow ones without ranks", "ranks": "of the full product", "program": "programs",
