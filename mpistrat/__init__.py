@@ -13,7 +13,9 @@ from ._util.lazy import lazy
 from ._version import __version__
 from .comm.job_files import expect_end_under_launcher as _expect_end_under_launcher
 from .comm.monitor.abort import install_under_launcher as _install_under_launcher
+from .context import set_default as _set_default
 from .errors import check_framework as _check_framework
+from .strategies import default_frame as _default_frame
 
 if TYPE_CHECKING:
     from . import (
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from .options import CommunicationOptions as CollectiveHints  # TensorFlow's other names, here and below
     from .parameter_server.strategy import ParameterServerStrategy
     from .random import rng
+    from .strategies import strategy_from_environment
     from .strategy import (
         RESTART_EXIT_CODE,
         CentralStorageStrategy,
@@ -74,7 +77,6 @@ if TYPE_CHECKING:
         ValueContext,
         catch_stop_signals,
         set_strategy,
-        strategy_from_environment,
     )
     from .strategy import MultiWorkerMirroredStrategy as CollectiveAllReduceStrategy
     from .strategy import set_strategy as experimental_set_strategy
@@ -183,3 +185,4 @@ __all__ = [
 _check_framework("mpistrat", "numpy", _numpy.__version__, "2.0", "older ones wrap integers and round float16 otherwise")
 _install_under_launcher()
 _expect_end_under_launcher()
+_set_default(_default_frame)

@@ -14,7 +14,6 @@ The strategies themselves are opaque here; floor 6 pushes frames, floors 4 and 5
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
@@ -77,7 +76,7 @@ _default_frame: Frame | None = None
 
 
 def set_default(factory: Callable[[], Frame]) -> None:
-    """Register how the frame of the default strategy is made, once and on first use."""
+    """Register the function that makes the default strategy's frame; it is called once, on first use."""
     global _default_factory
     _default_factory = factory
 
@@ -85,11 +84,7 @@ def set_default(factory: Callable[[], Frame]) -> None:
 def _default() -> Frame:
     global _default_frame
     if _default_frame is None:
-        if _default_factory is None:
-            importlib.import_module(
-                "mpistrat.strategy.synchronous"
-            )  # which sets it, and is not loaded before it is needed
-        assert _default_factory is not None
+        assert _default_factory is not None, "mpistrat/__init__.py registers it"
         _default_frame = _default_factory()
     return _default_frame
 

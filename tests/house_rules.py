@@ -72,12 +72,29 @@ def modules() -> dict[str, Path]:
     return {module_of(path): path for path in files()}
 
 
+IMPORTERS = {"import_module", "__import__", "run_module", "resolve_name"}
+
+
+def imported_by_text(node: ast.AST) -> str | None:
+    """The module that a call such as `import_module("mpistrat.a.b")` names, with as much of it as the text says."""
+    if not (isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in IMPORTERS):
+        return None
+    text = node.args[0] if node.args else None
+    text = text.values[0] if isinstance(text, ast.JoinedStr) and text.values else text
+    if not (isinstance(text, ast.Constant) and isinstance(text.value, str)):
+        return None
+    name = text.value.replace(":", ".").strip(".")
+    return name if name.split(".")[0] == "mpistrat" else None
+
+
 @functools.cache
 def imported(path: Path) -> frozenset[str]:
-    """The modules of the package that a file imports, late and for types too; a name in a front door is followed to its home."""
+    """The modules that a file imports, also late, for types or by text. A name of a front door leads to its home."""
     package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
     found = set()
     for node in nodes(path):
+        if text := imported_by_text(node):
+            found.add(text.partition(".")[2])
         if isinstance(node, ast.Import):
             names = [alias.name.split(".") for alias in node.names]
             found |= {".".join(words[1:]) for words in names if words[0] == "mpistrat"}

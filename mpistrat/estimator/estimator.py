@@ -15,7 +15,8 @@ import numpy as np
 from .._util.masks import plain_array
 from ..data import Dataset, DistributedDataset, InputContext
 from ..errors import explain
-from ..strategy import OneDeviceStrategy, Strategy, strategy_from_environment
+from ..strategies import strategy_from_environment
+from ..strategy import OneDeviceStrategy, Strategy
 from ..strategy.checkpoint.hdf5_file import CheckpointFile, key_of, name_of
 from ..train import Callback, Checkpoints, JSONLogger, Loop, Trainer
 from .roles import EvaluatorSplit, split_evaluator

@@ -21,7 +21,6 @@ from ..strategy.input import Division
 from ..strategy.loss import summed_replicas, sums_workers
 from ..strategy.preemption import StopAtPasses, StopRequest
 from ..strategy.strategy import Strategy
-from ..strategy.synchronous import add_strategy
 from .connections import ParameterServers
 from .coordinator.cluster import Cluster, share_settings
 from .report import ParameterServerStats
@@ -411,6 +410,3 @@ class ParameterServerStrategy(Strategy):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(explain(_NAME, "", expected="no copy.deepcopy", got="one", remedy="Make another strategy"))
-
-
-add_strategy("parameter_server", ParameterServerStrategy)

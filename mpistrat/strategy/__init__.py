@@ -12,7 +12,6 @@ from .synchronous import (
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
     set_strategy,
-    strategy_from_environment,
 )
 
 __all__ = [
@@ -28,5 +27,4 @@ __all__ = [
     "ValueContext",
     "catch_stop_signals",
     "set_strategy",
-    "strategy_from_environment",
 ]

@@ -1,13 +1,11 @@
-"""The strategies whose ranks step together, the one that holds outside every scope, and the choice by the environment."""
+"""The strategies whose ranks step together, and the default strategy that is current outside every scope."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from .. import context
 from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver
@@ -18,10 +16,8 @@ from ..cluster.tasks import own_task, ranks_by_task
 from ..cluster.topology import Topology
 from ..comm.agree import gather_text, together
 from ..comm.process_group import ProcessGroup
-from ..context import Frame
 from ..cross_device.mpi import MpiAllReduce
 from ..cross_device.ops import CrossDeviceOps
-from ..environment import STRATEGIES, Environment, not_by_name
 from ..errors import ClusterError, explain
 from ..options import CommunicationOptions, LocalSteps
 from .assemble import CENTRAL_STORAGE, MIRRORED, MULTI_WORKER_MIRRORED, ONE_DEVICE, assemble
@@ -37,9 +33,7 @@ __all__ = [
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
-    "add_strategy",
     "set_strategy",
-    "strategy_from_environment",
 ]
 
 
@@ -266,13 +260,6 @@ class DefaultStrategy(Strategy):
         super().__init__(StrategyExtended(self, group, ops, distributed=False, is_default=True))
 
 
-def _frame() -> Frame:
-    return DefaultStrategy().extended.replicas[0].frame
-
-
-context.set_default(_frame)
-
-
 def set_strategy(strategy: Strategy | None) -> None:
     """Make a strategy the current one outside every scope, in all threads; None resets.
 
@@ -287,66 +274,3 @@ def set_strategy(strategy: Strategy | None) -> None:
     if extended is None:
         raise TypeError(explain("set_strategy", "strategy", expected="a Strategy or None", got=repr(strategy)))
     context.set_global(None if extended.is_default else extended.frame)
-
-
-_NAME = "strategy_from_environment"
-_CLASSES: dict[str, type[Strategy]] = {
-    "one_device": OneDeviceStrategy,
-    "mirrored": MirroredStrategy,
-    "multi_worker_mirrored": MultiWorkerMirroredStrategy,
-    "central_storage": CentralStorageStrategy,
-}
-
-
-def add_strategy(name: str, kind: type[Strategy]) -> None:
-    """Let the environment name a strategy of a higher floor, by one of `environment.STRATEGIES`."""
-    _CLASSES[name] = kind
-
-
-def strategy_from_environment(default: str = "multi_worker_mirrored", **settings: Any) -> Strategy:
-    """Return a new strategy of the kind that MPISTRAT_STRATEGY names. Collective.
-
-    `mpistrat run --strategy NAME --ps N program.py` and the scripts of `mpistrat job` set MPISTRAT_STRATEGY and
-    MPISTRAT_NUM_PS, so that a program need not know under which strategy it runs.
-
-    Args:
-        default: the strategy where the variable is not set: "one_device", "mirrored", "multi_worker_mirrored",
-            "central_storage" or "parameter_server".
-        settings: passed to the strategy. `num_ps` precedes MPISTRAT_NUM_PS.
-
-    Raises:
-        ValueError: a variable or `default` is none of the legal values, or MPISTRAT_NUM_PS is set and the strategy has no
-            servers.
-        TypeError: the strategy does not take a setting.
-
-    Example:
-        >>> strategy = ms.strategy_from_environment(default="one_device")
-        >>> type(strategy).__name__
-        'OneDeviceStrategy'
-        >>> strategy.close()
-    """
-    environment = Environment.read()
-    name = environment.strategy or default
-    if name not in STRATEGIES:
-        expected, remedy = f"one of {', '.join(STRATEGIES)}", not_by_name(name)
-        raise ValueError(explain(_NAME, "default", expected=expected, got=repr(name), remedy=remedy))
-    if name not in _CLASSES:
-        importlib.import_module(
-            "mpistrat.parameter_server.strategy"
-        )  # which adds itself, and is not loaded before it is needed
-    kind = _CLASSES[name]
-    takes = [parameter for parameter in inspect.signature(kind).parameters if parameter != "self"]
-    if environment.num_ps is not None:
-        if "num_ps" not in takes:
-            got = f"{environment.num_ps}, and the strategy is {name}"
-            remedy = "Set MPISTRAT_STRATEGY=parameter_server, or unset MPISTRAT_NUM_PS"
-            raise ValueError(
-                explain(_NAME, "MPISTRAT_NUM_PS", expected="a strategy with servers", got=got, remedy=remedy)
-            )
-        settings.setdefault("num_ps", environment.num_ps)
-    for setting in settings:
-        if setting not in takes:
-            because = "MPISTRAT_STRATEGY" if environment.strategy else "the default"
-            expected = f"a setting of {kind.__name__} ({because}): {', '.join(takes)}"
-            raise TypeError(explain(_NAME, setting, expected=expected, got=repr(setting)))
-    return kind(**settings)

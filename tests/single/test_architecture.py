@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from house_rules import RULES, circles, exceptions, found, scoped
+from house_rules import RULES, circles, exceptions, found, imported_by_text, scoped
 
 import mpistrat as ms
 from launcher import ROOT
@@ -28,6 +28,9 @@ FLOORS = {
     "client": 8, "examples": 8, "keras": 8, "estimator": 8,
     "cli": 9,
 }  # fmt: skip
+
+# A file beside the folders that is on a floor of its own: it knows every strategy.
+FILE_FLOORS = {"strategies": 7.5}
 
 # Below their folder: what even cluster/ needs to meet, to wait and to agree. They import only from floor 0.
 LOWER = {("comm", "agree"), ("comm", "waiting")}
@@ -67,6 +70,8 @@ def imports(path: Path) -> list[tuple[int, tuple[str, ...]]]:
 def _imports(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
     package = ("mpistrat", *path.relative_to(PACKAGE).parts[:-1])
     for node in ast.walk(ast.parse(path.read_text())):
+        if text := imported_by_text(node):
+            yield node.lineno, tuple(text.split("."))
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, tuple(alias.name.split("."))
@@ -102,12 +107,13 @@ def upward_imports(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
     if not folder and path.stem in front_doors():
         return
     low = path.relative_to(PACKAGE).with_suffix("").parts in LOWER
-    floor = 0.5 if low else FLOORS.get(folder, 0)
+    floor = 0.5 if low else FLOORS.get(folder, FILE_FLOORS.get(path.stem, 0))
     for line, name in imports(path):
         if name[0] != "mpistrat" or (name[1:2] == (folder,) and not low) or (name[1:3] in LOWER and floor >= 1):
             continue
         target = name[1] if len(name) > 1 else "__init__"
-        if FLOORS[target] >= floor if target in FLOORS else target in front_doors() and floor < 8:
+        above = FLOORS.get(target, FILE_FLOORS.get(target))
+        if above >= floor if above is not None else target in front_doors() and floor < 8:
             yield line, name
 
 
@@ -128,6 +134,22 @@ def test_the_picture_of_the_floors_has_every_folder_on_its_floor():
 def test_a_file_imports_only_its_own_folder_and_lower_floors():
     wrong = [f"{where(path)}:{line} imports {'.'.join(name)}" for path in FILES for line, name in upward_imports(path)]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "importlib.import_module('mpistrat.strategy.synchronous')",
+        "import_module('mpistrat.strategy.synchronous')",
+        "__import__('mpistrat.strategy.synchronous')",
+        "importlib.import_module(f'mpistrat.strategy.{name}')",
+        "pkgutil.resolve_name('mpistrat.strategy:Strategy')",
+        "runpy.run_module('mpistrat.strategy.synchronous')",
+    ],
+)
+def test_an_import_by_text_counts(line: str):
+    found = [text for node in ast.walk(ast.parse(line)) if (text := imported_by_text(node))]
+    assert [text.split(".")[:2] for text in found] == [["mpistrat", "strategy"]]
 
 
 def test_libraries_are_imported_only_where_they_belong():

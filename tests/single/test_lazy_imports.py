@@ -61,7 +61,7 @@ def loaded_by(program: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("program", "most", "absent"),
-    [(IMPORT, 30, [*OURS, *INPUT, *STRATEGY]), (TRAIN, 140, [*OURS, *INPUT])],
+    [(IMPORT, 34, [*OURS, *INPUT, *STRATEGY]), (TRAIN, 140, [*OURS, *INPUT])],
     ids=["import", "train"],
 )
 def test_a_program_loads_what_it_uses(program, most, absent):
