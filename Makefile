@@ -160,7 +160,7 @@ clean:  ## remove the environments and all that was made
 	$(MINIMUM)/python -m pip install -q --disable-pip-version-check --no-deps -e .
 	@touch $@
 
-LOOPS := setup.py $(wildcard mpistrat/_util/loops/*.c mpistrat/_util/loops/*.h)
+LOOPS := setup.py $(wildcard mpistrat/base/loops/*.c mpistrat/base/loops/*.h)
 
 # ---- the environments: .venv*/.python-KEY is an empty one, .demo-, .test-, .lint- and .docs-KEY say what is installed in it
 

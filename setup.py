@@ -12,7 +12,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 # One module for all versions of Python from 3.11 on: before, the limited API has no buffers. A Python without the lock has none.
 LIMITED = sys.version_info >= (3, 11) and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
-LOOPS = Path("mpistrat/_util/loops")
+LOOPS = Path("mpistrat/base/loops")
 
 
 def described(readme: str) -> str:
@@ -30,7 +30,7 @@ def described(readme: str) -> str:
 def compiled_loops() -> Extension:
     """The loops in C; where they cannot be built, the package is installed without, and uses NumPy."""
     return Extension(
-        "mpistrat._util.loops._loops",
+        "mpistrat.base.loops._loops",
         sorted(map(str, LOOPS.glob("*.c"))),
         depends=sorted(map(str, LOOPS.glob("*.h"))),
         # No fused multiply-add, for NumPy's bits; a square root that sets no errno can be done in vectors.

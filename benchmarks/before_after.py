@@ -1,6 +1,6 @@
 """Steps of PyTorch, JAX and Keras with this tree's package and with that of another tree, by turns.
 
-    git worktree add ../before COMMIT && cp mpistrat/_util/loops/*.so ../before/mpistrat/_util/loops/
+    git worktree add ../before COMMIT && cp mpistrat/base/loops/*.so ../before/mpistrat/base/loops/
     .venv-frameworks/bin/python benchmarks/before_after.py ../before --output benchmarks/results/today
 
 The ranks start anew for each measurement: a pair is one start with each package, in random order. Batches come from a

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpistrat._util.text import duration
+from mpistrat.base.text import duration
 from mpistrat.bench import machine as about
 from mpistrat.bench.machine import version
 from mpistrat.bench.measure import Operation, largest, medians, pair, total

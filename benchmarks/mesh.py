@@ -14,7 +14,7 @@ import harness
 import numpy as np
 
 import mpistrat as ms
-from mpistrat._util.text import counted
+from mpistrat.base.text import counted
 
 WHOLE, PAIR, PRODUCTS = "the whole on one rank", "the pair", "its products alone"
 MESSAGES, MPI_SUM, COPY = "its two messages alone", "MPI_Allreduce of the same", "a copy of the others' arrays"

@@ -22,7 +22,7 @@ from parameter_server_model import Layout, Model, layouts
 from parameter_server_peers import LOOP, Case, PeerError, Process, repeat
 
 import mpistrat as ms
-from mpistrat._util.text import counted
+from mpistrat.base.text import counted
 
 OURS, TENSORFLOW, TORCH = "mpistrat", "TensorFlow", "torch RPC"
 LOOPED = f"TensorFlow, {LOOP} steps a call"

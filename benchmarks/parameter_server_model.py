@@ -12,7 +12,7 @@ import numpy as np
 from parameter_server_peers import Case
 
 import mpistrat as ms
-from mpistrat._util.text import counted
+from mpistrat.base.text import counted
 
 PAUSE = 2e-3  # seconds between two looks of a rank that waits
 

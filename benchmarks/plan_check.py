@@ -68,7 +68,7 @@ def measure(path: str, hosts: int, calibrates: bool, seconds: float) -> None:
 
 def compare(documents: list[dict[str, Any]], measured: dict[tuple[int, int], dict[str, Any]]) -> list[list[str]]:
     """Return a line for each held-out step: predicted, measured, and how far off."""
-    from mpistrat._util.text import duration
+    from mpistrat.base.text import duration
     from mpistrat.bench.plan import predict
     from mpistrat.bench.plan_machine import Machine
 

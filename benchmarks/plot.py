@@ -12,7 +12,7 @@ from typing import Any
 
 from before_after import ratio
 
-from mpistrat._util.text import counted
+from mpistrat.base.text import counted
 from mpistrat.bench import machine
 from mpistrat.bench.machine import layout as title
 from mpistrat.bench.plot import colour, finish, new_figure

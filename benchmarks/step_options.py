@@ -19,8 +19,8 @@ import numpy as np
 from compiled_loop import LIMIT, compiled_loop
 
 import mpistrat as ms
-from mpistrat._util import loops
-from mpistrat._util.text import counted
+from mpistrat.base import loops
+from mpistrat.base.text import counted
 from mpistrat.bench.training_step import LAYERS
 
 PLAIN = "float32"

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as _numpy
 
-from ._util.lazy import lazy
 from ._version import __version__
+from .base.context import set_default as _set_default
+from .base.errors import check_framework as _check_framework
+from .base.lazy import lazy
 from .comm.job_files import expect_end_under_launcher as _expect_end_under_launcher
 from .comm.monitor.abort import install_under_launcher as _install_under_launcher
-from .context import set_default as _set_default
-from .errors import check_framework as _check_framework
 from .strategies import default_frame as _default_frame
 
 if TYPE_CHECKING:
@@ -36,19 +36,31 @@ if TYPE_CHECKING:
     from . import jax as jax  # the frameworks, which need not be installed: no part of __all__
     from . import keras as keras
     from . import torch as torch
-    from .cli.launch import launch  # for programs that are no ranks
-    from .cli.multi_process_runner import MultiProcessRunner
-    from .client.cluster import connect
-    from .cluster import ClusterSpec
-    from .context import (
+    from .base.context import (
         cache_variable_reads,
         get_replica_context,
         get_strategy,
-        global_batch_size,
         has_strategy,
         in_cross_replica_context,
         variable_sync_on_read_context,
     )
+    from .base.distributed_values import DistributedValues, Mirrored, PerReplica
+    from .base.global_batch import global_batch_size
+    from .base.options import CommunicationOptions, LocalSteps, RunOptions
+    from .base.options import CommunicationOptions as CollectiveHints  # TensorFlow's other names, here and below
+    from .base.random import rng
+    from .base.types import (
+        CommunicationImplementation,
+        IndexedSlices,
+        ReduceOp,
+        VariableAggregation,
+        VariableSynchronization,
+    )
+    from .base.types import CommunicationImplementation as CollectiveCommunication
+    from .cli.launch import launch  # for programs that are no ranks
+    from .cli.multi_process_runner import MultiProcessRunner
+    from .client.cluster import connect
+    from .cluster import ClusterSpec
     from .coordinator import Server
     from .cross_device.auto import AutoAllReduce
     from .cross_device.hierarchical import HierarchicalAllReduce, HierarchicalCopyAllReduce
@@ -59,11 +71,7 @@ if TYPE_CHECKING:
     from .cross_device.ordered import OrderedAllReduce
     from .cross_device.to_one import ReductionToOneDevice
     from .data import InputContext, InputOptions, InputReplicationMode
-    from .distributed_values import DistributedValues, Mirrored, PerReplica
-    from .options import CommunicationOptions, LocalSteps, RunOptions
-    from .options import CommunicationOptions as CollectiveHints  # TensorFlow's other names, here and below
     from .parameter_server.strategy import ParameterServerStrategy
-    from .random import rng
     from .strategies import strategy_from_environment
     from .strategy import (
         RESTART_EXIT_CODE,
@@ -86,14 +94,6 @@ if TYPE_CHECKING:
     from .strategy.show_config import show_config
     from .train.monitor import Monitor as monitor
     from .train.survive import survive
-    from .types import (
-        CommunicationImplementation,
-        IndexedSlices,
-        ReduceOp,
-        VariableAggregation,
-        VariableSynchronization,
-    )
-    from .types import CommunicationImplementation as CollectiveCommunication
     from .variables import ShardedVariable, Variable
 else:
     __getattr__, __dir__ = lazy(__name__)

@@ -1,11 +1,24 @@
-"""Every error that mpistrat raises on purpose: one small tree, each leaf also a built-in error."""
+"""`ms.errors`: the errors that mpistrat raises."""
 
-from __future__ import annotations
-
-import re
-from collections.abc import Mapping
-
-from ._util.text import named, printable
+from .base.errors import (
+    BatchError,
+    ClosedError,
+    ClusterError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ContextError,
+    DeviceError,
+    JobError,
+    LaunchError,
+    LayoutError,
+    MissingDependencyError,
+    MpistratError,
+    PeerExitError,
+    RanksLostError,
+    ShardError,
+    SharedMemoryError,
+    explain,
+)
 
 __all__ = [
     "BatchError",
@@ -26,128 +39,3 @@ __all__ = [
     "SharedMemoryError",
     "explain",
 ]
-
-
-class MpistratError(Exception):
-    """Base of all errors of this package. Catch it to catch them all."""
-
-
-class ClusterError(MpistratError, ValueError):
-    """The description of the cluster (TF_CONFIG, SLURM, roles, launcher variables) is wrong or contradicts MPI."""
-
-
-class LayoutError(MpistratError, ValueError):
-    """The strategy does not fit the ranks and nodes it was given."""
-
-
-class DeviceError(MpistratError, ValueError):
-    """A device string is malformed, or names a device that this rank does not have."""
-
-
-class JobError(MpistratError, OSError):
-    """A batch system did not take a job, or its command is missing."""
-
-
-class LaunchError(MpistratError, RuntimeError):
-    """A rank that `ms.launch` or `ms.MultiProcessRunner` has started failed, or died."""
-
-
-class ContextError(MpistratError, RuntimeError):
-    """A call was made in the wrong context: scope, replica, cross-replica or update."""
-
-
-class BatchError(ContextError):
-    """It cannot be told which global batch the rows of a pass belong to, where replicas have unequal parts of batches."""
-
-
-class CollectiveMismatchError(MpistratError, ValueError):
-    """Ranks entered the same collective with different operations, names, dtypes, shapes or values."""
-
-
-class CollectiveTimeoutError(MpistratError, TimeoutError):
-    """A rank did not arrive at a collective in time."""
-
-
-class PeerExitError(MpistratError, RuntimeError):
-    """A rank left the program while others were waiting for it in a collective.
-
-    Attributes:
-        status: what it called sys.exit with, and the job's exit status where nobody catches this; 0 where it did not.
-    """
-
-    def __init__(self, text: str, status: int = 0) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-class RanksLostError(MpistratError, RuntimeError):
-    """Ranks died, and MPI goes on without them; `ms.survive` catches it, and calls the program's function again."""
-
-
-class SharedMemoryError(MpistratError, MemoryError):
-    """The node's shared memory (/dev/shm) cannot hold what was asked for."""
-
-
-class ClosedError(MpistratError, RuntimeError):
-    """A strategy, or something that belonged to one, was used after `close()`."""
-
-
-class ShardError(MpistratError, OSError):
-    """An HDF5 shard is missing, damaged, or does not match its siblings."""
-
-
-class MissingDependencyError(MpistratError, ImportError):
-    """An optional library is needed for what was asked, and is not installed."""
-
-
-def explain(
-    function: str, argument: str, *, expected: str, got: object, remedy: str = "", rank: int | None = None
-) -> str:
-    """Return the text of an error about an argument, in this package's one form: one line, without control characters.
-
-    Example:
-        >>> explain("Strategy.gather", "axis", expected="0 <= axis < 2", got=5)
-        'Strategy.gather: axis: expected 0 <= axis < 2, got 5'
-    """
-    where = "".join(f"{name}: " for name in (function, argument) if name)
-    text = f"{where}expected {expected}, got {got}"
-    if rank is not None:
-        text = f"rank {rank}: {text}"
-    return printable(f"{text}. {remedy}" if remedy else text)
-
-
-def by_rank(texts: Mapping[int, str]) -> str:
-    """Return each different text with the ranks it belongs to.
-
-    Example:
-        >>> by_rank({0: "a", 1: "b", 2: "a"})
-        'ranks 0, 2: a; rank 1: b'
-    """
-    ranks: dict[str, list[str]] = {}
-    for rank, text in texts.items():
-        ranks.setdefault(text, []).append(str(rank))
-    return "; ".join(f"{named('rank', who)}: {text}" for text, who in ranks.items())
-
-
-def missing_framework(extra: str, framework: str, error: ImportError) -> MissingDependencyError:
-    """Return what `ms.torch`, `ms.jax` and `ms.keras` raise where their framework is not installed."""
-    remedy = f"pip install 'mpistrat[{extra}]'"
-    text = explain(f"mpistrat.{extra}", "", expected=framework, got=f"no module {error.name}", remedy=remedy)
-    return MissingDependencyError(text)
-
-
-def check_framework(function: str, framework: str, version: str, least: str, why: str) -> None:
-    """Raise MissingDependencyError where a framework is older than the least version that this package works with.
-
-    Args:
-        function: the module or function that needs it.
-        framework: the name of its distribution.
-        version: what is installed, as `3.15.1` or `0.6.0.dev1`; one that does not begin with two numbers passes.
-        least: two numbers, as `3.12`.
-        why: what an older version does.
-    """
-    found = re.match(r"(\d+)\.(\d+)", str(version))
-    if found and tuple(map(int, found.groups())) < tuple(map(int, least.split("."))):
-        remedy = f"pip install --upgrade '{framework}>={least}' ({why})"
-        expected, got = f"{framework} {least} or newer", f"{framework} {version}"
-        raise MissingDependencyError(explain(function, "", expected=expected, got=got, remedy=remedy))

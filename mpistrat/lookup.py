@@ -6,10 +6,10 @@ from typing import Any, final
 
 import numpy as np
 
-from ._util.arguments import check_range
-from ._util.conversion import converted
-from ._util.masks import plain_array
-from .errors import explain
+from .base.arguments import check_range
+from .base.conversion import converted
+from .base.errors import explain
+from .base.masks import plain_array
 
 __all__ = ["KeyValueTensorInitializer", "StaticHashTable"]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from .environment import STRATEGIES, Environment, not_by_name
-from .errors import explain
+from .base.environment import STRATEGIES, Environment, not_by_name
+from .base.errors import explain
 
 if TYPE_CHECKING:
-    from .context import Frame
+    from .base.context import Frame
     from .strategy.strategy import Strategy
 
 __all__ = ["default_frame", "strategy_from_environment"]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 
-from ..environment import STRATEGIES
-from ..errors import LayoutError, explain
+from ..base.environment import STRATEGIES
+from ..base.errors import LayoutError, explain
 
 __all__ = ["check_fit", "chosen", "matching", "text", "whole"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from ..environment import STRATEGIES
-from ..errors import explain
+from ..base.environment import STRATEGIES
+from ..base.errors import explain
 from .checks import check_fit, chosen, matching, text, whole
 
 __all__ = ["Array", "Job", "Preemption"]

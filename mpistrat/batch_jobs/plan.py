@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import explain
+from ..base.errors import explain
 from .job import Job
 from .schedulers import SCHEDULERS
 from .site import SiteProfile

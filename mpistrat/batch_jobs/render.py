@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .._util.text import counted
-from ..environment import RESTART_EXIT_CODE
-from ..errors import MissingDependencyError
+from ..base.environment import RESTART_EXIT_CODE
+from ..base.errors import MissingDependencyError
+from ..base.text import counted
 from .job import Job
 from .plan import check, gpus_per_rank, launcher_of
 from .schedulers import SCHEDULERS

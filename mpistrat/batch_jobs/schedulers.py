@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import final
 
-from ..errors import JobError, explain
+from ..base.errors import JobError, explain
 
 __all__ = ["LAUNCHERS", "SCHEDULERS", "Scheduler", "submit"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
-from .._util.files import read_whole
-from ..errors import explain
+from ..base.errors import explain
+from ..base.files import read_whole
 from .checks import chosen, matching, text
 from .schedulers import LAUNCHERS, SCHEDULERS
 

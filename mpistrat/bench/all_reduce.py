@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from ..base.types import ReduceOp
 from ..strategy import MultiWorkerMirroredStrategy
-from ..types import ReduceOp
 from ..variables import Variable
 from .measure import Operation, medians, pair
 from .result import Result, Setting

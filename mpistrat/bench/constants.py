@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .._util import loops
+from ..base import loops
 from ..strategy import MultiWorkerMirroredStrategy
 from .measure import Operation, Spread, spread
 from .result import Result, Setting

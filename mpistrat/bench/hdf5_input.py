@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from .._util.text import counted
-from ..comm.agree import Ranks
+from ..base.agree import Ranks
+from ..base.text import counted
 from ..data import Dataset, HDF5Dataset
 from ..strategy import MultiWorkerMirroredStrategy
 from .measure import largest, total

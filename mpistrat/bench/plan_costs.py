@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
-from ..errors import explain
+from ..base.errors import explain
 from . import constants as of
 from .measure import Spread
 

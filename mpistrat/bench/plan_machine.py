@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
-from ..errors import explain
+from ..base.errors import explain
 from . import constants as of
 from .measure import Spread
 from .plan_costs import NodeCosts

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..cross_device.arena import NETWORK_CHUNK
-from ..cross_device.pieces import round_size
+from ..arena.arena import LEAST_PIECE
+from ..arena.pieces import round_size
+from ..arena.reduction import NETWORK_CHUNK
 from ..strategy.assemble import MOST_NODES
-from ..variables.arena import LEAST_PIECE
 
 __all__ = ["WORD", "Traffic", "is_divided", "traffic"]
 

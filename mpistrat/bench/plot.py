@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import explain
+from ..base.errors import explain
 from .machine import caption, layout
 from .result import Result
 

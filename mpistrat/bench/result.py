@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._util.text import duration
+from ..base.text import duration
 
 __all__ = ["Result", "Setting"]
 

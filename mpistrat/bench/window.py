@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .._util.text import counted
-from ..errors import LayoutError, SharedMemoryError
+from ..base.errors import LayoutError, SharedMemoryError
+from ..base.text import counted
 from ..optimizers import SGD
 from ..parameter_server.strategy import ParameterServerStrategy
 from ..parameter_server.wire.choice import TRANSPORTS

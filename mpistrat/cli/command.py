@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ..comm.agree import Ranks
+from ..base.agree import Ranks
 
 __all__ = ["DONE", "PROBLEM", "ROOT", "STATUS", "WRONG_USE", "Command", "Group"]
 

@@ -7,13 +7,13 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .._util.text import counted, printable
+from ..base.agree import Ranks
+from ..base.errors import explain
+from ..base.text import counted, printable
 from ..cluster.launcher_variables import launched_rank
-from ..comm.agree import Ranks
 from ..doctor.finding import Finding, Summary, worst
 from ..doctor.login import NEEDS, check_login
 from ..doctor.ranks import check_ranks
-from ..errors import explain
 from .command import DONE, PROBLEM, Command
 from .terminal import console, names
 

@@ -15,15 +15,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from .._util.files import read_whole
+from ..base.agree import Ranks
+from ..base.environment import STRATEGIES
+from ..base.errors import ClusterError
+from ..base.files import read_whole
 from ..batch_jobs import SCHEDULERS, Array, Job, Preemption, SiteProfile, read_site, render, site_names, submit
 from ..batch_jobs.plan import launcher_of
 from ..batch_jobs.schedulers import LAUNCHERS
 from ..cluster.launchers import MPILibrary, loaded_library
 from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
-from ..comm.agree import Ranks
-from ..environment import STRATEGIES
-from ..errors import ClusterError
 from .command import DONE, Command
 from .terminal import strategy_name
 

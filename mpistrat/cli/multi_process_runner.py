@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, final
 
-from .._util import nest
-from .._util.arguments import integer
-from .._util.programs import isolated, program
-from .._util.text import named
-from ..errors import LaunchError, explain
+from ..base import nest
+from ..base.arguments import integer
+from ..base.errors import LaunchError, explain
+from ..base.programs import isolated, program
+from ..base.text import named
+from ..launcher import end_with_parent
+from ..launcher.launched import STACKS
 from ..parameter_server.coordinator.registry import load_cloudpickle
-from . import end_with_parent
-from .launched import STACKS
 from .run import Start, plan
 
 __all__ = ["MultiProcessRunner", "RankResult"]
@@ -308,7 +308,7 @@ class MultiProcessRunner:
 
 def _start(folder: Path, ranks: int | None, restarts: int, survive: bool) -> Start:
     """Return how to start the ranks."""
-    words = program("mpistrat.cli.launched", str(folder))
+    words = program("mpistrat.launcher.launched", str(folder))
     start = plan(words, ranks, None, None, survive=survive, tag=True)
     if restarts or survive:  # then a supervisor is between
         options = [*(["--restarts", str(restarts)] if restarts else []), *(["--survive"] if survive else [])]

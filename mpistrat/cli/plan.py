@@ -11,13 +11,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from .._util.files import read_whole
-from .._util.text import counted, decimal_size, duration
+from ..base.agree import Ranks
+from ..base.files import read_whole
+from ..base.text import counted, decimal_size, duration
 from ..bench.plan import Prediction, layouts, predict
 from ..bench.plan_machine import Machine
 from ..bench.plot import draw_plan
 from ..bench.training_step import OURS, SIZES
-from ..comm.agree import Ranks
 from .command import DONE, WRONG_USE, Command
 from .terminal import check_folders, complain, console, draw_or_tell
 

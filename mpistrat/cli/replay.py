@@ -9,10 +9,10 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from .._util.text import counted
-from ..comm.agree import Ranks
-from ..environment import RESTART_EXIT_CODE
-from ..errors import ClusterError, explain
+from ..base.agree import Ranks
+from ..base.environment import RESTART_EXIT_CODE
+from ..base.errors import ClusterError, explain
+from ..base.text import counted
 from ..strategy.checkpoint.hdf5_file import CheckpointFile, DamagedError
 from .command import DONE, PROBLEM, Command
 from .run import plan, program_of, strategy_arguments

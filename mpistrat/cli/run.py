@@ -17,8 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from .._util.programs import isolated
-from .._util.text import counted, named, printable
+from ..base.agree import Ranks
+from ..base.environment import STRATEGIES
+from ..base.errors import ClusterError, explain
+from ..base.programs import isolated
+from ..base.text import counted, named, printable
 from ..cluster.allocation import Allocation, allocation_of_job
 from ..cluster.cores import THREAD_VARIABLES, usable_cores
 from ..cluster.devices import count_gpus
@@ -26,13 +29,11 @@ from ..cluster.launcher_variables import RANK_VARIABLES, launched_size
 from ..cluster.launchers import USER, MPILibrary, choose_launcher, find_launchers, loaded_library, mismatch
 from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
 from ..cluster.world import UNSAFE
-from ..comm.agree import Ranks
 from ..comm.monitor import leftovers
-from ..environment import STRATEGIES
-from ..errors import ClusterError, explain
-from . import pass_words, rank_output, supervise
+from ..launcher import pass_words, rank_output
+from ..launcher.standby import environment_with, words_of
+from . import supervise
 from .command import DONE, PROBLEM, Command
-from .standby import environment_with, words_of
 from .terminal import complain, strategy_name
 
 __all__ = ["COMMAND", "Start", "plan", "program_of", "strategy_arguments"]

@@ -6,9 +6,9 @@ import argparse
 import socket
 from pathlib import Path
 
+from ..base.agree import Ranks
+from ..base.errors import explain
 from ..cluster.launcher_variables import launched_rank, launched_size
-from ..comm.agree import Ranks
-from ..errors import explain
 from .command import DONE, WRONG_USE, Command
 from .terminal import complain
 

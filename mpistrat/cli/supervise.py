@@ -19,18 +19,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
-from .._util.programs import isolated
-from .._util.text import counted, printable
+from ..base.agree import Ranks
+from ..base.environment import RANK_PROCESS, RESTART_EXIT_CODE, STANDBY
+from ..base.errors import MpistratError
+from ..base.programs import isolated
+from ..base.text import counted, printable
 from ..cluster.allocation import allocation_of_job
 from ..comm import job_files
-from ..comm.agree import Ranks
 from ..comm.monitor import leftovers
-from ..environment import RANK_PROCESS, RESTART_EXIT_CODE, STANDBY
-from ..errors import MpistratError
+from ..launcher.end_with_parent import end_with_parent
+from ..launcher.standby import Standby, environment_with
 from ..strategy.checkpoint.snapshot import SnapshotFile
 from .command import DONE, PROBLEM, Command
-from .end_with_parent import end_with_parent
-from .standby import Standby, environment_with
 from .terminal import complain
 
 __all__ = ["COMMAND", "supervise"]

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._util.terminal import WithBar, progress_bar, reaches_terminal
-from .._util.text import decimal_size, displayable, printable
-from ..environment import not_by_name
-from ..errors import explain
+from ..base.environment import not_by_name
+from ..base.errors import explain
+from ..base.terminal import WithBar, progress_bar, reaches_terminal
+from ..base.text import decimal_size, displayable, printable
 from .command import DONE, PROBLEM
 
 if TYPE_CHECKING:

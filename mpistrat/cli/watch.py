@@ -17,10 +17,10 @@ from time import perf_counter_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
-from .._util import local_socket
-from .._util.programs import program
-from .._util.text import printable, ranges
-from ..comm.agree import Ranks
+from ..base import local_socket
+from ..base.agree import Ranks
+from ..base.programs import program
+from ..base.text import printable, ranges
 from ..comm.monitor.exit_report import PREFIX
 from ..comm.recorder import Ring
 from ..timeline.stragglers import shares

@@ -15,9 +15,9 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import Any, NoReturn, final
 
-from .._util import nest
-from .._util.text import encoded
-from ..errors import ClosedError, ClusterError, ContextError, explain
+from ..base import nest
+from ..base.errors import ClosedError, ClusterError, ContextError, explain
+from ..base.text import encoded
 from ..parameter_server.coordinator.closures import (
     ClosureCancelledError,
     RemoteValueStatus,

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, final
 
-from .._util import log
-from .._util.text import encoded, traceback_text
+from ..base import log
+from ..base.errors import ClosedError, explain
+from ..base.text import encoded, traceback_text
 from ..cluster.world import is_loss
-from ..errors import ClosedError, explain
 from ..parameter_server.coordinator.closures import ClosureCancelledError, RemoteValue, RemoteValueStatus
 from ..parameter_server.coordinator.coordinator import ClusterCoordinator
 from ..parameter_server.coordinator.registry import Reduced, dumps_error, dumps_result, loads, plain

@@ -21,7 +21,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Final, NamedTuple, final
 
-from ..errors import ClosedError, ClusterError, MissingDependencyError, explain
+from ..base.errors import ClosedError, ClusterError, MissingDependencyError, explain
 
 __all__ = ["LARGEST", "ClientSocket", "Kind", "Message", "ServerSocket", "read_connection_file"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._util.lazy import lazy
+from ..base.lazy import lazy
 
 if TYPE_CHECKING:
     from .resolvers.gce import GCEClusterResolver

@@ -10,7 +10,7 @@ import os
 import weakref
 from typing import Any, NoReturn, Protocol, final
 
-from ..errors import ContextError, explain
+from ..base.errors import ContextError, explain
 from .start import running
 
 __all__ = ["ParentsOnly", "is_child", "refusal", "refuse_in_children"]

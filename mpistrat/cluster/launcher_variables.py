@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ClusterError, explain
+from ..base.errors import ClusterError, explain
 from .launchers import family_to_load, imported_library
 from .pmi import srun_remedy
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from .._util.programs import program
-from ..errors import ClusterError, explain
+from ..base.errors import ClusterError, explain
+from ..base.programs import program
 
 __all__ = [
     "Family",

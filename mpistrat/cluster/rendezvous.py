@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from .._util import log
-from .._util.text import named
-from ..comm.waiting import Backoff
-from ..environment import Environment
-from ..errors import CollectiveMismatchError, CollectiveTimeoutError, PeerExitError, by_rank
+from ..base import log
+from ..base.environment import Environment
+from ..base.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerExitError, by_rank
+from ..base.text import named
+from ..base.waiting import Backoff
 from .start import ranks_of_launcher
 
 __all__ = ["add_check", "remove_check", "wait_for_ranks"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, final
 
-from ..errors import ClusterError, explain
+from ..base.errors import ClusterError, explain
 
 __all__ = ["ClusterSpec", "ROLES", "validate", "worker_count"]
 

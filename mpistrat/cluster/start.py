@@ -23,8 +23,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from .._util.text import named
-from ..environment import Environment
+from ..base.environment import Environment
+from ..base.text import named
 from .launcher_variables import RANK_VARIABLES, launched_rank, launched_size
 
 __all__ = ["end_before_mpi", "import_mpi", "mark_finished", "ranks_of_launcher", "running"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from .._util.text import named
-from ..errors import ClusterError, explain
+from ..base.errors import ClusterError, explain
+from ..base.text import named
 from .resolvers.resolver import ClusterResolver
 from .spec import ROLES, ClusterSpec, validate
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .._util.partition import block
-from .._util.text import printable
-from ..comm.agree import as_told, gather_text, together
-from ..errors import ClusterError, ContextError, DeviceError, LayoutError, explain
+from ..base.agree import as_told, gather_text, together
+from ..base.errors import ClusterError, ContextError, DeviceError, LayoutError, explain
+from ..base.partition import block
+from ..base.text import printable
 from .cores import count_node_cores, usable_cores
 from .devices import check_devices, default_devices
 from .forks import is_child, refusal

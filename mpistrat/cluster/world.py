@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import RanksLostError
+from ..base.errors import RanksLostError
 from .start import running
 
 __all__ = [

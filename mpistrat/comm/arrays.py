@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._util.log import once
-from .._util.masks import check_unmasked
-from ..errors import MissingDependencyError, explain
+from ..base.errors import MissingDependencyError, explain
+from ..base.log import once
+from ..base.masks import check_unmasked
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._util.text import encoded
-from .agree import fingerprint
+from ..base.agree import fingerprint
+from ..base.text import encoded
 
 if TYPE_CHECKING:
     from typing_extensions import Self

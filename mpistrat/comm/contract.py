@@ -12,9 +12,9 @@ from typing import Any, final
 
 import numpy as np
 
+from ..base.agree import all_alike, fingerprint, gather_text, mismatch
+from ..base.errors import ContextError, RanksLostError, explain
 from ..cluster.world import is_loss
-from ..errors import ContextError, RanksLostError, explain
-from .agree import all_alike, fingerprint, gather_text, mismatch
 from .call import Call
 from .draws import Draws
 from .monitor.rank_monitor import RankMonitor

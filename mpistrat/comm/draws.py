@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
-from ..errors import CollectiveMismatchError, by_rank
-from .agree import gather_text
+from ..base.agree import gather_text
+from ..base.errors import CollectiveMismatchError, by_rank
 
 __all__ = ["Draws"]
 

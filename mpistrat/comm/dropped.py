@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol, final
 
+from ..base.agree import Exchange, gather_text
 from ..cluster.topology import Topology
-from .agree import Exchange, gather_text
 
 __all__ = ["DROPPED", "Dropped", "collect_cycles", "dropped_by_all"]
 

@@ -17,7 +17,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ClosedError, MissingDependencyError, explain
+from ..base.errors import ClosedError, MissingDependencyError, explain
 from .arrays import import_cupy, is_bfloat16, pinned_empty
 from .process_group import ProcessGroup
 

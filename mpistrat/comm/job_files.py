@@ -30,8 +30,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from ..base.environment import RESTART_EXIT_CODE, STANDBY, Environment
 from ..cluster.launcher_variables import launched_rank
-from ..environment import RESTART_EXIT_CODE, STANDBY, Environment
 from .monitor import abort, leftovers
 from .shared_memory import map_file
 
@@ -204,7 +204,7 @@ def expect_end_under_launcher(waited: bool = False) -> None:
 def note_modules(job: str) -> None:
     """Write what this process has imported, and put into its environment, for ranks that wait to be the next ones.
 
-    Once; see `cli/standby.py`.
+    Once; see `launcher/standby.py`.
     """
     path = mark(job, "modules")
     if mark(job, "lock").exists() and not path.exists():

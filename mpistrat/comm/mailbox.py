@@ -11,8 +11,8 @@ from typing import Any, final
 
 import numpy as np
 
+from ..base.waiting import wait_until
 from ..cluster.forks import ParentsOnly, refuse_in_children
-from .waiting import wait_until
 
 __all__ = ["Mailbox"]
 

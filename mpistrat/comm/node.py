@@ -16,18 +16,18 @@ from typing import Any, final
 
 import numpy as np
 
-from .._util import loops
-from .._util.text import binary_size, named
-from ..errors import CollectiveTimeoutError, PeerExitError
+from ..base import loops
+from ..base.agree import first_rank, mismatch
+from ..base.errors import CollectiveTimeoutError, PeerExitError
+from ..base.text import binary_size, named
+from ..base.waiting import Backoff, Deadline
 from . import shared_memory
-from .agree import first_rank, mismatch
 from .call import TEXT_BYTES, Call
 from .draws import Draws
 from .monitor.board import BOARD_BYTES
 from .monitor.rank_monitor import ALL, RankMonitor
 from .recorder import RECORDER
 from .shared_memory import SharedBlock
-from .waiting import Backoff, Deadline
 from .window import Fence
 
 __all__ = ["STAGING_BYTES", "Node"]

@@ -12,7 +12,7 @@ from typing import Any, final
 
 import numpy as np
 
-from ..errors import explain
+from ..base.errors import explain
 from .arrays import array_module
 
 __all__ = ["Forms", "Pack", "forms_of", "num_bytes", "of_bytes", "pack_sizes", "plan_packs", "to_bytes"]

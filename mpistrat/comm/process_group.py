@@ -15,13 +15,12 @@ from typing import Any, Literal, Protocol, final
 
 import numpy as np
 
-from .._util import log
+from ..base import agree, log
+from ..base.environment import Environment
+from ..base.errors import ClosedError, CollectiveMismatchError, RanksLostError, by_rank, explain
 from ..cluster.forks import is_child
 from ..cluster.topology import Topology, room_for_communicators
 from ..cluster.world import survives
-from ..environment import Environment
-from ..errors import ClosedError, CollectiveMismatchError, RanksLostError, by_rank, explain
-from . import agree
 from .call import describe
 from .contract import Collective, Comparison
 from .dropped import DROPPED

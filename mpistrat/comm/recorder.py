@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from .._util.text import encoded
+from ..base.text import encoded
 
 __all__ = ["GROUPS", "KINDS", "RECORDER", "Event", "Recorder", "Ring"]
 

@@ -22,9 +22,9 @@ from typing import Any, final
 
 import numpy as np
 
-from .._util.text import binary_size
-from ..errors import SharedMemoryError
-from .agree import as_told, first_rank, gather_text, together
+from ..base.agree import as_told, first_rank, gather_text, together
+from ..base.errors import SharedMemoryError
+from ..base.text import binary_size
 from .monitor.leftovers import open_own
 
 __all__ = ["ENLARGE", "SharedBlock", "allocate_private", "allocate_shared", "free_space", "map_file"]

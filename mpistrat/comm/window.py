@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .._util import loops
+from ..base import loops
+from ..base.agree import as_told, gather_text, together
+from ..base.errors import SharedMemoryError
 from ..cluster.forks import ParentsOnly, is_child, refuse_in_children
-from ..errors import SharedMemoryError
 from . import shared_memory
-from .agree import as_told, gather_text, together
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from .._util.buffers import BufferPool
-from .._util.partition import bounds
+from ..arena.arithmetic import Arithmetic, arithmetic, combine, finish
+from ..base.agree import together
+from ..base.buffers import BufferPool
+from ..base.distributed_values import PerReplica
+from ..base.errors import CollectiveMismatchError, explain
+from ..base.options import CommunicationOptions
+from ..base.partition import bounds
+from ..base.types import ReduceOp
 from ..cluster.topology import Topology
-from ..comm.agree import together
 from ..comm.arrays import as_array, check_movable, dtype_name, to_host
 from ..comm.call import Call
 from ..comm.exchange import all_to_all as equal_parts
 from ..comm.exchange import exchange
 from ..comm.packing import Forms, forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
-from ..distributed_values import PerReplica
-from ..errors import CollectiveMismatchError, explain
-from ..options import CommunicationOptions
-from ..types import ReduceOp
-from .arithmetic import Arithmetic, arithmetic, combine, finish
 from .values import beside, counted_axis, local_arrays, local_values
 
 __all__ = ["all_to_all", "reduce_scatter"]

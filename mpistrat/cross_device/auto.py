@@ -13,22 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from .._util.files import read_whole
-from .._util.log import once
-from .._util.text import printable
+from ..arena.reduction import ArenaSum, Consume, GradientArena
+from ..arena.wire import Unsent
+from ..base.distributed_values import PerReplica
+from ..base.errors import explain
+from ..base.files import read_whole
+from ..base.log import once
+from ..base.options import CommunicationOptions
+from ..base.text import printable
+from ..base.types import CommunicationImplementation, ReduceOp
 from ..comm.arrays import is_gpu
 from ..comm.gpu import nccl_available
 from ..comm.process_group import ProcessGroup
-from ..distributed_values import PerReplica
-from ..errors import explain
-from ..options import CommunicationOptions
-from ..types import CommunicationImplementation, ReduceOp
-from .arena import ArenaSum, Consume, GradientArena
 from .hierarchical import LEAST_ENCODED, HierarchicalAllReduce
 from .mpi import MpiAllReduce
 from .nccl import NcclAllReduce
 from .ops import IMPLEMENTATIONS, CrossDeviceOps, SmallReduction
-from .wire import Unsent
 
 __all__ = ["AutoAllReduce", "Chooser", "Rule", "make_cross_device_ops"]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from ..arena.arithmetic import Arithmetic, flatten_all
+from ..base.distributed_values import Mirrored, PerReplica
+from ..base.options import CommunicationOptions
+from ..base.types import ReduceOp
 from ..comm.arrays import array_module, is_gpu, on_device_of, to_host
 from ..comm.packing import plan_packs
-from ..distributed_values import Mirrored, PerReplica
-from ..options import CommunicationOptions
-from ..types import ReduceOp
-from .arithmetic import Arithmetic, flatten_all
 from .ops import CrossDeviceOps
 
 __all__ = ["FlatAllReduce", "device_sum", "on_devices"]

@@ -19,25 +19,25 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .._util.buffers import BufferPool
-from .._util.partition import aligned_bounds
+from ..arena.arithmetic import Arithmetic, combine, divide, finish, round_into
+from ..arena.reduction import BLOCK, ArenaSum, Consume, Destination, GradientArena, node_gradients
+from ..arena.wire import Unsent, Wire, wire_named
+from ..base.buffers import BufferPool
+from ..base.distributed_values import PerReplica
+from ..base.errors import explain
+from ..base.options import CommunicationOptions
+from ..base.partition import aligned_bounds
+from ..base.types import CommunicationImplementation, ReduceOp
 from ..comm.arrays import all_reduce, is_gpu
 from ..comm.node import Node
 from ..comm.packing import pack_sizes
 from ..comm.process_group import ProcessGroup
-from ..distributed_values import PerReplica
-from ..errors import explain
-from ..options import CommunicationOptions
-from ..types import CommunicationImplementation, ReduceOp
-from .arena import BLOCK, ArenaSum, Consume, Destination, GradientArena, node_gradients
-from .arithmetic import Arithmetic, combine, divide, finish, round_into
 from .flat import FlatAllReduce
 from .mpi import mpi_sum
 from .ops import SmallReduction
-from .wire import Unsent, Wire, wire_named
 
 if TYPE_CHECKING:
-    from .encoded import EncodedAllReduce
+    from ..arena.encoded import EncodedAllReduce
 
 __all__ = ["HierarchicalAllReduce", "HierarchicalCopyAllReduce"]
 
@@ -125,7 +125,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
 
     def _all_reduce_encoded(self, wire: Wire) -> EncodedAllReduce | None:
         if self._encoded is None and self.group.inter is not None:
-            from .encoded import EncodedAllReduce
+            from ..arena.encoded import EncodedAllReduce
 
             self._encoded = EncodedAllReduce(self.group.inter, wire, BLOCK)
         return self._encoded

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .._util.buffers import BufferPool
+from ..arena.arithmetic import Arithmetic, combine, finish
+from ..base.buffers import BufferPool
+from ..base.distributed_values import PerReplica
+from ..base.options import CommunicationOptions
+from ..base.types import CommunicationImplementation, ReduceOp
 from ..comm.arrays import all_reduce, all_reduce_gpu, cuda_aware, is_gpu
-from ..distributed_values import PerReplica
-from ..options import CommunicationOptions
-from ..types import CommunicationImplementation, ReduceOp
-from .arithmetic import Arithmetic, combine, finish
 from .flat import FlatAllReduce, device_sum, on_devices
 
 if TYPE_CHECKING:
-    from .encoded import EncodedAllReduce
+    from ..arena.encoded import EncodedAllReduce
 
 __all__ = ["MpiAllReduce", "mpi_sum"]
 

@@ -6,16 +6,16 @@ import logging
 from collections.abc import Sequence
 from typing import Any, final
 
-from .._util.log import once
+from ..arena.arithmetic import Arithmetic, finish
+from ..base.distributed_values import Mirrored, PerReplica
+from ..base.errors import explain
+from ..base.log import once
+from ..base.options import CommunicationOptions
+from ..base.types import CommunicationImplementation, ReduceOp
 from ..comm.arrays import array_module, is_gpu, on_device_of
 from ..comm.gpu import NcclCommunicator, nccl_datatype_name, require_nccl
 from ..comm.packing import pack_sizes, plan_packs
 from ..comm.process_group import ProcessGroup
-from ..distributed_values import Mirrored, PerReplica
-from ..errors import explain
-from ..options import CommunicationOptions
-from ..types import CommunicationImplementation, ReduceOp
-from .arithmetic import Arithmetic, finish
 from .hierarchical import HierarchicalAllReduce
 from .mpi import MpiAllReduce
 from .ops import CrossDeviceOps

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..base.distributed_values import PerReplica
+from ..base.options import CommunicationOptions
 from ..comm.arrays import dtype_name
-from ..distributed_values import PerReplica
-from ..options import CommunicationOptions
 from .ops import CrossDeviceOps
 from .values import broadcast_all, check_root, counted_axis, gather_all, local_arrays, local_values, to_gather
 

@@ -15,8 +15,13 @@ from typing import Any, final
 
 import numpy as np
 
-from .._util import log
-from .._util.buffers import BufferPool
+from ..arena.arithmetic import Arithmetic, arithmetic, combine, finish, flatten_all
+from ..arena.pieces import leave
+from ..base import log
+from ..base.buffers import BufferPool
+from ..base.errors import explain
+from ..base.types import IndexedSlices, ReduceOp
+from ..base.waiting import Backoff, Deadline, PeerWait, wait_until
 from ..cluster.forks import ParentsOnly, refuse_in_children
 from ..comm.arrays import (
     CHUNK_ELEMENTS,
@@ -31,12 +36,7 @@ from ..comm.monitor.rank_monitor import user_line
 from ..comm.packing import forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
 from ..comm.recorder import RECORDER
-from ..comm.waiting import Backoff, Deadline, PeerWait, wait_until
-from ..errors import explain
-from ..types import IndexedSlices, ReduceOp
-from .arithmetic import Arithmetic, arithmetic, combine, finish, flatten_all
 from .flat import on_devices
-from .pieces import leave
 from .values import beside, check_root, local_arrays, local_values, reducible_values
 
 __all__ = ["CollectiveRequest", "NonblockingCollectives"]

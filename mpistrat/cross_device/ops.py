@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from .._util.partition import blocks
+from ..arena.arithmetic import Arithmetic, arithmetic
+from ..arena.reduction import BLOCK, ArenaSum, Consume, GradientArena
+from ..arena.wire import Unsent
+from ..base.distributed_values import Mirrored, PerReplica
+from ..base.errors import explain
+from ..base.options import CommunicationOptions
+from ..base.partition import blocks
+from ..base.types import CommunicationImplementation, IndexedSlices, ReduceOp
 from ..comm.arrays import array_module
 from ..comm.contract import Collective
 from ..comm.process_group import ProcessGroup
-from ..distributed_values import Mirrored, PerReplica
-from ..errors import explain
-from ..options import CommunicationOptions
-from ..types import CommunicationImplementation, IndexedSlices, ReduceOp
-from .arena import BLOCK, ArenaSum, Consume, GradientArena
-from .arithmetic import Arithmetic, arithmetic
 from .values import (
     broadcast,
     check_destinations,
@@ -37,7 +38,6 @@ from .values import (
     reducible_values,
     to_gather,
 )
-from .wire import Unsent
 
 __all__ = ["IMPLEMENTATIONS", "CrossDeviceOps", "SmallReduction"]
 

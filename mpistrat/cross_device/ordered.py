@@ -13,15 +13,15 @@ from typing import Any, final
 
 import numpy as np
 
-from .._util.partition import blocks, merge
+from ..arena.arithmetic import Arithmetic, combine, finish
+from ..arena.pieces import leave
+from ..arena.reduction import BLOCK, ArenaSum, Consume, GradientArena, node_gradients
+from ..arena.wire import Unsent
+from ..base.partition import blocks, merge
+from ..base.types import ReduceOp
 from ..comm.arrays import is_gpu, mpi_datatype
 from ..comm.process_group import ProcessGroup
-from ..types import ReduceOp
-from .arena import BLOCK, ArenaSum, Consume, GradientArena, node_gradients
-from .arithmetic import Arithmetic, combine, finish
 from .flat import FlatAllReduce
-from .pieces import leave
-from .wire import Unsent
 
 __all__ = ["OrderedAllReduce"]
 

@@ -7,12 +7,12 @@ from typing import Any, final
 
 import numpy as np
 
+from ..arena.arithmetic import Arithmetic, finish
+from ..base.distributed_values import PerReplica
+from ..base.options import CommunicationOptions
+from ..base.types import ReduceOp
 from ..cluster.devices import canonical
 from ..comm.arrays import mpi_datatype
-from ..distributed_values import PerReplica
-from ..options import CommunicationOptions
-from ..types import ReduceOp
-from .arithmetic import Arithmetic, finish
 from .flat import FlatAllReduce
 
 __all__ = ["ReductionToOneDevice"]

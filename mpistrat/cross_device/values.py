@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from .._util.buffers import BufferPool
+from ..arena.arithmetic import arithmetic, finish
+from ..base.buffers import BufferPool
+from ..base.distributed_values import DistributedValues, Mirrored
+from ..base.errors import CollectiveMismatchError, explain
+from ..base.types import IndexedSlices, ReduceOp
 from ..cluster.devices import parse
 from ..comm.arrays import array_module, as_array, check_movable, dtype_name, import_cupy, is_gpu, on_device_of, to_host
 from ..comm.packing import forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
-from ..distributed_values import DistributedValues, Mirrored
-from ..errors import CollectiveMismatchError, explain
-from ..types import IndexedSlices, ReduceOp
-from .arithmetic import arithmetic, finish
 
 __all__ = [
     "beside",

@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from .._util import loops
-from .._util.buffers import BufferPool
+from ..base import loops
+from ..base.buffers import BufferPool
 
 __all__ = ["LastRead", "RowBuffers", "take_rows"]
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .._util import nest
-from .._util.arguments import check_range, integer, tensorflow_names
-from .._util.conversion import converted
-from .._util.masks import plain_array
-from ..errors import explain
+from ..base import nest
+from ..base.arguments import check_range, integer, tensorflow_names
+from ..base.conversion import converted
+from ..base.errors import explain
+from ..base.masks import plain_array
 from .feed.feed import DatasetIterator
 from .nodes import batch as batches
 from .nodes import choose, combine, conditions, endless, group, rebatch, resample, scan

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .._util.text import decimal_size
-from ..errors import explain
+from ..base.errors import explain
+from ..base.text import decimal_size
 
 __all__ = ["available_memory", "require_memory"]
 

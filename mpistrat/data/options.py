@@ -7,8 +7,8 @@ import functools
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from .._util.arguments import integer
-from ..errors import explain
+from ..base.arguments import integer
+from ..base.errors import explain
 
 __all__ = [
     "AUTOTUNE",

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._util import loops
+from ..base import loops
 
 __all__ = ["DEFAULT_SEED", "LOCALITIES", "BlockOrder", "by_locality", "localities", "permute", "random_words",
            "random_words_at"]  # fmt: skip

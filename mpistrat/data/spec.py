@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from .._util import nest
-from .._util.arguments import out_of_range
-from .._util.masks import plain_array
-from ..errors import explain
+from ..base import nest
+from ..base.arguments import out_of_range
+from ..base.errors import explain
+from ..base.masks import plain_array
 from .buffers import RowBuffers
 
 __all__ = [

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from .._util.text import decimal_size, plural, printable
+from ..base.text import decimal_size, plural, printable
 
 __all__ = ["InputStats", "StageStats"]
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .._util.text import counted, shortened
-from ..errors import by_rank
+from ..base.errors import by_rank
+from ..base.text import counted, shortened
 from .finding import Finding, ok, problem, warning
 
 __all__ = ["compare"]

@@ -10,12 +10,12 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from .._util.text import binary_size, counted, shortened
+from ..base.agree import gather_text
+from ..base.errors import by_rank
+from ..base.text import binary_size, counted, shortened
 from ..cluster.topology import Topology
-from ..comm.agree import gather_text
 from ..comm.monitor.leftovers import mapped_by, of_this_user, remove_unused, unused
 from ..comm.shared_memory import ENLARGE, SHARED_FOLDER
-from ..errors import by_rank
 from .finding import Finding, ok, problem, warning
 
 __all__ = ["check_shared_folder", "check_temporary_folder", "readable_by_others", "segments_of_this_process"]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from .._util.text import counted
+from ..base.text import counted
 from ..cluster.launchers import MPILibrary
 from .finding import Finding, ok, problem, warning
 from .probe import Outcome, report, step
@@ -98,7 +98,7 @@ def main() -> None:
 
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     step("loading the compiled loops")
-    from .._util import loops
+    from ..base import loops
 
     report(loops=loops.used())
     step("import h5py")

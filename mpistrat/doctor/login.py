@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from ..base.errors import ClusterError
 from ..cluster.launchers import MPILibrary, choose_launcher, find_launchers, loaded_library
-from ..errors import ClusterError
 from .finding import Finding, problem
 from .folders import check_shared_folder
 from .launching import check_launchers

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from .._util.programs import program
+from ..base.programs import program
 
 __all__ = ["Outcome", "Probe", "command", "last_line", "report", "step"]
 

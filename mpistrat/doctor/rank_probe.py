@@ -9,7 +9,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from .._util.text import ranges
+from ..base.agree import gather_text
+from ..base.environment import Environment
+from ..base.errors import ClusterError
+from ..base.text import ranges
 from ..cluster.cores import available_cores, threads_per_core, usable_cores
 from ..cluster.devices import gpu_identities
 from ..cluster.launcher_variables import lone_rank
@@ -17,11 +20,8 @@ from ..cluster.launchers import imported_library
 from ..cluster.pmi import pmi2_remedy
 from ..cluster.resolvers.tf_config import TFConfigClusterResolver
 from ..cluster.topology import Topology
-from ..comm.agree import gather_text
 from ..comm.gpu import nccl_available
 from ..comm.process_group import ProcessGroup
-from ..environment import Environment
-from ..errors import ClusterError
 from ..parameter_server.roles import Roles
 from .compare import compare
 from .finding import Finding, problem, warning

@@ -12,9 +12,9 @@ from typing import Any, final
 
 import numpy as np
 
-from .._util.masks import plain_array
+from ..base.errors import explain
+from ..base.masks import plain_array
 from ..data import Dataset, DistributedDataset, InputContext
-from ..errors import explain
 from ..strategies import strategy_from_environment
 from ..strategy import OneDeviceStrategy, Strategy
 from ..strategy.checkpoint.hdf5_file import CheckpointFile, key_of, name_of

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from ..errors import explain
+from ..base.errors import explain
 
 __all__ = ["BestExporter", "Exporter", "FinalExporter", "LatestExporter"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..base.environment import Environment
+from ..base.errors import ClusterError, explain
 from ..cluster.rendezvous import wait_for_ranks
 from ..cluster.resolvers.tf_config import TFConfigClusterResolver
 from ..cluster.start import import_mpi
 from ..cluster.world import world as world_of
-from ..environment import Environment
-from ..errors import ClusterError, explain
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from ..errors import explain
+from ..base.errors import explain
 from ..train import Callback, Metric
 from .exporters import Exporter
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from .._util.files import replacing
-from .._util.log import logger
+from ..base.files import replacing
+from ..base.log import logger
 from ..cluster.rendezvous import wait_for_ranks
 from ..train import Callback, EarlyStopping, Loop, Trainer
 from .estimator import Estimator

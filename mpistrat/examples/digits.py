@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 import mpistrat as ms
-from mpistrat.environment import Environment
+from mpistrat.base.environment import Environment
 
 from . import digits_data
 from .digits_model import Digits

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from ..errors import check_framework, missing_framework
+from ..base.errors import check_framework, missing_framework
 
 try:
     import jax as _

@@ -9,10 +9,10 @@ from typing import Any, NoReturn, final
 import jax
 import numpy as np
 
-from .. import context, global_batch
-from .._util.masks import plain_array
+from ..base import context, global_batch
+from ..base.errors import BatchError, explain
+from ..base.masks import plain_array
 from ..comm.arrays import accumulation_dtype
-from ..errors import BatchError, explain
 from ..optimizers import Optimizer
 from ..strategy.contexts import in_step, local_replica
 from ..strategy.loss import summed_replicas, weight_of_pass

@@ -11,12 +11,12 @@ from typing import Any, final
 import jax
 import numpy as np
 
+from ..arena.values import move_like
+from ..base.errors import explain
+from ..base.waiting import Backoff, Deadline
 from ..comm.arrays import as_array, import_cupy, is_bfloat16, is_gpu
 from ..comm.gpu import lend
-from ..comm.waiting import Backoff, Deadline
-from ..errors import explain
 from ..variables import Variable
-from ..variables.values import move_like
 
 __all__ = [
     "Link",

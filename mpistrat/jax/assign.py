@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._util.masks import plain_array
-from ..comm import agree
-from ..errors import ContextError, explain
+from ..arena.values import checksum
+from ..base import agree
+from ..base.errors import ContextError, explain
+from ..base.masks import plain_array
 from ..strategy.contexts import stepping
-from ..variables.values import checksum
 from .arrays import flatten, is_array, is_parameter, link_of, names_of, release
 
 __all__ = ["assign"]

@@ -10,14 +10,13 @@ import jax
 import numpy as np
 import optax
 
-from .. import context
-from .._util.masks import plain_array
-from ..comm import agree
-from ..errors import DeviceError, explain
+from ..arena.layout import check_layouts
+from ..base import agree, context
+from ..base.errors import DeviceError, explain
+from ..base.masks import plain_array
 from ..optimizers import Optimizer
 from ..strategy.loss import check_loss
 from ..variables import Variable
-from ..variables.layout import check_layouts
 from .arrays import Link, flatten, is_array, is_parameter, link_of, names_of
 from .rule import JaxRule
 

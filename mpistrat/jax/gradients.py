@@ -10,8 +10,8 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
+from ..base.errors import explain
 from ..comm.arrays import accumulation_dtype
-from ..errors import explain
 from ..strategy.contexts import local_replica
 from ..strategy.loss import weight_of_pass
 from .arrays import Link, is_array, is_parameter, link_of

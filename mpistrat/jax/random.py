@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from .. import context
+from ..base import context
 
 __all__ = ["key"]
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._util import log
+from ..arena.reduction import BLOCK
+from ..base import log
+from ..base.errors import explain
 from ..comm.arrays import accumulation_dtype, is_gpu
-from ..cross_device.arena import BLOCK
-from ..errors import explain
 from ..optimizers import Optimizer
 from ..optimizers.rule import Block, UpdateRun
 from ..optimizers.whole_state import StateArray, require_whole

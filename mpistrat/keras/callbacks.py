@@ -7,7 +7,7 @@ from typing import Any, final
 
 import keras
 
-from ..errors import explain
+from ..base.errors import explain
 from .link import Link
 from .state import arrays_of
 

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from ..variables.values import checksum
+from ..arena.values import checksum
 
 __all__ = ["describe_compiled", "describe_layers"]
 

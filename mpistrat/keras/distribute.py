@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import keras
 
-from .. import context
+from ..base import context
+from ..base.errors import LayoutError, check_framework, explain
 from ..cluster.devices import parse
-from ..errors import LayoutError, check_framework, explain
 from .guard import guard
 from .link import Link, subclass
 from .model import DistributedModel

@@ -17,11 +17,11 @@ import keras
 import numpy as np
 
 from .. import optimizers
-from .._util import partition
-from ..cross_device.arena import BLOCK
+from ..arena.arena import ALIGNMENT_BYTES, ArenaAllocator
+from ..arena.reduction import BLOCK
+from ..base import partition
 from ..optimizers.rule import BlockUpdate
 from ..optimizers.slots import owners
-from ..variables.arena import ALIGNMENT_BYTES, ArenaAllocator
 from .link import Link
 
 __all__ = ["FusedUpdate", "TorchUpdate", "fits", "goes_on", "rule_of"]

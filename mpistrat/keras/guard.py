@@ -14,7 +14,7 @@ from typing import Any
 import keras
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from ..errors import ContextError, explain
+from ..base.errors import ContextError, explain
 from .optimizer import DistributedOptimizer, distribute_optimizer, in_graph
 from .state import arrays_of, describe_optimizer
 

@@ -21,14 +21,14 @@ from keras.src.trainers.data_adapters import (
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
-from .._util import log
-from .._util.masks import plain_array
-from .._util.partition import block
+from ..base import log
+from ..base.distributed_values import PerReplica
+from ..base.errors import CollectiveMismatchError, explain
+from ..base.global_batch import Part
+from ..base.masks import plain_array
+from ..base.partition import block
 from ..data import Dataset, DistributedDataset, from_arrays
 from ..data.nodes.sources import row_content
-from ..distributed_values import PerReplica
-from ..errors import CollectiveMismatchError, explain
-from ..global_batch import Part
 from ..strategy.input import Distributor, Division
 from ..strategy.loss import weight_of_pass
 from .link import Link

@@ -13,7 +13,7 @@ from typing import Any, final
 import keras
 import numpy as np
 
-from ..errors import explain
+from ..base.errors import explain
 from .fused import FusedUpdate, fits
 from .optimizer import DistributedOptimizer
 

@@ -14,15 +14,14 @@ import numpy as np
 from keras.src import api_export
 from keras.src.saving import object_registration
 
-from .. import context, global_batch
-from .._util import log, nest
-from .._util.text import named
-from ..comm.agree import only_differences, same, together
+from ..arena.values import checksum
+from ..base import context, global_batch, log, nest
+from ..base.agree import only_differences, same, together
+from ..base.distributed_values import PerReplica
+from ..base.errors import BatchError, CollectiveMismatchError, by_rank, explain
+from ..base.text import named
 from ..comm.process_group import ProcessGroup
-from ..distributed_values import PerReplica
-from ..errors import BatchError, CollectiveMismatchError, by_rank, explain
 from ..strategy.loss import summed_replicas, weight_of_pass
-from ..variables.values import checksum
 
 __all__ = ["Link", "subclass"]
 

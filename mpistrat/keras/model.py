@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
-from ..errors import explain
+from ..base.errors import explain
 from .callbacks import on_this_rank
 from .compiled import describe_compiled
 from .inputs import Batches, ServedBatches, arrays_in, batches_of, with_row

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from ..errors import ContextError, LayoutError, explain
+from ..base.errors import ContextError, LayoutError, explain
 from .link import Link, subclass
 
 __all__ = ["DistributedOptimizer", "distribute_optimizer", "in_graph", "not_in_fit", "sum_over_ranks"]

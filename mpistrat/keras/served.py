@@ -9,7 +9,7 @@ from typing import Any, final
 import keras
 import numpy as np
 
-from ..errors import explain
+from ..base.errors import explain
 from ..strategy.loss import sums_workers
 from ..variables import Variable
 from .fused import fits, rule_of

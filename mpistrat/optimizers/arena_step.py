@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import numpy as np
 
-from .._util import loops
-from .._util.buffers import BufferPool
-from .._util.partition import blocks, merge, spans_within
+from ..arena.arena import Arena, padded
+from ..arena.arithmetic import combine
+from ..arena.pieces import PieceShare, summed_blocks
+from ..arena.reduction import BLOCK, Consume, network_chunk
+from ..arena.values import move_like, quick_digest
+from ..arena.wire import Unsent
+from ..base import loops
+from ..base.buffers import BufferPool
+from ..base.partition import blocks, merge, spans_within
 from ..comm.arrays import all_reduce, to_host
-from ..cross_device.arena import BLOCK, Consume, network_chunk
-from ..cross_device.arithmetic import combine
-from ..cross_device.pieces import PieceShare, summed_blocks
-from ..cross_device.wire import Unsent
-from ..variables.arena import Arena, padded
-from ..variables.values import move_like, quick_digest
 from ..variables.variable import Variable
 from .hyperparameters import GRADIENT_SUM
 from .rule import BlockUpdate, Rule, Span, form_mean, multiply_spans
 from .slots import SlotStore, gathered
 
 if TYPE_CHECKING:
-    from ..cross_device.early import Memory
-    from ..cross_device.encoded import EncodedShare
+    from ..arena.early import Memory
+    from ..arena.encoded import EncodedShare
     from .matrix_sums import MatrixSums
 
 __all__ = ["LARGE_BLOCK", "ArenaStep", "not_finite_of"]
@@ -115,7 +115,7 @@ class ArenaStep:
             if wire is None or residual is None:
                 self._share = PieceShare(inter, self.arena.values, pieces)
             else:
-                from ..cross_device.encoded import EncodedShare
+                from ..arena.encoded import EncodedShare
 
                 work = self._slots.scratch[0]
                 self._share = EncodedShare(inter, self.arena.values, pieces, residual, wire, work, self._messages)

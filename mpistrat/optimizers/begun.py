@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .._util import log
-from .._util.partition import merge
+from ..arena.arena import Arena, padded
+from ..arena.reduction import ArenaSum
+from ..arena.values import checksum
+from ..base import log
+from ..base.errors import explain
+from ..base.partition import merge
 from ..comm.process_group import ProcessGroup
-from ..cross_device.arena import ArenaSum
-from ..errors import explain
-from ..variables.arena import Arena, padded
-from ..variables.values import checksum
 from ..variables.variable import Variable, explain_foreign
 from .gradients import Pairs, flat_gradient, in_place
 
 if TYPE_CHECKING:
-    from ..cross_device.buckets import BucketSums
+    from ..arena.buckets import BucketSums
 
 __all__ = ["Begun", "Choice"]
 

@@ -16,14 +16,14 @@ from typing import Any, TypeVar, final
 
 import numpy as np
 
+from ..arena.arena import Arena
+from ..arena.reduction import Consume, of_node
+from ..arena.values import checksum
+from ..base.errors import ClosedError, by_rank, explain
 from ..cluster.world import is_loss
 from ..comm.arrays import all_reduce
 from ..comm.call import Call
-from ..cross_device.arena import Consume, of_node
-from ..errors import ClosedError, by_rank, explain
-from ..variables.arena import Arena
 from ..variables.equal import different_nodes
-from ..variables.values import checksum
 from ..variables.variable import Variable
 from .arena_step import ArenaStep, not_finite_of
 from .begun import Begun

@@ -7,14 +7,14 @@ from typing import Any, final
 
 import numpy as np
 
-from .._util import loops
-from .._util.underflow import may_underflow
+from ..arena.values import move_like
+from ..base import loops
+from ..base.distributed_values import DistributedValues
+from ..base.errors import explain
+from ..base.types import IndexedSlices
+from ..base.underflow import may_underflow
 from ..comm.arrays import array_module, as_array, as_buffer, is_gpu, on_device_of, to_host
-from ..distributed_values import DistributedValues
-from ..errors import explain
-from ..types import IndexedSlices
 from ..variables.scatter import checked_slices
-from ..variables.values import move_like
 from ..variables.variable import Variable, explain_foreign
 
 __all__ = [

@@ -11,11 +11,11 @@ from typing import Any, ClassVar, TypedDict
 
 import numpy as np
 
-from .._util.arguments import integer
-from .._util.limits import AT_LEAST_ZERO, POSITIVE, UP_TO_ONE, Limits, checked, flag, number
-from ..errors import explain
+from ..arena.values import checksum
+from ..base.arguments import integer
+from ..base.errors import explain
+from ..base.limits import AT_LEAST_ZERO, POSITIVE, UP_TO_ONE, Limits, checked, flag, number
 from ..variables.sharded import each_variable
-from ..variables.values import checksum
 from ..variables.variable import Variable
 from .schedules import LearningRateSchedule
 

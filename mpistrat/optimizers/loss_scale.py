@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, final
 
-from .. import context
-from .._util.limits import POSITIVE, Limits, number
-from .._util.log import logger
-from ..errors import explain
+from ..base import context
+from ..base.errors import explain
+from ..base.limits import POSITIVE, Limits, number
+from ..base.log import logger
 from ..variables.sharded import ShardedVariable, each_variable
 from ..variables.variable import Variable
 from .gradients import ReplicaPairs

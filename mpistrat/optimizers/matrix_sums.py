@@ -8,9 +8,9 @@ from typing import Any, final
 
 import numpy as np
 
-from .._util.underflow import may_underflow
+from ..arena.values import move_like
+from ..base.underflow import may_underflow
 from ..comm.arrays import to_host
-from ..variables.values import move_like
 
 __all__ = ["MatrixSums", "rectangles"]
 

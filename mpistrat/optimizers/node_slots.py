@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ..arena.arena import Arena
 from ..comm.arrays import accumulation_dtype, to_host
 from ..comm.process_group import ProcessGroup
-from ..variables.arena import Arena
 from ..variables.variable import Variable
 
 __all__ = ["OUTER_MOMENTUM", "node_slots_here", "slots_for", "waiting_of_nodes"]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import numpy as np
 
-from .._util.limits import AT_LEAST_ZERO, AT_MOST_ZERO, BELOW_ONE, FLAG, POSITIVE, UP_TO_ONE, Limits
-from .._util.underflow import may_underflow
+from ..base.limits import AT_LEAST_ZERO, AT_MOST_ZERO, BELOW_ONE, FLAG, POSITIVE, UP_TO_ONE, Limits
+from ..base.underflow import may_underflow
 from .hyperparameters import Rate, Settings
 from .optimizer import Optimizer
 from .rule import Block, Loop

@@ -9,10 +9,10 @@ from abc import ABCMeta, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .. import context
+from ..arena.values import check_name
+from ..base import context
 from ..variables.placement import ORDINAL_STEP, Store
 from ..variables.sharded import ShardedVariable, each_variable
-from ..variables.values import check_name
 from ..variables.variable import Variable
 from .begun import Begun
 from .fused_step import FusedStep

@@ -15,18 +15,18 @@ from typing import Any, final
 
 import numpy as np
 
-from .._util.partition import aligned_bounds, merge
-from .._util.underflow import may_underflow
+from ..arena.arena import Arena
+from ..arena.arithmetic import arithmetic
+from ..arena.pieces import PieceShare, PieceSum
+from ..arena.reduction import BLOCK
+from ..base.errors import ClosedError, ContextError, explain
+from ..base.options import LocalSteps
+from ..base.partition import aligned_bounds, merge
+from ..base.types import ReduceOp
+from ..base.underflow import may_underflow
 from ..cluster.world import is_loss
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
-from ..cross_device.arena import BLOCK
-from ..cross_device.arithmetic import arithmetic
-from ..cross_device.pieces import PieceShare, PieceSum
-from ..errors import ClosedError, ContextError, explain
-from ..options import LocalSteps
-from ..types import ReduceOp
-from ..variables.arena import Arena
 from ..variables.placement import Placement
 from ..variables.variable import Variable
 from .node_slots import OUTER_MOMENTUM, node_slots_here

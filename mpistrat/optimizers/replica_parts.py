@@ -7,8 +7,8 @@ from typing import final
 
 import numpy as np
 
+from ..arena.layout import Grid
 from ..variables.equal import different_parts, held_by_several
-from ..variables.layout import Grid
 from ..variables.variable import Variable
 
 __all__ = ["ReplicaParts"]

@@ -11,11 +11,11 @@ from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
 
-from .._util import loops
-from .._util.partition import spans_within
-from .._util.underflow import may_underflow
+from ..arena.arithmetic import combine
+from ..base import loops
+from ..base.partition import spans_within
+from ..base.underflow import may_underflow
 from ..comm.arrays import accumulation_dtype, as_buffer
-from ..cross_device.arithmetic import combine
 from .gradients import Pairs
 from .hyperparameters import AVERAGE, GRADIENT_SUM, Hyperparameters
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import numpy as np
 
-from .._util import loops
-from .._util.limits import AT_LEAST_ZERO, BELOW_ONE, FLAG, UP_TO_ONE, Limits
-from .._util.underflow import may_underflow
-from ..errors import explain
+from ..base import loops
+from ..base.errors import explain
+from ..base.limits import AT_LEAST_ZERO, BELOW_ONE, FLAG, UP_TO_ONE, Limits
+from ..base.underflow import may_underflow
 from .hyperparameters import Rate, Settings, SettingsButDecay
 from .optimizer import Optimizer
 from .rule import Around, Block, Loop

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import final
 
-from .._util.limits import AT_LEAST_ZERO, FINITE, FLAG, POSITIVE, Limits, checked, number
-from ..errors import explain
+from ..base.errors import explain
+from ..base.limits import AT_LEAST_ZERO, FINITE, FLAG, POSITIVE, Limits, checked, number
 
 __all__ = [
     "CosineDecay",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import explain
+from ..base.errors import explain
 
 __all__ = ["as_attribute", "changed", "check_groups", "group_settings", "saved_settings"]
 

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .._util.files import PAGE
-from .._util.partition import aligned_block
+from ..arena.arena import Arena
+from ..arena.layout import Part, Receiver
+from ..arena.pieces import PieceShare
+from ..arena.reduction import BLOCK
+from ..arena.values import move_like
+from ..arena.wire import Unsent
+from ..base.errors import explain
+from ..base.files import PAGE
+from ..base.partition import aligned_block
 from ..comm.arrays import accumulation_dtype, array_module, as_array, on_device_of, to_host
-from ..cross_device.arena import BLOCK
-from ..cross_device.pieces import PieceShare
-from ..cross_device.wire import Unsent
-from ..errors import explain
-from ..variables.arena import Arena
-from ..variables.layout import Part, Receiver
 from ..variables.placement import Placement, SlotsHere
-from ..variables.values import move_like
 from ..variables.variable import Variable
 from .hyperparameters import AVERAGE
 from .node_slots import waiting_of_nodes

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from .._util import log
+from ..arena.layout import Receiver
+from ..arena.values import checksum
+from ..base import log
+from ..base.errors import explain
 from ..comm.arrays import accumulation_dtype, as_array, to_host
-from ..errors import explain
-from ..variables.layout import Receiver
 from ..variables.placement import SlotsHere, Store
 from ..variables.sharded import ShardedVariable
-from ..variables.values import checksum
 from ..variables.variable import Variable
 from .hyperparameters import AVERAGE
 from .rule import Rule

@@ -7,7 +7,7 @@ from typing import final
 
 import numpy as np
 
-from ..errors import explain
+from ..base.errors import explain
 from ..variables import Variable
 
 __all__ = ["StateArray", "require_whole"]

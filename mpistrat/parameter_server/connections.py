@@ -7,11 +7,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any, final
 
-from .._util import log
+from ..base import log
+from ..base.errors import ClosedError, LayoutError, explain
+from ..base.waiting import CEILING
 from ..comm.process_group import ProcessGroup
 from ..comm.shared_memory import free_space
-from ..comm.waiting import CEILING
-from ..errors import ClosedError, LayoutError, explain
 from .layout import Address, MailboxLayout, VariableSpec, aligned
 from .report import ParameterServerStats, combine, of_server, of_worker
 from .roles import register_role

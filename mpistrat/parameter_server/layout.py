@@ -26,8 +26,8 @@ from typing import Any, final
 
 import numpy as np
 
+from ..base.errors import explain
 from ..comm.arrays import check_movable
-from ..errors import explain
 
 __all__ = [
     "LINE",

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..base.errors import explain
 from ..comm.arrays import accumulation_dtype, check_reducible
-from ..errors import explain
 from ..variables.scatter import scatter
 
 if TYPE_CHECKING:

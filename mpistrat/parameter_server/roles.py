@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from .._util import log
+from ..base import log
+from ..base.errors import ClusterError, explain
+from ..base.options import CommunicationOptions
 from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, Topology
 from ..cluster.resolvers.tf_config import warn_unused
 from ..cluster.spec import validate
 from ..cluster.tasks import own_task, ranks_by_task
 from ..comm.monitor import exit_report
 from ..comm.process_group import ProcessGroup
-from ..errors import ClusterError, explain
-from ..options import CommunicationOptions
 from .layout import PLACEMENTS
 
 if TYPE_CHECKING:

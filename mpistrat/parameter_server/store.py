@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
 
+from ..base.errors import MpistratError, explain
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
-from ..errors import MpistratError, explain
 from ..optimizers.optimizer import find, known
 from ..variables import Placement, Variable
 from ..variables.placement import ORDINAL_STEP, Description, SlotsHere, Store, Target

@@ -6,16 +6,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
-from .._util.text import counted
+from ..base.errors import ContextError, explain
+from ..base.options import CommunicationOptions, RunOptions
+from ..base.text import counted
+from ..base.waiting import CEILING
 from ..cluster import ClusterResolver
 from ..cluster.forks import is_child, refusal
 from ..cluster.topology import Topology, check_comm, running_mpi
 from ..comm.process_group import ProcessGroup
-from ..comm.waiting import CEILING
 from ..cross_device.ops import CrossDeviceOps
 from ..data.feed.plan import Workers
-from ..errors import ContextError, explain
-from ..options import CommunicationOptions, RunOptions
 from ..strategy.assemble import PARAMETER_SERVER, assemble
 from ..strategy.input import Division
 from ..strategy.loss import summed_replicas, sums_workers

@@ -6,13 +6,13 @@ from typing import Any, final
 
 import numpy as np
 
-from .._util.arguments import tensorflow_names
+from ..arena.values import as_flat, zeros
+from ..base.arguments import tensorflow_names
+from ..base.types import IndexedSlices
 from ..cluster.devices import parse
-from ..types import IndexedSlices
 from ..variables.kinds import OnWriteVariable
 from ..variables.placement import Description, Placement
 from ..variables.scatter import row_numbers
-from ..variables.values import as_flat, zeros
 from .operations import Operation
 from .worker.access import Access
 

@@ -1,6 +1,6 @@
 """The strategies, their contexts, and what they save and restore."""
 
-from ..environment import RESTART_EXIT_CODE
+from ..base.environment import RESTART_EXIT_CODE
 from .contexts import ReplicaContext, ValueContext
 from .extended import StrategyExtended
 from .preemption import catch_stop_signals

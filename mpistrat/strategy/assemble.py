@@ -9,20 +9,11 @@ from functools import partial
 from types import NoneType
 from typing import Any, TypeVar, final
 
-from .._util import log, loops
-from .._util.text import counted
-from ..cluster.cores import loop_threads, set_blas_threads
-from ..cluster.devices import check_devices, parse
-from ..cluster.topology import Topology
-from ..comm.agree import together
-from ..comm.monitor import abort
-from ..comm.process_group import ProcessGroup
-from ..cross_device.auto import make_cross_device_ops
-from ..cross_device.ops import CrossDeviceOps
-from ..cross_device.ordered import OrderedAllReduce
-from ..cross_device.wire import wire_named
-from ..environment import Environment
-from ..errors import (
+from ..arena.wire import wire_named
+from ..base import log, loops
+from ..base.agree import together
+from ..base.environment import Environment
+from ..base.errors import (
     ClusterError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -32,7 +23,16 @@ from ..errors import (
     RanksLostError,
     explain,
 )
-from ..options import CommunicationOptions, LocalSteps
+from ..base.options import CommunicationOptions, LocalSteps
+from ..base.text import counted
+from ..cluster.cores import loop_threads, set_blas_threads
+from ..cluster.devices import check_devices, parse
+from ..cluster.topology import Topology
+from ..comm.monitor import abort
+from ..comm.process_group import ProcessGroup
+from ..cross_device.auto import make_cross_device_ops
+from ..cross_device.ops import CrossDeviceOps
+from ..cross_device.ordered import OrderedAllReduce
 from .extended import StrategyExtended
 
 __all__ = [

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from .._util.text import counted, named
+from ..base.errors import LayoutError, explain
+from ..base.text import counted, named
 from ..cluster.topology import Topology
-from ..errors import LayoutError, explain
 from ..variables import DATA
 
 __all__ = ["Axes"]

@@ -6,8 +6,8 @@ from abc import ABC
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ContextError, explain
-from ..types import ReduceOp
+from ..base.errors import ContextError, explain
+from ..base.types import ReduceOp
 
 if TYPE_CHECKING:
     from ..cross_device.nonblocking import CollectiveRequest

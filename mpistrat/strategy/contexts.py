@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .. import context, random
-from .._util import nest
+from ..base import context, nest, random
+from ..base.context import Frame
+from ..base.distributed_values import PerReplica, regroup, select_replica
+from ..base.errors import ContextError, explain
+from ..base.options import CommunicationOptions
+from ..base.types import ReduceOp
 from ..cluster.cores import limit_new_libraries
 from ..cluster.topology import Topology
 from ..comm.arrays import as_array
-from ..context import Frame
-from ..distributed_values import PerReplica, regroup, select_replica
-from ..errors import ContextError, explain
-from ..options import CommunicationOptions
-from ..types import ReduceOp
 from .reductions import Reductions, read_variables
 from .replica_threads import current_rendezvous
 

@@ -10,18 +10,17 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-from .. import context
-from .._util import nest
+from ..arena.wire import Wire
+from ..base import context, nest
+from ..base.context import Frame
+from ..base.distributed_values import DistributedValues, Mirrored, regroup, select_replica
+from ..base.errors import ClosedError, ContextError, explain
+from ..base.global_batch import Ledger
+from ..base.options import CommunicationOptions, LocalSteps
+from ..base.types import ReduceOp
 from ..cluster.topology import Topology
 from ..comm.process_group import ProcessGroup
-from ..context import Frame
 from ..cross_device.ops import CrossDeviceOps
-from ..cross_device.wire import Wire
-from ..distributed_values import DistributedValues, Mirrored, regroup, select_replica
-from ..errors import ClosedError, ContextError, explain
-from ..global_batch import Ledger
-from ..options import CommunicationOptions, LocalSteps
-from ..types import ReduceOp
 from ..variables import ArenaAllocator, Placement, ShardedVariable, Variable, create_variable, explain_foreign
 from .checkpoint.optimizer_states import OptimizerStates
 from .contexts import ReplicaContext
@@ -114,7 +113,7 @@ class StrategyExtended(TensorFlow1Extended):
         devices = self.sync_topology.devices
         self.placement = Placement(sync_group, ops, arenas, strategy, devices, distributed, local_steps=local_steps)
         if sharded_gradients:
-            from ..cross_device.buckets import BucketSums
+            from ..arena.buckets import BucketSums
 
             self.placement.buckets = BucketSums(sync_group)
         self.is_default, self.closed = is_default, False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ContextError, explain
+from ..base.errors import ContextError, explain
 from ..variables.equal import different_weights
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.snapshot import Snapshot

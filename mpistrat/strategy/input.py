@@ -12,8 +12,10 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from ..base.agree import same, together
+from ..base.errors import CollectiveMismatchError, by_rank, explain
+from ..base.global_batch import Ledger
 from ..cluster.devices import parse
-from ..comm.agree import same, together
 from ..comm.draws import Draws
 from ..comm.gpu import DeviceCopy
 from ..comm.monitor.rank_monitor import user_line
@@ -25,8 +27,6 @@ from ..data.feed.from_function import FunctionPlan, call_dataset_fn
 from ..data.feed.plan import NoPlan, Workers
 from ..data.files.shared_look import look_together
 from ..data.nodes.node import Node
-from ..errors import CollectiveMismatchError, by_rank, explain
-from ..global_batch import Ledger
 
 __all__ = ["Distributor", "Division"]
 

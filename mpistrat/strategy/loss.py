@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import context, global_batch
-from .._util.masks import plain_array
-from .._util.underflow import may_underflow
+from ..base import context, global_batch
+from ..base.errors import ContextError, explain
+from ..base.masks import plain_array
+from ..base.underflow import may_underflow
 from ..comm.arrays import array_module, as_array, on_device_of
-from ..errors import ContextError, explain
 from .contexts import local_replica
 from .reductions import as_scalar
 

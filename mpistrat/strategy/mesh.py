@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .._util.text import named
+from ..arena.values import move_like
+from ..base.errors import ClosedError, explain
+from ..base.text import named
+from ..base.types import ReduceOp
 from ..comm.arrays import accumulation_dtype, as_array, check_movable, check_reducible, is_gpu, to_host
 from ..comm.exchange import all_gather, all_to_all
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import make_cross_device_ops
 from ..cross_device.ops import CrossDeviceOps
-from ..errors import ClosedError, explain
-from ..types import ReduceOp
 from ..variables import DATA, Grid
-from ..variables.values import move_like
 from .axes import Axes
 from .objects import check_root
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
 
-from .._util.text import counted
+from ..base.errors import LayoutError, explain
+from ..base.options import CommunicationOptions
+from ..base.text import counted
 from ..cluster.topology import Topology
 from ..comm.arrays import as_array
 from ..comm.process_group import ProcessGroup
 from ..cross_device.ops import CrossDeviceOps
-from ..errors import LayoutError, explain
-from ..options import CommunicationOptions
 from ..variables import DATA
 from .assemble import MESH, assemble
 from .axes import Axes

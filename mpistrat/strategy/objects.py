@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.agree import as_told, together
+from ..base.agree import as_told, together
+from ..base.errors import explain
 from ..comm.process_group import ProcessGroup
-from ..errors import explain
 
 __all__ = ["all_gather_object", "broadcast_object", "check_root"]
 

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .._util import log
+from ..base import log
+from ..base.errors import explain
+from ..base.waiting import wait_until
 from ..comm.process_group import ProcessGroup
-from ..comm.waiting import wait_until
-from ..errors import explain
 
 if TYPE_CHECKING:
     from ..comm.monitor.rank_monitor import RankMonitor

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .._util.masks import plain_array
-from .._util.text import named
+from ..base.agree import same, together
+from ..base.errors import CollectiveMismatchError, ContextError, by_rank, explain
+from ..base.masks import plain_array
+from ..base.options import CommunicationOptions
+from ..base.text import named
+from ..base.types import ReduceOp
 from ..cluster.forks import is_child
-from ..comm.agree import same, together
 from ..comm.dropped import collect_cycles, dropped_by_all
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import make_cross_device_ops
-from ..errors import CollectiveMismatchError, ContextError, by_rank, explain
-from ..options import CommunicationOptions
-from ..types import ReduceOp
 from .contexts import require_one_call
 from .objects import all_gather_object, broadcast_object
 from .reductions import Reductions

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .._util import nest
-from .._util.underflow import may_underflow
+from ..arena.arithmetic import arithmetic
+from ..base import nest
+from ..base.distributed_values import DistributedValues, Mirrored, PerReplica
+from ..base.errors import explain
+from ..base.options import CommunicationOptions
+from ..base.types import ReduceOp, VariableSynchronization
+from ..base.underflow import may_underflow
 from ..comm.arrays import accumulation_dtype, array_module, as_array, check_reducible, mean_dtype, on_device_of
-from ..cross_device.arithmetic import arithmetic
 from ..cross_device.ops import CrossDeviceOps
-from ..distributed_values import DistributedValues, Mirrored, PerReplica
-from ..errors import explain
-from ..options import CommunicationOptions
-from ..types import ReduceOp, VariableSynchronization
 from ..variables import SyncOnReadVariable, Variable
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from .. import context, global_batch
-from ..context import Frame
-from ..errors import ContextError
+from ..base import context, global_batch
+from ..base.context import Frame
+from ..base.errors import ContextError
 
 __all__ = ["Rendezvous", "ReplicaThreads", "current_rendezvous"]
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from .._util import loops
-from .._util.text import counted
+from ..base import loops
+from ..base.environment import Environment
+from ..base.text import counted
 from ..cluster.cores import usable_cores
 from ..cross_device.auto import Chooser
-from ..environment import Environment
 
 if TYPE_CHECKING:
     from .strategy import Strategy

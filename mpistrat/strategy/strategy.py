@@ -8,18 +8,18 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from .. import context, global_batch
-from .._util import nest
-from .._util.text import counted
+from ..base import context, global_batch, nest
+from ..base.context import Frame
+from ..base.distributed_values import DistributedValues, PerReplica, regroup, select_replica
+from ..base.errors import CollectiveMismatchError, explain
+from ..base.global_batch import global_batch_size
+from ..base.options import CommunicationOptions, RunOptions
+from ..base.text import counted
+from ..base.types import ReduceOp
 from ..cluster.forks import is_child
 from ..cluster.resolvers.resolver import ClusterResolver
 from ..comm.process_group import ProcessGroup
 from ..comm.recorder import RECORDER
-from ..context import Frame
-from ..distributed_values import DistributedValues, PerReplica, regroup, select_replica
-from ..errors import CollectiveMismatchError, explain
-from ..options import CommunicationOptions, RunOptions
-from ..types import ReduceOp
 from ..variables import Variable
 from ..variables.equal import different_weights
 from .checkpoint.checkpoint import Checkpoint
@@ -521,7 +521,7 @@ def _check_data(args: Sequence[Any], kwargs: Mapping[str, Any], error: TypeError
             expected, got = "numbers in what the step computes with", f"text or objects ({dtype}) in {place}: {error}"
             remedy = "Make numbers of text before batch: names, numbers = np.unique(labels, return_inverse=True)"
             raise TypeError(explain("Strategy.run", "args", expected=expected, got=got, remedy=remedy)) from error
-    if "NoneType" in str(error) and given["args"] and context.global_batch_size() is None:
+    if "NoneType" in str(error) and given["args"] and global_batch_size() is None:
         expected = "a batch of a distributed dataset, which tells ms.context.global_batch_size()"
         got = f"another, so that it is None, and the step failed: {error}"
         remedy = "Loop over strategy.distribute_dataset(dataset), or tell it: ms.context.set_global_batch_size(rows)"

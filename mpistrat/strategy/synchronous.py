@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, final
 
-from .. import context
+from ..base import context
+from ..base.agree import gather_text, together
+from ..base.errors import ClusterError, explain
+from ..base.options import CommunicationOptions, LocalSteps
 from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver
 from ..cluster.devices import default_devices
 from ..cluster.resolvers.tf_config import warn_unused
 from ..cluster.spec import worker_count
 from ..cluster.tasks import own_task, ranks_by_task
 from ..cluster.topology import Topology
-from ..comm.agree import gather_text, together
 from ..comm.process_group import ProcessGroup
 from ..cross_device.mpi import MpiAllReduce
 from ..cross_device.ops import CrossDeviceOps
-from ..errors import ClusterError, explain
-from ..options import CommunicationOptions, LocalSteps
 from .assemble import CENTRAL_STORAGE, MIRRORED, MULTI_WORKER_MIRRORED, ONE_DEVICE, assemble
 from .extended import StrategyExtended
 from .strategy import Strategy

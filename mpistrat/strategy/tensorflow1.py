@@ -7,10 +7,9 @@ from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-from .. import context
-from .._util import log
-from ..errors import explain
-from ..types import ReduceOp
+from ..base import context, log
+from ..base.errors import explain
+from ..base.types import ReduceOp
 
 if TYPE_CHECKING:
     from ..data import Dataset, DistributedIterator, InputContext, InputReplicationMode

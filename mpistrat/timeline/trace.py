@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import context
-from .._util.files import replacing
-from .._util.text import encoded
+from ..base import context
+from ..base.errors import explain
+from ..base.files import replacing
+from ..base.text import encoded
 from ..comm.process_group import ProcessGroup
 from ..comm.recorder import GROUPS, KINDS, RECORDER, Ring
-from ..errors import explain
 from .clocks import Offset, clock_offset
 
 __all__ = ["process_group_of", "save", "span"]

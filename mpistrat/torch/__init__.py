@@ -6,7 +6,7 @@ and makes the optimizer's step the one fused collective that sums and updates.
 
 from __future__ import annotations
 
-from ..errors import missing_framework
+from ..base.errors import missing_framework
 
 try:
     import torch as _  # noqa: F401

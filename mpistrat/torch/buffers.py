@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import torch
 
-from .. import context
-from ..errors import explain
-from ..types import VariableAggregation, VariableSynchronization
+from ..arena.values import checksum
+from ..base import context
+from ..base.errors import explain
+from ..base.types import VariableAggregation, VariableSynchronization
 from ..variables import Variable
-from ..variables.values import checksum
 from .tensors import array_of, tensor_of
 
 __all__ = ["Buffers"]

@@ -8,11 +8,11 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import torch
 
-from .. import context
+from ..arena.layout import check_layouts
+from ..base import context
+from ..base.errors import explain
 from ..cluster.devices import parse
-from ..errors import explain
 from ..strategy.loss import check_loss
-from ..variables.layout import check_layouts
 from .module import divide_gradients, link_of, put_into
 from .optimizer import distribute_optimizer
 from .rule import is_elementwise

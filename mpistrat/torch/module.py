@@ -11,11 +11,11 @@ from typing import Any, NoReturn, final
 
 import torch
 
-from ..errors import explain
+from ..arena.layout import Part
+from ..base.errors import explain
 from ..strategy.contexts import local_replica
 from ..strategy.loss import summed_replicas
 from ..variables import Variable
-from ..variables.layout import Part
 from .buffers import Buffers
 from .sync_batch_norm import SyncBatchNorm
 from .tensors import LocalGradient, array_of, slices_of, tensor_of

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch.optim import optimizer as base
 
-from .. import context
+from ..base import context
+from ..base.errors import explain
 from ..comm.arrays import accumulation_dtype
-from ..errors import explain
 from ..strategy.contexts import in_step, local_replica
 from ..strategy.loss import summed_replicas
 from ..variables import Variable

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 
-from .._util import log
+from ..base import log
 from ..strategy.contexts import in_step
 from .module import Link
 

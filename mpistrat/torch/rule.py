@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from ..errors import explain
+from ..base.errors import explain
 from ..optimizers import Optimizer
 from ..optimizers.gradients import pairs_of
 from ..optimizers.rule import Block

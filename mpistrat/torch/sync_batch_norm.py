@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import context
+from ..base import context
 from .tensors import array_of
 
 __all__ = ["SyncBatchNorm", "convert"]

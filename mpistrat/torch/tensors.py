@@ -7,9 +7,9 @@ from typing import Any, NoReturn, final
 import numpy as np
 import torch
 
+from ..base.errors import explain
+from ..base.types import IndexedSlices
 from ..comm.arrays import as_array, is_bfloat16, is_gpu
-from ..errors import explain
-from ..types import IndexedSlices
 
 __all__ = ["LocalGradient", "array_of", "slices_of", "tensor_of"]
 

@@ -18,7 +18,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from ..errors import BatchError, explain
+from ..base.errors import BatchError, explain
 from ..strategy.contexts import local_replica
 from ..strategy.loss import weight_of_pass
 from .sync_batch_norm import SyncBatchNorm

@@ -16,9 +16,9 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from .._util import log
+from ..base import log
+from ..base.errors import explain
 from ..comm.arrays import accumulation_dtype
-from ..errors import explain
 from ..optimizers.whole_state import StateArray, require_whole
 from ..variables import Variable
 from .tensors import array_of, tensor_of

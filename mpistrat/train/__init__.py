@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._util.lazy import lazy
+from ..base.lazy import lazy
 from .survive import Job, survive  # at once: its module has the name
 
 if TYPE_CHECKING:

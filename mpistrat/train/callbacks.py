@@ -12,9 +12,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from .._util.log import logger
-from .._util.masks import plain_array
-from ..errors import explain
+from ..base.errors import explain
+from ..base.log import logger
+from ..base.masks import plain_array
 
 __all__ = [
     "Callback",

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from .._util.arguments import integer
-from .._util.files import remove_dead
-from .._util.log import logger
-from ..environment import RESTART_EXIT_CODE
-from ..errors import ContextError, SharedMemoryError, explain
+from ..base.arguments import integer
+from ..base.environment import RESTART_EXIT_CODE
+from ..base.errors import ContextError, SharedMemoryError, explain
+from ..base.files import remove_dead
+from ..base.log import logger
 from ..strategy.checkpoint.extra import has_state
 from ..strategy.checkpoint.writer import Saving
 from .folder_claim import FolderClaim

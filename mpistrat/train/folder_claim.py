@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
-from ..errors import explain
+from ..base.errors import explain
 
 __all__ = ["FolderClaim"]
 

@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, final
 
-from .. import context
-from .._util.files import replacing
-from .._util.log import logger
-from .._util.terminal import progress_bar, reaches_terminal
-from .._util.text import displayable, encoded
-from ..errors import MissingDependencyError, explain
+from ..base.errors import MissingDependencyError, explain
+from ..base.files import replacing
+from ..base.global_batch import global_batch_size
+from ..base.log import logger
+from ..base.terminal import progress_bar, reaches_terminal
+from ..base.text import displayable, encoded
 from ..timeline import save
 from .callbacks import Callback, Logs, Loop, is_number, plain
 from .warn_once import WarnOnce
@@ -182,7 +182,7 @@ class Progress(Callback):
     def on_step_end(self, loop: Loop) -> None:
         if self._bar is None:
             return
-        self._samples += context.global_batch_size() or 0
+        self._samples += global_batch_size() or 0
         now, done = time.monotonic(), loop.step - self._first
         if now - self._shown > _SHOWN or done == self._steps:
             self._shown = now

@@ -12,12 +12,12 @@ from typing import Any, final
 
 import numpy as np
 
-from .. import context
-from .._util.underflow import may_underflow
+from ..base import context
+from ..base.errors import explain
+from ..base.types import VariableAggregation, VariableSynchronization
+from ..base.underflow import may_underflow
 from ..comm.arrays import to_host
-from ..errors import explain
 from ..strategy.contexts import in_step, stepping
-from ..types import VariableAggregation, VariableSynchronization
 from ..variables import Variable
 
 __all__ = ["Mean", "MeanOf", "Metric", "Sum", "mean_of_rows", "results"]

@@ -8,10 +8,10 @@ from typing import Any, final
 
 import numpy as np
 
-from .._util.arguments import integer
-from .._util.limits import UP_TO_ONE, Limits, flag, number
-from .._util.underflow import may_underflow
-from ..errors import explain
+from ..base.arguments import integer
+from ..base.errors import explain
+from ..base.limits import UP_TO_ONE, Limits, flag, number
+from ..base.underflow import may_underflow
 from .metric import UPDATE, MeanOf, Metric, host, ratio, same_rank
 
 __all__ = [

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .. import context
-from .._util.files import read_whole, replacing
-from .._util.log import logger
-from .._util.masks import plain_array
-from .._util.text import counted, duration, encoded
 from .._version import __version__
-from ..errors import ContextError, MissingDependencyError, explain
+from ..base import context
+from ..base.errors import ContextError, MissingDependencyError, explain
+from ..base.files import read_whole, replacing
+from ..base.global_batch import global_batch_size
+from ..base.log import logger
+from ..base.masks import plain_array
+from ..base.text import counted, duration, encoded
 from ..timeline import times
 from .callbacks import Callback, Logs, Loop, is_number, plain
 from .logs import JSONLogger, Progress, TensorBoard
@@ -156,7 +157,7 @@ class Monitor(Callback):
             callback.on_epoch_begin(loop)
 
     def on_step_end(self, loop: Loop) -> None:
-        self._samples += context.global_batch_size() or 0
+        self._samples += global_batch_size() or 0
         for callback in self._callbacks:
             callback.on_step_end(loop)
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from .._util.log import logger
-from ..environment import RESTART_EXIT_CODE
-from ..errors import ContextError, explain
+from ..base.environment import RESTART_EXIT_CODE
+from ..base.errors import ContextError, explain
+from ..base.log import logger
 from ..strategy.preemption import ask_to_stop, catch_stop_signals, stop_reason
 from .checkpoints import Checkpoints
 

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
 
-from .._util.log import logger
-from .._util.text import counted, named
+from ..base.environment import Environment
+from ..base.errors import ClusterError, LayoutError, explain
+from ..base.log import logger
+from ..base.text import counted, named
 from ..cluster import world
 from ..cluster.topology import running_mpi
 from ..comm import job_files
 from ..comm.monitor import abort
 from ..comm.process_group import abandon
-from ..environment import Environment
-from ..errors import ClusterError, LayoutError, explain
 
 __all__ = ["Job", "survive"]
 

@@ -11,9 +11,9 @@ from typing import Any, final
 
 import numpy as np
 
-from .._util import log, nest
-from .._util.masks import plain_array
-from ..errors import ContextError, explain
+from ..base import log, nest
+from ..base.errors import ContextError, explain
+from ..base.masks import plain_array
 from .callbacks import Callback, Loop
 from .checkpoints import Checkpoints
 from .metric import Metric, results

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import TracebackType
 from typing import final
 
-from .._util.log import logger
-from .._util.text import error_text
-from ..errors import MpistratError
+from ..base.errors import MpistratError
+from ..base.log import logger
+from ..base.text import error_text
 
 __all__ = ["WarnOnce"]
 

@@ -1,9 +1,9 @@
 """The variables of a strategy, and the arenas in which they and their gradients lie."""
 
-from .arena import Arena, ArenaAllocator
+from ..arena.arena import Arena, ArenaAllocator
+from ..arena.layout import DATA, Grid, Part, Receiver
 from .create import create_variable
 from .kinds import MirroredVariable, SyncOnReadVariable
-from .layout import DATA, Grid, Part, Receiver
 from .placement import Placement
 from .sharded import ShardedVariable
 from .variable import Variable, explain_foreign

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from .._util.arguments import tensorflow_names
-from .._util.masks import unmasked
+from ..base.arguments import tensorflow_names
+from ..base.errors import explain
+from ..base.masks import unmasked
+from ..base.types import VariableAggregation, VariableSynchronization
 from ..comm.arrays import to_host
-from ..errors import explain
-from ..types import VariableAggregation, VariableSynchronization
 from .placement import Description, Placement
 from .scatter import ScatterMethods
 

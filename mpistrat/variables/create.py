@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from .._util.partition import aligned_block, bounds
+from ..arena.layout import Part, Receiver
+from ..arena.values import check_name, initial_array, move_like, parse_dtype
+from ..base.errors import explain
+from ..base.partition import aligned_block, bounds
+from ..base.types import VariableAggregation, VariableSynchronization
 from ..comm.call import Call
 from ..comm.process_group import ProcessGroup
-from ..errors import explain
-from ..types import VariableAggregation, VariableSynchronization
 from .kinds import MirroredVariable, SyncOnReadVariable, check_kind
-from .layout import Part, Receiver
 from .partitioners import check_partitions
 from .placement import Description, Placement, Target
 from .sharded import ShardedVariable
-from .values import check_name, initial_array, move_like, parse_dtype
 from .variable import Variable
 
 __all__ = ["create_variable"]

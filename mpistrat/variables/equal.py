@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .._util import partition
+from ..arena.arena import Arena
+from ..arena.layout import Grid
+from ..arena.values import checksum
+from ..base import partition
+from ..base.errors import CollectiveMismatchError, by_rank, explain
 from ..comm.arrays import to_host
 from ..comm.process_group import ProcessGroup
-from ..errors import CollectiveMismatchError, by_rank, explain
-from .arena import Arena
-from .layout import Grid
 from .placement import Placement
-from .values import checksum
 from .variable import Variable
 
 __all__ = ["different_nodes", "different_parts", "different_weights", "held_by_several"]

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
 
-from .. import context
+from ..arena.arena import Arena
+from ..arena.layout import Receiver
+from ..arena.values import as_flat, checksum, move_like, one_value, read_only, zeros
+from ..base import context
+from ..base.distributed_values import DistributedValues, PerReplica
+from ..base.errors import ContextError, explain
+from ..base.types import IndexedSlices, ReduceOp, VariableAggregation, VariableSynchronization
 from ..comm.arrays import to_host
-from ..distributed_values import DistributedValues, PerReplica
-from ..errors import ContextError, explain
-from ..types import IndexedSlices, ReduceOp, VariableAggregation, VariableSynchronization
-from .arena import Arena
-from .layout import Receiver
 from .placement import Description, Placement
 from .scatter import scatter
-from .values import as_flat, checksum, move_like, one_value, read_only, zeros
 from .variable import Variable
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
-from ..errors import explain
-from .values import checksum
+from ..arena.values import checksum
+from ..base.errors import explain
 
 __all__ = ["HandedOver", "OwnGradients"]
 

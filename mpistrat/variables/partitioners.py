@@ -8,8 +8,8 @@ from typing import Any, final
 
 import numpy as np
 
-from ..errors import explain
-from .values import parse_dtype
+from ..arena.values import parse_dtype
+from ..base.errors import explain
 
 __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner", "check_partitions"]
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from ..arena.values import as_flat, move_like, one_value, read_only, zeros
+from ..base.errors import explain
+from ..base.types import VariableAggregation, VariableSynchronization
 from ..comm.arrays import to_host
-from ..errors import explain
-from ..types import VariableAggregation, VariableSynchronization
 from .placement import Description, Placement
 from .scatter import scatter
-from .values import as_flat, move_like, one_value, read_only, zeros
 from .variable import Variable
 
 if TYPE_CHECKING:

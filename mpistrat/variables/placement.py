@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from ..arena.arena import ArenaAllocator
+from ..arena.layout import Grid, Part
+from ..base.errors import LayoutError, explain
+from ..base.options import LocalSteps
+from ..base.types import VariableAggregation, VariableSynchronization
 from ..comm.process_group import ProcessGroup
 from ..cross_device.ops import CrossDeviceOps
-from ..errors import LayoutError, explain
-from ..options import LocalSteps
-from ..types import VariableAggregation, VariableSynchronization
-from .arena import ArenaAllocator
-from .layout import Grid, Part
 
 if TYPE_CHECKING:
-    from ..cross_device.buckets import BucketSums
+    from ..arena.buckets import BucketSums
 
 __all__ = ["ORDINAL_STEP", "Description", "Placement", "Store", "Target"]
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._util.arguments import tensorflow_names
-from .._util.masks import plain_array
+from ..arena.values import convert
+from ..base.arguments import tensorflow_names
+from ..base.errors import explain
+from ..base.masks import plain_array
+from ..base.types import IndexedSlices
 from ..comm.arrays import as_array, to_host
-from ..errors import explain
-from ..types import IndexedSlices
-from .values import convert
 
 if TYPE_CHECKING:
     from typing_extensions import Self

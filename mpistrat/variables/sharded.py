@@ -8,14 +8,14 @@ from typing import Any, final
 
 import numpy as np
 
-from .._util.arguments import tensorflow_names
-from .._util.masks import unmasked
+from ..arena.values import as_flat, check_name, one_value, read_only, zeros
+from ..base.arguments import tensorflow_names
+from ..base.errors import explain
+from ..base.masks import unmasked
+from ..base.types import IndexedSlices
 from ..comm.arrays import array_module, as_array, on_device_of, to_host
-from ..errors import explain
-from ..types import IndexedSlices
 from .array_like import ArrayVariable
 from .scatter import checked_slices, row_numbers, row_ranges, rows_of
-from .values import as_flat, check_name, one_value, read_only, zeros
 from .variable import Variable
 
 __all__ = ["ShardedVariable", "each_variable"]

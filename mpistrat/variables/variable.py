@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import context
-from ..context import Frame
-from ..distributed_values import DistributedValues
-from ..errors import ClosedError, ContextError, explain
-from ..types import VariableAggregation, VariableSynchronization
-from .arena import Arena
+from ..arena.arena import Arena
+from ..arena.layout import Part, Receiver
+from ..base import context
+from ..base.context import Frame
+from ..base.distributed_values import DistributedValues
+from ..base.errors import ClosedError, ContextError, explain
+from ..base.types import VariableAggregation, VariableSynchronization
 from .array_like import ArrayVariable
-from .layout import Part, Receiver
 from .placement import Description, Placement
 
 if TYPE_CHECKING:

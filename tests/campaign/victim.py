@@ -32,7 +32,7 @@ PACKAGE = str(Path(ms.__file__).parent)
 COMMIT = ("strategy/checkpoint/snapshot.py", "comm/job_files.py")
 RECOVERY = (
     *COMMIT, "train/survive.py", "train/checkpoints.py", "cluster/world.py", "strategy/checkpoint/restore.py",
-    "comm/process_group.py", "comm/shared_memory.py", "comm/node.py", "variables/arena.py",
+    "comm/process_group.py", "comm/shared_memory.py", "comm/node.py", "arena/arena.py",
 )  # fmt: skip
 LEAVING = ("train/survive.py", "cluster/world.py")
 

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from process_groups import Gradients, local, open_group
 
+from mpistrat.arena.arithmetic import arithmetic
+from mpistrat.base.distributed_values import PerReplica
+from mpistrat.base.options import CommunicationOptions
 from mpistrat.comm.arrays import accumulation_dtype
-from mpistrat.cross_device.arithmetic import arithmetic
 from mpistrat.cross_device.auto import AutoAllReduce
 from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
 from mpistrat.cross_device.mpi import MpiAllReduce
@@ -16,9 +18,7 @@ from mpistrat.cross_device.nccl import NcclAllReduce
 from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.cross_device.ordered import OrderedAllReduce
 from mpistrat.cross_device.to_one import ReductionToOneDevice
-from mpistrat.distributed_values import PerReplica
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.options import CommunicationOptions
 from mpistrat.types import IndexedSlices, ReduceOp
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)

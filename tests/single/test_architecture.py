@@ -200,7 +200,7 @@ def test_the_version_is_said_once():
 
 
 def test_python_is_started_by_path_alone():
-    """`python -m` and `python -c` import from the working directory first: see `_util/programs.py`."""
+    """`python -m` and `python -c` import from the working directory first: see `base/programs.py`."""
     users_own = {
         "mpistrat/cli/run.py",
         "mpistrat/batch_jobs/render.py",
@@ -214,7 +214,7 @@ def test_python_is_started_by_path_alone():
                 or ast.unparse(word) == "sys.executable"
                 for word in words
             )
-            if starts and where(path) not in users_own | {"mpistrat/_util/programs.py"}:
+            if starts and where(path) not in users_own | {"mpistrat/base/programs.py"}:
                 wrong.append(f"{where(path)}:{node.lineno} {ast.unparse(node)}")
     assert not wrong, "\n".join(wrong)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.distributed_values import DistributedValues, Mirrored, PerReplica, regroup, select_replica
+from mpistrat.base.distributed_values import DistributedValues, Mirrored, PerReplica, regroup, select_replica
 
 trees = st.recursive(st.just(None), lambda c: st.lists(c, min_size=1, max_size=3) | st.tuples(c, c), max_leaves=6)
 

@@ -156,7 +156,7 @@ def test_the_environment_names_a_strategy_that_is_not_loaded():
 def test_a_package_without_sources_says_so(tmp_path: Path):
     folder = tmp_path / "part"
     folder.mkdir()
-    (folder / "__init__.py").write_text("from mpistrat._util.lazy import lazy\n__getattr__, __dir__ = lazy(__name__)\n")
+    (folder / "__init__.py").write_text("from mpistrat.base.lazy import lazy\n__getattr__, __dir__ = lazy(__name__)\n")
     program = (
         "import compileall, os, sys\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import mpistrat as ms
-from mpistrat.environment import Environment
-from mpistrat.options import CommunicationOptions
+from mpistrat.base.environment import Environment
+from mpistrat.base.options import CommunicationOptions
 from mpistrat.types import CommunicationImplementation, ReduceOp, VariableAggregation
 
 

@@ -7,11 +7,11 @@ import json
 import time
 from typing import Any
 
-from ..._util.text import counted, decimal_size
-from ...comm.agree import Ranks
+from ...base.agree import Ranks
+from ...base.errors import ShardError
+from ...base.text import counted, decimal_size
 from ...data.shards.files import FileSet, resolve
 from ...data.shards.survey import check_file
-from ...errors import ShardError
 from ..command import DONE, PROBLEM, Command
 from ..terminal import Meter
 from . import add_files, given_files

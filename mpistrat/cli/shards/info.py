@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from ..._util.text import counted, decimal_size, printable
-from ...comm.agree import Ranks
+from ...base.agree import Ranks
+from ...base.text import counted, decimal_size, printable
 from ...data.shards.survey import FieldSurvey, SetSurvey, survey
 from ..command import DONE, Command
 from ..terminal import console, names

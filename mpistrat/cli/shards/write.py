@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from ..._util.partition import block
-from ..._util.text import counted, decimal_size, printable
-from ...comm.agree import Ranks
+from ...base.agree import Ranks
+from ...base.errors import explain
+from ...base.partition import block
+from ...base.text import counted, decimal_size, printable
 from ...data.shards.convert import Conversion, convert, open_converter
 from ...data.shards.files import manifest_path
 from ...data.shards.set_writer import SetWriter, set_pattern
 from ...data.shards.settings import ShardSettings
-from ...errors import explain
 from ..command import DONE, Command
 from ..terminal import Meter, names
 

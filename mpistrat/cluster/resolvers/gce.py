@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, final
 from urllib.parse import quote
 
-from ...errors import ClusterError, explain
+from ...base.errors import ClusterError, explain
 from ..spec import ClusterSpec, validate
 from .http_json import ask_json
 from .resolver import ClusterResolver, check_task, task_url

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import ClusterError, explain
+from ...base.errors import ClusterError, explain
 
 __all__ = ["ask_json", "parse_object"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, final
 from urllib.parse import quote
 
-from ..._util.files import read_whole
-from ...errors import ClusterError, explain
+from ...base.errors import ClusterError, explain
+from ...base.files import read_whole
 from ..spec import ClusterSpec, validate
 from .http_json import ask_json, parse_object
 from .resolver import ClusterResolver, task_url

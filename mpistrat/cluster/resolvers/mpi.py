@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ...errors import ClusterError, explain
+from ...base.errors import ClusterError, explain
 from ..rendezvous import wait_for_ranks
 from ..spec import ClusterSpec, validate
 from ..topology import check_comm, running_mpi

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, final
 
-from ...errors import ClusterError, explain
+from ...base.errors import ClusterError, explain
 from ..devices import count_gpus
 from ..spec import ClusterSpec
 

@@ -6,7 +6,7 @@ import json
 import os
 from typing import final
 
-from ...errors import ClusterError, explain
+from ...base.errors import ClusterError, explain
 from ..spec import ClusterSpec, validate
 from .resolver import ClusterResolver, check_task, task_url_of_several
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import final
 
-from ...errors import ClusterError, explain
+from ...base.errors import ClusterError, explain
 from ..launcher_variables import launched_size
 from ..spec import ClusterSpec, validate
 from .mpi import split_counts

@@ -7,8 +7,8 @@ import logging
 import os
 from typing import Any, final
 
-from ..._util import log
-from ...errors import ClusterError, explain
+from ...base import log
+from ...base.errors import ClusterError, explain
 from ..spec import ClusterSpec, validate
 from .resolver import ClusterResolver, check_task, task_url_of_several
 

@@ -24,13 +24,13 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NoReturn, final
 
-from ..._util.frames import frame_of
-from ..._util.text import class_name, displayable, encoded, error_text, plural, printable, ranges
+from ...base.environment import RANK_PROCESS, RESTART_EXIT_CODE, Environment
+from ...base.errors import PeerExitError
+from ...base.frames import frame_of
+from ...base.text import class_name, displayable, encoded, error_text, plural, printable, ranges
 from ...cluster import no_rank, start
 from ...cluster.launcher_variables import launched_rank, launched_size
 from ...cluster.world import is_loss, loses_ranks, survives
-from ...environment import RANK_PROCESS, RESTART_EXIT_CODE, Environment
-from ...errors import PeerExitError
 from . import exit_report, leftovers
 
 __all__ = [

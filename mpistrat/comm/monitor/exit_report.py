@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..._util import local_socket, log
-from ..._util.frames import stacks
-from ..._util.programs import isolated
-from ..._util.text import encoded
+from ...base import local_socket, log
+from ...base.frames import stacks
+from ...base.programs import isolated
+from ...base.text import encoded
 from ...cluster.world import survives
 from ..recorder import RECORDER
 

@@ -234,7 +234,7 @@ class ExitMonitor:
                 with contextlib.suppress(OSError, ValueError, struct.error, IndexError):
                     words = last_events(rank.events, death.at) if rank.events is not None else ""
                     text += f"  {rank.who}, last: {words}\n" if words else ""
-            text = run_file("..", "..", "_util", "text.py")["printable"](text, keep="\n")
+            text = run_file("..", "..", "base", "text.py")["printable"](text, keep="\n")
             os.write(2, text.encode(errors="replace"))
 
 

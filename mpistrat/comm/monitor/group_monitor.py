@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, final
 
-from ..._util import log
-from ..._util.text import encoded, plural, ranges
+from ...base import log
+from ...base.agree import fingerprint, only_differences
+from ...base.text import encoded, plural, ranges
+from ...base.waiting import Backoff, Deadline
 from ...cluster.world import loses_ranks
-from ..agree import fingerprint, only_differences
 from ..call import Call
 from ..mailbox import Mailbox
 from ..node import Node
-from ..waiting import Backoff, Deadline
 from . import abort, exit_report, survey
 from .abort import KEY_BYTES, Failures, failure_key
 from .board import Board

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 from typing import Any, NamedTuple, final
 
-from ..._util.frames import frame_of
-from ..._util.text import encoded, error_text, plural, ranges
+from ...base.agree import fingerprint
+from ...base.frames import frame_of
+from ...base.text import encoded, error_text, plural, ranges
+from ...base.waiting import Backoff, wait_until
 from ...cluster.forks import is_child, refusal, refuse_in_children
-from ..agree import fingerprint
 from ..call import Call
 from ..recorder import GROUPS, RECORDER
-from ..waiting import Backoff, wait_until
 from . import abort
 
 __all__ = ["ALL", "POLL", "Answer", "Left", "RankMonitor", "lines", "monitored", "user_line"]

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from time import monotonic
 from typing import Any, final
 
-from ..._util import log
+from ...base import log
 from ...cluster.world import is_loss
 from ..mailbox import Mailbox
 from ..node import Node

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import explain
+from ...base.errors import explain
 from ..files.hdf5 import HDF5Rows
 from ..nodes.batch import Batches
 from ..nodes.node import UNKNOWN, Node

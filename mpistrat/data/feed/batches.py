@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util import nest
+from ...base import nest
 from ..nodes.node import Part, rows_of_parts
 from ..permutation import by_locality
 from ..spec import row_nbytes

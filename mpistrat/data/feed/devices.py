@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util import nest
-from ...distributed_values import regroup
-from ...errors import explain
+from ...base import nest
+from ...base.distributed_values import regroup
+from ...base.errors import explain
 from ..spec import empty_rows
 from .plan import Plan, Step
 

@@ -9,12 +9,12 @@ from typing import Any, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import context
-from ..._util.arguments import integer
-from ..._util.text import counted
+from ...base import context
+from ...base.arguments import integer
+from ...base.errors import explain
+from ...base.global_batch import HandedOut, Ledger
+from ...base.text import counted
 from ...comm.recorder import RECORDER
-from ...errors import explain
-from ...global_batch import HandedOut, Ledger
 from ..dataset import Dataset
 from ..nodes.node import INFINITE, UNKNOWN, Node
 from ..options import InputOptions

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, Protocol, final
 
-from ...errors import explain
+from ...base.errors import explain
 
 __all__ = ["DatasetIterator", "Elements", "Feed", "ReadAhead"]
 

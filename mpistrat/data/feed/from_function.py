@@ -11,9 +11,9 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util import nest
-from ..._util.masks import plain_array
-from ...errors import explain
+from ...base import nest
+from ...base.errors import explain
+from ...base.masks import plain_array
 from ..dataset import Dataset
 from ..nodes.node import INFINITE, UNKNOWN
 from ..options import InputReplicationMode

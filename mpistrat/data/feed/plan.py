@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util import nest, partition
-from ...errors import explain
+from ...base import nest, partition
+from ...base.errors import explain
 from ..nodes.batch import Batches
 from ..nodes.map import Mapped
 from ..nodes.node import INFINITE, UNKNOWN, Node

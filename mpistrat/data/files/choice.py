@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util.text import counted
-from ...errors import ShardError
+from ...base.errors import ShardError
+from ...base.text import counted
 from ..stats import StageStats
 from .chunked import ChunkedReader
 from .contiguous import MappedReader, PositionalReader

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ShardError
+from ...base.errors import ShardError
 from ..buffers import take_rows
 from ..stats import StageStats
 from .codecs import DecodeError

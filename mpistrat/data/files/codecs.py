@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util import loops
+from ...base import loops
 
 if TYPE_CHECKING:
     import h5py

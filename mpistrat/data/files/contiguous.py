@@ -30,7 +30,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ShardError
+from ...base.errors import ShardError
 from ..buffers import take_rows
 from .handles import Descriptor, ShardFile, open_bytes, shard_error
 from .storage import Contiguous, FieldReader, Storage

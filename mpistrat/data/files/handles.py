@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from ...base.errors import ClosedError, LayoutError, MissingDependencyError, ShardError, explain
 from ...cluster.topology import running_mpi
-from ...errors import ClosedError, LayoutError, MissingDependencyError, ShardError, explain
 
 if TYPE_CHECKING:
     import h5py

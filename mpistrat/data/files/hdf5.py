@@ -15,9 +15,9 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util import nest
-from ..._util.text import counted, shortened
-from ...errors import ShardError, explain
+from ...base import nest
+from ...base.errors import ShardError, explain
+from ...base.text import counted, shortened
 from ..buffers import RowBuffers
 from ..nodes.sources import row_content
 from ..nodes.stage import InputRows

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from ..._util.text import printable
+from ...base.text import printable
 from ..dataset import Dataset
 from ..shards.files import PathLike
 from .hdf5 import Fields, HDF5Rows

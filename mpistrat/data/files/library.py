@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import MpistratError
+from ...base.errors import MpistratError
 from ..buffers import LastRead, take_rows
 from .handles import DAMAGED, OpenFiles, ShardFile, shard_error
 from .storage import FieldReader, OnlyHDF5, Storage

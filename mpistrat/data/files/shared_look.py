@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...comm.agree import gather_bytes, together
+from ...base.agree import gather_bytes, together
 from ..nodes.node import Node
 from ..shards.found import from_bytes, to_bytes
 from .hdf5 import HDF5Rows

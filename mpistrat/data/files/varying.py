@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ShardError
+from ...base.errors import ShardError
 from ..buffers import LastRead
 from ..stats import StageStats
 from .handles import DAMAGED, ShardFile, open_bytes, shard_error

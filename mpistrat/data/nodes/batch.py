@@ -11,9 +11,9 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util import nest
-from ..._util.arguments import integer
-from ...errors import explain
+from ...base import nest
+from ...base.arguments import integer
+from ...base.errors import explain
 from ..buffers import RowBuffers
 from ..options import number_of_calls
 from ..spec import ArraySpec, empty_rows, is_ragged, row_count, stack_rows, unstack_rows

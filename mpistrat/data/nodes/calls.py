@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, final
 
-from ..._util import partition
+from ...base import partition
+from ...base.errors import explain
 from ...cluster import no_rank
 from ...cluster.cores import usable_cores
-from ...errors import explain
 from ..options import AUTOTUNE
 from ..stats import StageStats
 

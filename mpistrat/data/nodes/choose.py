@@ -7,7 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
-from ...errors import explain
+from ...base.errors import explain
 from .combine import compare_specs
 from .node import UNKNOWN, Node
 from .stage import Combined

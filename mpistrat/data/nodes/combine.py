@@ -10,8 +10,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util import nest
-from ...errors import explain
+from ...base import nest
+from ...base.errors import explain
 from ..buffers import RowBuffers
 from ..spec import row_count
 from .node import INFINITE, UNKNOWN, Addresses, Node

@@ -8,10 +8,10 @@ from typing import Any, final
 
 import numpy as np
 
-from ..._util import log, nest
-from ..._util.files import with_zero_padding
-from ..._util.masks import plain_array
-from ...errors import ShardError, explain
+from ...base import log, nest
+from ...base.errors import ShardError, explain
+from ...base.files import with_zero_padding
+from ...base.masks import plain_array
 from .calls import call, check_callable, name_of
 from .node import UNKNOWN, Node, Outcome
 from .stage import InOrder

@@ -8,8 +8,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util.arguments import integer
-from ...errors import explain
+from ...base.arguments import integer
+from ...base.errors import explain
 from ..permutation import DEFAULT_SEED, random_words_at
 from ..spec import ArraySpec
 from .node import INFINITE, Node, Traits

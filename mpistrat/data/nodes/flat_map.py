@@ -8,8 +8,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from ..._util.arguments import integer
-from ...errors import explain
+from ...base.arguments import integer
+from ...base.errors import explain
 from ..options import AUTOTUNE, number_of_calls
 from .calls import call, check_callable, name_of
 from .combine import compare_specs

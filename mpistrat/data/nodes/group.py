@@ -7,8 +7,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
-from ..._util.arguments import integer
-from ...errors import explain
+from ...base.arguments import integer
+from ...base.errors import explain
 from ..buffers import RowBuffers
 from ..spec import stack_rows
 from .batch import refuse_batches, require_one_shape

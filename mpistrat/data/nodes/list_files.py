@@ -11,8 +11,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util.arguments import integer
-from ...errors import explain
+from ...base.arguments import integer
+from ...base.errors import explain
 from ..permutation import DEFAULT_SEED
 from ..spec import ArraySpec
 from .node import Node

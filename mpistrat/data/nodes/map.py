@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util import nest
-from ..._util.masks import plain_array
-from ...errors import ShardError, explain
+from ...base import nest
+from ...base.errors import ShardError, explain
+from ...base.masks import plain_array
 from ..buffers import RowBuffers
 from ..options import number_of_calls
 from ..spec import ArraySpec, conform, empty_rows, row_count, spec_of_element, spec_of_rows, stack_rows, unstack_rows

@@ -8,9 +8,9 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util import nest
-from ..._util.text import counted
-from ...errors import explain
+from ...base import nest
+from ...base.errors import explain
+from ...base.text import counted
 from ..spec import batch_spec, row_count, stack_rows
 from .node import Addresses, Node
 from .stage import Stage, one_address

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util.text import displayable, printable
+from ...base.text import displayable, printable
 
 if TYPE_CHECKING:
     from ...comm.process_group import ProcessGroup

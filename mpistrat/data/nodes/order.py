@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import explain
+from ...base.errors import explain
 from ..options import SHARD_HINT, Options
 from ..permutation import localities, permute
 from ..stats import StageStats

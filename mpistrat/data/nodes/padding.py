@@ -7,10 +7,10 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util import nest
-from ..._util.arguments import integer
-from ..._util.masks import unmasked
-from ...errors import explain
+from ...base import nest
+from ...base.arguments import integer
+from ...base.errors import explain
+from ...base.masks import unmasked
 from ..buffers import RowBuffers
 from ..spec import ArraySpec
 

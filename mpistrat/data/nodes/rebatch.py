@@ -9,8 +9,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util.arguments import integer
-from ...errors import explain
+from ...base.arguments import integer
+from ...base.errors import explain
 from ..buffers import RowBuffers
 from ..spec import stack_rows
 from .batch import Batched, Unbatched, require_one_shape

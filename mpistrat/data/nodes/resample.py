@@ -9,9 +9,9 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util.arguments import integer
-from ..._util.masks import plain_array
-from ...errors import explain
+from ...base.arguments import integer
+from ...base.errors import explain
+from ...base.masks import plain_array
 from ..permutation import DEFAULT_SEED, random_words
 from ..spec import ArraySpec
 from .batch import refuse_batches

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util.arguments import integer
-from ...errors import explain
+from ...base.arguments import integer
+from ...base.errors import explain
 from ..permutation import DEFAULT_SEED, permute
 from .combine import Choices, Join, Joined, total
 from .node import INFINITE, UNKNOWN, Node

@@ -9,8 +9,8 @@ from typing import Any, final
 
 import numpy as np
 
-from ..._util import nest
-from ...errors import explain
+from ...base import nest
+from ...base.errors import explain
 from ..spec import ArraySpec, conform, spec_of_element
 from .calls import Calls, check_callable, name_of
 from .map import Mapped

@@ -13,9 +13,9 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util import log, nest
-from ..._util.arguments import integer
-from ...errors import explain
+from ...base import log, nest
+from ...base.arguments import integer
+from ...base.errors import explain
 from ..permutation import DEFAULT_SEED, BlockOrder, random_words
 from ..spec import ArraySpec
 from .node import Addresses, Node, ReadPlan

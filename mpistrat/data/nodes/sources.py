@@ -14,11 +14,11 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util import nest
-from ..._util.files import with_zero_padding
-from ..._util.masks import plain_array
-from ..._util.text import encoded
-from ...errors import explain
+from ...base import nest
+from ...base.errors import explain
+from ...base.files import with_zero_padding
+from ...base.masks import plain_array
+from ...base.text import encoded
 from ..buffers import RowBuffers, take_rows
 from ..spec import ArraySpec, conform, spec_of_element, spec_of_rows, stack_rows
 from .node import UNKNOWN, Batching, Node

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..._util.masks import plain_array
-from ...errors import explain
+from ...base.errors import explain
+from ...base.masks import plain_array
 from ..feed.batches import LookAhead, successive_batches
 from ..spec import unstack_rows
 from .node import Addresses, Batching, Node, Outcome, Part, ReadPlan, Traits

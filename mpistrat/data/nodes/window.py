@@ -11,8 +11,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util import nest
-from ..._util.arguments import integer
+from ...base import nest
+from ...base.arguments import integer
 from ..spec import DatasetSpec, batch_spec
 from .node import Addresses, Node
 from .order import Order, Reindexed, Shard, Skip, Take

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util.masks import plain_array
-from ..._util.text import is_utf8
-from ...errors import explain
+from ...base.errors import explain
+from ...base.masks import plain_array
+from ...base.text import is_utf8
 from ..spec import ArraySpec
 from .manifest import Field
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..._util import partition
-from ..._util.conversion import converted
-from ...errors import explain
+from ...base import partition
+from ...base.conversion import converted
+from ...base.errors import explain
 from .columns import Columns
 from .converters.converter import Converter, PresumptionError, bad_input
 from .converters.image_folder import ImageFolder

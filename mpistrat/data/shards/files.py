@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Union
 
-from ..._util import log
-from ..._util.files import algorithm_of, digest_of_ends, digest_of_file
-from ..._util.text import decimal_size
-from ...errors import ShardError, explain
+from ...base import log
+from ...base.errors import ShardError, explain
+from ...base.files import algorithm_of, digest_of_ends, digest_of_file
+from ...base.text import decimal_size
 from ..files.handles import ShardFile, shard_error
 from .manifest import Field, Manifest, ShardEntry, read_manifest
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..._util.text import decimal_size
-from ...errors import ShardError
+from ...base.errors import ShardError
+from ...base.text import decimal_size
 from ..files.handles import DAMAGED, ShardFile, open_hdf5, shard_error
 from ..files.storage import Chunks, Contiguous, Layout, OnlyHDF5, Pointers, Storage
 from ..files.varying import POINTER

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..._util.files import read_whole, replacing
-from ...errors import ShardError
+from ...base.errors import ShardError
+from ...base.files import read_whole, replacing
 from ..files.handles import shard_error
 
 __all__ = [

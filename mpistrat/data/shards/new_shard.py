@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util.files import digest_of_ends, digest_of_file
+from ...base.files import digest_of_ends, digest_of_file
 from .columns import Columns, content_bytes, varies
 from .manifest import Field, ShardEntry
 from .settings import ShardSettings, row_bytes

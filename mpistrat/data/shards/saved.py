@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..._util import nest, partition
+from ...base import nest, partition
+from ...base.agree import Ranks
+from ...base.errors import explain
 from ...cluster.topology import given_comm
-from ...comm.agree import Ranks
-from ...errors import explain
 from ..files.hdf5 import HDF5Rows
 from ..nodes.batch import refuse_batches
 from ..nodes.node import INFINITE, Node

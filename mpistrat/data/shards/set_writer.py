@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ..._util.files import flush_folder
+from ...base.agree import Ranks, tell
+from ...base.errors import ClosedError, CollectiveMismatchError, ShardError, explain
+from ...base.files import flush_folder
 from ...cluster.topology import given_comm
-from ...comm.agree import Ranks, tell
-from ...errors import ClosedError, CollectiveMismatchError, ShardError, explain
 from ..spec import conform, spec_of_element, stack_rows
 from .columns import Columns, columns_of, content_bytes, fields_of, fit, named, spec_of_fields
 from .files import PathLike, is_hdf5, manifest_path

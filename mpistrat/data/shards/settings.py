@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..._util.masks import unmasked
-from ...errors import explain
+from ...base.errors import explain
+from ...base.masks import unmasked
 from .columns import varies
 from .manifest import Field
 

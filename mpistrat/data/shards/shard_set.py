@@ -9,8 +9,8 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..._util import log
-from ...errors import ShardError
+from ...base import log
+from ...base.errors import ShardError
 from ..files.handles import ShardFile, shard_error
 from .files import FileSet
 from .look import Found, Shard, Unfit, wanted_names

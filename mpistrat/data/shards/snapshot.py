@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._util import nest
-from ...comm.agree import together
-from ...errors import explain
+from ...base import nest
+from ...base.agree import together
+from ...base.errors import explain
 from ..nodes.batch import refuse_batches
 from ..nodes.node import Addresses, Node
 from ..nodes.stage import Stage, one_address

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ShardError, explain
+from ...base.errors import ShardError, explain
 from ..files.choice import choose_reader
 from ..files.handles import DAMAGED, open_hdf5, open_hdf5_files
 from ..spec import ArraySpec

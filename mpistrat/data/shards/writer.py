@@ -7,8 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
-from ..._util import partition
-from ...errors import explain
+from ...base import partition
+from ...base.errors import explain
 from ..dataset import INFINITE, Dataset
 from ..spec import stack_rows
 from .columns import columns_of, fields_of

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ..._util.text import named
+from ...base.agree import as_told, gather_bytes, gather_text, together
+from ...base.errors import ClusterError, ContextError, LayoutError, explain
+from ...base.text import named
 from ...cluster.rendezvous import add_check, remove_check, wait_for_ranks
-from ...comm.agree import as_told, gather_bytes, gather_text, together
-from ...errors import ClusterError, ContextError, LayoutError, explain
 from ...optimizers import Optimizer
 from ...optimizers import optimizer as optimizers
 from ...strategy.assemble import PARAMETER_SERVER

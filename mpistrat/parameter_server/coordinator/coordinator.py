@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
-from ..._util import nest
+from ...base import nest
+from ...base.errors import ClosedError, ContextError, PeerExitError, explain
 from ...cluster.forks import is_child, refusal
-from ...errors import ClosedError, ContextError, PeerExitError, explain
 from ...lookup import StaticHashTable
 from .closures import Closure, PerWorkerValues, RemoteValue
 from .cluster import Cluster, check_workers

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import monotonic
 from typing import Any, final
 
-from ..._util import log
-from ..._util.text import error_text
+from ...base import log
+from ...base.errors import CollectiveTimeoutError, PeerExitError
+from ...base.text import error_text
+from ...base.waiting import Backoff
 from ...comm.process_group import ProcessGroup
-from ...comm.waiting import Backoff
-from ...errors import CollectiveTimeoutError, PeerExitError
 from .closures import (
     Closure,
     ClosureCancelledError,

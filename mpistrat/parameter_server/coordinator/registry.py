@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, final
 
-from ..._util import log
-from ..._util.text import binary_size, error_text
-from ...errors import MissingDependencyError, explain
+from ...base import log
+from ...base.errors import MissingDependencyError, explain
+from ...base.text import binary_size, error_text
 from ...lookup import StaticHashTable
 from ...optimizers import Optimizer
 from ...optimizers import optimizer as optimizers

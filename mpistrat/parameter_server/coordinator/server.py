@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
+from ...base.errors import explain
 from ...cluster import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
 from ...cluster.topology import check_comm, running_mpi
-from ...errors import explain
 from ..strategy import ParameterServerStrategy
 from .cluster import Cluster, learn_settings, with_joined
 

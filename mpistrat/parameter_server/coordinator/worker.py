@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
 
-from ..._util import log
-from ..._util.text import error_text, traceback_text
+from ...arena.values import initial_array, parse_dtype
+from ...base import log
+from ...base.errors import ContextError, PeerExitError, explain
+from ...base.text import error_text, traceback_text
+from ...base.waiting import Backoff, Deadline, PeerWait
 from ...cluster.world import is_loss
 from ...comm.process_group import ProcessGroup
-from ...comm.waiting import Backoff, Deadline, PeerWait
-from ...errors import ContextError, PeerExitError, explain
 from ...optimizers import Optimizer
 from ...optimizers.definition import Definition, definition_of, make_defined
 from ...strategy.show_config import show_config
 from ...variables import create_variable
-from ...variables.values import initial_array, parse_dtype
 from .messages import Channel, Kind, Message, unpack_call
 from .registry import ObjectRegistry, dumps_error, dumps_result, loads
 

@@ -25,8 +25,8 @@ from typing import Any, final
 
 import numpy as np
 
-from ..._util import loops
-from ...comm.waiting import Backoff, PeerWait
+from ...base import loops
+from ...base.waiting import Backoff, PeerWait
 from ...comm.window import SharedWindow, Window
 from ..layout import Address
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ..._util import loops
+from ...arena.reduction import BLOCK
+from ...base import loops
+from ...base.errors import explain
 from ...cluster.cores import available_cores
 from ...comm.arrays import accumulation_dtype, as_array, as_buffer
-from ...cross_device.arena import BLOCK
-from ...errors import explain
 from ...optimizers.rule import BlockUpdate
 
 if TYPE_CHECKING:

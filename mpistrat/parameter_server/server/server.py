@@ -11,9 +11,9 @@ from typing import Any, final
 
 import numpy as np
 
+from ...arena.values import read_only
+from ...base.errors import ClosedError, PeerExitError, explain
 from ...comm.process_group import ProcessGroup
-from ...errors import ClosedError, PeerExitError, explain
-from ...variables.values import read_only
 from ..layout import Address
 from ..operations import Handler, Push
 from ..report import ServerStats, count

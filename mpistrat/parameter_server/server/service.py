@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter
 from typing import final
 
-from ..._util import log
+from ...base import log
+from ...base.errors import CollectiveMismatchError
+from ...base.waiting import Backoff, Deadline
 from ...comm.monitor.rank_monitor import lines
 from ...comm.process_group import ProcessGroup
-from ...comm.waiting import Backoff, Deadline
-from ...errors import CollectiveMismatchError
 from ..report import ServerStats
 
 __all__ = ["PassWait", "Rounds", "Service"]

@@ -11,9 +11,9 @@ from typing import Any, Protocol, final
 
 import numpy as np
 
+from ...arena.values import as_flat, read_only
+from ...base.errors import CollectiveMismatchError, MpistratError, explain
 from ...comm.arrays import accumulation_dtype
-from ...errors import CollectiveMismatchError, MpistratError, explain
-from ...variables.values import as_flat, read_only
 from ..operations import Operation, Push, apply_operation, unpack
 from .server import Server
 

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-from ..._util.buffers import BufferPool
+from ...base.buffers import BufferPool
 from ..layout import Address
 from ..wire.memory import ServerMemory
 

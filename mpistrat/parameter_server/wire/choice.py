@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import final
 
-from ..._util.text import plural, ranges
+from ...base.errors import LayoutError, explain
+from ...base.text import plural, ranges
 from ...comm.process_group import ProcessGroup
 from ...comm.window import WORD, RemoteWindow, has_asynchronous_progress
-from ...errors import LayoutError, explain
 
 __all__ = ["TRANSPORTS", "Choice", "choose"]
 

@@ -21,11 +21,11 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
-from ..._util.buffers import BufferPool
-from ..._util.masks import plain_array
+from ...base.buffers import BufferPool
+from ...base.errors import explain
+from ...base.masks import plain_array
+from ...base.waiting import PeerWait
 from ...comm.process_group import ProcessGroup
-from ...comm.waiting import PeerWait
-from ...errors import explain
 from ..layout import Address, MailboxLayout, VariableSpec
 from ..report import TransportStats, count
 from .fragments import LARGEST_WHAT, Fragment, MessageKind

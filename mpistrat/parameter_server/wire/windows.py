@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import numpy as np
 
-from ..._util import loops
+from ...base import loops
 from ...comm.window import Window
 from ..layout import LINE, Address
 from ..server.atomic_reads import HeldSnapshot, SeqLockReader

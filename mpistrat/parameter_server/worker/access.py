@@ -9,11 +9,11 @@ from typing import Any, final
 
 import numpy as np
 
+from ...base.context import number_of_cache
+from ...base.errors import ContextError, explain
 from ...cluster.forks import ParentsOnly, is_child, refusal, refuse_in_children
 from ...comm.process_group import ProcessGroup
 from ...comm.recorder import RECORDER
-from ...context import number_of_cache
-from ...errors import ContextError, explain
 from ..connections import ParameterServers
 from ..operations import Operation, apply_operation, pack, sum_duplicate_rows
 from ..server.server import Server

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ..._util.underflow import may_underflow
+from ...base.distributed_values import DistributedValues, PerReplica
+from ...base.errors import explain
+from ...base.types import IndexedSlices, ReduceOp
+from ...base.underflow import may_underflow
 from ...comm.arrays import accumulation_dtype, to_host
-from ...distributed_values import DistributedValues, PerReplica
-from ...errors import explain
 from ...optimizers.gradients import checked
 from ...optimizers.rule import UpdateRun
-from ...types import IndexedSlices, ReduceOp
 from ..operations import Operation, optimizer_key, pack, sum_duplicate_rows
 from ..variable import ParameterServerVariable
 from .access import WorkerAccess

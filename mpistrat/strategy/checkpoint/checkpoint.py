@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ... import context
-from ..._util import log
-from ..._util.files import PAGE, replacing
-from ..._util.partition import aligned_block
-from ...comm.agree import as_told, together
+from ...base import context, log
+from ...base.agree import as_told, together
+from ...base.files import PAGE, replacing
+from ...base.partition import aligned_block
 from ...comm.arrays import accumulation_dtype, to_host
 from ...comm.process_group import ProcessGroup
 from ...comm.recorder import RECORDER

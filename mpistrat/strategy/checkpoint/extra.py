@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ..._util.masks import plain_array
-from ...comm.agree import same, together
+from ...base.agree import same, together
+from ...base.errors import CollectiveMismatchError, by_rank, explain
+from ...base.masks import plain_array
 from ...comm.process_group import ProcessGroup
-from ...errors import CollectiveMismatchError, by_rank, explain
 
 __all__ = ["agree_extra", "has_state", "read_extra"]
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from ...errors import explain
+from ...base.errors import explain
 from ...optimizers.slots import waiting_slots
 from ...variables.placement import SlotsHere
 

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from ..._util.files import algorithm_of, digest_of_bytes
-from ..._util.partition import block, blocks
+from ...arena.values import parse_dtype
+from ...base.files import algorithm_of, digest_of_bytes
+from ...base.partition import block, blocks
 from ...comm.node import STAGING_BYTES
 from ...comm.process_group import ProcessGroup
 from ...variables import Receiver
-from ...variables.values import parse_dtype
 from .hdf5_file import Digests, Form, check_digests, stored
 
 __all__ = ["FileParts", "Parts", "Taken", "read_own", "send"]

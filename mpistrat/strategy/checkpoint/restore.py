@@ -18,15 +18,15 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from ..._util import log
-from ..._util.text import printable
+from ...arena.values import parse_dtype
+from ...base import log
+from ...base.errors import explain
+from ...base.text import printable
 from ...comm.arrays import accumulation_dtype
 from ...comm.process_group import ProcessGroup
-from ...errors import explain
 from ...optimizers.node_slots import OUTER_MOMENTUM, slots_for
 from ...optimizers.slots import WIRE_RESIDUAL, residual_receiver
 from ...variables import Placement, Receiver
-from ...variables.values import parse_dtype
 from .extra import read_extra
 from .hdf5_file import CheckpointFile, Form, from_rank_0, key_of, name_of, on_all, ranges_of
 from .optimizer_states import OptimizerStates

@@ -10,9 +10,9 @@ from typing import Any, final
 
 import numpy as np
 
-from ..._util.files import replacing
-from ...errors import missing_framework
-from ...variables.values import parse_dtype
+from ...arena.values import parse_dtype
+from ...base.errors import missing_framework
+from ...base.files import replacing
 from .hdf5_file import DamagedError, Form, key_of, name_of
 
 __all__ = ["SUFFIX", "SafetensorsFile", "is_safetensors", "write_safetensors"]

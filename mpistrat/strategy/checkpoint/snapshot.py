@@ -27,14 +27,14 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from ..._util.files import PAGE
-from ..._util.log import logger
+from ...arena.values import parse_dtype
+from ...base.agree import as_told, together
+from ...base.errors import SharedMemoryError
+from ...base.files import PAGE
+from ...base.log import logger
 from ...comm import job_files
-from ...comm.agree import as_told, together
 from ...comm.process_group import ProcessGroup
 from ...comm.shared_memory import ENLARGE, map_file
-from ...errors import SharedMemoryError
-from ...variables.values import parse_dtype
 from .hdf5_file import ArrayForm, Form
 from .parts import Parts
 from .writer import Slice

@@ -10,9 +10,9 @@ class BareStrategy:
     """The roles and ranks of a ParameterServerStrategy, and nothing else of it."""
 
     def __init__(self, servers=0, **settings):
+        from mpistrat.base.environment import Environment
         from mpistrat.cluster.topology import Topology
         from mpistrat.comm.process_group import ProcessGroup
-        from mpistrat.environment import Environment
 
         self.topology = Topology.create()
         group = ProcessGroup.create(self.topology, Environment(**{"abort_after": 20.0, **settings}))

@@ -6,11 +6,11 @@ import contextlib
 
 import numpy as np
 
-from mpistrat._util.partition import aligned_bounds
+from mpistrat.base.distributed_values import PerReplica
+from mpistrat.base.environment import Environment
+from mpistrat.base.partition import aligned_bounds
 from mpistrat.cluster.topology import Topology
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.distributed_values import PerReplica
-from mpistrat.environment import Environment
 
 
 def fake_nodes(comm, node_of, devices=("cpu:0",)):

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mpistrat as ms
+from mpistrat.base.environment import Environment
 from mpistrat.cluster import Topology
 from mpistrat.comm.process_group import ProcessGroup
 from mpistrat.cross_device.auto import AutoAllReduce
-from mpistrat.environment import Environment
 
 # The one line that a new strategy adds: its name, and how to make it with these devices on each rank.
 STRATEGIES: dict[str, Callable[[Sequence[str]], Any]] = {

@@ -15,9 +15,9 @@ TRANSPORTS = ("shared_window", "one_sided", "messages")
 @contextlib.contextmanager
 def parameter_servers(transport, specs=(), servers=1, abort_after=30.0, slots=4, chunk_bytes=1 << 20):
     """Servers on the last ranks, workers on the others, with variables: (shape, dtype) on server 0, or whole specs."""
+    from mpistrat.base.environment import Environment
     from mpistrat.cluster.topology import Topology
     from mpistrat.comm.process_group import ProcessGroup
-    from mpistrat.environment import Environment
     from mpistrat.parameter_server import connections
     from mpistrat.parameter_server.layout import VariableSpec
 

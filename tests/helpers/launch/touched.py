@@ -29,7 +29,7 @@ def distances(root: Path, since: str | None, tests: Iterable[Path]) -> dict[Path
     return found
 
 
-_COMPILED = "mpistrat/_util/loops/__init__.py"  # who imports it calls what is written in C
+_COMPILED = "mpistrat/base/loops/__init__.py"  # who imports it calls what is written in C
 
 
 def _changed(root: Path, since: str | None) -> set[Path]:

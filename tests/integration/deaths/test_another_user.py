@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from launcher import job_environment
-from mpistrat._util.programs import program
+from mpistrat.base.programs import program
 from mpistrat.comm.monitor.leftovers import mapped_by
 
 USER, OTHER = 65532, 65533  # ids that no account has

@@ -8,7 +8,7 @@ from transports import TRANSPORTS
 SETUP = """
 import os, signal, subprocess, sys, time
 import numpy as np
-from mpistrat._util import loops
+from mpistrat.base import loops
 from transports import adding, parameter_servers, run
 
 def ranks_and_servers(**settings):

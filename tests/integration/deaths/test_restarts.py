@@ -12,7 +12,7 @@ import pytest
 
 from kills import sample
 from launcher import job_environment
-from mpistrat._util.programs import program
+from mpistrat.base.programs import program
 from mpistrat.comm import job_files
 
 PROGRAM = """

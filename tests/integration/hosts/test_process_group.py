@@ -8,7 +8,7 @@ import sys, time
 import numpy as np
 from mpistrat.cluster.topology import Topology
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.environment import Environment
+from mpistrat.base.environment import Environment
 
 topology = Topology.create()
 group = ProcessGroup.create(topology, Environment(abort_after=3.0, warn_after=1.5))
@@ -26,9 +26,9 @@ all_reduce()
 
 @pytest.mark.hosts(2)
 def test_group_over_two_hosts():
+    from mpistrat.base.environment import Environment
     from mpistrat.cluster.topology import Topology
     from mpistrat.comm.process_group import ProcessGroup
-    from mpistrat.environment import Environment
     from mpistrat.errors import CollectiveMismatchError
 
     topology = Topology.create()

@@ -5,7 +5,7 @@ import pytest
 from gradient_memory import memory_of
 
 import mpistrat as ms
-from mpistrat.cross_device import buckets
+from mpistrat.arena import buckets
 
 SIZES = (300_007, 15, 266_177)
 pytestmark = pytest.mark.hosts(2, ranks_per_host=2)

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 import mpistrat as ms
+from mpistrat.base.waiting import wait_until
 from mpistrat.comm import process_group
 from mpistrat.comm.monitor import group_monitor
 from mpistrat.comm.monitor.watchdog import Watchdog
-from mpistrat.comm.waiting import wait_until
 
 VARIABLES, STEPS = 8, 32
 counter = ctypes.CDLL(os.environ["LD_PRELOAD"])

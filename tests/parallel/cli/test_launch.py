@@ -126,7 +126,7 @@ def test_a_time_limit_ends_all_ranks(mpi):
     assert "within 4 s, got ranks 0, 1 that still ran; they were ended" in result.stdout, result
     assert time.monotonic() - began < 30
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    assert "mpistrat.cli.launched" not in left
+    assert "mpistrat.launcher.launched" not in left
 
 
 @pytest.mark.ranks(2)

@@ -16,7 +16,7 @@ def passes(mpi, folder, program, *options):
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    assert "mpistrat.cli.launched" not in left
+    assert "mpistrat.launcher.launched" not in left
     return result.stdout
 
 

@@ -6,9 +6,9 @@ import pytest
 @pytest.fixture
 def make_group():
     """`make_group(shared_memory=..., abort_after=..., ...)` is a group over all ranks, closed after the test."""
+    from mpistrat.base.environment import Environment
     from mpistrat.cluster.topology import Topology
     from mpistrat.comm.process_group import ProcessGroup
-    from mpistrat.environment import Environment
 
     made = []
 

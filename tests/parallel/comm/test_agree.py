@@ -7,8 +7,8 @@ import functools
 import pytest
 from mpi4py import MPI
 
-from mpistrat.comm import agree
-from mpistrat.comm.agree import Ranks, all_alike, as_told, first_rank, gather_bytes, gather_text, same, together
+from mpistrat.base import agree
+from mpistrat.base.agree import Ranks, all_alike, as_told, first_rank, gather_bytes, gather_text, same, together
 from mpistrat.errors import CollectiveMismatchError, ShardError
 
 pytestmark = pytest.mark.ranks(2, 3)

@@ -18,7 +18,7 @@ import sys, threading, time
 import numpy as np
 from mpistrat.cluster.topology import Topology
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.environment import Environment
+from mpistrat.base.environment import Environment
 
 topology = Topology.create()
 group = ProcessGroup.create(topology, Environment(shared_memory={shared}, abort_after=2.0, warn_after=1.0))
@@ -388,7 +388,7 @@ from mpi4py import MPI
 from mpistrat.cluster.topology import Topology
 from mpistrat.comm.process_group import ProcessGroup
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.environment import Environment
+from mpistrat.base.environment import Environment
 from variable_harness import pretend_nodes
 
 topology = Topology.create(pretend_nodes(MPI, {nodes}))

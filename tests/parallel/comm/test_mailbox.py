@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from mpistrat.base.waiting import wait_until
 from mpistrat.comm.mailbox import Mailbox
-from mpistrat.comm.waiting import wait_until
 
 pytestmark = pytest.mark.ranks(1, 3)
 SIZES = [0, 1, 1000, 3_000_000, 5, 200_000, 0]  # those in the middle wait in MPI until they are received

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from mpistrat._util import loops
+from mpistrat.base import loops
 from mpistrat.comm.recorder import RECORDER
 from mpistrat.errors import CollectiveMismatchError, CollectiveTimeoutError
 

@@ -11,10 +11,10 @@ def ops(request):
     import cupy
     from mpi4py import MPI
 
+    from mpistrat.base.environment import Environment
     from mpistrat.cluster.topology import Topology
     from mpistrat.comm.process_group import ProcessGroup
     from mpistrat.cross_device.auto import make_cross_device_ops
-    from mpistrat.environment import Environment
 
     if request.param == "nccl" and cupy.cuda.runtime.getDeviceCount() < MPI.COMM_WORLD.size:
         pytest.skip("NCCL needs a GPU for each rank")

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from process_groups import Gradients, Variable, local, open_group
 
+from mpistrat.base.options import CommunicationOptions
 from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
 from mpistrat.errors import CollectiveMismatchError, CollectiveTimeoutError
-from mpistrat.options import CommunicationOptions
 from mpistrat.types import ReduceOp
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)

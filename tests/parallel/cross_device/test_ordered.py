@@ -5,8 +5,8 @@ import pytest
 from process_groups import Gradients, open_group
 
 import mpistrat as ms
+from mpistrat.base.distributed_values import PerReplica
 from mpistrat.cross_device.ordered import OrderedAllReduce
-from mpistrat.distributed_values import PerReplica
 from mpistrat.errors import DeviceError
 from mpistrat.types import ReduceOp
 

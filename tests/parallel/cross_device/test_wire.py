@@ -8,7 +8,7 @@ import pytest
 from process_groups import set_layout
 
 import mpistrat as ms
-from mpistrat._util.partition import aligned_bounds
+from mpistrat.base.partition import aligned_bounds
 from mpistrat.types import ReduceOp
 
 pytestmark = pytest.mark.ranks(2, 3, 4)

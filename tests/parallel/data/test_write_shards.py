@@ -50,7 +50,7 @@ def test_the_set_is_the_ranks_rows_in_rank_order(mpi_tmp_path, options):
 def test_a_function_of_the_rank_and_strings(mpi_tmp_path):
     from mpi4py import MPI
 
-    from mpistrat._util.partition import block
+    from mpistrat.base.partition import block
     from mpistrat.data import HDF5Dataset, write_shards
 
     comm = MPI.COMM_WORLD

@@ -10,9 +10,9 @@ pytestmark = pytest.mark.ranks(2, 3)
 
 @pytest.fixture
 def group():
+    from mpistrat.base.environment import Environment
     from mpistrat.cluster.topology import Topology
     from mpistrat.comm.process_group import ProcessGroup
-    from mpistrat.environment import Environment
 
     topology = Topology.create(devices=["cpu:0"])
     group = ProcessGroup.create(topology, Environment(abort_after=20.0))

@@ -10,7 +10,7 @@ import numpy as np  # noqa: E402
 from keras_training import BACKEND, adam, build, compiled, fit, put, rows  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
-from mpistrat._util import log  # noqa: E402
+from mpistrat.base import log  # noqa: E402
 
 
 @pytest.mark.ranks(1)

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
 
 import mpistrat as ms  # noqa: E402
-from mpistrat.cross_device import early  # noqa: E402
+from mpistrat.arena import early  # noqa: E402
 from mpistrat.optimizers import begun  # noqa: E402
 from mpistrat.torch import overlap  # noqa: E402
 

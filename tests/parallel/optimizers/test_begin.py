@@ -12,7 +12,7 @@ from optimizer_states import assert_same, state_of
 from process_groups import set_layout
 
 import mpistrat as ms
-from mpistrat.cross_device import early
+from mpistrat.arena import early
 from mpistrat.errors import ContextError
 from mpistrat.optimizers import begun
 from mpistrat.optimizers.begun import Choice

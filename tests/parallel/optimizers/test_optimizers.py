@@ -75,7 +75,7 @@ def test_any_layout_equals_the_formula(devices):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_compiled_loops_and_numpy_give_the_same_bits(dtype, monkeypatch):
     import mpistrat as ms
-    from mpistrat._util import loops
+    from mpistrat.base import loops
 
     if not loops.used()[0]:
         pytest.skip(f"no compiled loops: {loops.used()[1]}")

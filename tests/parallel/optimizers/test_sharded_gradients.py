@@ -10,7 +10,7 @@ from optimizer_states import assert_same, state_of
 from process_groups import set_layout
 
 import mpistrat as ms
-from mpistrat.cross_device import buckets
+from mpistrat.arena import buckets
 
 SIZES = (150_007, 15, 1, 133_177, 65_003)
 HANDED_OVER = [[4], [3, 1]]
@@ -104,7 +104,7 @@ def test_fewer_bytes_between_nodes(opened):
 def test_where_MPI_allows_one_thread_only(opened, monkeypatch):
     from mpi4py import MPI
 
-    from mpistrat.cross_device import early
+    from mpistrat.arena import early
 
     monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
     monkeypatch.setattr(early.threading, "Thread", None)

@@ -13,7 +13,7 @@ from optimizer_states import assert_same, state_of
 from process_groups import set_layout
 
 import mpistrat as ms
-from mpistrat._util.files import PAGE
+from mpistrat.base.files import PAGE
 from mpistrat.comm import job_files
 from mpistrat.strategy.checkpoint.checkpoint import Checkpoint
 

@@ -12,10 +12,10 @@ from optimizer_states import assert_same, state_of
 from process_groups import fake_nodes, set_layout
 
 import mpistrat as ms
-from mpistrat._util.partition import blocks
+from mpistrat.arena.pieces import round_size
+from mpistrat.arena.wire import wire_named
+from mpistrat.base.partition import blocks
 from mpistrat.cluster.topology import Topology
-from mpistrat.cross_device.pieces import round_size
-from mpistrat.cross_device.wire import wire_named
 from mpistrat.strategy.checkpoint.checkpoint import Checkpoint
 
 SIZES = (150_001, 15, 250_001)

@@ -12,7 +12,7 @@ import pytest
 from strategies import made
 
 import mpistrat as ms
-from mpistrat._util import log
+from mpistrat.base import log
 from mpistrat.errors import ClusterError, CollectiveMismatchError, DeviceError, LayoutError, MissingDependencyError
 
 WORKERS = [f"host{i}:1" for i in range(8)]
@@ -331,7 +331,7 @@ def test_every_rank_hears_of_a_damaged_file(mpi_tmp_path):
 RESUMED = """
 import numpy as np
 import mpistrat as ms
-from mpistrat._util import log
+from mpistrat.base import log
 
 
 def counters(how):

@@ -7,7 +7,7 @@ import pytest
 from strategies import STRATEGIES, devices_of, layout_for
 
 import mpistrat as ms
-from mpistrat._util import log
+from mpistrat.base import log
 
 STEPS_TOGETHER = [name for name in STRATEGIES if "server" not in name.lower()]
 

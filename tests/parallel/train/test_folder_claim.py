@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.environment import Environment
+from mpistrat.base.environment import Environment
 
 HOLDER = """
 import fcntl, json, os, sys, time

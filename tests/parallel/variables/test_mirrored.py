@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from variable_harness import VariableHarness, replica_id
 
-from mpistrat.distributed_values import Mirrored, PerReplica
+from mpistrat.base.distributed_values import Mirrored, PerReplica
 from mpistrat.errors import ClosedError, CollectiveMismatchError, ContextError
 from mpistrat.types import IndexedSlices, VariableAggregation
 from mpistrat.variables import Variable

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from variable_harness import VariableHarness, replica_id
 
+from mpistrat.base.distributed_values import PerReplica
 from mpistrat.context import variable_sync_on_read_context
-from mpistrat.distributed_values import PerReplica
 from mpistrat.errors import ClosedError, CollectiveMismatchError
 from mpistrat.types import VariableAggregation, VariableSynchronization
 from mpistrat.variables import Variable

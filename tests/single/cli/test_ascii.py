@@ -14,7 +14,7 @@ import mpistrat
 
 PACKAGE = Path(mpistrat.__file__).parent
 # Commands print through one stream, which writes ASCII where it must. The others have that stream's table, or write files.
-WRITES_UTF8 = ("cli", "bench", "doctor", "_util/text.py", "data/nodes/node.py", "timeline/trace.py", "train/monitor.py")
+WRITES_UTF8 = ("cli", "bench", "doctor", "base/text.py", "data/nodes/node.py", "timeline/trace.py", "train/monitor.py")
 
 HELP = """
 import sys

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from mpistrat._util.programs import isolated
-from mpistrat.cli import rank_output
+from mpistrat.base.programs import isolated
+from mpistrat.launcher import rank_output
 
 
 def run(folder, words):

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from mpistrat._util.log import once
+from mpistrat.base.log import once
 from mpistrat.cluster import devices
 from mpistrat.errors import DeviceError
 

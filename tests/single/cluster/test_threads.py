@@ -8,7 +8,7 @@ import pytest
 import threadpoolctl
 
 import mpistrat as ms
-from mpistrat._util.log import once
+from mpistrat.base.log import once
 from mpistrat.cluster import cores as machine_cores
 from mpistrat.cluster.cores import set_blas_threads
 

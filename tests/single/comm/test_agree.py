@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpistrat import errors
-from mpistrat.comm.agree import Failure, Ranks, as_told, first, same, together
+from mpistrat.base.agree import Failure, Ranks, as_told, first, same, together
 
 
 def told_by(*others: str):

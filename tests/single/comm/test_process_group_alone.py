@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from mpistrat.comm.agree import fingerprint
+from mpistrat.base.agree import fingerprint
 from mpistrat.comm.call import describe
 from mpistrat.comm.monitor import abort
 from mpistrat.comm.monitor.rank_monitor import user_line

@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
-from mpistrat.comm import waiting
-from mpistrat.comm.waiting import Backoff, Deadline, PeerWait, wait_until
-from mpistrat.environment import Environment
+from mpistrat.base import waiting
+from mpistrat.base.environment import Environment
+from mpistrat.base.waiting import Backoff, Deadline, PeerWait, wait_until
 from mpistrat.errors import CollectiveTimeoutError, PeerExitError, RanksLostError
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpistrat._util import loops
-from mpistrat.cross_device.wire import INT8_BLOCK, Wire, wire_named
-from mpistrat.options import WIRES
+from mpistrat.arena.wire import INT8_BLOCK, Wire, wire_named
+from mpistrat.base import loops
+from mpistrat.base.options import WIRES
 
 NAMES = ("bfloat16", "int8")
 SIZES = (1, 3, 64, INT8_BLOCK - 1, INT8_BLOCK, INT8_BLOCK + 1, 2 * INT8_BLOCK + 77)

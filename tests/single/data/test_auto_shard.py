@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpistrat._util import partition
+from mpistrat.base import partition
 from mpistrat.data import (
     INFINITE,
     SHARD_HINT,

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import mpistrat as ms
-from mpistrat._util import log
+from mpistrat.base import log
 from mpistrat.data import memory_limit
 from mpistrat.data.nodes.cache import cache
 from mpistrat.data.nodes.cache.fill import Claims

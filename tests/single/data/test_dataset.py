@@ -115,7 +115,7 @@ def test_an_endless_repetition_has_no_length_but_can_be_taken_from() -> None:
     ],
 )
 def test_elements_have_the_structure_of_the_source(arrays: Any) -> None:
-    from mpistrat._util import nest
+    from mpistrat.base import nest
 
     batch = next(iter(from_arrays(arrays).batch(3)))
     assert type(batch) is type(arrays)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat import context
+from mpistrat.base.distributed_values import PerReplica
 from mpistrat.data import (
     ArraySpec,
     Dataset,
@@ -29,7 +30,6 @@ from mpistrat.data import (
 from mpistrat.data.feed.distributed import distribute
 from mpistrat.data.feed.from_function import call_dataset_fn
 from mpistrat.data.feed.plan import Workers
-from mpistrat.distributed_values import PerReplica
 from mpistrat.errors import ShardError
 
 

@@ -9,7 +9,7 @@ from dataset_model import NAMES, SOURCES, Chain, Model, apply, chained, has_spec
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mpistrat._util import partition
+from mpistrat.base import partition
 from mpistrat.data import Dataset
 from mpistrat.data.feed.distributed import distribute
 from mpistrat.data.feed.plan import Workers

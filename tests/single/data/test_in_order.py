@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpistrat as ms
-from mpistrat._util import nest
+from mpistrat.base import nest
 from mpistrat.data import UNKNOWN, ArraySpec, Dataset, from_arrays, from_generator
 
 RAGGED = ArraySpec((None,), np.int64)

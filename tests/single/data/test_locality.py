@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpistrat._util import nest
+from mpistrat.base import nest
+from mpistrat.base.distributed_values import PerReplica
 from mpistrat.data import Dataset, HDF5Dataset, from_arrays, sample_from_datasets
 from mpistrat.data import zip as zip_datasets
 from mpistrat.data.feed.distributed import distribute
 from mpistrat.data.feed.plan import Workers
 from mpistrat.data.files import chunked
 from mpistrat.data.permutation import LOCALITIES, by_locality, localities
-from mpistrat.distributed_values import PerReplica
 
 ROWS, CHUNK = 1920, 8
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mpistrat import context
+from mpistrat.base.distributed_values import PerReplica
 from mpistrat.data import (
     INFINITE,
     SHARD_HINT,
@@ -23,7 +24,6 @@ from mpistrat.data import (
 )
 from mpistrat.data.feed.from_function import call_dataset_fn
 from mpistrat.data.feed.plan import Workers
-from mpistrat.distributed_values import PerReplica
 from mpistrat.errors import ShardError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpistrat._util import nest
+from mpistrat.base import nest
 from mpistrat.data import ArraySpec, Dataset, HDF5Dataset, from_arrays
 
 

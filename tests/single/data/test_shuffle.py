@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpistrat._util import log
+from mpistrat.base import log
 from mpistrat.data import Dataset, HDF5Dataset, from_arrays
 from mpistrat.data.feed import batches as feed_batches
 from mpistrat.data.feed.distributed import distribute

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from mpistrat._util.text import ranges
+from mpistrat.base.text import ranges
 from mpistrat.doctor.compare import compare
 from mpistrat.doctor.finding import Finding, ok, problem, warning, worst
 

@@ -59,4 +59,4 @@ def test_what_is_written_in_c_counts_as_the_module_that_loads_it(tmp_path: Path)
     for command in (["init", "-q"], ["add", "."]):
         (tmp_path / "loops.c").write_text("")
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    assert module._changed(tmp_path, None) == {tmp_path / "mpistrat/_util/loops/__init__.py"}
+    assert module._changed(tmp_path, None) == {tmp_path / "mpistrat/base/loops/__init__.py"}

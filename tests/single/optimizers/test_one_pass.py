@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpistrat as ms
-from mpistrat._util import loops
+from mpistrat.base import loops
 from mpistrat.optimizers.hyperparameters import AVERAGE, GRADIENT_SUM
 from mpistrat.optimizers.rule import BlockUpdate
 from tests.single.util.test_loops import NEVER_NEGATIVE, RULES, assert_same_bits, compiled, errors_of, numbers

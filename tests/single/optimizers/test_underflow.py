@@ -5,7 +5,7 @@ import pytest
 from strategies import without_mpi
 
 import mpistrat as ms
-from mpistrat._util import loops
+from mpistrat.base import loops
 
 RULES = [
     "SGD",

@@ -7,7 +7,8 @@ import pytest
 from strategies import without_mpi
 
 import mpistrat as ms
-from mpistrat import context, global_batch
+from mpistrat import context
+from mpistrat.base import global_batch
 from mpistrat.nn import compute_average_loss, scale_regularization_loss
 
 

@@ -232,7 +232,7 @@ def test_what_is_no_file_is_neither_opened_nor_waited_for(plant):
 
 
 def test_a_child_of_a_rank_is_no_rank():
-    code = "from mpistrat.environment import Environment; print(repr(Environment.read().job))"
+    code = "from mpistrat.base.environment import Environment; print(repr(Environment.read().job))"
     child = f"import subprocess, sys, mpistrat; {code}; sys.exit(subprocess.run([sys.executable, '-c', {code!r}]).returncode)"
     reply = subprocess.run(
         [sys.executable, "-c", child],

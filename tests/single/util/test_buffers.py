@@ -1,6 +1,6 @@
 import numpy as np
 
-from mpistrat._util.buffers import BufferPool
+from mpistrat.base.buffers import BufferPool
 
 FLOAT = np.dtype(np.float32)
 SIZE = 1 << 18

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpistrat._util.conversion import converted
+from mpistrat.base.conversion import converted
 
 NAT = np.array(["NaT"], "M8[D]")
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpistrat._util.files import algorithm_of, default_algorithm, digest_of_array, digest_of_bytes
+from mpistrat.base.files import algorithm_of, default_algorithm, digest_of_array, digest_of_bytes
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "xxh3_128"])

@@ -8,13 +8,13 @@ import threading
 
 import pytest
 
-from mpistrat._util.frames import frame_of, frames, stacks
+from mpistrat.base.frames import frame_of, frames, stacks
 
 # The garbage of each round is collected where one object more is made than the round before allows: in one of them, where frames
 # are. Its finalizer gives way to the thread that starts threads.
 PROGRAM = """
 import gc, os, threading, time
-from mpistrat._util.frames import frames
+from mpistrat.base.frames import frames
 
 class Cycle:
     def __init__(self):

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from mpistrat._util import local_socket
+from mpistrat.base import local_socket
 
 
 def test_a_name_is_found_by_who_knows_it():

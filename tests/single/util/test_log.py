@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mpistrat._util import log
+from mpistrat.base import log
 
 
 @pytest.fixture(autouse=True)

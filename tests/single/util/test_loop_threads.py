@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpistrat._util import loops
+from mpistrat.base import loops
 from mpistrat.cluster import cores
 from mpistrat.comm.arrays import as_buffer
 from mpistrat.optimizers.rule import Around
@@ -99,7 +99,7 @@ def test_threads_take_their_own_faults_alone() -> None:
     code = """if True:
         import os, time
         import numpy as np
-        from mpistrat._util import loops
+        from mpistrat.base import loops
 
         before = set(os.listdir("/proc/self/task"))
         loops.set_threads(3)

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpistrat as ms
-from mpistrat._util import loops
+from mpistrat.arena.arithmetic import combine
+from mpistrat.base import loops
 from mpistrat.comm.arrays import as_buffer
-from mpistrat.cross_device.arithmetic import combine
 from mpistrat.optimizers.rule import Around
 
 compiled = pytest.mark.skipif(not loops.used()[0], reason=f"no compiled loops: {loops.used()[1]}")
@@ -94,7 +94,7 @@ def test_no_function_has_a_name_of_the_c_library(tmp_path) -> None:
     header.write_text(
         "void encrypt(char *, int);\nchar *crypt(const char *, const char *);\nvoid swab(const void *, void *, long);\n"
     )
-    sources = sorted(Path(__file__).parents[3].joinpath("mpistrat/_util/loops").glob("*.c"))
+    sources = sorted(Path(__file__).parents[3].joinpath("mpistrat/base/loops").glob("*.c"))
     assert sources
     found = subprocess.run(
         [compiler, "-fsyntax-only", "-include", header, f"-I{sysconfig.get_path('include')}", *sources],
@@ -313,7 +313,7 @@ def test_a_slot_that_a_rule_needs_is_there(rule, numbers, slots, needed) -> None
 
 @compiled
 def test_a_variable_says_that_they_are_not_used() -> None:
-    code = "from mpistrat._util import loops; print(*loops.used(), loops.update is loops.leave_to_numpy)"
+    code = "from mpistrat.base import loops; print(*loops.used(), loops.update is loops.leave_to_numpy)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "MPISTRAT_COMPILED_LOOPS": "0"},

@@ -9,7 +9,7 @@ import pytest
 from strategies import without_mpi
 
 import mpistrat as ms
-from mpistrat._util.masks import plain_array
+from mpistrat.base.masks import plain_array
 from mpistrat.data.spec import ArraySpec
 from mpistrat.train.callbacks import plain
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat._util import nest
+from mpistrat.base import nest
 
 Point = collections.namedtuple("Point", ["x", "y"])
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat._util.files import digest_of_array, with_zero_padding
+from mpistrat.arena.values import checksum, quick_digest
+from mpistrat.base.files import digest_of_array, with_zero_padding
 from mpistrat.data.nodes.sources import row_content
-from mpistrat.variables.values import checksum, quick_digest
 
 ALIGNED = np.dtype([("a", "u1"), ("b", "f8"), ("c", [("x", "i2"), ("y", np.longdouble)], (2,))], align=True)
 PACKED = np.dtype([("a", "u1"), ("b", "f8")])

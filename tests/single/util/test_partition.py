@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat._util.partition import aligned_bounds, block, blocks, bounds, merge
+from mpistrat.base.partition import aligned_bounds, block, blocks, bounds, merge
 
 
 @pytest.mark.parametrize(

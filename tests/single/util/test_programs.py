@@ -8,16 +8,16 @@ import sys
 import pytest
 
 from launcher import ROOT
-from mpistrat._util.programs import isolated, program
-from mpistrat.cli import rank_output
+from mpistrat.base.programs import isolated, program
 from mpistrat.cluster import launchers
 from mpistrat.doctor import probe
+from mpistrat.launcher import rank_output
 
 PLANTED = ("json", "ctypes", "runpy", "re", "importlib", "random", "mpi4py", "numpy", "cloudpickle", "h5py", "mpistrat")
 OWN = {
     "command": program("mpistrat", "--version"),
-    "launched": program("mpistrat.cli.launched", "/none"),
-    "standby": program("mpistrat.cli.standby", "train.py"),
+    "launched": program("mpistrat.launcher.launched", "/none"),
+    "standby": program("mpistrat.launcher.standby", "train.py"),
     "library": program(launchers._ASK),
     "probe": program(probe._START, json.dumps(sys.path), "mpistrat.doctor.libraries"),
     "isolated": isolated(rank_output.__file__, "RANK", "1", "", "true"),
@@ -57,7 +57,7 @@ def test_the_package_is_that_of_the_caller(tmp_path):
     (beside := tmp_path / "beside").mkdir()
     (beside / "mpistrat").symlink_to(ROOT / "mpistrat")
     (beside / "train.py").write_text(
-        "from mpistrat._util.programs import program; print(*program('mpistrat', '--version'))"
+        "from mpistrat.base.programs import program; print(*program('mpistrat', '--version'))"
     )
     words = run([sys.executable, str(beside / "train.py")], "/").stdout.split()
     assert words[1].startswith(str(beside)) and run(words, "/").stdout.startswith("mpistrat ")

@@ -6,8 +6,8 @@ import stat
 
 import pytest
 
-from mpistrat._util import files
-from mpistrat._util.files import read_whole, replacing
+from mpistrat.base import files
+from mpistrat.base.files import read_whole, replacing
 
 
 def beside(folder):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpistrat._util import loops
+from mpistrat.base import loops
 from mpistrat.data import permutation
 from mpistrat.data.buffers import take_rows
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from mpistrat._util import loops
+from mpistrat.base import loops
 
 pytestmark = pytest.mark.skipif(not loops.used()[0], reason=f"no compiled loops: {loops.used()[1]}")
 

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from mpistrat._util.log import logger
-from mpistrat._util.text import printable
+from mpistrat.base.log import logger
+from mpistrat.base.text import printable
 from mpistrat.errors import explain
 
 BAD = "w\x1b]0;owned\x07\r\nmpistrat WARNING rank 9: forged\x9b2J\u2028\u202e\udcff"

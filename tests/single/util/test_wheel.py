@@ -14,7 +14,7 @@ import pytest
 
 from launcher import ROOT
 
-LOOPS = "mpistrat/_util/loops"
+LOOPS = "mpistrat/base/loops"
 BUILD = "from setuptools import build_meta; build_meta.build_wheel({folder!r})"
 MODULE = """
 #include <Python.h>
@@ -30,7 +30,7 @@ def build(folder: Path, compiler: str) -> tuple[list[str], list[str], str]:
     (source / LOOPS / "module.c").write_text(MODULE)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "mpistrat/__init__.py", "mpistrat/_version.py"):
         shutil.copy(ROOT / name, source / name)
-    for name in ("mpistrat/_util", LOOPS):
+    for name in ("mpistrat/base", LOOPS):
         shutil.copy(ROOT / name / "__init__.py", source / name)
     words = [sys.executable, "-c", BUILD.format(folder=str(folder))]
     env = {**os.environ, "CC": compiler}

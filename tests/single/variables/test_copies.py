@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.variables import arena, kinds
+from mpistrat.arena import arena
+from mpistrat.variables import kinds
 
 
 @pytest.fixture

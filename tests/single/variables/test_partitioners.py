@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpistrat as ms
-from mpistrat._util.partition import bounds
+from mpistrat.base.partition import bounds
 from mpistrat.partitioners import FixedShardsPartitioner as Fixed
 from mpistrat.partitioners import MaxSizePartitioner as Max
 from mpistrat.partitioners import MinSizePartitioner as Min

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpistrat.variables.values import quick_digest
+from mpistrat.arena.values import quick_digest
 
 
 @pytest.mark.parametrize("dtype", ["f8", "f4", "f2", "i4", "u1"])

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...._util import log, nest
-from ...._util.text import decimal_size
-from ....errors import explain
+from ....base import log, nest
+from ....base.errors import explain
+from ....base.text import decimal_size
 from ...memory_limit import available_memory, require_memory
 from ...spec import is_ragged
 from ...stats import StageStats

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...._util import nest
-from ...._util.text import binary_size, counted, decimal_size
+from ....base import nest
+from ....base.errors import ClosedError, CollectiveTimeoutError
+from ....base.text import binary_size, counted, decimal_size
+from ....base.waiting import Deadline
 from ....comm import shared_memory
 from ....comm.monitor.leftovers import open_own
 from ....comm.shared_memory import SharedBlock
-from ....comm.waiting import Deadline
-from ....errors import ClosedError, CollectiveTimeoutError
 from ...buffers import RowBuffers
 from ...memory_limit import available_memory, require_memory
 from ...stats import StageStats

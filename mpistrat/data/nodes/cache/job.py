@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...._util import nest
-from ...._util.text import decimal_size
-from ....comm.agree import Failure, together
-from ....comm.waiting import wait_until
+from ....base import nest
+from ....base.agree import Failure, together
+from ....base.errors import ClosedError, ShardError, explain
+from ....base.text import decimal_size
+from ....base.waiting import wait_until
 from ....comm.window import has_asynchronous_progress
-from ....errors import ClosedError, ShardError, explain
 from ...buffers import RowBuffers
 from ...stats import StageStats
 from .fill import agree_memory, provider

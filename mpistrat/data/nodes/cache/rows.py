@@ -8,9 +8,9 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...._util import nest
-from ....comm.waiting import Backoff
-from ....errors import explain
+from ....base import nest
+from ....base.errors import explain
+from ....base.waiting import Backoff
 from ...buffers import RowBuffers, take_rows
 from ...spec import ArraySpec, is_ragged, stacked_nbytes
 from ..node import Addresses, Node

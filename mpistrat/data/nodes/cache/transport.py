@@ -16,11 +16,11 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from ....base.errors import ClosedError, CollectiveTimeoutError
+from ....base.waiting import Deadline, wait_until
 from ....cluster.forks import ParentsOnly, refuse_in_children
 from ....comm.mailbox import Mailbox
-from ....comm.waiting import Deadline, wait_until
 from ....comm.window import RemoteWindow
-from ....errors import ClosedError, CollectiveTimeoutError
 from ...buffers import RowBuffers
 from .rows import RowMemory, row_backoff
 

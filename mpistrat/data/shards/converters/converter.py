@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import ShardError, explain
+from ....base.errors import ShardError, explain
 from ..columns import Columns
 
 __all__ = ["Converter", "PresumptionError", "bad_input", "batch_rows"]

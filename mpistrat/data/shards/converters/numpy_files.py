@@ -11,7 +11,7 @@ from typing import Any, final
 
 import numpy as np
 
-from ....errors import ShardError
+from ....base.errors import ShardError
 from ..columns import Columns
 from .converter import Converter, bad_input, batch_rows
 

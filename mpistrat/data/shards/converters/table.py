@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...._util.conversion import not_held
-from ....errors import explain
+from ....base.conversion import not_held
+from ....base.errors import explain
 from ..columns import Columns
 from .converter import Converter, PresumptionError, bad_input
 from .numeric_lines import NumericLines, NumericReader

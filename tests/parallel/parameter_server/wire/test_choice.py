@@ -9,9 +9,9 @@ pytestmark = pytest.mark.ranks(2, 3)
 
 def choose(monkeypatch, knows):
     """What each rank chooses for rank 0, a worker, and the last, a server; `knows(rank)`: what its environment says."""
+    from mpistrat.base.environment import Environment
     from mpistrat.cluster.topology import Topology
     from mpistrat.comm.process_group import ProcessGroup
-    from mpistrat.environment import Environment
 
     topology = Topology.create()
     group = ProcessGroup.create(topology, Environment(shared_memory=False, abort_after=20.0))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat._util import nest
+from mpistrat.base import nest
 from mpistrat.comm.monitor.abort import format_exception
 
 
@@ -58,7 +58,7 @@ def test_an_error_of_the_user_s_own_function_below_ours(in_the_step):
 
 def test_an_error_that_nobody_meant_keeps_all_lines():
     text = printed(lambda: nest.map_structure(5, [1]))
-    assert "/mpistrat/_util/nest.py" in text
+    assert "/mpistrat/base/nest.py" in text
     assert "left out" not in text
 
 

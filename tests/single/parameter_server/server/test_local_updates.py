@@ -13,7 +13,7 @@ import pytest
 from server_harness import Weights
 
 import mpistrat as ms
-from mpistrat.cross_device.arena import BLOCK
+from mpistrat.arena.reduction import BLOCK
 from mpistrat.optimizers.optimizer import find
 from mpistrat.parameter_server.server.local_updates import LocalUpdates
 from mpistrat.variables.placement import ORDINAL_STEP

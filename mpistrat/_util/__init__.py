@@ -1,1 +1,0 @@
-"""What knows nothing of distributed training, and every floor uses."""

@@ -1,0 +1,1 @@
+"""Flat arrays of variables and gradients, and how their sums and weights travel between nodes."""

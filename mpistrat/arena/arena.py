@@ -1,0 +1,389 @@
+"""Arenas: flat arrays in which variables of one dtype lie side by side, their gradients at the same offsets; who makes them."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ..base import files, partition
+from ..base.errors import DeviceError, SharedMemoryError, explain
+from ..cluster.devices import parse
+from ..comm.arrays import accumulation_dtype, import_cupy
+from ..comm.process_group import ProcessGroup
+from ..comm.shared_memory import free_space
+from .values import zeros
+from .wire import Unsent, Wire
+
+if TYPE_CHECKING:
+    from ..comm.node import SharedBlock
+
+__all__ = ["ALIGNMENT_BYTES", "Arena", "ArenaAllocator", "Gradients", "padded"]
+
+ALIGNMENT_BYTES = 64  # of each variable: a cache line, and what vector instructions like
+FIRST_SLAB = 64 << 20
+LARGEST_SLAB = 1 << 30
+PAGE = 64 << 10  # the largest page that common machines have
+UNLIMITED = 1 << 62
+LEAST_PIECE = 256 << 10  # bytes: with smaller ones a step was slower than with an all-reduce
+
+
+@final
+class Gradients:
+    """The gradient arrays of an arena: what `cross_device.GradientArena` asks for.
+
+    Attributes:
+        local: one flat array for each replica of this rank.
+        node: those of all replicas of the node, in replica order; None where the node shares no memory.
+        handed_over: whether there are no such arrays, as variables have their own ones, until they are handed over.
+    """
+
+    __slots__ = ("_arena", "handed_over", "local", "node")
+
+    def __init__(
+        self, arena: Arena, local: Sequence[Any], node: Sequence[np.ndarray] | None, handed_over: bool = False
+    ) -> None:
+        self._arena, self.handed_over = arena, handed_over
+        self.local: list[Any] = list(local)
+        self.node = None if node is None else list(node)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._arena.dtype
+
+    @property
+    def size(self) -> int:
+        return self._arena.size
+
+    @property
+    def key(self) -> str:
+        return self._arena.key
+
+    @property
+    def wire(self) -> Wire | None:
+        """The form in which pieces travel between nodes, None for their own."""
+        return self._arena.wire
+
+    def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the part of element ranges that this rank reduces and updates."""
+        return self._arena.owned(ranges)
+
+    def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]] | None:
+        """Return the part that this rank's peer on each node reduces and updates; None where each of them does all of it."""
+        return self._arena.pieces(ranges)
+
+    def node_pieces(self) -> list[list[tuple[int, int]]]:
+        """Return the pieces of all slices, by node; where none is cut, none."""
+        return self._arena.node_pieces()
+
+    def by_owner(self) -> list[tuple[int, int]]:
+        """Return what each of this node's ranks reduces and updates, of those that do."""
+        return self._arena.by_owner()
+
+
+@final
+class Arena:
+    """One slab of variables. `ArenaAllocator` makes it, equal on every rank.
+
+    On CPUs `copies` holds one flat array, which all ranks of the node share where they can; on GPUs it holds one for each
+    local device, this rank's own.
+
+    It is cut into slices, one for each rank of a node, by the same borders on every node. Every node updates all of a slice, or,
+    where the arena is `sharded`, a piece of it, whose slots no other node has.
+
+    Attributes:
+        key: name of the arena, equal on every rank.
+        dtype, size: of the flat arrays; size in elements.
+        used: elements given to variables so far.
+        copies: the physical copies of the variables that this rank writes to; writable, for the package's own use.
+        gradients: the gradient arrays, None where nothing is trained.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        key: str,
+        copies: Sequence[Any],
+        shared: bool,
+        central: bool = False,
+        sharded: bool = False,
+        wire: Wire | None = None,
+    ) -> None:
+        """Wrap flat arrays of one dtype and size.
+
+        Args:
+            shared: whether the ranks of the node hold the same memory, so that each writes its part of it only.
+            central: whether then the first of them writes all of it.
+            sharded: whether nodes update pieces of slices, where these are large enough.
+            wire: the form in which float32 pieces then travel between nodes, None for their own.
+        """
+        self.group = group
+        self.key = key
+        self.copies = list(copies)
+        self.dtype: np.dtype = self.copies[0].dtype
+        self.size: int = self.copies[0].size
+        self.used = 0
+        self.gradients: Gradients | None = None
+        self._writer: tuple[int | None, int] = (group.node.rank, group.node.size) if shared else (0, 1)
+        self._slice = (group.slice_index, group.slices) if shared or group.node.size == 1 else (0, 1)
+        if shared and central:
+            self._writer = self._slice = (0 if group.node.rank == 0 else None, 1)
+        self._may_shard, self._starts = sharded, list[int]()  # where variables begin
+        self._wire = wire if self.dtype == np.float32 else None
+        self._unsent: Unsent | None = None
+        self._bounds: list[tuple[int, int]] | None = None
+        self._pieces: list[list[tuple[int, int]]] = []  # of each slice, by node
+
+    @property
+    def values(self) -> Any:
+        """The first copy: on CPUs the only one."""
+        return self.copies[0]
+
+    def take(self, size: int) -> int | None:
+        """Return the offset of `size` free elements and mark them used; None when they do not fit.
+
+        Nothing is given after `bounds` was asked for: the slices are fixed then.
+        """
+        unit = max(1, ALIGNMENT_BYTES // self.dtype.itemsize)
+        offset = -(-self.used // unit) * unit
+        if self._bounds is not None or offset + size > self.size:
+            return None
+        self.used = offset + size
+        self._starts.append(offset)
+        return offset
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """Return the element range of each slice owner; fixed at the first call. All ranks call it.
+
+        The variables that exist then are divided evenly. Later ones go to another arena.
+        """
+        if self._bounds is None:
+            slices, nodes = self._slice[1], self.group.num_nodes
+            if self._may_shard and self.used * self.dtype.itemsize >= LEAST_PIECE * slices * nodes:
+                cuts = [self._cut(self.used * part // (slices * nodes)) for part in range(slices * nodes + 1)]
+                pieces = list(itertools.pairwise(cuts))
+                self._pieces = [pieces[first : first + nodes] for first in range(0, len(pieces), nodes)]
+                self._bounds = [(of_slice[0][0], of_slice[-1][1]) for of_slice in self._pieces]
+            else:
+                self._bounds = partition.aligned_bounds(self.used, slices)
+        return self._bounds
+
+    def _cut(self, element: int) -> int:
+        """Return the border of pieces next to an element: the start of a variable, or of a page of its slots in a file.
+
+        So no two nodes write into one page of a file.
+        """
+        if element in (0, self.used):
+            return element
+        index = bisect_right(self._starts, element) - 1
+        start, after = self._starts[index], [*self._starts[index + 1 :], self.used][0]
+        page = files.PAGE // accumulation_dtype(self.dtype).itemsize
+        return min(start + round((element - start) / page) * page, after)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each node updates its piece of each slice, and has the slots of it alone. All ranks ask for it."""
+        self.bounds()
+        return bool(self._pieces)
+
+    @property
+    def wire(self) -> Wire | None:
+        """The form in which gradients and changes of weights travel between nodes, None for their own. All ranks ask for it."""
+        return self._wire if self._wire is not None and self.sharded else None
+
+    @property
+    def unsent(self) -> Unsent | None:
+        """What this rank has not sent of the weights that it updates, where these travel in another form: see `wire`.
+
+        A weight and it are the weight that was meant. All ranks ask for it.
+        """
+        if self._unsent is None and self.wire is not None:
+            self._unsent = Unsent(*(self.owned([(0, self.size)]) or [(0, 0)])[0])
+        return self._unsent
+
+    def forget_unsent(self, low: int, high: int, value: Any = None) -> None:
+        """Forget what was not sent of elements [low, high), which are about to be overwritten: of those that `value` changes."""
+        if self._unsent is None:
+            return
+        for begin, end in self.owned([(low, high)]):
+            unsent = self._unsent.of(begin, end)
+            if value is None:
+                unsent[...] = 0
+            else:
+                unsent[self.values[begin:end] != value[begin - low : end - low]] = 0
+
+    def sliced(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the parts of element ranges inside this rank's slice, in order; fixes the slices. All ranks call it."""
+        bounds = self.bounds()
+        return [] if self._slice[0] is None else partition.inside(ranges, *bounds[self._slice[0]])
+
+    def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]] | None:
+        """Return the parts inside the piece that each node has of this rank's slice; None where none is cut. Called by all."""
+        if not self.sharded:
+            return None
+        if self._slice[0] is None:
+            return [[] for _ in range(self.group.num_nodes)]
+        return [partition.inside(ranges, *piece) for piece in self._pieces[self._slice[0]]]
+
+    def node_pieces(self) -> list[list[tuple[int, int]]]:
+        """Return the pieces of all slices, by node; where none is cut, none. All ranks call it."""
+        return [list(pieces) for pieces in zip(*self._pieces, strict=True)] if self.sharded else []
+
+    def by_owner(self) -> list[tuple[int, int]]:
+        """Return what each of this node's ranks updates, of those that do. All ranks call it."""
+        return self.node_pieces()[self.group.node_index] if self.sharded else self.bounds()
+
+    def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the parts that this rank updates: in its piece of its slice, or all of that. All ranks call it."""
+        pieces, inter = self.pieces(ranges), self.group.inter
+        if pieces is None:
+            return self.sliced(ranges)
+        return [] if inter is None else pieces[inter.rank]
+
+    def writes(self, length: int, alignment: int = partition.ALIGNMENT) -> tuple[int, int]:
+        """Return which part of `length` things this rank writes when all ranks write them together."""
+        rank, size = self._writer
+        if rank is None:
+            return 0, 0
+        return partition.aligned_bounds(length, size, alignment)[rank] if size > 1 else (0, length)
+
+
+def padded(arena: Arena, variables: Sequence[Any]) -> dict[int, int]:
+    """Return the range of each variable of an arena with the zeros behind it: the end, by the first element."""
+    unit = max(1, ALIGNMENT_BYTES // arena.dtype.itemsize)
+    return {v.offset: min(-(-(v.offset + v.size) // unit) * unit, arena.size) for v in variables}
+
+
+@final
+class ArenaAllocator:
+    """Gives variables memory in arenas, in the same order on every rank. One per strategy.
+
+    A slab holds variables of one dtype, trainable or not. It has 64 MiB at first, then twice as much each time up to
+    1 GiB, at most a quarter of the memory that is free, and at least the variable. Pages that no variable uses cost
+    nothing. Memory is given back at `close()`, not when a variable dies: other ranks might still use it.
+
+    Args:
+        group: the strategy's ranks.
+        devices: where variables lie; default this rank's devices. All "gpu:k", or none.
+        central: whether the first rank of a node writes and updates all variables, instead of each its part.
+        sharded: whether each node keeps the slots of a part only, see `Arena`.
+        wire: the form in which parts travel between nodes, see `Arena`.
+        sharded_gradients: whether gradients get no memory here, as they are handed over, see `Gradients`.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        devices: Sequence[str] | None = None,
+        central: bool = False,
+        sharded: bool = False,
+        wire: Wire | None = None,
+        sharded_gradients: bool = False,
+    ) -> None:
+        self.group = group
+        self.central, self.sharded, self.wire = central, sharded, wire
+        self.sharded_gradients = sharded_gradients
+        self.devices = tuple(group.topology.devices if devices is None else devices)
+        on_gpu = [parse(device)[0] == "gpu" for device in self.devices]
+        if any(on_gpu) and not all(on_gpu):
+            text = explain("ArenaAllocator", "devices", expected="all CPUs or all GPUs", got=", ".join(self.devices))
+            raise DeviceError(text)
+        self.on_gpu = all(on_gpu)
+        self.arenas: list[Arena] = []
+        self._open: dict[tuple[np.dtype, bool], Arena] = {}
+        self._next_slab: dict[tuple[np.dtype, bool], int] = {}
+        self._blocks: dict[Arena, list[SharedBlock]] = {}
+
+    def allocate(self, size: int, dtype: np.dtype, trainable: bool, name: str) -> tuple[Arena, int]:
+        """Return an arena and the offset in it of `size` zeroed elements. Collective, inside a collective.
+
+        Raises:
+            SharedMemoryError: on every rank, when the shared memory of a node cannot hold them.
+        """
+        key, what = (dtype, trainable), f"variable {name!r}"
+        arena = self._open.get(key)
+        offset = None if arena is None else arena.take(size)
+        if arena is None or offset is None:
+            arena = self._open[key] = self._new_slab(size * dtype.itemsize, dtype, trainable, what)
+            self.arenas.append(arena)
+            offset = arena.take(size)
+        if offset is None:
+            raise RuntimeError(
+                f"ArenaAllocator.allocate: {name}: {size} elements do not fit a new slab of {arena.size}"
+            )
+        self._make_real(arena, offset, size, what)
+        return arena, offset
+
+    def close(self) -> None:
+        """Free all memory; views that the user kept stay valid."""
+        for arena in self.arenas:
+            arena.copies.clear()
+            arena.gradients = None
+        self.arenas.clear()
+        self._open.clear()
+        self._blocks.clear()
+
+    def _new_slab(self, needed: int, dtype: np.dtype, trainable: bool, what: str) -> Arena:
+        key = (dtype, trainable)
+        size = self._slab_bytes(key, needed, trainable)
+        if self.on_gpu:
+            elements = size // dtype.itemsize
+            arena = Arena(self.group, self._key(key), [zeros(elements, dtype, d) for d in self.devices], shared=False)
+            if trainable:
+                arena.gradients = Gradients(arena, [zeros(elements, dtype, d) for d in self.devices], None)
+            return arena
+        node = self.group.node
+        counts = list(self.group.replicas_of_node)
+        values = node.allocate([size if rank == 0 else 0 for rank in range(node.size)], what)
+        weights = [values.segments[0].view(dtype)]
+        arena = Arena(self.group, self._key(key), weights, True, self.central, self.sharded and trainable, self.wire)
+        self._blocks[arena] = [values]
+        if trainable and self.sharded_gradients:
+            arena.gradients = Gradients(arena, (), None, handed_over=True)
+        elif trainable:
+            block = node.allocate([size * count for count in counts], f"the gradients of {what}")
+            replicas = [
+                [block.segments[rank][size * i : size * (i + 1)].view(dtype) for i in range(count)]
+                for rank, count in enumerate(counts)
+            ]
+            every = [array for rank in replicas for array in rank]
+            arena.gradients = Gradients(arena, replicas[node.rank], every if node.shared else None)
+            self._blocks[arena].append(block)
+        return arena
+
+    def _key(self, key: tuple[np.dtype, bool]) -> str:
+        return f"{len(self.arenas)}:{key[0].name}:{'trainable' if key[1] else 'fixed'}"
+
+    def _slab_bytes(self, key: tuple[np.dtype, bool], needed: int, trainable: bool) -> int:
+        wanted = self._next_slab.get(key, FIRST_SLAB)
+        self._next_slab[key] = min(2 * wanted, LARGEST_SLAB)
+        copies = 1 + (sum(self.group.replicas_of_node) if trainable and not self.sharded_gradients else 0)
+        limit = self.group.agree(self._free_bytes() // 4 // copies, "min")
+        return -(-max(needed, min(wanted, limit), 1) // PAGE) * PAGE
+
+    def _free_bytes(self) -> int:
+        if self.on_gpu:
+            cupy = import_cupy("Variable")
+            return min(int(cupy.cuda.Device(parse(d)[1]).mem_info[0]) for d in self.devices)
+        free = free_space() if self.group.node.shared else None
+        return UNLIMITED if free is None else free
+
+    def _make_real(self, arena: Arena, offset: int, size: int, what: str) -> None:
+        """Touch the pages of a new variable while a lack of memory is still an error, not a signal."""
+        if self.on_gpu:
+            return
+        node, item = self.group.node, arena.dtype.itemsize
+        blocks = self._blocks[arena]
+        low, high = arena.writes(size)
+        real = blocks[0].populate(0, (offset + low) * item, (offset + high) * item)
+        for replica in range(len(arena.gradients.local) if arena.gradients else 0):
+            start = (replica * arena.size + offset) * item
+            real = real and blocks[1].populate(node.rank, start, start + size * item)
+        try:
+            node.agree_populated(real, what)
+        except SharedMemoryError:
+            arena.used = offset
+            raise

@@ -1,0 +1,195 @@
+"""Sums of gradients that are handed over: a rank keeps two buckets of its own ones, and its share of the sums.
+
+Gradients are copied into a bucket in memory that the ranks of the node share. A full one is summed by the ranks at once on one
+node, and where every node sums an arena whole; else by their threads, which exchange pieces with other nodes while the next one
+is filled. Only one bucket is on its way: each rank waits for its part of that before the barrier after which the next one is
+summed. So what a rank then writes over was read by all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from ..base.partition import merge
+from ..base.types import ReduceOp
+from ..comm.process_group import ProcessGroup
+from .arithmetic import arithmetic
+from .early import EarlySums, Memory
+from .reduction import BLOCK, GradientArena
+
+__all__ = ["BUCKET_BYTES", "BucketSums"]
+
+BUCKET_BYTES = 4 << 20
+
+
+class _Segment(NamedTuple):
+    """Elements [low, high) of an arena, and where they begin in a bucket."""
+
+    low: int
+    high: int
+    at: int
+
+
+@final
+class _Bucket:
+    """One replica's bucket, which is read by numbers of elements of the arena: `bucket[low:high]`."""
+
+    __slots__ = ("_array", "_lows", "_segments")
+
+    def __init__(self, array: np.ndarray, segments: Sequence[_Segment]) -> None:
+        self._array, self._segments = array, segments
+        self._lows = [segment.low for segment in segments]
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        parts, low = [], where.start
+        for segment in itertools.islice(self._segments, bisect_right(self._lows, low) - 1, None):
+            end = min(segment.high, where.stop)
+            parts.append(self._array[segment.at + low - segment.low : segment.at + end - segment.low])
+            low = end
+            if low >= where.stop:
+                break
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+@final
+class BucketSums:
+    """The buckets of a strategy's ranks, and the sums of what was handed over in them.
+
+    All ranks hand over the same elements in the same order; they are told where they do not.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._early: EarlySums | None = None
+        self._buckets: list[list[list[np.ndarray]]] = []  # by half, rank of the node and its replica, as bytes
+        self._half = 0
+        self._arena: GradientArena | None = None  # of the open bucket
+        self._room = 0  # elements
+        self._segments: list[_Segment] = []
+        self._names: list[str] = []
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def forget_step(self) -> None:
+        """Have all that handed gradients over forget that, as a step has ended by an error. Every rank does it."""
+        for owner in list(self._owners):
+            owner.forget()
+
+    def put(
+        self, owner: Any, arena: GradientArena, low: int, high: int, gradients: Sequence[np.ndarray], name: str
+    ) -> None:
+        """Copy what was computed of elements [low, high), one flat array for each local replica. Collective.
+
+        The arrays may be shorter: zeros follow. `name` is told where ranks hand over others. `owner.forget()` is called where the
+        step ends by an error.
+        """
+        self._owners.add(owner)
+        if self._early is None:
+            self._early = self._open()
+        if self._arena is not None and self._arena.key != arena.key:
+            self.send()
+        if self._arena is None:
+            self._begin_bucket(arena)
+        self._names.append(name)
+        first = low
+        while high > low:
+            if not self._room:
+                self.send()
+                self._begin_bucket(arena)
+                self._names.append(name)
+            # From the end, as gradients of the last variables come first: then neighbours lie side by side.
+            count = min(self._room, high - low)
+            self._room, high = self._room - count, high - count
+            for bucket, flat in zip(self._buckets[self._half][self._group.node.rank], gradients, strict=True):
+                target = bucket.view(arena.dtype)[self._room : self._room + count]
+                given = flat[high - first : high - first + count]
+                target[: given.size] = given
+                target[given.size :] = 0
+            self._segments.append(_Segment(high, high + count, self._room))
+
+    def send(self) -> None:
+        """Begin to sum what is in the open bucket, if there is one. Collective."""
+        arena, early = self._arena, self._early
+        if arena is None or early is None:
+            return
+        names, segments = ", ".join(self._names), _joined(self._segments)
+        half = self._buckets[self._half]
+        self._close_bucket()
+        with self._group.collective("begin", detail=f"of {names}", synchronize=False) as call:
+            early.catch_up()
+            self._group.node.barrier(call)
+            if segments:
+                arrays = [_Bucket(bucket.view(arena.dtype), segments) for rank in half for bucket in rank]
+                ranges = merge([(segment.low, segment.high) for segment in segments])
+                early.begin(arena, arrays, ranges, arithmetic(ReduceOp.SUM, arena.dtype, 1))
+        self._half = 1 - self._half
+
+    def finish(self) -> None:
+        """Wait until all that was sent is summed, on all ranks of the node. Collective, inside one."""
+        if self._early is not None:
+            self._early.wait()
+
+    def memory(self, arena: GradientArena) -> Memory:
+        """Return where the sums of an arena are. Collective, inside one."""
+        assert self._early is not None
+        return self._early.memory(arena)
+
+    def forget(self, arena: GradientArena, ranges: Sequence[tuple[int, int]]) -> None:
+        """Forget element ranges: their sums were taken, or will never be. Every rank does it."""
+        if self._arena is not None and self._arena.key == arena.key:
+            self._segments = [s for s in self._segments if not any(low <= s.low < high for low, high in ranges)]
+        if self._early is not None:
+            self._early.forget(arena.key, ranges)
+
+    def _begin_bucket(self, arena: GradientArena) -> None:
+        self._arena, self._room = arena, BUCKET_BYTES // arena.dtype.itemsize
+
+    def _close_bucket(self) -> None:
+        self._arena, self._room, self._segments, self._names = None, 0, [], []
+
+    def _open(self) -> EarlySums:
+        """Allocate the buckets. Collective."""
+        from mpi4py import MPI
+
+        group, node = self._group, self._group.node
+        with group.collective("begin: buckets"):
+            threads = bool(group.agree(int(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)))
+            counts = list(group.replicas_of_node)
+            block = node.allocate([2 * BUCKET_BYTES * count for count in counts], "the buckets of gradients")
+            real = block.populate(node.rank, 0, 2 * BUCKET_BYTES * counts[node.rank])
+            node.agree_populated(real, block.what)
+            self._buckets = [
+                [
+                    [_cut(segment, 2 * replica + half) for replica in range(count)]
+                    for segment, count in zip(block.segments, counts, strict=True)
+                ]
+                for half in (0, 1)
+            ]
+            return EarlySums(group, BLOCK, threads)
+
+    def close(self) -> None:
+        """Give up the memory, which the group gives back."""
+        self._buckets.clear()
+        self._early = None
+        self._close_bucket()
+
+
+def _cut(segment: np.ndarray, number: int) -> np.ndarray:
+    return segment[number * BUCKET_BYTES : (number + 1) * BUCKET_BYTES]
+
+
+def _joined(segments: Iterable[_Segment]) -> list[_Segment]:
+    """Return segments in the order of the arena, those that lie side by side there and in the bucket made one."""
+    joined: list[_Segment] = []
+    for segment in sorted(segments):
+        last = joined[-1] if joined else None
+        if last is not None and last.high == segment.low and last.at + last.high - last.low == segment.at:
+            joined[-1] = last._replace(high=segment.high)
+        else:
+            joined.append(segment)
+    return joined

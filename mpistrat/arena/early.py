@@ -1,0 +1,246 @@
+"""Sums of gradients that are formed before the step that takes them: a thread of each rank exchanges them with other nodes.
+
+What a node owns of such gradients is cut into equal parts for its ranks, whichever of them owns it, since gradients that are
+final at the same time lie side by side. Each sum goes into memory that the ranks of the node share, where its owner finds it in
+the step. It is formed as in a step: over the ranks of a node, then over nodes in their order; so it has the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from ..base.errors import ClosedError
+from ..base.partition import aligned_bounds, blocks, cut, inside, merge, without
+from ..base.waiting import Backoff
+from ..comm.process_group import ProcessGroup
+from .arithmetic import Arithmetic, combine
+from .pieces import PieceSum, Range, wait
+from .wire import Wire
+
+__all__ = ["EarlySums", "Memory"]
+
+_CEILING = 2e-4  # seconds that the thread sleeps between two looks at its messages, at most
+_END = 5.0  # seconds that its end may take
+
+
+@final
+class Memory:
+    """The sums of one arena that this node owns, by owner; also `memory[low:high]`, of elements that one rank owns."""
+
+    def __init__(self, pieces: Sequence[Range], arrays: Sequence[np.ndarray]) -> None:
+        self.pieces, self._arrays = pieces, arrays
+        self._lows = [low for low, _ in pieces]
+        self.begun: list[Range] = []  # element ranges
+
+    def of(self, low: int, high: int) -> np.ndarray:
+        """Return the sums of elements that one rank owns."""
+        owner = bisect_right(self._lows, low) - 1
+        first = self._lows[owner]
+        return self._arrays[owner][low - first : high - first]
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        return self.of(where.start, where.stop)
+
+    def put(self, low: int, high: int, block: np.ndarray) -> None:
+        self.of(low, high)[...] = block
+
+
+class _Job(NamedTuple):
+    """What the thread shall sum: arrays, the pieces of each node, and where the sums of this node's go."""
+
+    arrays: Sequence[Any]  # array[low:high] are elements of the arena
+    pieces: Sequence[Sequence[Range]]
+    how: Arithmetic
+    wire: Wire | None
+    put: Callable[[int, int, np.ndarray], None]
+    done: threading.Event
+
+
+@final
+class EarlySums:
+    """The sums that were begun on the ranks of a group, and the thread that carries them between nodes."""
+
+    def __init__(self, group: ProcessGroup, block: int, threads: bool = True) -> None:
+        """Make what it needs. Collective over all ranks.
+
+        Args:
+            group: the ranks.
+            block: the number of elements that are summed in cache.
+            threads: whether MPI was started with MPI_THREAD_MULTIPLE on all ranks; else `begin` sums at once.
+        """
+        self._group, self._block, self._threads = group, block, threads
+        self._inter = None if group.inter is None else group.inter.Dup()  # messages of steps go over the other one
+        self._memories: dict[str, Memory] = {}
+        self._sums: dict[tuple[np.dtype, Wire | None], PieceSum] = {}
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._last: _Job | None = None
+        self._error: BaseException | None = None
+        self._hurry = self._ending = False
+        self._open = self._dropped = (
+            False  # since the last `wait`: whether sums were begun, and whether some were forgotten
+        )
+        self._thread: threading.Thread | None = None
+        group.attach(self)
+
+    def begin(self, arena: Any, arrays: Sequence[Any], ranges: Sequence[Range], how: Arithmetic) -> None:
+        """Begin to sum ranges of an arena, whose gradients are final on all ranks of the node. Collective, inside one."""
+        self._wait_for_dropped()
+        self._open = True
+        memory = self._memories.get(arena.key)
+        if memory is None:
+            memory = self._memories[arena.key] = self._allocate(arena, how.accumulate)
+        memory.begun = merge([*memory.begun, *ranges])
+        index, nodes = self._group.slice_index, arena.node_pieces()
+        if index is None:
+            return
+        if not nodes:
+            self._sum_whole(memory, arrays, ranges, how)
+            return
+        if self._inter is None:
+            return
+        by_node = [[part for piece in node for part in inside(ranges, *piece)] for node in nodes]
+        parts = [aligned_bounds(sum(high - low for low, high in node), self._group.slices)[index] for node in by_node]
+        pieces = [cut(node, *part) for node, part in zip(by_node, parts, strict=True)]
+        job = _Job(arrays, pieces, how, arena.wire, memory.put, threading.Event())
+        if not self._threads:
+            self._sum(job)
+            return
+        self._last = job
+        self._jobs.put(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mpistrat-sums", daemon=True)
+            self._thread.start()
+
+    def _sum_whole(self, memory: Memory, arrays: Sequence[Any], ranges: Sequence[Range], how: Arithmetic) -> None:
+        """Sum this rank's part of ranges of an arena that every node sums whole: over the node, `ArenaStep` over nodes."""
+        index, total = self._group.slice_index, sum(high - low for low, high in ranges)
+        mine = cut(ranges, *aligned_bounds(total, self._group.slices)[index or 0])
+        for piece in memory.pieces:
+            for low, high in blocks(inside(mine, *piece), self._block):
+                combine(how.ufunc, [array[low:high] for array in arrays], memory.of(low, high))
+
+    def _allocate(self, arena: Any, dtype: np.dtype) -> Memory:
+        node = self._group.node
+        pieces = arena.by_owner()
+        sizes = [(high - low) * dtype.itemsize for low, high in pieces]
+        block = node.allocate([*sizes, *[0] * (node.size - len(sizes))], "the sums that Optimizer.begin starts")
+        mine = node.rank
+        populated = mine >= len(sizes) or block.populate(mine, 0, sizes[mine])
+        node.agree_populated(populated, block.what)
+        return Memory(pieces, [segment.view(dtype) for segment in block.segments[: len(sizes)]])
+
+    def missing(self, arena: Any, ranges: Sequence[Range]) -> list[Range] | None:
+        """Return what of element ranges was not begun; None where nothing of them was."""
+        memory = self._memories.get(arena.key)
+        left = list(ranges) if memory is None else without(ranges, memory.begun)
+        return None if left == list(ranges) else left
+
+    def forget(self, key: str, ranges: Sequence[Range]) -> None:
+        """Forget that ranges of an arena were begun: their sums were taken, or will never be. Every rank does it."""
+        self._dropped = self._open
+        memory = self._memories.get(key)
+        if memory is not None:
+            memory.begun = without(memory.begun, ranges)
+
+    def memory(self, arena: Any) -> Memory:
+        """Return where the sums of an arena are; of those not begun, this rank's may be put there. Collective, inside one."""
+        self._wait_for_dropped()
+        return self._memories[arena.key]
+
+    def catch_up(self) -> None:
+        """Wait until what this rank has begun to sum is summed. Inside a collective.
+
+        Raises:
+            Exception: what went wrong in the thread.
+        """
+        self._hurry = True
+        try:
+            if self._last is not None:
+                self._last.done.wait()
+            if self._error is not None:
+                raise self._error
+        finally:
+            self._hurry = False
+
+    def wait(self) -> None:
+        """Wait until all that was begun is summed, on all ranks of the node. Collective, inside one.
+
+        Raises:
+            Exception: what went wrong in the thread.
+        """
+        with self._group.collective("sums that Optimizer.begin has started", synchronize=False) as call:
+            self.catch_up()
+            self._group.node.barrier(call)
+        self._open = self._dropped = False
+
+    def _wait_for_dropped(self) -> None:
+        """Wait for sums that were forgotten on their way: they would be written over others. Collective, inside one."""
+        if self._dropped:
+            self.wait()
+
+    # the thread
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                if self._error is None:
+                    self._sum(job)
+            except BaseException as error:  # raised by `wait`
+                self._error = error
+            finally:
+                job.done.set()
+            del job  # memory with references cannot be freed
+
+    def _sum(self, job: _Job) -> None:
+        key = job.how.accumulate, job.wire
+        summed = self._sums.get(key)
+        if summed is None:
+            finish = self._finish if self._threads else wait
+            summed = self._sums[key] = PieceSum(self._inter, job.how.accumulate, self._block, job.wire, finish)
+        summed.hand_out(job.arrays, job.pieces, job.how, job.put)
+
+    def _finish(self, requests: Sequence[Any]) -> None:
+        """Wait for messages, leaving the core to others until the program waits for them, too."""
+        backoff = Backoff(_CEILING)
+        for request in requests:
+            backoff.reset()
+            while not request.Test():
+                if self._ending:
+                    raise ClosedError("the strategy was closed while sums that Optimizer.begin has started travelled")
+                if self._hurry:
+                    os.sched_yield()
+                else:
+                    backoff.pause()
+
+    # the end, as an attachment of the group
+
+    def close(self) -> None:
+        """End the thread after what it has to do; free what belongs to this object. Collective over the group."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(_END)
+            if self._thread.is_alive():  # ranks do not step together any more
+                self.abandon()
+        if self._inter is not None and self._error is None:
+            self._inter.Free()
+        self._memories.clear()
+        self._last = None
+
+    def leave(self) -> Callable[[], None] | None:
+        """End the thread, at the end of the program."""
+        self.abandon()
+        return None
+
+    def abandon(self) -> None:
+        """End the thread at once."""
+        self._ending = True
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(_END)

@@ -1,0 +1,151 @@
+"""Exchanges between nodes in fewer bytes: of changes of pieces, which each node adds to what it has, and of whole sums.
+
+A node adds what it sends of its own changes, no more, and keeps the rest for the next exchange (see `wire`): so the bits stay
+equal on all nodes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import numpy as np
+
+from ..base.buffers import BufferPool
+from ..base.partition import aligned_bounds, blocks
+from ..base.types import ReduceOp
+from ..comm.arrays import mpi_datatype
+from .arithmetic import arithmetic
+from .pieces import SHARED, Pieces, PieceSum, Range, leave, round_size, rounds_of, wait
+from .wire import Unsent, Wire
+
+__all__ = ["EncodedAllReduce", "EncodedShare"]
+
+_BYTES = np.dtype(np.uint8)
+
+
+@final
+class EncodedShare:
+    """One exchange of changes of pieces of a float32 array, in the rounds of `PieceShare`.
+
+    Nothing here waits but `finish`.
+    """
+
+    def __init__(
+        self,
+        inter: Any,
+        array: np.ndarray,
+        pieces: Pieces,
+        unsent: Unsent,
+        wire: Wire,
+        work: np.ndarray,
+        pool: BufferPool,
+    ) -> None:
+        """Begin one; all nodes do, in the same order.
+
+        Args:
+            inter: the peers that own the same slice, by node.
+            array: the elements, equal on all ranks of `inter` before and after.
+            pieces: what each node changes.
+            unsent: the changes of this node's piece, which become what is still unsent.
+            wire: how they travel.
+            work: scratch memory: blocks of its size are encoded at a time, a multiple of 4,096 or at least a round.
+            pool: where memory for messages comes from.
+        """
+        self._inter, self._array, self._unsent, self._wire = inter, array, unsent, wire
+        self._work, self._pool, self._kind = work, pool, mpi_datatype(_BYTES)
+        self._sent: list[Any] = []
+        self._coming: list[tuple[Any, Range, np.ndarray]] = []
+        self._rounds = rounds_of(pieces, round_size(inter.size, array.dtype))
+        self._next = 0
+        self.ready(-1)
+
+    def ready(self, high: int) -> None:
+        """Send the changes below element `high` of this node's piece."""
+        rank = self._inter.rank
+        while self._next < len(self._rounds):
+            block = self._rounds[self._next][rank]
+            if block is not None and block[1] > high:
+                break
+            self._post(self._rounds[self._next])
+            self._next += 1
+        while self._coming and self._coming[0][0].Test():
+            self._take(self._coming.pop(0))
+
+    def _post(self, blocks_of: Any) -> None:
+        inter, nodes = self._inter, self._inter.size
+        for step in range(1, nodes):
+            node = (inter.rank - step) % nodes
+            block = blocks_of[node]
+            if block is not None:
+                message = self._message(block)
+                self._coming.append((inter.Irecv([message, self._kind], node, SHARED), block, message))
+        mine = blocks_of[inter.rank]
+        if mine is not None:
+            message = self._encoded(mine)
+            for step in range(1, nodes):
+                self._sent.append(inter.Isend([message, self._kind], (inter.rank + step) % nodes, SHARED))
+
+    def _message(self, block: Range) -> np.ndarray:
+        return self._pool.empty(self._wire.nbytes(block[1] - block[0]), _BYTES)
+
+    def _encoded(self, mine: Range) -> np.ndarray:
+        message, low, nbytes = self._message(mine), mine[0], self._wire.nbytes
+        for begin, end in blocks([mine], self._work.size):
+            part = message[nbytes(begin - low) : nbytes(end - low)]
+            self._wire.encode_change(self._array[begin:end], part, self._unsent.of(begin, end), self._work)
+        return message
+
+    def _take(self, arrived: tuple[Any, Range, np.ndarray]) -> None:
+        _, (low, high), message = arrived
+        self._wire.decode(message, self._array[low:high], add=True)
+
+    def finish(self) -> None:
+        """Wait until the changes of all others are in the array, and what this node gives has been sent."""
+        for arrived in self._coming:
+            arrived[0].Wait()
+            self._take(arrived)
+        wait(self._sent)
+        self._coming, self._sent = [], []
+
+    def leave(self) -> None:
+        """After an error: keep the memory of what is under way, for as long as the process lives."""
+        leave([*self._sent, *(request for request, _, _ in self._coming)])
+
+
+@final
+class EncodedAllReduce:
+    """Sums float32 arrays over nodes: each sums a piece, in the nodes' order, and all take of it what the others read."""
+
+    def __init__(self, inter: Any, wire: Wire, block: int) -> None:
+        """Allocate.
+
+        Args:
+            inter: the peers that have the same slice, by node.
+            wire: the form in which sums travel.
+            block: elements that are summed while they are in cache, a multiple of 4,096.
+        """
+        self._inter, self._wire = inter, wire
+        self._how = arithmetic(ReduceOp.SUM, np.dtype(np.float32), 1)
+        self._pieces = PieceSum(inter, self._how.accumulate, block, wire)
+        self._work = np.empty(block, np.float32)
+        self._pool = BufferPool(kept=16)
+
+    def sum(self, total: np.ndarray) -> None:
+        """Replace a flat array of this node's sums by those over all nodes, of the same bits on all. Collective over `inter`."""
+        pieces = [[bounds] for bounds in aligned_bounds(total.size, self._inter.size)]
+        result = self._pool.empty(total.size, total.dtype)
+        result[...] = 0
+        unsent = Unsent(*pieces[self._inter.rank][0])
+        share = EncodedShare(self._inter, result, pieces, unsent, self._wire, self._work, self._pool)
+
+        def consume(low: int, high: int, block: np.ndarray) -> None:
+            unsent.of(low, high)[...] = block
+            share.ready(high)
+
+        try:
+            self._pieces.hand_out([total], pieces, self._how, consume)
+            share.finish()
+        except BaseException:
+            share.leave()
+            raise
+        total[...] = result

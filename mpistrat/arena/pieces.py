@@ -1,0 +1,250 @@
+"""Slices that nodes share: each node sums and updates a piece of a slice, and sends its new weights to the others.
+
+Pieces travel in rounds: in each a node's peers send it their sums of a block of its piece, from which it forms the total, and the
+updated block goes to them, from memory of the weights into memory of the weights. The sums of the next round travel while a block
+is updated; that needs no thread. A total is the sum over nodes in their order, so it has the same bits each time, and no message
+depends on what MPI does in an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any, final
+
+import numpy as np
+
+from ..base.partition import blocks
+from ..comm.arrays import mpi_datatype
+from .arithmetic import Arithmetic, combine
+from .wire import Unsent, Wire
+
+__all__ = ["PieceShare", "PieceSum", "Pieces", "Range", "leave", "round_size", "rounds_of", "summed_blocks", "wait"]
+
+Range = tuple[int, int]
+Pieces = Sequence[Sequence[Range]]  # element ranges by node
+
+_ROUND = 1 << 20  # bytes of all pieces together that a rank sums in a round
+_LEAST_BLOCK = 64 << 10  # bytes of one, where many nodes share that
+_SUMS, SHARED = 10, 11  # tags
+_left: list[Any] = []  # requests, which keep their memory
+
+
+def leave(requests: Sequence[Any]) -> None:
+    """Leave messages that an error found under way, which still come into their memory: it stays as long as the process lives."""
+    _left.extend(request for request in requests if request is not None)
+
+
+def round_size(nodes: int, dtype: np.dtype) -> int:
+    """Return how many elements of a piece are at most in a round."""
+    return max(_ROUND // nodes, _LEAST_BLOCK) // dtype.itemsize
+
+
+def rounds_of(pieces: Pieces, size: int) -> list[tuple[Range | None, ...]]:
+    """Return the block of each node's piece in each round, None where it has none any more."""
+    return list(zip_longest(*(blocks(piece, size) for piece in pieces)))
+
+
+def summed_blocks(ranges: Sequence[Range], nodes: int, dtype: np.dtype, block: int) -> list[Range]:
+    """Return the blocks in which the sums of ranges are handed out."""
+    size = round_size(nodes, dtype)
+    return blocks(blocks(ranges, size), min(block, size))
+
+
+def wait(requests: Sequence[Any]) -> None:
+    """Wait for messages."""
+    for request in requests:  # one by one: MPI_Waitall hides which error it was
+        request.Wait()
+
+
+@final
+class PieceSum:
+    """Sums arrays of a node's ranks, and these sums over nodes, each piece on its own node; owns the scratch memory."""
+
+    def __init__(
+        self,
+        inter: Any,
+        dtype: np.dtype,
+        block: int,
+        wire: Wire | None = None,
+        finish: Callable[[Sequence[Any]], None] = wait,
+    ) -> None:
+        """Allocate.
+
+        Args:
+            inter: the peers that own the same slice, by node.
+            dtype: in which sums are formed.
+            block: elements that are summed while they are in cache.
+            wire: the form in which float32 sums travel, None for their own.
+            finish: waits for requests.
+        """
+        self._inter, self._block, self._wire, self._finish = inter, block, wire, finish
+        self._size = round_size(inter.size, dtype)
+        # For two rounds: what is summed here, and what comes, by node; of this node's own piece the former is used.
+        self._sums = np.empty((2, inter.size, self._size), dtype)
+        self._total = np.empty(min(block, self._size), dtype)
+        self._kind = mpi_datatype(dtype if wire is None else np.dtype(np.uint8))
+        self._sent = self._sums if wire is None else self._new_messages(wire)
+        self._came = np.empty_like(self._sums) if wire is None else self._new_messages(wire)
+
+    def _new_messages(self, wire: Wire) -> np.ndarray:
+        return np.empty((2, self._inter.size, wire.nbytes(self._size)), np.uint8)
+
+    def hand_out(
+        self,
+        arrays: Sequence[np.ndarray],
+        pieces: Pieces,
+        how: Arithmetic,
+        consume: Callable[[int, int, np.ndarray], None],
+        unsent: Unsent | None = None,
+    ) -> None:
+        """Call consume(low, high, sum) for this node's piece, in order. Collective over `inter`.
+
+        `unsent` has what was not sent of earlier sums, where that is to follow.
+        """
+        me, rounds = self._inter.rank, rounds_of(pieces, self._size)
+        travelling: list[list[Any]] = [[], []]
+        try:
+            for number in range(len(rounds) + 1):
+                if number < len(rounds):
+                    self._finish(travelling[number % 2])  # its memory is free then
+                    travelling[number % 2] = []
+                    self._begin(number % 2, arrays, rounds[number], how, travelling[number % 2], unsent)
+                mine = rounds[number - 1][me] if number else None
+                if mine is not None:
+                    self._finish(travelling[(number - 1) % 2])
+                    self._consume((number - 1) % 2, mine, how, consume)
+            self._finish(travelling[0] + travelling[1])
+        except BaseException:
+            leave(travelling[0] + travelling[1])
+            raise
+
+    def _begin(
+        self,
+        half: int,
+        arrays: Sequence[np.ndarray],
+        blocks_of: Sequence[Range | None],
+        how: Arithmetic,
+        requests: list[Any],
+        unsent: Unsent | None,
+    ) -> None:
+        """Sum a round over this node, and have the sums travel to the nodes that they belong to; add to the requests."""
+        inter, nodes = self._inter, self._inter.size
+        mine = blocks_of[inter.rank]
+        if mine is not None:
+            for step in range(1, nodes):
+                node = (inter.rank - step) % nodes
+                into = self._came[half, node, : self._width(mine[1] - mine[0])]
+                requests.append(inter.Irecv([into, self._kind], node, _SUMS))
+        for step in [*range(1, nodes), 0]:
+            node = (inter.rank + step) % nodes
+            block = blocks_of[node]
+            if block is None:
+                continue
+            low, high = block
+            message = self._sent[half, node, : self._width(high - low)]
+            for begin, end in blocks([block], self._block):
+                total = self._sums[half, node, begin - low : end - low]
+                combine(how.ufunc, [array[begin:end] for array in arrays], total)
+                if step and self._wire is not None:
+                    part = message[self._width(begin - low) : self._width(end - low)]
+                    self._encode(self._wire, total, part, None if unsent is None else unsent.of(begin, end))
+            if step:
+                requests.append(inter.Isend([message, self._kind], node, _SUMS))
+
+    def _width(self, count: int) -> int:
+        """Return the elements of a message with so many numbers."""
+        return count if self._wire is None else self._wire.nbytes(count)
+
+    def _encode(self, wire: Wire, total: np.ndarray, message: np.ndarray, unsent: np.ndarray | None) -> None:
+        if unsent is None:
+            wire.encode(total, message)
+        else:
+            wire.encode_sum(total, message, unsent, self._total)
+
+    def _consume(self, half: int, mine: Range, how: Arithmetic, consume: Callable[[int, int, Any], None]) -> None:
+        low, me = mine[0], self._inter.rank
+        for begin, end in self._cached([mine]):
+            part = slice(begin - low, end - low)
+            total = self._total[: end - begin]
+            if self._wire is None:
+                from_node = [(self._sums if node == me else self._came)[half, node] for node in range(self._inter.size)]
+                combine(how.ufunc, [numbers[part] for numbers in from_node], total)
+            else:
+                self._add_decoded(self._wire, half, part, total)
+            consume(begin, end, total)
+
+    def _add_decoded(self, wire: Wire, half: int, part: slice, total: np.ndarray) -> None:
+        """Write the sum over nodes, in their order, of the elements in a part of a round."""
+        where = slice(wire.nbytes(part.start), wire.nbytes(part.stop))
+        for node in range(self._inter.size):
+            if node != self._inter.rank:
+                wire.decode(self._came[half, node, where], total, add=node > 0)
+            else:
+                own = self._sums[half, node, part]
+                combine(np.add, [total, own] if node else [own], total)
+
+    def consumed(self, ranges: Sequence[Range]) -> list[Range]:
+        """Return the blocks in which the sums of this node's ranges are handed out."""
+        return summed_blocks(ranges, self._inter.size, self._sums.dtype, self._block)
+
+    def _cached(self, ranges: Sequence[Range]) -> list[Range]:
+        return blocks(ranges, len(self._total))
+
+
+@final
+class PieceShare:
+    """One exchange of pieces of an array: all nodes get what each has of its own, while it goes on with the rest.
+
+    Nothing here waits but `finish`, so no node waits in it for another one that is behind.
+    """
+
+    def __init__(self, inter: Any, array: np.ndarray, pieces: Pieces, first: int = 0) -> None:
+        """Begin one; all nodes do, in the same order.
+
+        Args:
+            inter: the peers that own the same slice, by node.
+            array: the elements, equal on all ranks of `inter` at the end.
+            pieces: what each node gives.
+            first: the number of the first element in `array`.
+        """
+        self._inter, self._array, self._first = inter, array, first
+        self._kind = mpi_datatype(array.dtype)
+        self._requests: list[Any] = []
+        self._rounds = rounds_of(pieces, round_size(inter.size, array.dtype))
+        self._next = 0
+        self.ready(-1)
+
+    def ready(self, high: int) -> None:
+        """Send what is below element `high` of this node's piece: it stays as it is."""
+        rank = self._inter.rank
+        while self._next < len(self._rounds):
+            block = self._rounds[self._next][rank]
+            if block is not None and block[1] > high:
+                return
+            self._post(self._rounds[self._next])
+            self._next += 1
+
+    def _post(self, blocks_of: Sequence[Range | None]) -> None:
+        inter, nodes = self._inter, self._inter.size
+        for step in range(1, nodes):
+            node = (inter.rank - step) % nodes
+            block = blocks_of[node]
+            if block is not None:
+                self._requests.append(inter.Irecv(self._buffer(block), node, SHARED))
+        mine = blocks_of[inter.rank]
+        if mine is not None:
+            for step in range(1, nodes):
+                self._requests.append(inter.Isend(self._buffer(mine), (inter.rank + step) % nodes, SHARED))
+
+    def _buffer(self, block: Range) -> list[Any]:
+        return [self._array[block[0] - self._first : block[1] - self._first], self._kind]
+
+    def finish(self) -> None:
+        """Wait until all that the others give is here, and what this node gives has been sent."""
+        wait(self._requests)
+        self._requests = []
+
+    def leave(self) -> None:
+        """After an error: keep the memory of what is under way, for as long as the process lives."""
+        leave(self._requests)

@@ -1,0 +1,267 @@
+"""Reduction of gradient arenas, which all ranks of a node see: block by block in cache, then over the other nodes.
+
+A training step sums arenas and consumes the sums while they are in cache; `reduce_in_place` writes them where the
+gradients lie, without a copy in or out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import numpy as np
+
+from ..base.partition import aligned_bounds, blocks, merge
+from ..base.types import ReduceOp
+from ..comm.arrays import all_reduce, is_gpu
+from ..comm.process_group import ProcessGroup
+from .arithmetic import Arithmetic, arithmetic, combine, divide, round_into
+from .pieces import PieceSum
+from .wire import Unsent, Wire
+
+if TYPE_CHECKING:
+    from .early import EarlySums
+
+__all__ = ["BLOCK", "ArenaSum", "Consume", "Destination", "GradientArena", "node_gradients", "network_chunk", "of_node"]
+
+BLOCK = 1 << 16  # elements that are summed and consumed while they are in cache
+NETWORK_CHUNK = 1 << 20  # bytes that cross the network at a time; a constant: other chunks give other bits
+
+#: Called as consume(low, high, block); a block is scratch, valid in the call only.
+Consume = Callable[[int, int, Any], None]
+
+
+class GradientArena(Protocol):
+    """The gradients of many variables, side by side in one flat array for each replica.
+
+    Attributes:
+        dtype: of all of them.
+        size: elements in each flat array.
+        local: the flat arrays of this rank's replicas.
+        node: those of all replicas of the node, in replica order; None where the node shares no memory.
+        key: name of the arena, equal on every rank.
+    """
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def local(self) -> Sequence[Any]: ...
+
+    @property
+    def node(self) -> Sequence[np.ndarray] | None: ...
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def wire(self) -> Wire | None:
+        """The form in which pieces travel between nodes, None for their own."""
+        ...
+
+    def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the part of element ranges that this rank reduces and updates."""
+        ...
+
+    def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]] | None:
+        """Return the part that this rank's peer on each node reduces and updates; None where each of them does all of it."""
+        ...
+
+    def node_pieces(self) -> list[list[tuple[int, int]]]:
+        """Return the pieces of all slices, by node; where none is cut, none."""
+        ...
+
+    def by_owner(self) -> list[tuple[int, int]]:
+        """Return what each of this node's ranks reduces and updates, of those that do."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class Destination:
+    """The destination of a reduction without copies: elements [low, high) of the gradient arena that holds its values."""
+
+    arena: GradientArena
+    low: int
+    high: int
+
+    @classmethod
+    def find(cls, group: ProcessGroup, values: Sequence[Any], variable: Any) -> Destination | None:
+        """Return where the local replicas' values lie if they are the gradient memory of a Variable, else None."""
+        if not hasattr(variable, "arena") or type(values[0]) is not np.ndarray or group.node.locate(values[0]) is None:
+            return None
+        gradients: GradientArena | None = getattr(variable.arena, "gradients", None)
+        if gradients is None or len(values) != len(gradients.local):
+            return None
+        low = int(variable.offset)
+        high = low + int(variable.size)
+        for value, flat in zip(values, gradients.local, strict=True):
+            if not value.flags.c_contiguous or value.size != high - low or value.dtype != flat.dtype:
+                return None
+            if value.ctypes.data != flat.ctypes.data + low * flat.itemsize:
+                return None
+        return cls(gradients, low, high)
+
+    def view(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the elements of the node's first replica as a read-only view."""
+        view = of_node(self.arena)[0][self.low : self.high].reshape(shape)
+        view.flags.writeable = False
+        return view
+
+
+def node_gradients(group: ProcessGroup, arena: GradientArena) -> Sequence[np.ndarray] | None:
+    """Return the arenas of all replicas, where all are of one node and in host memory that its ranks see; else None."""
+    return None if group.num_nodes > 1 or is_gpu(arena.local[0]) else of_node(arena)
+
+
+def of_node(arena: GradientArena) -> Sequence[np.ndarray]:
+    """Return the arenas of all replicas whose memory this rank sees: the node's, or its own alone."""
+    return arena.local if arena.node is None else arena.node
+
+
+def network_chunk(dtype: np.dtype) -> int:
+    """Return how many elements cross the network at a time where every node sums all; other chunks give other bits."""
+    return max(BLOCK, NETWORK_CHUNK // dtype.itemsize)
+
+
+@final
+class ArenaSum:
+    """Sums arenas of all replicas of a node, slice by slice, over all nodes; owns the scratch memory."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group, self._inter = group, group.inter
+        self._scratch: dict[np.dtype, np.ndarray] = {}
+        self._piece_sums: dict[tuple[np.dtype, Wire | None], PieceSum] = {}
+        self._early: EarlySums | None = None
+
+    def sum_owned(
+        self,
+        arena: GradientArena,
+        ranges: Sequence[tuple[int, int]],
+        how: Arithmetic,
+        consume: Consume,
+        unsent: Unsent | None,
+    ) -> None:
+        """Call consume(low, high, sum) for what this rank owns of the ranges, in order. Collective over `group.inter`."""
+        pieces = arena.pieces(ranges)
+        if pieces is None:
+            self.hand_out(arena, arena.owned(ranges), how, consume)
+            return
+        missing = None if self._early is None else self._early.missing(arena, ranges)
+        if missing is None or self._early is None:
+            self._sum_pieces(arena, ranges, how, consume, unsent)
+            return
+        memory = self._early.memory(arena)
+        self._sum_pieces(arena, missing, how, memory.put, unsent)
+        self._early.wait()
+        if self._inter is not None:
+            # In the blocks of a step without: a norm is a sum over blocks.
+            for low, high in self._piece_sum(how.accumulate, arena.wire).consumed(arena.owned(ranges)):
+                consume(low, high, memory.of(low, high))
+
+    def begin(self, arena: GradientArena, ranges: Sequence[tuple[int, int]]) -> None:
+        """Begin to sum ranges of an arena whose pieces belong to nodes; the next `sum_owned` of them takes the sums.
+
+        Collective, inside one; all ranks of the node have arrived.
+        """
+        if self._early is None:
+            from .early import EarlySums
+
+            self._early = EarlySums(self._group, BLOCK)
+        self._early.begin(arena, of_node(arena), ranges, arithmetic(ReduceOp.SUM, arena.dtype, 1))
+
+    def forget(self, key: str, ranges: Sequence[tuple[int, int]]) -> None:
+        """Forget what was begun of ranges of an arena. Every rank does it."""
+        if self._early is not None:
+            self._early.forget(key, ranges)
+
+    def _sum_pieces(
+        self,
+        arena: GradientArena,
+        ranges: Sequence[tuple[int, int]],
+        how: Arithmetic,
+        consume: Consume,
+        unsent: Unsent | None,
+    ) -> None:
+        pieces = arena.pieces(ranges)
+        if pieces is not None and self._inter is not None:
+            self._piece_sum(how.accumulate, arena.wire).hand_out(of_node(arena), pieces, how, consume, unsent)
+
+    def _piece_sum(self, dtype: np.dtype, wire: Wire | None) -> PieceSum:
+        summed = self._piece_sums.get((dtype, wire))
+        if summed is None:
+            summed = self._piece_sums[dtype, wire] = PieceSum(self._inter, dtype, BLOCK, wire)
+        return summed
+
+    def hand_out(
+        self, arena: GradientArena, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume
+    ) -> None:
+        """Call consume(low, high, sum) for this rank's ranges. Collective over `group.inter`.
+
+        Its peers on other nodes own the same ranges. Blocks have at most 64 K elements; the divisor is left to `consume`.
+        """
+        arrays, inter = of_node(arena), self._inter
+        chunk = self._chunk(how.accumulate)
+        scratch = self._scratch.get(how.accumulate)
+        if scratch is None:
+            scratch = self._scratch[how.accumulate] = np.empty(chunk, how.accumulate)
+        for low, high in blocks(ranges, chunk):
+            cached = [(low, high)] if inter is None else list(blocks([(low, high)], BLOCK))
+            for begin, end in cached:
+                combine(how.ufunc, [array[begin:end] for array in arrays], scratch[begin - low : end - low])
+            if inter is not None:
+                all_reduce(inter, scratch[: high - low], ufunc=how.ufunc)
+            for begin, end in cached:
+                consume(begin, end, scratch[begin - low : end - low])
+
+    def reduce_in_place(self, destinations: Sequence[Destination], reduce_op: ReduceOp, call: Any) -> None:
+        """Write the reduction of gradients into the arena of the node's first replica. Collective, inside one.
+
+        The destinations are the same on every rank, and the ranks of the node have arrived. The closing barrier compares `call`.
+        """
+        arenas = {id(destination.arena): destination.arena for destination in destinations}
+        for key, arena in arenas.items():
+            ranges = merge([(where.low, where.high) for where in destinations if id(where.arena) == key])
+            self._reduce_ranges(arena, ranges, reduce_op)
+        self._group.node.barrier(call)
+
+    def _reduce_ranges(self, arena: GradientArena, ranges: Sequence[tuple[int, int]], reduce_op: ReduceOp) -> None:
+        index = self._group.slice_index
+        if index is None:
+            return
+        how = arithmetic(reduce_op, arena.dtype, self._group.topology.num_replicas)
+        mine = []
+        for low, high in ranges:
+            begin, end = aligned_bounds(high - low, self._group.slices)[index]
+            mine.append((low + begin, low + end))
+        if how.divisor == 1 and how.accumulate == arena.dtype:
+            self._combine_in_place(of_node(arena), mine, how.ufunc)
+            return
+        target = of_node(arena)[0]
+
+        def store(low: int, high: int, block: np.ndarray) -> None:
+            if how.divisor != 1:
+                divide(block, how.divisor)
+            round_into(target[low:high], block)
+
+        self.hand_out(arena, mine, how, store)
+
+    def _combine_in_place(
+        self, arrays: Sequence[np.ndarray], ranges: Sequence[tuple[int, int]], ufunc: np.ufunc
+    ) -> None:
+        """As `hand_out`, into the first of the arrays, which need no wider dtype and no division."""
+        total = arrays[0]
+        for low, high in blocks(ranges, self._chunk(total.dtype)):
+            for begin, end in blocks([(low, high)], BLOCK):
+                mine = total[begin:end]
+                for array in arrays[1:]:
+                    ufunc(mine, array[begin:end], out=mine)
+            if self._inter is not None:
+                all_reduce(self._inter, total[low:high], ufunc=ufunc)
+
+    def _chunk(self, dtype: np.dtype) -> int:
+        return BLOCK if self._inter is None else network_chunk(dtype)

@@ -1,0 +1,79 @@
+"""Masked arrays: `np.asarray` drops a mask silently, and the numbers below it would count."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from .errors import explain
+
+__all__ = ["check_unmasked", "plain_array", "unmasked"]
+
+T = TypeVar("T")
+
+
+def plain_array(value: Any, function: str, argument: str = "", dtype: DTypeLike | None = None) -> NDArray[Any]:
+    """Return `np.asarray(value, dtype)` of an array that a user passed.
+
+    Raises:
+        TypeError: numbers are masked.
+
+    Example:
+        >>> plain_array(np.ma.masked_equal([1, 2], 3), "f")
+        array([1, 2])
+    """
+    return check_unmasked(value, np.asanyarray(value, dtype), function, argument)
+
+
+def check_unmasked(value: Any, found: NDArray[Any], function: str, argument: str = "") -> NDArray[Any]:
+    """Return `np.asanyarray(value)` without its class.
+
+    Args:
+        value: as the user passed it.
+        found: `np.asanyarray(value)`, which is masked where `value.__array__` returns a masked array.
+        function, argument: named in the error.
+
+    Raises:
+        TypeError: numbers are masked: in the array, in a list of arrays, or in arrays that an array of objects holds.
+    """
+    if "numpy.ma" not in sys.modules:  # so there is no masked array
+        return np.asarray(found)
+    plain = type(found) is np.ndarray
+    if plain and found.dtype.kind != "O" and not isinstance(value, (list, tuple)):
+        return found
+    unmasked(value if plain else found, function, argument)
+    return np.asarray(found)
+
+
+def unmasked(value: T, function: str, argument: str = "") -> T:
+    """Return a value as it is, which need not be an array, such as an index.
+
+    Raises:
+        TypeError: it is masked, or numbers in it are.
+
+    Example:
+        >>> unmasked((slice(3), 1), "f")
+        (slice(None, 3, None), 1)
+    """
+    masked = _count(value) if "numpy.ma" in sys.modules else 0
+    if masked:
+        got = f"{masked} masked"
+        remedy = "The mask would be lost: pass value.filled(...), or value.compressed()"
+        raise TypeError(explain(function, argument, expected="no masked numbers", got=got, remedy=remedy))
+    return value
+
+
+def _count(value: Any) -> int:
+    """Return how many numbers are masked in a masked array, or in the arrays that a list or an array of objects holds."""
+    if isinstance(value, np.ma.MaskedArray):
+        mask = np.ma.getmask(value)  # of a structured array it is structured
+        return 0 if mask is np.ma.nomask else int(np.count_nonzero(np.ascontiguousarray(mask).reshape(-1).view(bool)))
+    if isinstance(value, np.ndarray):
+        items: Any = value.reshape(-1).tolist() if value.dtype.kind == "O" else ()
+    else:
+        items = value if isinstance(value, (list, tuple)) else ()
+    holders = tuple(kind for kind in set(map(type, items)) if issubclass(kind, (np.ndarray, list, tuple)))
+    return sum(_count(item) for item in items if isinstance(item, holders)) if holders else 0

@@ -1,0 +1,119 @@
+"""The small closed vocabularies of the package: how values are reduced, how variables synchronise and aggregate."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .masks import plain_array
+
+__all__ = [
+    "CommunicationImplementation",
+    "IndexedSlices",
+    "ReduceOp",
+    "VariableAggregation",
+    "VariableSynchronization",
+]
+
+
+class ReduceOp(enum.Enum):
+    """How values of several replicas become one (TF: tf.distribute.ReduceOp, which has SUM and MEAN only).
+
+    MIN, MAX and PROD take integers and real floating-point numbers. As in np.minimum and np.maximum, one NaN makes the
+    result NaN. PROD of integers wraps around as SUM does.
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    MIN = "MIN"
+    MAX = "MAX"
+    PROD = "PROD"
+
+    __hash__ = (
+        object.__hash__
+    )  # each is one object; Enum's own is a function of Python, which costs more than a look-up
+
+    @classmethod
+    def parse(cls, value: ReduceOp | str, function: str = "reduce") -> ReduceOp:
+        """Return the ReduceOp that a member or its name (in any case) stands for.
+
+        Raises:
+            ValueError: for anything else, a VariableAggregation included.
+
+        Example:
+            >>> ReduceOp.parse("sum")
+            <ReduceOp.SUM: 'SUM'>
+        """
+        if type(value) is cls:
+            return value
+        known = _REDUCTIONS.get(value.upper()) if isinstance(value, str) else None
+        if known is not None:
+            return known
+        names = ", ".join(cls.__members__)
+        raise ValueError(f"{function}: reduce_op: expected a ReduceOp or its name ({names}), got {value!r}")
+
+
+_REDUCTIONS = dict(ReduceOp.__members__)
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies of a variable are brought together (TF: tf.VariableSynchronization)."""
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+
+class VariableAggregation(enum.Enum):
+    """How the replicas' values of one write become one value (TF: tf.VariableAggregation)."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
+
+
+class CommunicationImplementation(enum.Enum):
+    """Which algorithm carries a reduction; AUTO lets the chooser's measured table decide. RING is TensorFlow's MPI."""
+
+    AUTO = "AUTO"
+    MPI = "MPI"
+    RING = "MPI"  # noqa: PIE796 (another name of the same)
+    HIERARCHICAL = "HIERARCHICAL"
+    NCCL = "NCCL"
+
+
+@dataclass(frozen=True)
+class IndexedSlices:
+    """Rows of a larger array: `dense[indices[k]] += values[k]`, zero elsewhere (TF: tf.IndexedSlices).
+
+    Args:
+        values: array of shape (k, ...).
+        indices: integer array of shape (k,); duplicates add up.
+        dense_shape: shape of the array the rows belong to, or None where unknown.
+    """
+
+    values: Any
+    indices: Any
+    dense_shape: tuple[int, ...] | None = None
+
+    def to_dense(self) -> np.ndarray:
+        """Return the dense array; rows of equal index are summed.
+
+        Raises:
+            ValueError: when dense_shape is unknown.
+
+        Example:
+            >>> IndexedSlices(np.ones((2, 1)), np.array([2, 2]), (3, 1)).to_dense().ravel().tolist()
+            [0.0, 0.0, 2.0]
+        """
+        if self.dense_shape is None:
+            raise ValueError("IndexedSlices.to_dense: dense_shape: expected a shape, got None")
+        values = plain_array(self.values, "IndexedSlices.to_dense", "values")
+        dense = np.zeros(self.dense_shape, values.dtype)
+        np.add.at(dense, plain_array(self.indices, "IndexedSlices.to_dense", "indices"), values)
+        return dense
