@@ -57,8 +57,6 @@ if TYPE_CHECKING:
         VariableSynchronization,
     )
     from .base.types import CommunicationImplementation as CollectiveCommunication
-    from .cli.launch import launch  # for programs that are no ranks
-    from .cli.multi_process_runner import MultiProcessRunner
     from .client.cluster import connect
     from .cluster import ClusterSpec
     from .coordinator import Server
@@ -71,6 +69,9 @@ if TYPE_CHECKING:
     from .cross_device.ordered import OrderedAllReduce
     from .cross_device.to_one import ReductionToOneDevice
     from .data import InputContext, InputOptions, InputReplicationMode
+    from .launcher.launch import launch  # for programs that are no ranks
+    from .launcher.multi_process_runner import MultiProcessRunner
+    from .launcher.survive import survive
     from .parameter_server.strategy import ParameterServerStrategy
     from .strategies import strategy_from_environment
     from .strategy import (
@@ -93,7 +94,6 @@ if TYPE_CHECKING:
     from .strategy.process_set import ProcessSet
     from .strategy.show_config import show_config
     from .train.monitor import Monitor as monitor
-    from .train.survive import survive
     from .variables import ShardedVariable, Variable
 else:
     __getattr__, __dir__ = lazy(__name__)

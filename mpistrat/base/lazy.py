@@ -67,10 +67,10 @@ def _homes(package: str) -> dict[str, tuple[str, str | None]]:
     for block in ast.parse(source).body:
         if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
             for node in block.body:
-                assert isinstance(node, ast.ImportFrom) and node.level == 1
+                assert isinstance(node, ast.ImportFrom) and node.level
+                words = package.split(".")
+                parent = ".".join([*words[: len(words) - node.level + 1], *filter(None, [node.module])])
                 for alias in node.names:
-                    home = (
-                        (f"{package}.{node.module}", alias.name) if node.module else (f"{package}.{alias.name}", None)
-                    )
+                    home = (parent, alias.name) if node.module else (f"{parent}.{alias.name}", None)
                     homes[alias.asname or alias.name] = home
     return homes

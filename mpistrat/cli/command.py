@@ -62,7 +62,7 @@ ROOT = Group(
         "doctor": "doctor:COMMAND",
         "top": "watch:TOP",
         "stacks": "watch:STACKS",
-        "resize": "supervise:COMMAND",
+        "resize": "resize:COMMAND",
         "replay": "replay:COMMAND",
         "serve": "serve:COMMAND",
     },

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..base.lazy import lazy
-from .survive import Job, survive  # at once: its module has the name
 
 if TYPE_CHECKING:
+    from ..launcher.survive import Job, survive
     from .callbacks import (
         Callback,
         EarlyStopping,

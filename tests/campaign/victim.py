@@ -31,10 +31,10 @@ STEPS, EPOCHS, ROWS, REPLICAS = 60, 4, 120, 4
 PACKAGE = str(Path(ms.__file__).parent)
 COMMIT = ("strategy/checkpoint/snapshot.py", "comm/job_files.py")
 RECOVERY = (
-    *COMMIT, "train/survive.py", "train/checkpoints.py", "cluster/world.py", "strategy/checkpoint/restore.py",
+    *COMMIT, "launcher/survive.py", "train/checkpoints.py", "cluster/world.py", "strategy/checkpoint/restore.py",
     "comm/process_group.py", "comm/shared_memory.py", "comm/node.py", "arena/arena.py",
 )  # fmt: skip
-LEAVING = ("train/survive.py", "cluster/world.py")
+LEAVING = ("launcher/survive.py", "cluster/world.py")
 
 Kill = dict[str, Any]
 

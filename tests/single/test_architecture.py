@@ -20,34 +20,27 @@ PACKAGE = ROOT / "mpistrat"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS_PICTURE = ROOT / "docs" / "images" / "floors.svg"
 
-# The floor of each folder; files beside the folders are floor 0, or front doors that only re-export, which floor 8 uses.
-# _util, below them all, may use of them only what needs nothing itself: errors, types, environment.
+# The floor of each folder. A file beside the folders has a floor below, or is a front door, which only re-exports.
 FLOORS = {
-    "_util": -1, "cluster": 1, "batch_jobs": 1, "comm": 2, "cross_device": 3, "data": 3, "timeline": 3, "variables": 4,
-    "optimizers": 5, "strategy": 6, "parameter_server": 7, "torch": 7, "jax": 7, "train": 7, "bench": 8, "doctor": 8,
-    "client": 8, "examples": 8, "keras": 8, "estimator": 8,
-    "cli": 9,
+    "base": 0, "cluster": 1, "batch_jobs": 1, "comm": 2, "arena": 3, "data": 3, "timeline": 3, "cross_device": 4, "variables": 5,
+    "optimizers": 6, "strategy": 7, "parameter_server": 8, "torch": 8, "jax": 8, "launcher": 9, "bench": 9, "doctor": 9,
+    "client": 9, "keras": 9, "train": 10, "estimator": 11, "cli": 11, "examples": 12,
 }  # fmt: skip
-
-# A file beside the folders that is on a floor of its own: it knows every strategy.
-FILE_FLOORS = {"strategies": 7.5}
-
-# Below their folder: what even cluster/ needs to meet, to wait and to agree. They import only from floor 0.
-LOWER = {("comm", "agree"), ("comm", "waiting")}
+FILE_FLOORS = {"_version": 0, "lookup": 1, "strategies": 8.5}  # strategies.py knows every strategy
 
 # Where a library beyond NumPy may be imported at all. A pickle could run a stranger's code.
 ALLOWED = {
-    "mpi4py": {"cluster", "comm", "cross_device", "data", "variables", "timeline", "parameter_server", "optimizers", "strategy",
-               "bench", "doctor", "estimator", "cli", "examples"},
+    "mpi4py": {"base", "cluster", "comm", "arena", "cross_device", "data", "variables", "launcher", "timeline", "parameter_server",
+               "optimizers", "strategy", "bench", "doctor", "estimator", "cli", "examples"},
     "h5py": {"data", "strategy", "bench", "doctor", "cli", "examples"},
-    "cupy": {"cluster", "comm", "cross_device"},
+    "cupy": {"cluster", "comm", "arena", "cross_device"},
     "jinja2": {"batch_jobs"},
     "matplotlib": {"bench", "cli"},
     "tensorboardX": {"train"},
     "zmq": {"client"},
     "torch": {"torch", "keras"}, "jax": {"jax", "keras"}, "optax": {"jax"}, "keras": {"keras"}, "tensorflow": {"keras"},
     # only for functions that a program sends to its own ranks, and their results
-    "cloudpickle": {"parameter_server", "cli"},
+    "cloudpickle": {"parameter_server", "launcher"},
     "pickle": set(), "marshal": set(), "shelve": set(), "dill": set(),
 }  # fmt: skip
 
@@ -106,14 +99,13 @@ def upward_imports(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
     folder = folder_of(path)
     if not folder and path.stem in front_doors():
         return
-    low = path.relative_to(PACKAGE).with_suffix("").parts in LOWER
-    floor = 0.5 if low else FLOORS.get(folder, FILE_FLOORS.get(path.stem, 0))
+    floor = FLOORS.get(folder, FILE_FLOORS.get(path.stem, 0))
     for line, name in imports(path):
-        if name[0] != "mpistrat" or (name[1:2] == (folder,) and not low) or (name[1:3] in LOWER and floor >= 1):
+        if name[0] != "mpistrat" or name[1:2] == (folder,):
             continue
         target = name[1] if len(name) > 1 else "__init__"
         above = FLOORS.get(target, FILE_FLOORS.get(target))
-        if above >= floor if above is not None else target in front_doors() and floor < 8:
+        if above >= floor if above is not None else target in front_doors() and floor < 12:
             yield line, name
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpistrat.errors import MissingDependencyError, check_framework
+from mpistrat.base.errors import check_framework
+from mpistrat.errors import MissingDependencyError
 
 
 @pytest.mark.parametrize("version", ["0.5.3", "0.4.31", "0.5"])

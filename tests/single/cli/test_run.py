@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher import ROOT
-from mpistrat.cli import run
 from mpistrat.cli.main import main
-from mpistrat.cli.run import Start, plan
 from mpistrat.cluster.allocation import Allocation
 from mpistrat.cluster.cores import THREAD_VARIABLES
 from mpistrat.cluster.launchers import Launcher, MPILibrary
 from mpistrat.errors import ClusterError
+from mpistrat.launcher import plan as run
+from mpistrat.launcher.plan import Start, plan
 
 MPICH = MPILibrary("MPICH", "5.0.2", "", "/opt/lib/libmpi.so.12")
 OPENMPI = MPILibrary("Open MPI", "5.0.11", "")
@@ -299,7 +299,7 @@ def test_wrong_use_in_a_slurm_job(machine, capsys, monkeypatch, tmp_path):
     """Outside of its nodes nothing tells how ranks that survive have ended: their launcher says 0 whatever happens."""
     machine.slurm(["pmix"])
     machine.has(library=OPENMPI)
-    monkeypatch.setattr(run, "allocation_of_job", Allocation)
+    monkeypatch.setattr("mpistrat.cli.run.allocation_of_job", Allocation)
     said = shown(capsys, "--dry-run", "--survive", "sh", status=2)
     assert "--survive: expected a node of the SLURM job" in said and "batch script" in said
     monkeypatch.setenv("SLURMD_NODENAME", "n1")

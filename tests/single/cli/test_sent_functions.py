@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from mpistrat.cli.multi_process_runner import _sent_whole
+from mpistrat.launcher.multi_process_runner import _sent_whole
 
 cloudpickle = pytest.importorskip("cloudpickle")
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from mpistrat.cli import supervise
 from mpistrat.comm import job_files
 from mpistrat.comm.monitor import leftovers
+from mpistrat.launcher import supervise
 
 RANK = """
 import os, sys
@@ -42,7 +42,7 @@ def run(*words, restarts=5, survive=False):
     """Supervise the program in a process of its own."""
     code = f"""
 import sys
-from mpistrat.cli.supervise import supervise
+from mpistrat.launcher.supervise import supervise
 start = lambda *how: ([sys.executable, "-c", {RANK!r}, *{list(words)!r}], {{}})
 sys.exit(supervise(start, {restarts}, survive={survive}))
 """
@@ -82,7 +82,7 @@ def test_where_ranks_are_lost_a_status_of_zero_says_nothing():
 
 def test_a_rank_that_imports_the_package_has_begun():
     code = (
-        "import sys; from mpistrat.cli.supervise import supervise\n"
+        "import sys; from mpistrat.launcher.supervise import supervise\n"
         "sys.exit(supervise(lambda *how: ([sys.executable, '-c', {!r}], {}), 1, survive=True))"
     )
     rank = "import os; os.environ.update(PMI_SIZE='1', PMI_RANK='0'); import mpistrat"
@@ -110,7 +110,7 @@ def test_another_user_s_file_is_not_believed():
     )
     code = f"""
 import sys
-from mpistrat.cli.supervise import supervise
+from mpistrat.launcher.supervise import supervise
 sys.exit(supervise(lambda *how: ([sys.executable, "-c", {foreign + RANK!r}, "on"], {{}}), 1))
 """
     reply = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -122,9 +122,7 @@ def test_who_was_told_to_stop_is_not_started_again():
 
 
 def test_a_program_without_strategies_ends_with_its_status():
-    code = (
-        "import sys; from mpistrat.cli.supervise import supervise; sys.exit(supervise(lambda *how: (['true'], {}), 3))"
-    )
+    code = "import sys; from mpistrat.launcher.supervise import supervise; sys.exit(supervise(lambda *how: (['true'], {}), 3))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
@@ -140,7 +138,7 @@ def test_what_outlives_the_launcher_is_killed():
         "job_files.state(os.environ['MPISTRAT_JOB'])[job_files.DONE] = 2\n"
     )
     words = [sys.executable, "-c", launcher]
-    code = f"from mpistrat.cli.supervise import supervise; supervise(lambda *how: ({words!r}, {{}}), 3)"
+    code = f"from mpistrat.launcher.supervise import supervise; supervise(lambda *how: ({words!r}, {{}}), 3)"
     # It returns when nobody has its standard output any more, the sleeping process included.
     reply = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert reply.stdout.strip().isdigit()
@@ -148,7 +146,10 @@ def test_what_outlives_the_launcher_is_killed():
 
 
 def test_after_a_signal_nothing_is_started_again():
-    code = "import sys; from mpistrat.cli.supervise import supervise; sys.exit(supervise(lambda *how: (['sleep', '50'], {}), 3))"
+    code = (
+        "import sys; from mpistrat.launcher.supervise import supervise\n"
+        "sys.exit(supervise(lambda *how: (['sleep', '50'], {}), 3))"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     time.sleep(1.5)
     process.send_signal(signal.SIGTERM)
@@ -176,7 +177,7 @@ def test_a_signal_between_two_starts_is_passed_on(number, status, told):
     )
     code = (
         "import os, signal, sys\n"
-        "from mpistrat.cli import supervise\n"
+        "from mpistrat.launcher import supervise\n"
         "def start(*how):\n"
         f"    if supervise.Path('second').exists(): os.kill(os.getpid(), signal.{number})\n"
         "    supervise.Path('second').touch()\n"
@@ -199,7 +200,10 @@ def test_ranks_that_have_not_begun_are_told_to_save_when_they_have():
         "time.sleep(30)\n"
     )
     words = [sys.executable, "-c", rank]
-    code = f"import sys; from mpistrat.cli.supervise import supervise; sys.exit(supervise(lambda *how: ({words!r}, {{}}), 3))"
+    code = (
+        "import sys; from mpistrat.launcher.supervise import supervise\n"
+        f"sys.exit(supervise(lambda *how: ({words!r}, {{}}), 3))"
+    )
     process = subprocess.Popen([sys.executable, "-c", code])
     time.sleep(1.0)
     process.send_signal(signal.SIGUSR1)
@@ -210,7 +214,7 @@ def test_ranks_that_have_not_begun_are_told_to_save_when_they_have():
 def test_the_launcher_ends_with_its_supervisor(number):
     launcher = "import signal, time; print('here', flush=True); time.sleep(50)"
     words = [sys.executable, "-c", launcher]
-    code = f"from mpistrat.cli.supervise import supervise; supervise(lambda *how: ({words!r}, {{}}), 3)"
+    code = f"from mpistrat.launcher.supervise import supervise; supervise(lambda *how: ({words!r}, {{}}), 3)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout.readline() == "here\n"
     process.send_signal(number)
@@ -223,7 +227,7 @@ def test_a_number_of_ranks_that_cannot_be_changes_nothing():
     """`mpistrat resize`: whoever has two servers needs three ranks."""
     code = (
         "import os, signal, subprocess, sys, threading, time\n"
-        "from mpistrat.cli.supervise import supervise\n"
+        "from mpistrat.launcher.supervise import supervise\n"
         "from mpistrat.comm import job_files\n"
         "def start(ranks, standby):\n"
         "    if ranks == 1: raise ValueError('expected a worker besides')\n"

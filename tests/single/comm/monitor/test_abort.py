@@ -9,6 +9,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.base import nest
+from mpistrat.base.environment import Environment
 from mpistrat.comm.monitor.abort import format_exception
 
 
@@ -83,4 +84,4 @@ def test_causes_are_folded_too(in_the_step):
 
 def test_a_wrong_setting_is_no_reason_to_say_nothing(monkeypatch):
     monkeypatch.setenv("MPISTRAT_TRACEBACK", "long")
-    assert "ValueError: environment: MPISTRAT_TRACEBACK" in printed(lambda: ms.options.Environment.read())
+    assert "ValueError: environment: MPISTRAT_TRACEBACK" in printed(lambda: Environment.read())

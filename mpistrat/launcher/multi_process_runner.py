@@ -23,10 +23,10 @@ from ..base.arguments import integer
 from ..base.errors import LaunchError, explain
 from ..base.programs import isolated, program
 from ..base.text import named
-from ..launcher import end_with_parent
-from ..launcher.launched import STACKS
 from ..parameter_server.coordinator.registry import load_cloudpickle
-from .run import Start, plan
+from . import end_with_parent
+from .launched import STACKS
+from .plan import Start, plan
 
 __all__ = ["MultiProcessRunner", "RankResult"]
 

@@ -7,7 +7,6 @@ started find the state of those before in memory (strategy/checkpoint/snapshot.p
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -19,7 +18,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
-from ..base.agree import Ranks
 from ..base.environment import RANK_PROCESS, RESTART_EXIT_CODE, STANDBY
 from ..base.errors import MpistratError
 from ..base.programs import isolated
@@ -27,13 +25,11 @@ from ..base.text import counted, printable
 from ..cluster.allocation import allocation_of_job
 from ..comm import job_files
 from ..comm.monitor import leftovers
-from ..launcher.end_with_parent import end_with_parent
-from ..launcher.standby import Standby, environment_with
 from ..strategy.checkpoint.snapshot import SnapshotFile
-from .command import DONE, PROBLEM, Command
-from .terminal import complain
+from .end_with_parent import end_with_parent
+from .standby import Standby, environment_with
 
-__all__ = ["COMMAND", "supervise"]
+__all__ = ["supervise"]
 
 Start = Callable[[int | None, bool], tuple[list[str], dict[str, str]]]
 
@@ -58,7 +54,7 @@ def supervise(start: Start, restarts: int, standby: bool = False, survive: bool 
     """
     if not leftovers.FOLDER.is_dir():
         _say(f"--restarts keeps a job's state in {leftovers.FOLDER}, which is not there")
-        return PROBLEM
+        return 1
     job = job_files.new_key()
     swept = job_files.sweep(job)
     if swept:
@@ -276,42 +272,3 @@ def _in_foreground() -> bool:
 
 def _say(text: str) -> None:
     print(f"mpistrat run: {printable(text)}", file=sys.stderr, flush=True)
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "job", nargs="?", type=int, metavar="JOB",
-        help="the process of `mpistrat run --restarts`; default the only one of yours on this machine",
-    )  # fmt: skip
-    parser.add_argument("ranks", type=int, metavar="N", help="how many ranks go on")
-
-
-def _run(args: argparse.Namespace, ranks: Ranks) -> int:
-    jobs = job_files.supervisors()
-    if args.ranks < 1:
-        complain(f"expected a number of ranks >= 1, got {args.ranks}")
-        return PROBLEM
-    if args.job is None and len(jobs) == 1:
-        args.job = next(iter(jobs))
-    if args.job not in jobs:
-        here = f"here are {', '.join(map(str, jobs))}" if jobs else "there is none here"
-        asked = "name one job" if args.job is None else f"process {args.job} is no `mpistrat run --restarts` of yours"
-        complain(f"{asked}: {here}")
-        return PROBLEM
-    job_files.ask_for_size(jobs[args.job], args.ranks)
-    os.kill(args.job, job_files.RESIZE)
-    print(f"the job goes on with {counted(args.ranks, 'rank')} when its ranks have stopped")
-    return DONE
-
-
-COMMAND = Command(
-    summary="have a running job go on with another number of ranks",
-    text="""\
-Have a job that `mpistrat run --restarts` started go on with more ranks, or fewer. Its ranks are told to stop, as before a
-time limit: a program that saves then, and ends with status 42 (ms.RESTART_EXIT_CODE), goes on where it was. Results are
-those of the same global batches.""",
-    examples=("mpistrat resize 4", "mpistrat resize 12345 2"),
-    arguments=_arguments,
-    run=_run,
-    collective=False,
-)

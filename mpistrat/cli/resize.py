@@ -1,0 +1,53 @@
+"""`mpistrat resize`: have a running job continue with another number of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from ..base.agree import Ranks
+from ..base.text import counted
+from ..comm import job_files
+from .command import DONE, PROBLEM, Command
+from .terminal import complain
+
+__all__ = ["COMMAND"]
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "job", nargs="?", type=int, metavar="JOB",
+        help="the process of `mpistrat run --restarts`; default the only one of yours on this machine",
+    )  # fmt: skip
+    parser.add_argument("ranks", type=int, metavar="N", help="how many ranks go on")
+
+
+def _run(args: argparse.Namespace, ranks: Ranks) -> int:
+    jobs = job_files.supervisors()
+    if args.ranks < 1:
+        complain(f"expected a number of ranks >= 1, got {args.ranks}")
+        return PROBLEM
+    if args.job is None and len(jobs) == 1:
+        args.job = next(iter(jobs))
+    if args.job not in jobs:
+        here = f"here are {', '.join(map(str, jobs))}" if jobs else "there is none here"
+        asked = "name one job" if args.job is None else f"process {args.job} is no `mpistrat run --restarts` of yours"
+        complain(f"{asked}: {here}")
+        return PROBLEM
+    job_files.ask_for_size(jobs[args.job], args.ranks)
+    os.kill(args.job, job_files.RESIZE)
+    print(f"the job goes on with {counted(args.ranks, 'rank')} when its ranks have stopped")
+    return DONE
+
+
+COMMAND = Command(
+    summary="have a running job go on with another number of ranks",
+    text="""\
+Have a job that `mpistrat run --restarts` started go on with more ranks, or fewer. Its ranks are told to stop, as before a
+time limit: a program that saves then, and ends with status 42 (ms.RESTART_EXIT_CODE), goes on where it was. Results are
+those of the same global batches.""",
+    examples=("mpistrat resize 4", "mpistrat resize 12345 2"),
+    arguments=_arguments,
+    run=_run,
+    collective=False,
+)
