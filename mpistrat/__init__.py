@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as _numpy
 
-from ._version import __version__
 from .base.context import set_default as _set_default
 from .base.errors import check_framework as _check_framework
 from .base.lazy import lazy
+from .base.version import __version__
 from .comm.job_files import expect_end_under_launcher as _expect_end_under_launcher
 from .comm.monitor.abort import install_under_launcher as _install_under_launcher
 from .strategies import default_frame as _default_frame

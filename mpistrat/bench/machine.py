@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from .._version import __version__
 from ..base import loops
 from ..base.text import counted
+from ..base.version import __version__
 from ..cluster.cores import count_node_cores
 
 __all__ = ["caption", "layout", "machine", "version"]

@@ -14,10 +14,10 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from .._version import __version__
 from ..base.agree import Ranks
 from ..base.errors import ClusterError, MissingDependencyError, MpistratError, ShardError
 from ..base.text import printable
+from ..base.version import __version__
 from ..cluster.launcher_variables import launched_rank, launched_size
 from .command import PROBLEM, ROOT, STATUS, WRONG_USE, Command, Group
 from .terminal import complain, read_or_not

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .._version import __version__
 from ..base.text import ranges
+from ..base.version import __version__
 from ..cluster.cores import THREAD_VARIABLES, available_cores, cpu_quota
 from .finding import Finding, ok, warning
 

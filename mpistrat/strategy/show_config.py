@@ -53,7 +53,7 @@ def show_config(strategy: Strategy | None = None) -> str:
 
 
 def _versions() -> Iterator[Row]:
-    from .._version import __version__
+    from ..base.version import __version__
 
     yield "mpistrat", __version__
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"

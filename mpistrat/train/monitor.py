@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .._version import __version__
 from ..base import context
 from ..base.errors import ContextError, MissingDependencyError, explain
 from ..base.files import read_whole, replacing
@@ -26,6 +25,7 @@ from ..base.global_batch import global_batch_size
 from ..base.log import logger
 from ..base.masks import plain_array
 from ..base.text import counted, duration, encoded
+from ..base.version import __version__
 from ..timeline import times
 from .callbacks import Callback, Logs, Loop, is_number, plain
 from .logs import JSONLogger, Progress, TensorBoard
