@@ -23,10 +23,11 @@ def run_cases(seed: int, first: int, last: int, kinds: tuple[str, ...] = ()) -> 
         for number in range(first, last):
             yield {"number": number, "begins": True}
             case = Case(seed, number, kinds)
-            tags, problem = run_case(case, folder)
+            tags, problem, bits = run_case(case, folder)
             record = {
                 "number": number,
                 "result": "wrong" if problem else "equal",
+                "bits": bits,
                 "tags": sorted(f"{k}|{t}" for k, t in tags),
             }
             yield record | ({"detail": problem, "config": described(case)} if problem else {})
@@ -35,8 +36,8 @@ def run_cases(seed: int, first: int, last: int, kinds: tuple[str, ...] = ()) -> 
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_case(case: Case, folder: str) -> tuple[set[tuple[str, str]], str]:
-    """Run a case; return its options, and the first difference, "" if there is none. Collective."""
+def run_case(case: Case, folder: str) -> tuple[set[tuple[str, str]], str, str]:
+    """Run a case; return its options, the first difference ("" if there is none) and each rank's digest of numbers. Collective."""
     run, text = Run(case, folder), ""
     try:
         run.start()
@@ -60,7 +61,8 @@ def run_case(case: Case, folder: str) -> tuple[set[tuple[str, str]], str]:
     if RANK == 0:
         for name in os.listdir(folder):
             os.remove(os.path.join(folder, name))
-    return tags, next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), "")
+    bits = "-".join(WORLD.gather(run.bits.hexdigest()) or ())
+    return tags, next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), ""), bits
 
 
 def tag_case(run: Run) -> None:
