@@ -7,7 +7,7 @@ import json
 import pytest
 
 from launcher import MpiEnv, Result
-from nets import nightly
+from nets import nightly, same_bits
 from nets.patterns.documented import DIFFERENCES
 from nets.patterns.verdicts import Failure, distance, verdict
 
@@ -160,3 +160,19 @@ def test_results_are_compared_by_name_shape_and_number():
     assert distance({"w": [float("inf")]}, {"w": [3.0]})[0] == float("inf")
     assert distance({"w": [1.0]}, {"w": [[1.0]]})[0] == float("inf")
     assert distance({"w": 1.0}, {"v": 1.0})[0] == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("nights", "status"),
+    [(["ab", "ab"], 0), (["ab", "ac"], 1), (["ab", "ac", "ad"], 0), (["ab", "ac", "bc"], 1), (["a", ""], 1)],
+)
+def test_other_bits_are_found_where_they_are_steady(nights, status, tmp_path, capsys):
+    """Each night is a text of digests: the n-th letter is that of case n."""
+    files = []
+    for night, text in enumerate(nights):
+        records = [
+            {"mpi": "mpich", "where": "2 ranks", "seed": 1, "number": n, "bits": bits} for n, bits in enumerate(text)
+        ]
+        files.append(tmp_path / f"{night}.jsonl")
+        files[-1].write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert same_bits.main(list(map(str, files))) == status, capsys.readouterr().out
