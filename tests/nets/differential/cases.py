@@ -37,7 +37,7 @@ def run_cases(seed: int, first: int, last: int, kinds: tuple[str, ...] = ()) -> 
 
 
 def run_case(case: Case, folder: str) -> tuple[set[tuple[str, str]], str, str]:
-    """Run a case; return its options, the first difference, "" if there is none, and the ranks' digests of numbers. Collective."""
+    """Run a case; return its options, the first difference ("" without one) and the digests of all ranks. Collective."""
     run, text = Run(case, folder), ""
     try:
         run.start()
