@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         optimizers,
         partitioners,
         random,
+        tf,
         timeline,
         train,
     )
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from .base.distributed_values import DistributedValues, Mirrored, PerReplica
     from .base.global_batch import global_batch_size
     from .base.options import CommunicationOptions, LocalSteps, RunOptions
-    from .base.options import CommunicationOptions as CollectiveHints  # TensorFlow's other names, here and below
     from .base.random import rng
     from .base.types import (
         CommunicationImplementation,
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
         VariableAggregation,
         VariableSynchronization,
     )
-    from .base.types import CommunicationImplementation as CollectiveCommunication
     from .client.cluster import connect
     from .cluster import ClusterSpec
     from .coordinator import Server
@@ -87,8 +86,6 @@ if TYPE_CHECKING:
         catch_stop_signals,
         set_strategy,
     )
-    from .strategy import MultiWorkerMirroredStrategy as CollectiveAllReduceStrategy
-    from .strategy import set_strategy as experimental_set_strategy
     from .strategy.mesh import Mesh
     from .strategy.mesh_strategy import MeshStrategy
     from .strategy.process_set import ProcessSet
@@ -96,7 +93,15 @@ if TYPE_CHECKING:
     from .train.monitor import Monitor as monitor
     from .variables import ShardedVariable, Variable
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        moved={
+            "CollectiveAllReduceStrategy": "tf",
+            "CollectiveCommunication": "tf",
+            "CollectiveHints": "tf",
+            "experimental_set_strategy": "tf",
+        },
+    )
 
 __all__ = [
     # strategies
@@ -173,13 +178,9 @@ __all__ = [
     "rng",
     "show_config",
     "survive",
+    "tf",
     "timeline",
     "train",
-    # TensorFlow's other names
-    "CollectiveAllReduceStrategy",
-    "CollectiveCommunication",
-    "CollectiveHints",
-    "experimental_set_strategy",
 ]
 
 _check_framework("mpistrat", "numpy", _numpy.__version__, "2.0", "older ones wrap integers and round float16 otherwise")

@@ -38,7 +38,7 @@ strategy.close()
 """
 # What of `ms.` is a module.
 MODULES = ["cluster_resolver", "context", "coordinator", "data", "errors", "estimator", "lookup", "nn", "optimizers",
-           "partitioners", "random", "timeline", "train"]  # fmt: skip
+           "partitioners", "random", "tf", "timeline", "train"]  # fmt: skip
 LIBRARIES = ["h5py", "cupy", "cloudpickle", "jinja2", "keras", "jax", "matplotlib", "pytest", "safetensors", "tensorboardX",
              "torch"]  # fmt: skip
 OURS = ["batch_jobs", "bench", "cli", "coordinator", "doctor", "estimator", "examples", "jax", "keras", "parameter_server",

@@ -68,7 +68,7 @@ def test_reduce_op_parses_names_and_refuses_an_aggregation() -> None:
 def test_tensorflow_s_names_of_implementations():
     for name in ("AUTO", "RING", "NCCL"):
         chosen = CommunicationOptions(implementation=name).implementation
-        assert chosen is CommunicationImplementation[name] is ms.CollectiveCommunication[name]
+        assert chosen is CommunicationImplementation[name] is ms.tf.CollectiveCommunication[name]
     assert CommunicationImplementation.RING is CommunicationImplementation.MPI
 
 

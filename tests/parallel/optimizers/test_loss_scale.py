@@ -23,7 +23,7 @@ def step(strategy, optimizer, w, gradient):
         w.grad[...] = gradient
         return optimizer.apply_gradients([(w.grad, w)])
 
-    return int(np.max(strategy.experimental_local_results(strategy.run(train))[0]))
+    return int(np.max(strategy.local_results(strategy.run(train))[0]))
 
 
 def test_gradients_too_small_for_16_bits_arrive():

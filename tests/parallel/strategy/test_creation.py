@@ -134,7 +134,7 @@ class TestClusters:
         config = {"cluster": {"worker": WORKERS[:size]}, "task": {"type": "worker", "index": rank}}
         with (
             mock.patch.dict(os.environ, TF_CONFIG=json.dumps(config)),
-            ms.CollectiveAllReduceStrategy() as strategy,
+            ms.tf.CollectiveAllReduceStrategy() as strategy,
         ):
             assert isinstance(strategy.cluster_resolver, ms.cluster_resolver.TFConfigClusterResolver)
             assert strategy.cluster_resolver.task_id == rank

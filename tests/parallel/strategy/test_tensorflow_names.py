@@ -1,22 +1,15 @@
-"""TensorFlow 1's calls give what the newer ones do, and say once which those are."""
-
-import logging
+"""TensorFlow 1's calls give what the newer ones do, and warn with these."""
 
 import numpy as np
 import pytest
 from strategies import STRATEGIES, devices_of, layout_for
 
 import mpistrat as ms
-from mpistrat.base import log
 
 STEPS_TOGETHER = [name for name in STRATEGIES if "server" not in name.lower()]
 
 
-@pytest.fixture(autouse=True)
-def _told_again():
-    log.once.cache_clear()
-    yield
-    log.once.cache_clear()
+pytestmark = pytest.mark.filterwarnings("ignore:.*TensorFlow's other name:DeprecationWarning")
 
 
 @pytest.fixture(params=STEPS_TOGETHER)
@@ -117,12 +110,22 @@ def test_steps_on_an_iterator(strategy):
 
 
 @pytest.mark.ranks(1)
-def test_told_once(caplog):
-    with ms.OneDeviceStrategy("cpu:0") as strategy, caplog.at_level(logging.WARNING, "mpistrat"):
-        for _ in range(2):
-            strategy.make_dataset_iterator(strategy.extended.experimental_make_numpy_dataset(np.zeros(4)).batch(2))
-            strategy.experimental_run(lambda: None)
+@pytest.mark.filterwarnings("default")
+def test_they_warn_with_the_newer_call():
+    with ms.OneDeviceStrategy("cpu:0") as strategy:
+        with pytest.warns(DeprecationWarning, match=r"write ms\.data\.from_arrays\(arrays\), or ms\.tf\.experimental_make"):
+            rows = strategy.extended.experimental_make_numpy_dataset(np.zeros(4))
+        with pytest.warns(DeprecationWarning, match=r"write iter\(strategy\.distribute_dataset\(dataset\)\)"):
+            strategy.make_dataset_iterator(rows.batch(2))
         assert strategy.extended.experimental_require_static_shapes is False
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 3
-    assert "iter(strategy.distribute_dataset(dataset))" in told[1]
+
+
+@pytest.mark.ranks(1, 2)
+def test_as_functions():
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        rows = ms.tf.experimental_make_numpy_dataset(strategy, np.arange(24.0))
+        iterator = ms.tf.make_dataset_iterator(strategy, rows.batch(24))
+        assert strategy.reduce("SUM", ms.tf.experimental_run(strategy, np.sum, iterator), axis=None) == 276.0
+        data = ms.tf.experimental_distribute_dataset(strategy, rows.batch(24))
+        found = [ms.tf.experimental_run_v2(strategy, np.sum, args=(batch,)) for batch in data]
+        assert strategy.reduce("SUM", found[0], axis=None) == 276.0
