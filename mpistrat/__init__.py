@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from .base.context import (
         cache_variable_reads,
         get_replica_context,
-        get_strategy,
         has_strategy,
         in_cross_replica_context,
         variable_sync_on_read_context,
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
     )
     from .client.cluster import connect
     from .cluster import ClusterSpec
+    from .context import get_strategy
     from .coordinator import Server
     from .cross_device.auto import AutoAllReduce
     from .cross_device.hierarchical import HierarchicalAllReduce, HierarchicalCopyAllReduce

@@ -113,7 +113,9 @@ def test_steps_on_an_iterator(strategy):
 @pytest.mark.filterwarnings("default")
 def test_they_warn_with_the_newer_call():
     with ms.OneDeviceStrategy("cpu:0") as strategy:
-        with pytest.warns(DeprecationWarning, match=r"write ms\.data\.from_arrays\(arrays\), or ms\.tf\.experimental_make"):
+        with pytest.warns(
+            DeprecationWarning, match=r"write ms\.data\.from_arrays\(arrays\), or ms\.tf\.experimental_make"
+        ):
             rows = strategy.extended.experimental_make_numpy_dataset(np.zeros(4))
         with pytest.warns(DeprecationWarning, match=r"write iter\(strategy\.distribute_dataset\(dataset\)\)"):
             strategy.make_dataset_iterator(rows.batch(2))
