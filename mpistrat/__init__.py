@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as _numpy
 
+from . import errors  # at once: it is the module that the error classes name as theirs, by which cloudpickle finds them
 from .base.context import set_default as _set_default
 from .base.errors import check_framework as _check_framework
 from .base.lazy import lazy
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
         context,
         coordinator,
         data,
-        errors,
         estimator,
         lookup,
         nn,
