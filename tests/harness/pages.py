@@ -1,4 +1,4 @@
-"""The pages of the documentation, as what can be run in them. CONTRIBUTING.md has the conventions, under Pages."""
+"""The pages of the documentation, as what can be run in them. docs/developing.md has the conventions, under Pages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The pytest plugin that runs tests on MPI ranks: `@pytest.mark.ranks(1, 2, 3)` on a test, one `pytest` command for all.
 
 The process that the user starts never starts MPI. It starts one `mpiexec` for each batch of tests of a layout and shows
-their results as its own. CONTRIBUTING.md says how to use it.
+their results as its own. docs/developing.md describes its markers and fixtures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tests run: `--tier check`, `test`, `change` or `all`. CONTRIBUTING.md says what each is for.
+"""Which tests run: `--tier check`, `test`, `change` or `all`. docs/developing.md describes each.
 
 A run without `--tier` runs all that it was asked for. What a tier leaves out is told in the last line of the run.
 """

@@ -1,6 +1,6 @@
 """The pages of the documentation say what is so: their programs run and print what is shown, their tables hold.
 
-CONTRIBUTING.md has the conventions, under Pages.
+docs/developing.md has the conventions, under Pages.
 """
 
 import doctest
