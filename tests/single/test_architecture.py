@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import mpistrat as ms
-from tests.harness.house_rules import RULES, circles, exceptions, found, imported_by_text, scoped
+from tests.harness.house_rules import COUNTS, RULES, circles, exceptions, found, imported_by_text, limits, scoped
 from tests.launch.launcher import ROOT
 
 PACKAGE = ROOT / "mpistrat"
@@ -256,6 +256,12 @@ def test_there_are_only_known_exceptions(rule):
     assert not known - there, (
         f"{rule}: `python -m tests.harness.house_rules` takes {dict(known - there)} out, as is due"
     )
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_no_count_grows(name):
+    found, limit = COUNTS[name](), limits()[name]
+    assert found <= limit, f"{name}: {found} are more than {limit}, the limit in tests/harness/house_rules.json"
 
 
 def test_files_that_the_architecture_names_are_there():
