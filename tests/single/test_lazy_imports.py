@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from house_rules import FRAMEWORKS, modules
 
 import mpistrat as ms
-from launcher import ROOT
+from tests.harness.house_rules import FRAMEWORKS, modules
+from tests.launch.launcher import ROOT
 
 LAZY = ("mpistrat", "mpistrat.cluster", "mpistrat.data", "mpistrat.train")
 

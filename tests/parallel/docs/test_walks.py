@@ -5,11 +5,11 @@ from __future__ import annotations
 import h5py
 import numpy as np
 import pytest
-from process_groups import set_layout
-from walks import Recorder, walks
 
 import mpistrat as ms
 from mpistrat.cli.main import main
+from tests.harness.process_groups import set_layout
+from tests.harness.walks import Recorder, walks
 
 WALKS = walks()
 LARGE = 1 << 20

@@ -7,7 +7,9 @@ jax = pytest.importorskip("jax", reason="JAX is not installed: make test-framewo
 
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
-from jax_training import (  # noqa: E402
+
+import mpistrat as ms  # noqa: E402
+from tests.harness.jax_training import (  # noqa: E402
     BATCH,
     RULES,
     TREES,
@@ -21,8 +23,6 @@ from jax_training import (  # noqa: E402
     train,
     train_by_run,
 )
-
-import mpistrat as ms  # noqa: E402
 
 
 @pytest.mark.ranks(1, 2, 3, 4, timeout=180)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from mpi4py import MPI
-from process_groups import set_layout
 
 import mpistrat as ms
+from tests.harness.process_groups import set_layout
 
 pytestmark = pytest.mark.ranks(2, 4)
 SIZE = 70001  # more than a block

@@ -9,11 +9,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from strategies import made
 
 import mpistrat as ms
 from mpistrat.base import log
 from mpistrat.errors import ClusterError, CollectiveMismatchError, DeviceError, LayoutError, MissingDependencyError
+from tests.harness.strategies import made
 
 WORKERS = [f"host{i}:1" for i in range(8)]
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from strategies import STRATEGIES, devices_of, layout_for
 
 import mpistrat as ms
+from tests.harness.strategies import STRATEGIES, devices_of, layout_for
 
 STEPS_TOGETHER = [name for name in STRATEGIES if "server" not in name.lower()]
 

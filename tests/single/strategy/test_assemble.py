@@ -1,7 +1,6 @@
 """Which strategy fits where, what other names there are, and what show_config shows."""
 
 import pytest
-from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat.cluster import Topology
@@ -14,6 +13,7 @@ from mpistrat.strategy.assemble import (
     PARAMETER_SERVER,
     check_layout,
 )
+from tests.harness.strategies import without_mpi
 
 # TensorFlow's name → the one here.
 MOVED = {

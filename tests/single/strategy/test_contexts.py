@@ -6,11 +6,11 @@ import threading
 
 import numpy as np
 import pytest
-from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat import context
 from mpistrat.errors import ClosedError, ContextError, MpistratError
+from tests.harness.strategies import without_mpi
 
 
 def where():

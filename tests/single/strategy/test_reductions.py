@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat import IndexedSlices, PerReplica, ReduceOp
 from mpistrat.errors import CollectiveMismatchError
+from tests.harness.strategies import without_mpi
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import threading
 
 import numpy as np
 import pytest
-from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat.errors import MissingDependencyError
@@ -14,6 +13,7 @@ from mpistrat.parameter_server.coordinator import registry as pickling
 from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue, RemoteValue
 from mpistrat.parameter_server.coordinator.registry import ObjectRegistry
 from mpistrat.parameter_server.coordinator.worker import Commands, command_of
+from tests.harness.strategies import without_mpi
 
 
 @pytest.fixture
