@@ -57,7 +57,6 @@ if TYPE_CHECKING:
         VariableSynchronization,
     )
     from .base.types import CommunicationImplementation as CollectiveCommunication
-    from .client.cluster import connect
     from .cluster import ClusterSpec
     from .coordinator import Server
     from .cross_device.auto import AutoAllReduce
@@ -73,6 +72,7 @@ if TYPE_CHECKING:
     from .launcher.multi_process_runner import MultiProcessRunner
     from .launcher.survive import survive
     from .parameter_server.strategy import ParameterServerStrategy
+    from .remote.client import connect
     from .strategies import strategy_from_environment
     from .strategy import (
         RESTART_EXIT_CODE,

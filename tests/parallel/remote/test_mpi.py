@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from coordinators import BareStrategy
 
-from mpistrat.parameter_server.coordinator.messages import CHUNK, FIRST, Channel, Kind, pack_call
-from mpistrat.parameter_server.coordinator.registry import ObjectRegistry, dumps, loads
-from mpistrat.parameter_server.coordinator.worker import WorkerLoop
+from mpistrat.remote.mpi import CHUNK, FIRST, Channel, Kind, pack_call
+from mpistrat.remote.registry import ObjectRegistry, dumps, loads
+from mpistrat.remote.worker import WorkerLoop
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 
