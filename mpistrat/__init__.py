@@ -55,7 +55,6 @@ if TYPE_CHECKING:
         VariableAggregation,
         VariableSynchronization,
     )
-    from .client.cluster import connect
     from .cluster import ClusterSpec
     from .context import get_strategy
     from .coordinator import Server
@@ -72,6 +71,7 @@ if TYPE_CHECKING:
     from .launcher.multi_process_runner import MultiProcessRunner
     from .launcher.survive import survive
     from .parameter_server.strategy import ParameterServerStrategy
+    from .remote.client import connect
     from .strategies import strategy_from_environment
     from .strategy import (
         RESTART_EXIT_CODE,

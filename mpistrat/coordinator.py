@@ -1,7 +1,8 @@
 """The coordinator: one rank schedules functions, the workers run them (TF: tf.distribute.coordinator)."""
 
-from .client.cluster import RemoteCluster, RemoteObject
-from .parameter_server.coordinator.closures import (
+from .parameter_server.join import Server
+from .remote.client import RemoteCluster, RemoteObject
+from .remote.closures import (
     ClosureCancelledError,
     PerWorkerValues,
     RemoteError,
@@ -9,10 +10,9 @@ from .parameter_server.coordinator.closures import (
     RemoteValue,
     RemoteValueStatus,
 )
-from .parameter_server.coordinator.coordinator import ClusterCoordinator
-from .parameter_server.coordinator.executor import CoordinatorExecutor
-from .parameter_server.coordinator.server import Server
-from .parameter_server.coordinator.worker import get_current_worker_index
+from .remote.coordinator import ClusterCoordinator
+from .remote.executor import CoordinatorExecutor
+from .remote.worker import get_current_worker_index
 
 __all__ = [
     "ClosureCancelledError",

@@ -40,10 +40,10 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
             expected = f"at least {least} ranks: a chief, a worker, and {args.ps} for variables"
             complain(explain("mpistrat serve", "", expected=expected, got=got, remedy=remedy))
         return WRONG_USE
-    from ..client.session import serve
-    from ..client.transport import ServerSocket
-    from ..parameter_server.coordinator.coordinator import ClusterCoordinator
     from ..parameter_server.strategy import ParameterServerStrategy
+    from ..remote.coordinator import ClusterCoordinator
+    from ..remote.session import serve
+    from ..remote.zmq import ServerSocket
 
     with ParameterServerStrategy(num_ps=args.ps) as strategy, ClusterCoordinator(strategy) as coordinator:
         if coordinator.is_chief:

@@ -23,7 +23,7 @@ from ..base.arguments import integer
 from ..base.errors import LaunchError, explain
 from ..base.programs import isolated, program
 from ..base.text import named
-from ..parameter_server.coordinator.registry import load_cloudpickle
+from ..remote.registry import load_cloudpickle
 from . import end_with_parent
 from .launched import STACKS
 from .plan import Start, plan

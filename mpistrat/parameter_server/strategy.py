@@ -16,13 +16,13 @@ from ..cluster.topology import Topology, check_comm, running_mpi
 from ..comm.process_group import ProcessGroup
 from ..cross_device.ops import CrossDeviceOps
 from ..data.feed.plan import Workers
+from ..remote.cluster import Cluster, share_settings
 from ..strategy.assemble import PARAMETER_SERVER, assemble
 from ..strategy.input import Division
 from ..strategy.loss import summed_replicas, sums_workers
 from ..strategy.preemption import StopAtPasses, StopRequest
 from ..strategy.strategy import Strategy
 from .connections import ParameterServers
-from .coordinator.cluster import Cluster, share_settings
 from .report import ParameterServerStats
 from .roles import RoleAssignment, Roles, Settings
 from .store import ServerStore

@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, final
 
-from ...base import log
-from ...base.errors import MissingDependencyError, explain
-from ...base.text import binary_size, error_text
-from ...lookup import StaticHashTable
-from ...optimizers import Optimizer
-from ...optimizers import optimizer as optimizers
-from ...variables import Variable
-from ...variables.sharded import ShardedVariable
+from ..base import log
+from ..base.errors import MissingDependencyError, explain
+from ..base.text import binary_size, error_text
+from ..lookup import StaticHashTable
+from ..optimizers import Optimizer
+from ..optimizers import optimizer as optimizers
+from ..variables import Variable
+from ..variables.sharded import ShardedVariable
 from .closures import PerWorkerValues, RemoteError, RemoteTraceback, RemoteValue
 
 if TYPE_CHECKING:
-    from ...strategy import Strategy
+    from ..strategy import Strategy
 
 __all__ = [
     "ObjectRegistry",

@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
-from ...base import nest
-from ...base.errors import ClosedError, ContextError, PeerExitError, explain
-from ...cluster.forks import is_child, refusal
-from ...lookup import StaticHashTable
+from ..base import nest
+from ..base.errors import ClosedError, ContextError, PeerExitError, explain
+from ..cluster.forks import is_child, refusal
+from ..lookup import StaticHashTable
 from .closures import Closure, PerWorkerValues, RemoteValue
 from .cluster import Cluster, check_workers
-from .dispatcher import FIRST, Dispatcher
 from .executor import CoordinatorExecutor
 from .registry import dumps
+from .scheduler import FIRST, Dispatcher
 
 if TYPE_CHECKING:
-    from ...strategy import Strategy
+    from ..strategy import Strategy
 
 __all__ = ["ClusterCoordinator"]
 

@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
-from ...base.errors import ContextError, MpistratError, explain
+from ..base.errors import ContextError, MpistratError, explain
 
 __all__ = [
     "Closure",

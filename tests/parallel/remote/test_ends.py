@@ -178,7 +178,7 @@ class Door:
         time.sleep(seconds)
 
 if c.is_chief:
-    from mpistrat.client.session import serve
+    from mpistrat.remote.session import serve
     try:
         serve(c, Door())
     except ms.errors.PeerExitError as error:

@@ -15,9 +15,9 @@ import time
 import pytest
 
 import mpistrat as ms
-from mpistrat.client import transport
-from mpistrat.client.transport import ClientSocket, Kind, Message, ServerSocket, read_connection_file
 from mpistrat.errors import ClosedError, ClusterError
+from mpistrat.remote import zmq as transport
+from mpistrat.remote.zmq import ClientSocket, Kind, Message, ServerSocket, read_connection_file
 
 zmq = pytest.importorskip("zmq")
 

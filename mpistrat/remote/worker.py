@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
 
-from ...arena.values import initial_array, parse_dtype
-from ...base import log
-from ...base.errors import ContextError, PeerExitError, explain
-from ...base.text import error_text, traceback_text
-from ...base.waiting import Backoff, Deadline, PeerWait
-from ...cluster.world import is_loss
-from ...comm.process_group import ProcessGroup
-from ...optimizers import Optimizer
-from ...optimizers.definition import Definition, definition_of, make_defined
-from ...strategy.show_config import show_config
-from ...variables import create_variable
-from .messages import Channel, Kind, Message, unpack_call
+from ..arena.values import initial_array, parse_dtype
+from ..base import log
+from ..base.errors import ContextError, PeerExitError, explain
+from ..base.text import error_text, traceback_text
+from ..base.waiting import Backoff, Deadline, PeerWait
+from ..cluster.world import is_loss
+from ..comm.process_group import ProcessGroup
+from ..optimizers import Optimizer
+from ..optimizers.definition import Definition, definition_of, make_defined
+from ..strategy.show_config import show_config
+from ..variables import create_variable
+from .mpi import Channel, Kind, Message, unpack_call
 from .registry import ObjectRegistry, dumps_error, dumps_result, loads
 
 if TYPE_CHECKING:
-    from ...strategy import Strategy
+    from ..strategy import Strategy
 
 __all__ = ["WorkerLoop", "Commands", "get_current_worker_index", "command_of"]
 

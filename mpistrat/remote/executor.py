@@ -9,7 +9,7 @@ from concurrent.futures import wait as wait_for_all
 from functools import partial
 from typing import Any, TypeVar, final
 
-from ...base.errors import explain
+from ..base.errors import explain
 from .closures import RemoteValue
 
 __all__ = ["CoordinatorExecutor"]

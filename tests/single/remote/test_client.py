@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.client import session, transport
-from mpistrat.client.session import serve
-from mpistrat.client.transport import ClientSocket, Kind, ServerSocket, read_connection_file
+from mpistrat.remote import session
+from mpistrat.remote import zmq as transport
+from mpistrat.remote.session import serve
+from mpistrat.remote.zmq import ClientSocket, Kind, ServerSocket, read_connection_file
 
 pytest.importorskip("zmq")
 pytest.importorskip("cloudpickle")

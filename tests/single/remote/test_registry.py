@@ -9,10 +9,10 @@ import pytest
 import mpistrat as ms
 from mpistrat.errors import MissingDependencyError
 from mpistrat.optimizers import optimizer as optimizers
-from mpistrat.parameter_server.coordinator import registry as pickling
-from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue, RemoteValue
-from mpistrat.parameter_server.coordinator.registry import ObjectRegistry
-from mpistrat.parameter_server.coordinator.worker import Commands, command_of
+from mpistrat.remote import registry as pickling
+from mpistrat.remote.closures import Closure, ClosureQueue, RemoteValue
+from mpistrat.remote.registry import ObjectRegistry
+from mpistrat.remote.worker import Commands, command_of
 from tests.harness.strategies import without_mpi
 
 

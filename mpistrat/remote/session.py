@@ -11,11 +11,11 @@ from ..base import log
 from ..base.errors import ClosedError, explain
 from ..base.text import encoded, traceback_text
 from ..cluster.world import is_loss
-from ..parameter_server.coordinator.closures import ClosureCancelledError, RemoteValue, RemoteValueStatus
-from ..parameter_server.coordinator.coordinator import ClusterCoordinator
-from ..parameter_server.coordinator.registry import Reduced, dumps_error, dumps_result, loads, plain
 from ..variables import ShardedVariable, Variable
-from .transport import Kind, Message, ServerSocket
+from .closures import ClosureCancelledError, RemoteValue, RemoteValueStatus
+from .coordinator import ClusterCoordinator
+from .registry import Reduced, dumps_error, dumps_result, loads, plain
+from .zmq import Kind, Message, ServerSocket
 
 __all__ = ["COORDINATOR", "serve"]
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import monotonic
 from typing import Any, final
 
-from ...base import log
-from ...base.errors import CollectiveTimeoutError, PeerExitError
-from ...base.text import error_text
-from ...base.waiting import Backoff
-from ...comm.process_group import ProcessGroup
+from ..base import log
+from ..base.errors import CollectiveTimeoutError, PeerExitError
+from ..base.text import error_text
+from ..base.waiting import Backoff
+from ..comm.process_group import ProcessGroup
 from .closures import (
     Closure,
     ClosureCancelledError,
@@ -20,7 +20,7 @@ from .closures import (
     RemoteValue,
     RemoteValueStatus,
 )
-from .messages import Channel, Kind, Message, pack_call
+from .mpi import Channel, Kind, Message, pack_call
 from .registry import loads_error
 
 __all__ = ["FIRST", "Dispatcher"]

@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
-from ...comm.mailbox import Mailbox
+from ..comm.mailbox import Mailbox
 
 __all__ = ["CHUNK", "FIRST", "Channel", "Kind", "Message", "pack_call", "unpack_call"]
 

@@ -18,13 +18,10 @@ from typing import Any, NoReturn, final
 from ..base import nest
 from ..base.errors import ClosedError, ClusterError, ContextError, explain
 from ..base.text import encoded
-from ..parameter_server.coordinator.closures import (
-    ClosureCancelledError,
-    RemoteValueStatus,
-)
-from ..parameter_server.coordinator.registry import Reduced, dumps, loads, loads_error, token
+from .closures import ClosureCancelledError, RemoteValueStatus
+from .registry import Reduced, dumps, loads, loads_error, token
 from .session import COORDINATOR
-from .transport import ClientSocket, Kind, Message
+from .zmq import ClientSocket, Kind, Message
 
 __all__ = ["RemoteCluster", "RemoteObject", "connect"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
-from ...base.errors import explain
-from ...cluster import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
-from ...cluster.topology import check_comm, running_mpi
-from ..strategy import ParameterServerStrategy
-from .cluster import Cluster, learn_settings, with_joined
+from ..base.errors import explain
+from ..cluster import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
+from ..cluster.topology import check_comm, running_mpi
+from ..remote.cluster import Cluster, learn_settings, with_joined
+from .strategy import ParameterServerStrategy
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 
-from mpistrat.parameter_server.coordinator.messages import CHUNK, FIRST, Channel, Kind, pack_call
-from mpistrat.parameter_server.coordinator.registry import ObjectRegistry, dumps, loads
-from mpistrat.parameter_server.coordinator.worker import WorkerLoop
+from mpistrat.remote.mpi import CHUNK, FIRST, Channel, Kind, pack_call
+from mpistrat.remote.registry import ObjectRegistry, dumps, loads
+from mpistrat.remote.worker import WorkerLoop
 from tests.harness.coordinators import BareStrategy
 
 pytestmark = pytest.mark.ranks(2, 3, 4)

@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ...base.agree import as_told, gather_bytes, gather_text, together
-from ...base.errors import ClusterError, ContextError, LayoutError, explain
-from ...base.text import named
-from ...cluster.rendezvous import add_check, remove_check, wait_for_ranks
-from ...optimizers import Optimizer
-from ...optimizers import optimizer as optimizers
-from ...strategy.assemble import PARAMETER_SERVER
-from ...strategy.extended import Coordination
-from .dispatcher import Dispatcher
-from .messages import Channel
+from ..base.agree import as_told, gather_bytes, gather_text, together
+from ..base.errors import ClusterError, ContextError, LayoutError, explain
+from ..base.text import named
+from ..cluster.rendezvous import add_check, remove_check, wait_for_ranks
+from ..optimizers import Optimizer
+from ..optimizers import optimizer as optimizers
+from ..strategy.assemble import PARAMETER_SERVER
+from ..strategy.extended import Coordination
+from .mpi import Channel
 from .registry import ObjectRegistry, dumps, load_cloudpickle, loads
+from .scheduler import Dispatcher
 from .worker import Commands, WorkerLoop, command_of, get_current_worker_index
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from ...strategy import Strategy
+    from ..strategy import Strategy
 
 __all__ = ["Cluster", "check_workers", "learn_settings", "share_settings", "with_joined"]
 
