@@ -9,7 +9,7 @@ from process_groups import set_layout
 
 import mpistrat as ms
 from mpistrat.comm import job_files
-from mpistrat.strategy.checkpoint.checkpoint import Checkpoint
+from mpistrat.state.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 

@@ -15,7 +15,7 @@ from process_groups import set_layout
 import mpistrat as ms
 from mpistrat.base.files import PAGE
 from mpistrat.comm import job_files
-from mpistrat.strategy.checkpoint.checkpoint import Checkpoint
+from mpistrat.state.checkpoint import Checkpoint
 
 SIZES = (70_001, 15, 1, 66_177)
 LAYOUTS = ("private", "nodes")

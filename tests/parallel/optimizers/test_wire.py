@@ -16,7 +16,7 @@ from mpistrat.arena.pieces import round_size
 from mpistrat.arena.wire import wire_named
 from mpistrat.base.partition import blocks
 from mpistrat.cluster.topology import Topology
-from mpistrat.strategy.checkpoint.checkpoint import Checkpoint
+from mpistrat.state.checkpoint import Checkpoint
 
 SIZES = (150_001, 15, 250_001)
 RATE = np.float32(0.25)
