@@ -1,6 +1,6 @@
 """Where a call happens: which strategy is current, and whether we are in replica, cross-replica or update context.
 
-The strategies themselves are opaque here; floor 6 pushes frames, floors 4 and 5 read them.
+The strategies themselves are opaque here; `strategy/` pushes frames, lower floors read them.
 
 | where | has_strategy | in_cross_replica_context | get_replica_context | in_update_context |
 |---|---|---|---|---|

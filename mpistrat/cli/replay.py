@@ -14,7 +14,7 @@ from ..base.environment import RESTART_EXIT_CODE
 from ..base.errors import ClusterError, explain
 from ..base.text import counted
 from ..launcher.plan import plan
-from ..strategy.checkpoint.hdf5_file import CheckpointFile, DamagedError
+from ..state.file import CheckpointFile, DamagedError
 from .command import DONE, PROBLEM, Command
 from .run import program_of, strategy_arguments
 from .terminal import complain

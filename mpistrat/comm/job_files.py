@@ -4,7 +4,7 @@ They lie in the folder mpistrat-job-UID-KEY, which no other user may enter (`mon
 
     lock               locked while the job's supervisor lives
     s5e21.g2.1.r0      snapshots of a run (a hash of its name), of the second restart, of the ranks of a node, from 0 on;
-                       see strategy/checkpoint/snapshot.py
+                       see state/snapshot.py
     state              words, of which these are the numbers below: what the ranks tell the supervisor
     modules            what rank 0 has imported, and put into its environment
     size               with how many ranks the job continues

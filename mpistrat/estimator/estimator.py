@@ -15,9 +15,9 @@ import numpy as np
 from ..base.errors import explain
 from ..base.masks import plain_array
 from ..data import Dataset, DistributedDataset, InputContext
+from ..state.file import CheckpointFile, key_of, name_of
 from ..strategies import strategy_from_environment
 from ..strategy import OneDeviceStrategy, Strategy
-from ..strategy.checkpoint.hdf5_file import CheckpointFile, key_of, name_of
 from ..train import Callback, Checkpoints, JSONLogger, Loop, Trainer
 from .roles import EvaluatorSplit, split_evaluator
 from .specs import EstimatorSpec, ModeKeys, RunConfig

@@ -2,7 +2,7 @@
 
 Launchers' statuses do not tell that alone (Open MPI's mpirun says 0 after a node was lost, and whatever happens where ranks
 survive): rank 0 says when it has ended as it should, and ranks say when they end the job by themselves. The ranks that are
-started find the state of those before in memory (strategy/checkpoint/snapshot.py), or in the newest checkpoint.
+started find the state of those before in memory (state/snapshot.py), or in the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..base.text import counted, printable
 from ..cluster.allocation import allocation_of_job
 from ..comm import job_files
 from ..comm.monitor import leftovers
-from ..strategy.checkpoint.snapshot import SnapshotFile
+from ..state.snapshot import SnapshotFile
 from .end_with_parent import end_with_parent
 from .standby import Standby, environment_with
 

@@ -21,8 +21,8 @@ from ..base.types import ReduceOp
 from ..cluster.topology import Topology
 from ..comm.process_group import ProcessGroup
 from ..cross_device.ops import CrossDeviceOps
+from ..state.optimizer_states import OptimizerStates
 from ..variables import ArenaAllocator, Placement, ShardedVariable, Variable, create_variable, explain_foreign
-from .checkpoint.optimizer_states import OptimizerStates
 from .contexts import ReplicaContext
 from .reductions import Reductions, as_scalar
 from .replica_threads import ReplicaThreads, current_rendezvous

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ContextError, explain
+from ..state.checkpoint import Checkpoint
+from ..state.snapshot import Snapshot
+from ..state.writing import Saving
 from ..variables.equal import different_weights
-from .checkpoint.checkpoint import Checkpoint
-from .checkpoint.snapshot import Snapshot
-from .checkpoint.writer import Saving
 
 if TYPE_CHECKING:
     from .extended import StrategyExtended
@@ -189,7 +189,7 @@ class Files(ABC):
         """
         self._begin_file("export", path)
         self._require_equal("export")
-        from .checkpoint.safetensors_file import SUFFIX, is_safetensors
+        from ..state.safetensors import SUFFIX, is_safetensors
 
         if not is_safetensors(Path(path)):
             remedy = "save writes HDF5, with optimizers"

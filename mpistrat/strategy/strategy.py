@@ -20,9 +20,9 @@ from ..cluster.forks import is_child
 from ..cluster.resolvers.resolver import ClusterResolver
 from ..comm.process_group import ProcessGroup
 from ..comm.recorder import RECORDER
+from ..state.checkpoint import Checkpoint
 from ..variables import Variable
 from ..variables.equal import different_weights
-from .checkpoint.checkpoint import Checkpoint
 from .collectives import RankCollectives
 from .contexts import Scope, ValueContext
 from .extended import StrategyExtended

@@ -16,8 +16,8 @@ from ..base.environment import RESTART_EXIT_CODE
 from ..base.errors import ContextError, SharedMemoryError, explain
 from ..base.files import remove_dead
 from ..base.log import logger
-from ..strategy.checkpoint.extra import has_state
-from ..strategy.checkpoint.writer import Saving
+from ..state.extra import has_state
+from ..state.writing import Saving
 from .folder_claim import FolderClaim
 from .random_states import gather_states, hand_back
 

@@ -24,14 +24,14 @@ import mpistrat.train.checkpoints
 from mpistrat.cluster import world
 from mpistrat.comm import job_files
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.strategy.checkpoint.snapshot import SnapshotFile, Snapshots
+from mpistrat.state.snapshot import SnapshotFile, Snapshots
 from tests.campaign.models import BATCH, COLUMNS, MODELS, Model, Served
 
 STEPS, EPOCHS, ROWS, REPLICAS = 60, 4, 120, 4
 PACKAGE = str(Path(ms.__file__).parent)
-COMMIT = ("strategy/checkpoint/snapshot.py", "comm/job_files.py")
+COMMIT = ("state/snapshot.py", "comm/job_files.py")
 RECOVERY = (
-    *COMMIT, "launcher/survive.py", "train/checkpoints.py", "cluster/world.py", "strategy/checkpoint/restore.py",
+    *COMMIT, "launcher/survive.py", "train/checkpoints.py", "cluster/world.py", "state/restore.py",
     "comm/process_group.py", "comm/shared_memory.py", "comm/node.py", "arena/arena.py",
 )  # fmt: skip
 LEAVING = ("launcher/survive.py", "cluster/world.py")

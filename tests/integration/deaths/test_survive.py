@@ -320,7 +320,7 @@ def at(job, strategy, step):
 def test_an_asynchronous_save_is_given_up(run, tmp_path):
     done = run(
         """
-from mpistrat.strategy.checkpoint.writer import Saving
+from mpistrat.state.writing import Saving
 write = Saving.write
 def slow(self):
     time.sleep(60 if os.environ["MPISTRAT_GENERATION"] == "0" and self._rank == 1 else 0)

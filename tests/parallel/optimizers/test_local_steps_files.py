@@ -7,7 +7,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.comm import job_files
-from mpistrat.strategy.checkpoint.checkpoint import Checkpoint
+from mpistrat.state.checkpoint import Checkpoint
 from tests.harness.local_steps import BUILDS, LAYOUTS, assert_same, gradient_of, make, opened, state_of, train
 from tests.harness.process_groups import set_layout
 

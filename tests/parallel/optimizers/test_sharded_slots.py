@@ -12,7 +12,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.base.files import PAGE
 from mpistrat.comm import job_files
-from mpistrat.strategy.checkpoint.checkpoint import Checkpoint
+from mpistrat.state.checkpoint import Checkpoint
 from tests.harness.process_groups import set_layout
 from tests.models import optimizer_reference as reference
 from tests.models.optimizer_states import assert_same, state_of

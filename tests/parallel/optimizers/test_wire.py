@@ -13,7 +13,7 @@ from mpistrat.arena.pieces import round_size
 from mpistrat.arena.wire import wire_named
 from mpistrat.base.partition import blocks
 from mpistrat.cluster.topology import Topology
-from mpistrat.strategy.checkpoint.checkpoint import Checkpoint
+from mpistrat.state.checkpoint import Checkpoint
 from tests.harness.process_groups import fake_nodes, set_layout
 from tests.models import optimizer_reference as reference
 from tests.models.optimizer_states import assert_same, state_of

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.strategy.checkpoint import restore
-from mpistrat.strategy.checkpoint.hdf5_file import CheckpointFile
-from mpistrat.strategy.checkpoint.parts import FileParts
-from mpistrat.strategy.checkpoint.restore import Restoring
+from mpistrat.state import restore
+from mpistrat.state.file import CheckpointFile
+from mpistrat.state.reading import FileParts
+from mpistrat.state.restore import Restoring
 
 SHAPE = (301, 217)
 

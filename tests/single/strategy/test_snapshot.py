@@ -11,9 +11,9 @@ import pytest
 
 from mpistrat.comm import job_files
 from mpistrat.comm.monitor import leftovers
-from mpistrat.strategy.checkpoint.hdf5_file import ArrayForm
-from mpistrat.strategy.checkpoint.snapshot import SnapshotFile
-from mpistrat.strategy.checkpoint.writer import Slice
+from mpistrat.state.file import ArrayForm
+from mpistrat.state.snapshot import SnapshotFile
+from mpistrat.state.writing import Slice
 
 KEY, RUN = "0123456789abcdef", "/scratch/run"
 RANKS, SIZE = 2, 6

@@ -18,20 +18,20 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from ...arena.values import parse_dtype
-from ...base import log
-from ...base.errors import explain
-from ...base.text import printable
-from ...comm.arrays import accumulation_dtype
-from ...comm.process_group import ProcessGroup
-from ...optimizers.node_slots import OUTER_MOMENTUM, slots_for
-from ...optimizers.slots import WIRE_RESIDUAL, residual_receiver
-from ...variables import Placement, Receiver
+from ..arena.values import parse_dtype
+from ..base import log
+from ..base.errors import explain
+from ..base.text import printable
+from ..comm.arrays import accumulation_dtype
+from ..comm.process_group import ProcessGroup
+from ..optimizers.node_slots import OUTER_MOMENTUM, slots_for
+from ..optimizers.slots import WIRE_RESIDUAL, residual_receiver
+from ..variables import Placement, Receiver
 from .extra import read_extra
-from .hdf5_file import CheckpointFile, Form, from_rank_0, key_of, name_of, on_all, ranges_of
+from .file import CheckpointFile, Form, from_rank_0, key_of, name_of, on_all, ranges_of
 from .optimizer_states import OptimizerStates
-from .parts import FileParts, Parts, Taken, read_own, send
-from .safetensors_file import SafetensorsFile, is_safetensors
+from .reading import FileParts, Parts, Taken, read_own, send
+from .safetensors import SafetensorsFile, is_safetensors
 from .snapshot import SnapshotFile
 
 __all__ = ["Restoring"]

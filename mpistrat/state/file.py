@@ -28,15 +28,15 @@ from typing import Any, NamedTuple, NoReturn, final
 
 import numpy as np
 
-from ...arena.values import parse_dtype
-from ...base import log
-from ...base.agree import as_told, together
-from ...base.files import algorithm_of, digest_of_array, digest_of_bytes
-from ...base.text import printable
-from ...comm.process_group import ProcessGroup
-from ...data.shards.objects import Refused, check_storage, find, find_group
-from ...data.shards.unfailing_file import unfailing
-from ...variables import Part, Placement, Receiver
+from ..arena.values import parse_dtype
+from ..base import log
+from ..base.agree import as_told, together
+from ..base.files import algorithm_of, digest_of_array, digest_of_bytes
+from ..base.text import printable
+from ..comm.process_group import ProcessGroup
+from ..data.shards.objects import Refused, check_storage, find, find_group
+from ..data.shards.unfailing_file import unfailing
+from ..variables import Part, Placement, Receiver
 
 __all__ = [
     "ArrayForm",

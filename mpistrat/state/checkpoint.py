@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ...base import context, log
-from ...base.agree import as_told, together
-from ...base.files import PAGE, replacing
-from ...base.partition import aligned_block
-from ...comm.arrays import accumulation_dtype, to_host
-from ...comm.process_group import ProcessGroup
-from ...comm.recorder import RECORDER
-from ...variables import Placement
+from ..base import context, log
+from ..base.agree import as_told, together
+from ..base.files import PAGE, replacing
+from ..base.partition import aligned_block
+from ..comm.arrays import accumulation_dtype, to_host
+from ..comm.process_group import ProcessGroup
+from ..comm.recorder import RECORDER
+from ..variables import Placement
 from .extra import agree_extra
-from .hdf5_file import ArrayForm, FileRange, complete_file, from_rank_0, key_of, ranges_of
+from .file import ArrayForm, FileRange, complete_file, from_rank_0, key_of, ranges_of
 from .optimizer_states import OptimizerStates
 from .snapshot import Snapshot, Snapshots
-from .writer import Layout, Saving, Slice, check_space
+from .writing import Layout, Saving, Slice, check_space
 
 if TYPE_CHECKING:
     from .restore import Restoring
@@ -100,7 +100,7 @@ class Checkpoint:
                 array[where.start : where.start + variable.shape[0]] = value
 
         def write() -> dict[str, Any]:
-            from .safetensors_file import write_safetensors
+            from .safetensors import write_safetensors
 
             write_safetensors(Path(path), whole)
             return {}

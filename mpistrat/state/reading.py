@@ -19,13 +19,13 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from ...arena.values import parse_dtype
-from ...base.files import algorithm_of, digest_of_bytes
-from ...base.partition import block, blocks
-from ...comm.node import STAGING_BYTES
-from ...comm.process_group import ProcessGroup
-from ...variables import Receiver
-from .hdf5_file import Digests, Form, check_digests, stored
+from ..arena.values import parse_dtype
+from ..base.files import algorithm_of, digest_of_bytes
+from ..base.partition import block, blocks
+from ..comm.node import STAGING_BYTES
+from ..comm.process_group import ProcessGroup
+from ..variables import Receiver
+from .file import Digests, Form, check_digests, stored
 
 __all__ = ["FileParts", "Parts", "Taken", "read_own", "send"]
 

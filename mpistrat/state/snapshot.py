@@ -27,17 +27,17 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from ...arena.values import parse_dtype
-from ...base.agree import as_told, together
-from ...base.errors import SharedMemoryError
-from ...base.files import PAGE
-from ...base.log import logger
-from ...comm import job_files
-from ...comm.process_group import ProcessGroup
-from ...comm.shared_memory import ENLARGE, map_file
-from .hdf5_file import ArrayForm, Form
-from .parts import Parts
-from .writer import Slice
+from ..arena.values import parse_dtype
+from ..base.agree import as_told, together
+from ..base.errors import SharedMemoryError
+from ..base.files import PAGE
+from ..base.log import logger
+from ..comm import job_files
+from ..comm.process_group import ProcessGroup
+from ..comm.shared_memory import ENLARGE, map_file
+from .file import ArrayForm, Form
+from .reading import Parts
+from .writing import Slice
 
 __all__ = ["Snapshot", "SnapshotFile", "Snapshots"]
 

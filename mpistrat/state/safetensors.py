@@ -10,10 +10,10 @@ from typing import Any, final
 
 import numpy as np
 
-from ...arena.values import parse_dtype
-from ...base.errors import missing_framework
-from ...base.files import replacing
-from .hdf5_file import DamagedError, Form, key_of, name_of
+from ..arena.values import parse_dtype
+from ..base.errors import missing_framework
+from ..base.files import replacing
+from .file import DamagedError, Form, key_of, name_of
 
 __all__ = ["SUFFIX", "SafetensorsFile", "is_safetensors", "write_safetensors"]
 

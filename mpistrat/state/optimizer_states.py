@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from ...base.errors import explain
-from ...optimizers.slots import waiting_slots
-from ...variables.placement import SlotsHere
+from ..base.errors import explain
+from ..optimizers.slots import waiting_slots
+from ..variables.placement import SlotsHere
 
 if TYPE_CHECKING:
-    from ...variables import Placement
+    from ..variables import Placement
 
 __all__ = ["Kept", "OptimizerStates"]
 

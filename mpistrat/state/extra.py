@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ...base.agree import same, together
-from ...base.errors import CollectiveMismatchError, by_rank, explain
-from ...base.masks import plain_array
-from ...comm.process_group import ProcessGroup
+from ..base.agree import same, together
+from ..base.errors import CollectiveMismatchError, by_rank, explain
+from ..base.masks import plain_array
+from ..comm.process_group import ProcessGroup
 
 __all__ = ["agree_extra", "has_state", "read_extra"]
 

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from ...base.errors import RanksLostError
-from ...base.files import PAGE, digest_of_array
-from ...comm.process_group import ProcessGroup
-from ...data.shards.unfailing_file import unfailing
-from .hdf5_file import ArrayForm, Digests, about_slice, stored
+from ..base.errors import RanksLostError
+from ..base.files import PAGE, digest_of_array
+from ..comm.process_group import ProcessGroup
+from ..data.shards.unfailing_file import unfailing
+from .file import ArrayForm, Digests, about_slice, stored
 
 __all__ = ["Layout", "Saving", "Slice", "check_space"]
 
