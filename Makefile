@@ -74,7 +74,7 @@ test-all: $(ENVS_test)  ## every test, which takes most of an hour
 # Kills of ranks and hosts, 2,800 in all, on one host and two, both MPIs, in place and by restarts, with servers, with PyTorch and JAX;
 # then a SLURM, and mistakes.
 CAMPAIGN ?= benchmarks/results/$(shell date +%F)
-KILLS = $(1) tests/campaign/kills.py --mpi-env $(if $(findstring openmpi,$(1)),openmpi,mpich)=$(1) --output $(CAMPAIGN)
+KILLS = $(1) -m tests.campaign.kills --mpi-env $(if $(findstring openmpi,$(1)),openmpi,mpich)=$(1) --output $(CAMPAIGN)
 MPICH_PYTHON := $(ENV_mpich)/bin/python
 OPENMPI_PYTHON := $(ENV_openmpi)/bin/python
 campaign: $(ENV_mpich)/.test-$(KEY) $(ENV_openmpi)/.test-$(KEY) .venv-frameworks/.test-$(KEY)  ## kill ranks 2,800 times and see what becomes of their jobs: two to three hours
@@ -89,7 +89,7 @@ campaign: $(ENV_mpich)/.test-$(KEY) $(ENV_openmpi)/.test-$(KEY) .venv-frameworks
 	$(call KILLS,$(MPICH_PYTHON)) --ranks 4 --hosts 2 --kills 40
 	$(call KILLS,.venv-frameworks/bin/python) --model torch --kills 200
 	$(call KILLS,.venv-frameworks/bin/python) --model jax --kills 200
-	$(MPICH_PYTHON) tests/campaign/slurm.py --mpi-env mpich=$(MPICH_PYTHON) --cycles 50 --output $(CAMPAIGN)
+	$(MPICH_PYTHON) -m tests.campaign.slurm --mpi-env mpich=$(MPICH_PYTHON) --cycles 50 --output $(CAMPAIGN)
 	$(call KILLS,$(MPICH_PYTHON)) --faults --kinds commit later line --kills 60
 	$(call KILLS,$(OPENMPI_PYTHON)) --faults --survive --ranks 4 --hosts 2 --kills 60
 
@@ -97,7 +97,7 @@ campaign: $(ENV_mpich)/.test-$(KEY) $(ENV_openmpi)/.test-$(KEY) .venv-frameworks
 SEED ?= $(shell date +%Y%m%d)
 PART ?= 1
 nightly: $(ENV_mpich)/.test-$(KEY) $(ENV_openmpi)/.test-$(KEY) .venv-frameworks/.test-$(KEY)  ## 3,300 random training programs, next to plain PyTorch, JAX, Keras and NumPy: two hours
-	$(MPICH_PYTHON) tests/nets/nightly.py --mpi-env mpich=$(MPICH_PYTHON) --mpi-env openmpi=$(OPENMPI_PYTHON) \
+	$(MPICH_PYTHON) -m tests.nets.nightly --mpi-env mpich=$(MPICH_PYTHON) --mpi-env openmpi=$(OPENMPI_PYTHON) \
 	  --frameworks .venv-frameworks/bin/python --seed $(SEED) --part $(PART) --output $(CAMPAIGN)
 	$(MAKE) test-minimum
 
@@ -154,7 +154,7 @@ clean:  ## remove the environments and all that was made
 .venv-minimum/.test-$(KEY): pyproject.toml
 	rm -rf .venv-minimum
 	$(PYTHON) -m venv .venv-minimum
-	$(MINIMUM)/python tests/helpers/launch/minimum.py mpich plot bfloat16 hash coordinator client images decode tensorboard \
+	$(MINIMUM)/python -m tests.launch.minimum mpich plot bfloat16 hash coordinator client images decode tensorboard \
 	  safetensors test >.venv-minimum/requirements.txt
 	$(MINIMUM)/python -m pip install -q --disable-pip-version-check -r .venv-minimum/requirements.txt
 	$(MINIMUM)/python -m pip install -q --disable-pip-version-check --no-deps -e .

@@ -70,8 +70,8 @@ def commit(tree: Path) -> str:
 
 def start(framework: str, tree: Path, ranks: int) -> dict[str, Any]:
     """Return what the ranks of one start measured, with the package of a tree."""
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers" / "launch")]
-    from launcher import launch, mpi_env
+    sys.path.insert(0, str(ROOT))
+    from tests.launch.launcher import launch, mpi_env
 
     env = {
         "PYTHONPATH": f"{tree}{os.pathsep}{ROOT / 'benchmarks'}",

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers" / "launch")]
+sys.path.insert(0, str(ROOT))
 
 SIZES = {"1.0 M": 1 << 20, "4.2 M": 1 << 22, "16.8 M": 1 << 24}
 HELD_OUT = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2))  # hosts, ranks of each
@@ -113,8 +113,8 @@ def median_of(found: list[Any]) -> Any:
 
 def run_all(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[tuple[int, int], dict[str, Any]]]:
     """Run this program on each layout a few times, in turns; return what calibrates, and the steps by layout."""
-    from hosts import Hosts, why_no_hosts
-    from launcher import launch, mpi_env
+    from tests.launch.hosts import Hosts, why_no_hosts
+    from tests.launch.launcher import launch, mpi_env
 
     name, _, python = options.mpi_env.rpartition("=")
     env = mpi_env(python, name or None)

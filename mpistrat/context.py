@@ -1,5 +1,11 @@
 """`ms.context`: the current strategy and context."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .base import context as _context
 from .base.context import (
     Frame,
     cache_variable_reads,
@@ -10,7 +16,6 @@ from .base.context import (
     expect_replica,
     expect_scope,
     get_replica_context,
-    get_strategy,
     get_update_replica_id,
     has_strategy,
     in_cross_replica_context,
@@ -25,6 +30,11 @@ from .base.context import (
     variable_sync_on_read_context,
 )
 from .base.global_batch import global_batch_size, set_global_batch_size
+
+if TYPE_CHECKING:
+    from .strategy import Strategy
+
+get_strategy: Callable[[], Strategy] = _context.get_strategy
 
 __all__ = [
     "Frame",

@@ -1,3 +1,3 @@
 """All tests: on one process, on ranks, over hosts."""
 
-pytest_plugins = ["launcher_plugin"]
+pytest_plugins = ["tests.launch.launcher_plugin"]

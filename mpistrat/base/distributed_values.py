@@ -42,7 +42,7 @@ class DistributedValues:
 
     def _no_single_value(self, expected: str) -> TypeError:
         got = f"a {type(self).__name__} of {len(self.values)}"
-        remedy = "Take strategy.reduce or strategy.gather, or experimental_local_results for each one"
+        remedy = "Take strategy.reduce or strategy.gather, or strategy.local_results for each one"
         return TypeError(explain("DistributedValues", "", expected=expected, got=got, remedy=remedy))
 
     def __repr__(self) -> str:

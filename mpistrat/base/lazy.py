@@ -20,14 +20,23 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 __all__ = ["lazy"]
 
 
-def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the `__getattr__` and the `__dir__` of a package."""
+def lazy(
+    package: str, moved: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the `__getattr__` and the `__dir__` of a package.
+
+    Args:
+        package: its name.
+        moved: names that a module of it has now, each with the module; to use one is a DeprecationWarning.
+    """
     module = sys.modules[package]
 
     @functools.cache
@@ -41,6 +50,10 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
         return homes().get(name) or ((part, None) if importlib.util.find_spec(part) else None)
 
     def get(name: str) -> Any:
+        if name in moved:
+            text = f"{package}.{name} is {package}.{moved[name]}.{name} now"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            return getattr(importlib.import_module(f"{package}.{moved[name]}"), name)
         home = home_of(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=module)

@@ -242,8 +242,6 @@ class ParameterServerStrategy(Strategy):
         finally:
             access.end_step()
 
-    experimental_run_v2 = run
-
     def _worker(self, function: str) -> WorkerAccess:
         access = self._access
         if isinstance(access, WorkerAccess):

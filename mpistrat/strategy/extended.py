@@ -26,7 +26,7 @@ from .checkpoint.optimizer_states import OptimizerStates
 from .contexts import ReplicaContext
 from .reductions import Reductions, as_scalar
 from .replica_threads import ReplicaThreads, current_rendezvous
-from .tensorflow1 import TensorFlow1Extended
+from .tensorflow_names import EXTENDED, OtherNames
 
 if TYPE_CHECKING:
     from ..optimizers.begun import Begun
@@ -53,7 +53,7 @@ class Coordination:
 
 
 @final
-class StrategyExtended(TensorFlow1Extended):
+class StrategyExtended(OtherNames):
     """A strategy's inner parts (TF: tf.distribute.StrategyExtended); `strategy.extended`.
 
     Attributes:
@@ -429,6 +429,9 @@ class StrategyExtended(TensorFlow1Extended):
             self.topology.close()
 
     # TensorFlow 1: what every rank of a synchronous strategy may do
+
+    _other_names = EXTENDED
+    experimental_require_static_shapes = False  # shapes may change from step to step
 
     @property
     def should_checkpoint(self) -> bool:

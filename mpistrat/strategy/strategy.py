@@ -29,7 +29,7 @@ from .extended import StrategyExtended
 from .files import Files
 from .preemption import StopAgreement, StopRequest, StopTogether
 from .reductions import Axis
-from .tensorflow1 import TensorFlow1Strategy
+from .tensorflow_names import STRATEGY, OtherNames
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -45,7 +45,7 @@ S = TypeVar("S", bound="Strategy")
 _NO_KWARGS: dict[str, Any] = {}
 
 
-class Strategy(RankCollectives, Files, TensorFlow1Strategy):
+class Strategy(RankCollectives, Files, OtherNames):
     """How one training step runs on many replicas (TF: tf.distribute.Strategy). Make one of its subclasses.
 
     Creating and closing a strategy is collective over its communicator. Used in a `with` statement it is closed at the
@@ -484,13 +484,7 @@ class Strategy(RankCollectives, Files, TensorFlow1Strategy):
         state = "closed" if self._extended.closed else f"{topology.num_replicas} replicas on {topology.size} ranks"
         return f"<{type(self).__name__} {state}, {counted(topology.num_nodes, 'node')}>"
 
-    # TensorFlow's other names
-
-    experimental_distribute_dataset = distribute_dataset
-    experimental_distribute_datasets_from_function = distribute_datasets_from_function
-    experimental_distribute_values_from_function = distribute_values_from_function
-    experimental_local_results = unwrap = local_results
-    experimental_run_v2 = run
+    _other_names = STRATEGY
 
 
 def _check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

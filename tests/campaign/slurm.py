@@ -1,6 +1,6 @@
 """Jobs of a real SLURM over two isolated hosts that nodes, an urgent job, the time limit and scancel interrupt again and again.
 
-    python tests/campaign/slurm.py --cycles 50 --seed 1 --mpi-env mpich=.venv/bin/python --output DIR
+    python -m tests.campaign.slurm --cycles 50 --seed 1 --mpi-env mpich=.venv/bin/python --output DIR
 
 The scripts are those of `mpistrat job --restarts --preemptible`. An interruption comes when the job has gone on for some steps:
 SLURM takes a host from the job (and gives it back to itself), a job of higher priority takes both hosts, `scancel` ends the
@@ -23,13 +23,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers" / "launch")]
-
-from places import TwoHosts  # noqa: E402
-
-from launcher import MpiEnv, mpi_env  # noqa: E402
-from slurm import ENDED, Job  # noqa: E402
+from tests.campaign.places import TwoHosts
+from tests.launch.launcher import MpiEnv, mpi_env
+from tests.launch.slurm import ENDED, Job
 
 KINDS = ("node", "preempt", "scancel", "kill")
 EACH = 4  # interruptions of a job

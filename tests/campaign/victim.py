@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-from models import BATCH, COLUMNS, MODELS, Model, Served
 
 import mpistrat as ms
 import mpistrat.train.checkpoints
@@ -26,6 +25,7 @@ from mpistrat.cluster import world
 from mpistrat.comm import job_files
 from mpistrat.comm.process_group import ProcessGroup
 from mpistrat.strategy.checkpoint.snapshot import SnapshotFile, Snapshots
+from tests.campaign.models import BATCH, COLUMNS, MODELS, Model, Served
 
 STEPS, EPOCHS, ROWS, REPLICAS = 60, 4, 120, 4
 PACKAGE = str(Path(ms.__file__).parent)

@@ -1,7 +1,8 @@
 """What the suites of strategies share: each strategy on the ranks of a start, one after the other."""
 
 import pytest
-from strategies import STRATEGIES, layout_for, made
+
+from tests.harness.strategies import STRATEGIES, layout_for, made
 
 
 @pytest.fixture(params=STRATEGIES)

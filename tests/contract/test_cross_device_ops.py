@@ -5,7 +5,6 @@ import zlib
 
 import numpy as np
 import pytest
-from process_groups import Gradients, local, open_group
 
 from mpistrat.arena.arithmetic import arithmetic
 from mpistrat.base.distributed_values import PerReplica
@@ -20,6 +19,7 @@ from mpistrat.cross_device.ordered import OrderedAllReduce
 from mpistrat.cross_device.to_one import ReductionToOneDevice
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.types import IndexedSlices, ReduceOp
+from tests.harness.process_groups import Gradients, local, open_group
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 

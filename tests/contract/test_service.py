@@ -5,7 +5,8 @@ import time
 
 import numpy as np
 import pytest
-from transports import TRANSPORTS, adding, parameter_servers, run
+
+from tests.harness.transports import TRANSPORTS, adding, parameter_servers, run
 
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
 ranks = pytest.mark.ranks

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from strategies import devices_of
 
 import mpistrat as ms
 from mpistrat import VariableAggregation, VariableSynchronization
 from mpistrat.errors import ClosedError, CollectiveMismatchError, ContextError, LayoutError
+from tests.harness.strategies import devices_of
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 

@@ -4,7 +4,8 @@ import time
 
 import numpy as np
 import pytest
-from transports import (
+
+from tests.harness.transports import (
     TRANSPORTS,
     adding,
     check_exact,

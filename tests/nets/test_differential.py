@@ -17,7 +17,7 @@ def layouts(monkeypatch):
 
 
 def check(first):
-    from nets.differential.cases import run_cases
+    from tests.nets.differential.cases import run_cases
 
     found = [record for record in run_cases(1, first, first + CASES) if "result" in record]
     wrong = [
@@ -42,8 +42,8 @@ def test_random_options_on_three_ranks_have_the_numbers_of_the_reference(first, 
 @pytest.mark.ranks(2)
 def test_a_wrong_rule_is_found(layouts, monkeypatch):
     """With a reference whose Adam does not correct its bias, cases with Adam differ, and no others."""
-    from nets.differential import rules
-    from nets.differential.cases import run_cases
+    from tests.nets.differential import rules
+    from tests.nets.differential.cases import run_cases
 
     def uncorrected(w, g, s, t, lr, **settings):
         return rules.rule_adam(w, g, s, 10**9, lr, **settings)

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from launcher import MpiEnv, Result
-from nets import nightly, same_bits
-from nets.patterns.documented import DIFFERENCES
-from nets.patterns.verdicts import Failure, distance, verdict
+from tests.launch.launcher import MpiEnv, Result
+from tests.nets import nightly, same_bits
+from tests.nets.patterns.documented import DIFFERENCES
+from tests.nets.patterns.verdicts import Failure, distance, verdict
 
 MPI = MpiEnv("mpich", "python", ("mpiexec",), "MPICH")
 CONFIG = {"program": "plain", "kind": "last", "tolerance": 1e-9}
@@ -146,7 +146,7 @@ def test_a_program_that_only_the_package_runs_is_documented_or_wrong():
 
 
 def test_documented_differences_name_pages_that_speak_of_them():
-    from launcher import ROOT
+    from tests.launch.launcher import ROOT
 
     for difference in DIFFERENCES:
         assert (ROOT / difference.page).is_file()

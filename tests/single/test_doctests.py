@@ -7,9 +7,9 @@ import signal
 
 import numpy as np
 import pytest
-from house_rules import FRAMEWORKS
 
 import mpistrat as ms
+from tests.harness.house_rules import FRAMEWORKS
 
 # A framework's package is imported where it is installed.
 LEFT_OUT = tuple(f"mpistrat.{name}" for name in FRAMEWORKS if importlib.util.find_spec(name) is None)

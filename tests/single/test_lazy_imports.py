@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from house_rules import FRAMEWORKS, modules
 
 import mpistrat as ms
-from launcher import ROOT
+from tests.harness.house_rules import FRAMEWORKS, modules
+from tests.launch.launcher import ROOT
 
 LAZY = ("mpistrat", "mpistrat.cluster", "mpistrat.data", "mpistrat.train")
 
@@ -38,7 +38,7 @@ strategy.close()
 """
 # What of `ms.` is a module.
 MODULES = ["cluster_resolver", "context", "coordinator", "data", "errors", "estimator", "lookup", "nn", "optimizers",
-           "partitioners", "random", "timeline", "train"]  # fmt: skip
+           "partitioners", "random", "tf", "timeline", "train"]  # fmt: skip
 LIBRARIES = ["h5py", "cupy", "cloudpickle", "jinja2", "keras", "jax", "matplotlib", "pytest", "safetensors", "tensorboardX",
              "torch"]  # fmt: skip
 OURS = ["batch_jobs", "bench", "cli", "coordinator", "doctor", "estimator", "examples", "jax", "keras", "parameter_server",
@@ -61,7 +61,7 @@ def loaded_by(program: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("program", "most", "absent"),
-    [(IMPORT, 31, [*OURS, *INPUT, *STRATEGY]), (TRAIN, 140, [*OURS, *INPUT])],
+    [(IMPORT, 31, [*OURS, *INPUT, *STRATEGY]), (TRAIN, 141, [*OURS, *INPUT])],
     ids=["import", "train"],
 )
 def test_a_program_loads_what_it_uses(program, most, absent):

@@ -6,17 +6,16 @@ import mpistrat as ms
 
 # tf.distribute.X, tf.X, tf.train.X and tf.distribute.experimental.X
 PACKAGE = """
-    CentralStorageStrategy ClusterSpec CollectiveAllReduceStrategy CollectiveCommunication CollectiveHints
+    CentralStorageStrategy ClusterSpec
     CommunicationImplementation CommunicationOptions CrossDeviceOps DistributedValues HierarchicalCopyAllReduce
     IndexedSlices InputContext InputOptions InputReplicationMode MirroredStrategy MultiWorkerMirroredStrategy
     NcclAllReduce OneDeviceStrategy ReduceOp
     ReductionToOneDevice ReplicaContext RunOptions Strategy StrategyExtended ValueContext Variable VariableAggregation
-    VariableSynchronization cluster_resolver data experimental_set_strategy get_replica_context get_strategy
+    VariableSynchronization cluster_resolver data get_replica_context get_strategy
     has_strategy in_cross_replica_context nn optimizers partitioners
 """
 STRATEGY = """
-    cluster_resolver distribute_datasets_from_function experimental_distribute_dataset
-    experimental_distribute_values_from_function experimental_local_results extended gather num_replicas_in_sync reduce
+    cluster_resolver distribute_datasets_from_function distribute_dataset extended gather num_replicas_in_sync reduce
     run scope
 """
 EXTENDED = """
@@ -34,6 +33,11 @@ COORDINATOR = """
     get_current_worker_index
 """
 PARTITIONERS = "FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner Partitioner"
+TF = """
+    CollectiveAllReduceStrategy CollectiveCommunication CollectiveHints experimental_distribute_dataset
+    experimental_distribute_values_from_function experimental_local_results experimental_run_v2 experimental_set_strategy
+    make_dataset_iterator make_input_fn_iterator unwrap
+"""
 OPTIMIZERS = "Adadelta Adafactor Adagrad Adam AdamW Adamax Ftrl Lamb Lion LossScaleOptimizer Momentum Nadam RMSProp SGD"
 PLACES = [
     (ms, PACKAGE),
@@ -44,6 +48,7 @@ PLACES = [
     (ms.coordinator, COORDINATOR),
     (ms.optimizers, OPTIMIZERS),
     (ms.partitioners, PARTITIONERS),
+    (ms.tf, TF),
 ]
 
 
@@ -59,7 +64,7 @@ def test_other_spellings_are_the_same_thing():
 
 
 def test_what_is_listed_is_there():
-    modules = (ms, ms.cluster_resolver, ms.context, ms.coordinator, ms.data, ms.errors, ms.nn, ms.optimizers)
+    modules = (ms, ms.cluster_resolver, ms.context, ms.coordinator, ms.data, ms.errors, ms.nn, ms.optimizers, ms.tf)
     for module in (*modules, ms.partitioners):
         assert [name for name in module.__all__ if not hasattr(module, name)] == []
     assert len(set(ms.__all__)) == len(ms.__all__)

@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 
-from launcher import job_environment
 from mpistrat.comm import job_files
+from tests.launch.launcher import job_environment
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher import job_environment
 from mpistrat.base.programs import program
 from mpistrat.comm.monitor.leftovers import mapped_by
+from tests.launch.launcher import job_environment
 
 USER, OTHER = 65532, 65533  # ids that no account has
 KEY = "00000000deadbeef"

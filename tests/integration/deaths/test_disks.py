@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from hosts import why_no_hosts
-from launcher import job_environment
+from tests.launch.hosts import why_no_hosts
+from tests.launch.launcher import job_environment
 
 pytestmark = [
     pytest.mark.timeout(180),

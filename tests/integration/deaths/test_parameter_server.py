@@ -3,13 +3,14 @@
 import re
 
 import pytest
-from transports import TRANSPORTS
+
+from tests.harness.transports import TRANSPORTS
 
 SETUP = """
 import os, signal, subprocess, sys, time
 import numpy as np
 from mpistrat.base import loops
-from transports import adding, parameter_servers, run
+from tests.harness.transports import adding, parameter_servers, run
 
 def ranks_and_servers(**settings):
     return parameter_servers(TRANSPORT, [((1000,), np.float32), ((500_000,), np.float32)], **settings)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from kills import sample
+from tests.campaign.kills import sample
 
 pytestmark = pytest.mark.timeout(120)
 

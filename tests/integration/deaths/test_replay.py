@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from launcher import job_environment
+from tests.launch.launcher import job_environment
 
 pytestmark = pytest.mark.timeout(120)
 

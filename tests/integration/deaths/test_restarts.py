@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kills import sample
-from launcher import job_environment
 from mpistrat.base.programs import program
 from mpistrat.comm import job_files
+from tests.campaign.kills import sample
+from tests.launch.launcher import job_environment
 
 PROGRAM = """
 import os, signal, sys, time

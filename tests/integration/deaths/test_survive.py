@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from kills import sample
-from launcher import job_environment
+from tests.campaign.kills import sample
+from tests.launch.launcher import job_environment
 
 HEAD = """
 import os, signal, sys, time

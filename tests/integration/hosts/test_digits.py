@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import digits_jobs
 import pytest
+
+from tests.harness import digits_jobs
 
 
 @pytest.mark.hosts(2, ranks_per_host=2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
-from doctor_runs import DoctorRun, rank_program
 
-from launcher import ROOT
+from tests.harness.doctor_runs import DoctorRun, rank_program
+from tests.launch.launcher import ROOT
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import time
 import h5py
 import numpy as np
 import pytest
-from linear_trainer import dataset, held_out, model_fn, rows
 
 import mpistrat as ms
 from mpistrat.estimator import Estimator, EvalSpec, RunConfig, TrainSpec, train_and_evaluate
+from tests.harness.linear_trainer import dataset, held_out, model_fn, rows
 
 
 class Slow(ms.train.Callback):

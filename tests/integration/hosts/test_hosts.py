@@ -8,8 +8,8 @@ import uuid
 import numpy as np
 import pytest
 
-from hosts import Hosts
-from launcher import launch, with_variable
+from tests.launch.hosts import Hosts
+from tests.launch.launcher import launch, with_variable
 
 
 @pytest.mark.hosts(2, ranks_per_host=2)

@@ -10,8 +10,8 @@ FIRST, LAST = 0, 6
 @pytest.mark.hosts(2, ranks_per_host=2)
 def test_random_options_have_the_numbers_of_the_reference(monkeypatch):
     from mpistrat.cluster.topology import Topology
-    from nets.differential import drawing, layouts
-    from nets.differential.cases import run_cases
+    from tests.nets.differential import drawing, layouts
+    from tests.nets.differential.cases import run_cases
 
     monkeypatch.setattr(Topology, "create", Topology.create)
     monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "1")

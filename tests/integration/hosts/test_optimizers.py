@@ -1,8 +1,9 @@
 """The fused step over two hosts of two ranks: slices summed on each host, then between them."""
 
 import numpy as np
-import optimizer_reference as reference
 import pytest
+
+from tests.models import optimizer_reference as reference
 
 
 @pytest.mark.hosts(2, ranks_per_host=2)

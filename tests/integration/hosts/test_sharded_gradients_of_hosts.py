@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from gradient_memory import memory_of
 
 import mpistrat as ms
 from mpistrat.arena import buckets
+from tests.harness.gradient_memory import memory_of
 
 SIZES = (300_007, 15, 266_177)
 pytestmark = pytest.mark.hosts(2, ranks_per_host=2)

@@ -7,8 +7,9 @@ import functools
 
 import numpy as np
 import pytest
-from contract import test_transports as contract
-from transports import (
+
+from tests.contract import test_transports as contract
+from tests.harness.transports import (
     check_exact,
     check_passes,
     check_rows,

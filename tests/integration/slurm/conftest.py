@@ -8,6 +8,6 @@ import pytest
 @pytest.fixture(scope="session")
 def references(hosts, tmp_path_factory):
     """The digits job's weights under mpiexec over the two hosts."""
-    from slurm_jobs import References
+    from tests.harness.slurm_jobs import References
 
     return References(hosts, tmp_path_factory)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from doctor_runs import DoctorRun
+
+from tests.harness.doctor_runs import DoctorRun
 
 DOCTOR = ("-m", "mpistrat", "doctor", "--json")
 
 
 def test_login_node(slurm, slurm_mpi):
-    from slurm import mpi_type
+    from tests.launch.slurm import mpi_type
 
     reply = slurm.run(slurm_mpi.python, *DOCTOR, env={"MPIEXEC": slurm_mpi.mpiexec[0]})
     found = DoctorRun(reply.returncode, reply.out, reply.err)
@@ -21,7 +22,7 @@ def test_login_node(slurm, slurm_mpi):
 
 
 def test_ranks(slurm, slurm_mpi):
-    from slurm import exported, mpi_type
+    from tests.launch.slurm import exported, mpi_type
 
     start = ("srun", "-N2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", f"--mpi={mpi_type(slurm_mpi)}")
     words = (*start, slurm_mpi.python, *DOCTOR, "--ranks", "--time-limit", "110")
@@ -44,7 +45,7 @@ def test_mpich_over_ucx_under_pmi2_is_named(slurm, slurm_mpi):
 
 @pytest.mark.parametrize("kill", [0, 1])
 def test_tasks_that_are_each_rank_0_of_1_are_told_once(slurm, mpi, kill):
-    from slurm import mpi_type
+    from tests.launch.slurm import mpi_type
 
     start = ("srun", "-N2", "-n4", f"--kill-on-bad-exit={kill}", "--mpi=none")
     reply = slurm.run(*start, mpi.python, *DOCTOR, "--ranks", "--time-limit", "110", timeout=140)

@@ -29,7 +29,7 @@ import numpy as np
 from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.cluster_resolver import SlurmClusterResolver
-from whole_lines import print
+from tests.harness.whole_lines import print
 resolver = SlurmClusterResolver({"worker": 3, "ps": 2})
 comm = MPI.COMM_WORLD
 assert resolver.master().split(":")[0] == MPI.Get_processor_name()
@@ -45,7 +45,7 @@ EXPECTED = ["h2:0", "h2:1", "h2:2", "h1:0", "h1:1"]
 def test_tasks_of_components(slurm, tmp_path) -> None:
     import sys
 
-    from slurm import by_task
+    from tests.launch.slurm import by_task
 
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "job.sh").write_text(SCRIPT.replace('"$@"', f"{sys.executable} program.py"))
@@ -65,7 +65,7 @@ def test_tasks_of_components(slurm, tmp_path) -> None:
 @pytest.mark.timeout(300)
 def test_ranks_of_components(slurm, slurm_mpi, tmp_path) -> None:
     """With the components' hosts in the order of their names: otherwise SLURM 22.05 itself starts no MPI (PMI2 hangs)."""
-    from slurm import exported, mpi_type
+    from tests.launch.slurm import exported, mpi_type
 
     (tmp_path / "program.py").write_text(RANKS)
     script = SCRIPT[: SCRIPT.index("echo second")].replace('"$@"', f"{slurm_mpi.python} program.py")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import digits_jobs
 import pytest
+
+from tests.harness import digits_jobs
 
 pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize("launcher", ["srun", "mpiexec"])
 def test_plain(slurm, slurm_mpi, references, tmp_path, launcher: str) -> None:
-    import slurm_jobs as jobs
+    from tests.harness import slurm_jobs as jobs
 
     expected = references.weights(slurm_mpi)
     job = jobs.submit(slurm, slurm_mpi, launcher, tmp_path, *jobs.TWO_BY_TWO, *jobs.PROGRAM, "--output", "made")
@@ -20,11 +21,12 @@ def test_plain(slurm, slurm_mpi, references, tmp_path, launcher: str) -> None:
 
 def test_submit(slurm, slurm_mpi, tmp_path) -> None:
     """`mpistrat job --submit` prints the number under which SLURM knows the job, whose --mpi= it has found out."""
-    from slurm import Job
+    from tests.launch.slurm import Job
 
     words = ["--submit", "--nodes", "2", "--time", "00:05:00"]
     (tmp_path / "train.py").write_text(
-        "import mpistrat as ms; from whole_lines import print; s = ms.strategy_from_environment(); print(s.size); s.close()"
+        "import mpistrat as ms\nfrom tests.harness.whole_lines import print\n"
+        "with ms.strategy_from_environment() as s: print(s.size)"
     )
     out = slurm.ok(slurm_mpi.python, "-m", "mpistrat", "job", *words, "train.py", cwd=tmp_path)
     job = Job(slurm, out.strip(), tmp_path)
@@ -35,7 +37,7 @@ def test_submit(slurm, slurm_mpi, tmp_path) -> None:
 @pytest.mark.parametrize("launcher", ["srun", "mpiexec"])
 def test_parameter_servers_by_rank(slurm, slurm_mpi, references, tmp_path, launcher: str) -> None:
     """The last of four ranks serves, on the second host. Without staleness the weights are the same in any layout."""
-    import slurm_jobs as jobs
+    from tests.harness import slurm_jobs as jobs
 
     words = ("--global-batch-size", "32", "--max-staleness", "0")
     servers = ("--strategy", "parameter_server", "--num-ps", "1")
@@ -48,7 +50,7 @@ def test_parameter_servers_by_rank(slurm, slurm_mpi, references, tmp_path, launc
 
 def test_parameter_servers_as_a_heterogeneous_job(slurm, slurm_mpi, references, tmp_path) -> None:
     """Two workers on one host, and a server that has the other one for itself."""
-    import slurm_jobs as jobs
+    from tests.harness import slurm_jobs as jobs
 
     words = ("--global-batch-size", "50", "--max-staleness", "0")
     servers = ("--strategy", "parameter_server", "--num-ps", "1")
@@ -61,7 +63,7 @@ def test_parameter_servers_as_a_heterogeneous_job(slurm, slurm_mpi, references, 
 
 def test_array(slurm, slurm_mpi, references, tmp_path) -> None:
     """Each task of the array trains with its own seed into its own folder, and as one rank alone does."""
-    import slurm_jobs as jobs
+    from tests.harness import slurm_jobs as jobs
 
     array = ("--array", "0-1", "--index-argument", "seed", "--output-argument", "output", "--output-folder", "made")
     size = ("--nodes", "1", "--ranks-per-node", "2")
@@ -77,7 +79,7 @@ def test_array(slurm, slurm_mpi, references, tmp_path) -> None:
 
 def test_the_scripts_of_a_job_that_fails_fail(slurm, slurm_mpi, tmp_path) -> None:
     """A rank that fails ends the job at once, with its own words in the log."""
-    import slurm_jobs as jobs
+    from tests.harness import slurm_jobs as jobs
 
     if slurm_mpi.name != "mpich":
         pytest.skip("MPICH's ranks would wait for ever without --kill-on-bad-exit=1")

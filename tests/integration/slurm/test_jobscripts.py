@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import ROOT, MpiEnv
+from tests.launch.launcher import ROOT, MpiEnv
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -77,8 +77,8 @@ WITHOUT = ("PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "OMPI_MCA_osc", 
 @pytest.fixture(scope="module")
 def slurm(pytestconfig: pytest.Config) -> Iterator[object]:
     """A SLURM with room for every script."""
-    from hosts import Hosts
-    from slurm import Slurm, why_no_slurm
+    from tests.launch.hosts import Hosts
+    from tests.launch.slurm import Slurm, why_no_slurm
 
     if reason := why_no_slurm():
         pytest.skip(reason)
@@ -96,7 +96,7 @@ def slurm(pytestconfig: pytest.Config) -> Iterator[object]:
 @pytest.fixture
 def site(slurm, slurm_mpi) -> Iterator[MpiEnv]:
     """The site's MPI, which `srun` starts unasked."""
-    from slurm import mpi_type
+    from tests.launch.slurm import mpi_type
 
     with slurm.configured(f"MpiDefault={mpi_type(slurm_mpi)}"):
         yield slurm_mpi

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pages
 import pytest
+
+from tests.harness import pages
 
 START = "#!/bin/bash\n#SBATCH --nodes=1 --ntasks=2 --time=10 --output=job.out\n"
 PROGRAM = """
 import os, sys, time
 import mpistrat as ms
-from whole_lines import print
+from tests.harness.whole_lines import print
 
 ms.catch_stop_signals()
 strategy = ms.MultiWorkerMirroredStrategy()
@@ -29,7 +30,7 @@ sys.exit(ms.RESTART_EXIT_CODE if restarts == 0 else 0)
 @pytest.mark.timeout(400)
 def test_preemption(slurm, slurm_mpi, tmp_path) -> None:
     """Both scripts at the same time, on a host each; they are as the page has them, behind the request for two ranks."""
-    from slurm import mpi_type
+    from tests.launch.slurm import mpi_type
 
     blocks = [block.text for block in pages.read("docs/preemption.md").blocks if block.language == "bash"]
     by_srun, by_mpiexec = blocks

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import digits_jobs
 import pytest
+
+from tests.harness import digits_jobs
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -28,7 +29,7 @@ class Interrupted:
     """A preemptible job of two ranks on each host, that is training."""
 
     def __init__(self, slurm, mpi, folder, launcher, slow, *options) -> None:
-        import slurm_jobs as jobs
+        from tests.harness import slurm_jobs as jobs
 
         self.slurm, self.folder = slurm, folder
         (folder / "train.py").write_text(PROGRAM)
@@ -64,7 +65,7 @@ class Interrupted:
 def test_preempted_by_an_urgent_job(slurm, slurm_mpi, references, tmp_path, launcher: str) -> None:
     """SLURM sends SIGTERM to the ranks, and to mpiexec's helpers. Open MPI's leave no time to save: there the site must let
     SLURM send the script's own signal."""
-    from slurm_jobs import same_bits
+    from tests.harness.slurm_jobs import same_bits
 
     undisturbed = references.weights(slurm_mpi)
     helped = launcher == "mpiexec" and slurm_mpi.name == "openmpi"
@@ -82,7 +83,7 @@ def test_preempted_by_an_urgent_job(slurm, slurm_mpi, references, tmp_path, laun
 
 @pytest.mark.parametrize("launcher", ["srun", "mpiexec"])
 def test_told_by_scancel(slurm, slurm_mpi, references, tmp_path, launcher: str) -> None:
-    from slurm_jobs import same_bits
+    from tests.harness.slurm_jobs import same_bits
 
     if slurm_mpi.name != "mpich":
         pytest.skip("the signal's ways are those of the other tests here")
@@ -97,7 +98,7 @@ def test_told_by_scancel(slurm, slurm_mpi, references, tmp_path, launcher: str) 
 def test_told_before_the_time_limit(slurm, slurm_mpi, references, tmp_path) -> None:
     """SLURM looks at time limits every half minute, so the notice of a limit of one minute comes in its first half,
     and on a slow machine a second time."""
-    from slurm_jobs import same_bits
+    from tests.harness.slurm_jobs import same_bits
 
     if slurm_mpi.name != "openmpi":
         pytest.skip("one MPI is enough")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher import ROOT, MpiEnv
+from tests.launch.launcher import ROOT, MpiEnv
 
 TESTS = ROOT / "tests"
 PYTEST = (
@@ -27,9 +27,7 @@ def run(slurm, mpi: MpiEnv, options: tuple[str, ...], *files: str) -> str:
 
 
 def test_the_ranks_of_a_step_run_the_tests(slurm, slurm_mpi) -> None:
-    said = run(
-        slurm, slurm_mpi, ("-N1", "-n4"), "parallel/helpers/test_ranks.py", "parallel/comm/test_shared_memory.py"
-    )
+    said = run(slurm, slurm_mpi, ("-N1", "-n4"), "parallel/tests/test_ranks.py", "parallel/comm/test_shared_memory.py")
     assert "for other ranks than 4 of a job" in said
 
 

@@ -4,7 +4,8 @@ import time
 from pathlib import Path
 
 import pytest
-from slurm_jobs import render
+
+from tests.harness.slurm_jobs import render
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 PROGRAM = """
 import os
 import mpistrat as ms
-from whole_lines import print
+from tests.harness.whole_lines import print
 strategy = ms.strategy_from_environment(default="one_device")
 print(strategy.rank, strategy.size, os.uname().nodename, strategy.servers, os.environ["OMP_NUM_THREADS"])
 strategy.close()
@@ -19,7 +19,7 @@ unset OMP_NUM_THREADS
 
 
 def test_the_tasks_of_the_job_are_the_ranks(slurm, slurm_mpi, tmp_path) -> None:
-    from slurm import mpi_type
+    from tests.launch.slurm import mpi_type
 
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "job.sh").write_text(SCRIPT.format(python=slurm_mpi.python))

@@ -26,7 +26,7 @@ with ms.connect("serve.json", timeout=120) as cluster:
 
 
 def test_a_client_on_the_head_node_has_both_hosts_compute(slurm, slurm_mpi, tmp_path) -> None:
-    import slurm_jobs as jobs
+    from tests.harness import slurm_jobs as jobs
 
     (tmp_path / "client.py").write_text(CLIENT)
     words = ("-m", "mpistrat", "serve", str(tmp_path / "serve.json"), "--host")
@@ -46,8 +46,8 @@ with ms.connect("serve.json") as cluster:
 
 def test_the_page_s_own_blocks(slurm, slurm_mpi, tmp_path) -> None:
     """Its command, with two ranks on a node, and its program as it stands, on the head node."""
-    import pages
-    import slurm_jobs as jobs
+    from tests.harness import pages
+    from tests.harness import slurm_jobs as jobs
 
     blocks = pages.read("docs/notebooks.md").blocks
     at, command = next((at, block) for at, block in enumerate(blocks) if "mpistrat serve" in block.text)

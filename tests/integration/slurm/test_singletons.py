@@ -9,7 +9,7 @@ PROGRAM = "import mpistrat as ms; ms.MultiWorkerMirroredStrategy(); print('train
 
 @pytest.mark.parametrize("how", ["none", "other"])
 def test_singletons(slurm, mpi, how: str) -> None:
-    from slurm import mpi_type
+    from tests.launch.slurm import mpi_type
 
     if how == "other" and mpi_type(mpi) == "pmi2":
         pytest.skip("MPICH's wheel ends by itself where it finds PMIx: test_mpich_by_pmix")
@@ -26,7 +26,7 @@ def test_singletons(slurm, mpi, how: str) -> None:
 
 def test_mpich_by_pmix(slurm, slurm_mpi) -> None:
     """The MPICH of the wheels speaks no PMIx: MPI itself says so, and no task trains alone."""
-    from slurm import mpi_type
+    from tests.launch.slurm import mpi_type
 
     if mpi_type(slurm_mpi) == "pmix" or slurm.why_no_pmix:
         pytest.skip("about MPICH under srun --mpi=pmix")

@@ -10,7 +10,7 @@ TRAIN = """
 import socket, sys, time
 import mpi4py, numpy
 import mpistrat as ms
-from whole_lines import print
+from tests.harness.whole_lines import print
 
 strategy = ms.strategy_from_environment()
 total = strategy.reduce("sum", 1)
@@ -31,7 +31,7 @@ def usual_kill_wait(slurm):
 @pytest.mark.parametrize("end", ["done", "cancelled"])
 @pytest.mark.usefixtures("usual_kill_wait")
 def test_ranks_run_out_of_a_copy_that_goes_with_the_job(slurm, slurm_mpi, tmp_path, end: str) -> None:
-    import slurm_jobs as jobs
+    from tests.harness import slurm_jobs as jobs
 
     (tmp_path / "train.py").write_text(TRAIN)
     seconds = "0" if end == "done" else "300"

@@ -8,7 +8,7 @@ import sys
 PROGRAM = """
 import json, os, sys, time
 from mpistrat.cluster_resolver import SlurmClusterResolver
-from whole_lines import print
+from tests.harness.whole_lines import print
 resolver = SlurmClusterResolver(port_base=0)
 here = os.uname().nodename
 assert resolver.master().split(":")[0] == here, (resolver.master(), here)

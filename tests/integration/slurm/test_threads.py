@@ -21,7 +21,7 @@ with ms.MultiWorkerMirroredStrategy() as strategy:
     [("-N2 -n4 --ntasks-per-node=2", 4, 1), ("-N1 -n1 --cpus-per-task=2", 1, 2), ("-N1 -n1", 1, 1)],
 )
 def test_threads(slurm, slurm_mpi, options: str, ranks: int, threads: int) -> None:
-    from slurm import by_task, exported, mpi_type
+    from tests.launch.slurm import by_task, exported, mpi_type
 
     command = ["srun", "--label", f"--mpi={mpi_type(slurm_mpi)}", "--kill-on-bad-exit=1", *options.split()]
     program = PROGRAM.replace("THREADS", str(threads))

@@ -33,7 +33,7 @@ with ms.MultiWorkerMirroredStrategy() as strategy:
 
 
 def test_all_hosts_are_seen_by_the_number_of_the_job(slurm, slurm_mpi, tmp_path) -> None:
-    import slurm_jobs as jobs
+    from tests.harness import slurm_jobs as jobs
 
     (tmp_path / "train.py").write_text(TRAIN)
     job = jobs.submit(slurm, slurm_mpi, "srun", tmp_path, *jobs.TWO_BY_TWO, "train.py")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import Job, MpiEnv
+from tests.launch.launcher import Job, MpiEnv
 
 SETUP = """
 import os, sys, threading, time

@@ -1,6 +1,6 @@
 """Random combinations of training options next to a reference in one process, in NumPy float64.
 
-    mpiexec -n 3 python -m nets.differential --seed 1 --count 40         (with tests/ on PYTHONPATH; 1 to 4 ranks)
+    mpiexec -n 3 python -m tests.nets.differential --seed 1 --count 40     (1 to 4 ranks)
 
 Each case is drawn from the seed, its number and the number of ranks, the same on all ranks: a strategy with its options,
 optimizers with their settings, variables, data, and what happens between stretches of steps (save and restore into another
@@ -34,15 +34,15 @@ def prepare(seed: int) -> None:
 
 def main() -> int:
     """Run the cases of the command line; return the exit status."""
-    parser = argparse.ArgumentParser(prog="nets.differential", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="tests.nets.differential", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--count", type=int, default=20, help="the number after the last case")
     parser.add_argument("--kinds", nargs="*", default=(), help="strategies to draw from, such as ParameterServer Mesh")
     options = parser.parse_args()
     prepare(options.seed)
-    from nets.differential.cases import run_cases
-    from nets.differential.layouts import RANK
+    from tests.nets.differential.cases import run_cases
+    from tests.nets.differential.layouts import RANK
 
     failed = 0
     for record in run_cases(options.seed, options.first, options.count, tuple(options.kinds)):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from nets.differential.drawing import AGGREGATIONS, choose, draw_optimizer, draw_strategy
-from nets.differential.layouts import SIZE, nodes_of
-from nets.differential.reference import BFLOAT16
+from tests.nets.differential.drawing import AGGREGATIONS, choose, draw_optimizer, draw_strategy
+from tests.nets.differential.layouts import SIZE, nodes_of
+from tests.nets.differential.reference import BFLOAT16
 
 SHAPES = [(), (1,), (1, 1), (7,), (5, 3), (4, 8), (2, 3, 4), (0,), (3, 0), (17, 2), (64,), (8,), (300,), (1000, 3)]
 

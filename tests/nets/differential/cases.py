@@ -9,11 +9,11 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from nets.differential.case import Case
-from nets.differential.events import finish, happen
-from nets.differential.layouts import RANK, SIZE, WORLD
-from nets.differential.run import Failure, Run
-from nets.differential.steps import run_segment
+from tests.nets.differential.case import Case
+from tests.nets.differential.events import finish, happen
+from tests.nets.differential.layouts import RANK, SIZE, WORLD
+from tests.nets.differential.run import Failure, Run
+from tests.nets.differential.steps import run_segment
 
 
 def run_cases(seed: int, first: int, last: int, kinds: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nets.differential.layouts import RANK, nodes_of
-from nets.differential.reference import PART, ROUNDING, World
-from nets.differential.rules import rate_at
+from tests.nets.differential.layouts import RANK, nodes_of
+from tests.nets.differential.reference import PART, ROUNDING, World
+from tests.nets.differential.rules import rate_at
 
 if TYPE_CHECKING:
-    from nets.differential.run import Run
+    from tests.nets.differential.run import Run
 
 
 def own_worlds(run: Run) -> list[World]:

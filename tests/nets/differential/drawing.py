@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from nets.differential.layouts import HOSTS, SIZE, nodes_of
-from nets.differential.rules import RULES, Rate
+from tests.nets.differential.layouts import HOSTS, SIZE, nodes_of
+from tests.nets.differential.rules import RULES, Rate
 
 AGGREGATIONS = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
 

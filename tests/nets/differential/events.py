@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import mpistrat as ms
-from nets.differential.comparing import compare_weights, value_of
-from nets.differential.drawing import choose, draw_rate
-from nets.differential.expected import outer_step
-from nets.differential.layouts import RANK, SIZE
-from nets.differential.reference import dtype_of, rounded
-from nets.differential.rules import made_rate
-from nets.differential.steps import run_segment
+from tests.nets.differential.comparing import compare_weights, value_of
+from tests.nets.differential.drawing import choose, draw_rate
+from tests.nets.differential.expected import outer_step
+from tests.nets.differential.layouts import RANK, SIZE
+from tests.nets.differential.reference import dtype_of, rounded
+from tests.nets.differential.rules import made_rate
+from tests.nets.differential.steps import run_segment
 
 if TYPE_CHECKING:
-    from nets.differential.run import Run
+    from tests.nets.differential.run import Run
 
 
 def happen(run: Run, segment: int, event: str) -> None:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import mpistrat as ms
-from nets.differential.layouts import RANK, SIZE, nodes_of
-from nets.differential.reference import ROUNDING, constrained, rounded
+from tests.nets.differential.layouts import RANK, SIZE, nodes_of
+from tests.nets.differential.reference import ROUNDING, constrained, rounded
 
 if TYPE_CHECKING:
-    from nets.differential.run import Run
+    from tests.nets.differential.run import Run
 
 
 def codec_now(run: Run) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nets.differential.rules import RULES, rate_at
+from tests.nets.differential.rules import RULES, rate_at
 
 try:
     import ml_dtypes

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 import mpistrat as ms
-from nets.differential.case import Case
-from nets.differential.layouts import RANK, SIZE, WORLD, block, nodes_of, set_layout
-from nets.differential.reference import World, constrained, dtype_of
-from nets.differential.rules import made_rate
+from tests.nets.differential.case import Case
+from tests.nets.differential.layouts import RANK, SIZE, WORLD, block, nodes_of, set_layout
+from tests.nets.differential.reference import World, constrained, dtype_of
+from tests.nets.differential.rules import made_rate
 
 
 class Failure(Exception):

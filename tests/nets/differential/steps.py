@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import mpistrat as ms
-from nets.differential.comparing import allowed_part, compare_state, compare_weights
-from nets.differential.drawing import choose
-from nets.differential.expected import advance
-from nets.differential.layouts import RANK, SIZE, WORLD
-from nets.differential.reference import BFLOAT16
+from tests.nets.differential.comparing import allowed_part, compare_state, compare_weights
+from tests.nets.differential.drawing import choose
+from tests.nets.differential.expected import advance
+from tests.nets.differential.layouts import RANK, SIZE, WORLD
+from tests.nets.differential.reference import BFLOAT16
 
 if TYPE_CHECKING:
-    from nets.differential.run import Run
+    from tests.nets.differential.run import Run
 
 
 def run_segment(run: Run, segment: int) -> None:

@@ -1,7 +1,7 @@
 """Random training programs of torch, JAX and Keras, each under a strategy and in one plain process of the framework.
 
-    mpiexec -n 2 python -m nets.patterns torch --seed 1 --count 40      (with tests/ on PYTHONPATH; 2 or 3 ranks)
-    mpiexec -n 2 python -m nets.patterns torch --program two_losses --only '{"kind": "last"}'
+    mpiexec -n 2 python -m tests.nets.patterns torch --seed 1 --count 40     (2 or 3 ranks)
+    mpiexec -n 2 python -m tests.nets.patterns torch --program two_losses --only '{"kind": "last"}'
 
 FRAMEWORK is torch, jax, keras-torch or keras-jax. Rank 0 prints a line of JSON before and after each program, whose result is
 one of: equal; error (a clear one, on all ranks); documented (documented.py); wrong. The exit status is 1 if any was wrong.
@@ -42,8 +42,8 @@ def programs(framework: str) -> Any:
     for part in {"torch": ("usual", "weights", "state"), "jax": ("usual", "weights"), "keras": ("usual", "loops")}[
         name
     ]:
-        importlib.import_module(f"nets.patterns.{name}_{part}")
-    return importlib.import_module(f"nets.patterns.{name}_program")
+        importlib.import_module(f"tests.nets.patterns.{name}_{part}")
+    return importlib.import_module(f"tests.nets.patterns.{name}_program")
 
 
 def run_programs(
@@ -70,9 +70,9 @@ def run_program(
     framework: str, module: Any, number: int, config: dict[str, Any], world: Any, shared: str, own: str
 ) -> tuple[str, str]:
     """Run one program both ways; return its result. Collective."""
-    from nets.differential.layouts import set_layout
-    from nets.patterns.environments import Distributed, Environment, Left
-    from nets.patterns.verdicts import Failure, distance, verdict
+    from tests.nets.differential.layouts import set_layout
+    from tests.nets.patterns.environments import Distributed, Environment, Left
+    from tests.nets.patterns.verdicts import Failure, distance, verdict
 
     servers = bool(config.get("servers"))
     ranks = max(world.size - servers, 1 if servers else 2)
@@ -127,7 +127,7 @@ def from_first(world: Any, value: Any) -> Any:
 
 def main() -> int:
     """Run the programs of the command line; return the exit status."""
-    parser = argparse.ArgumentParser(prog="nets.patterns", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="tests.nets.patterns", description=__doc__.splitlines()[0])
     parser.add_argument("framework", choices=FRAMEWORKS)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="the number of the first program")

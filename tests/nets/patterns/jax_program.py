@@ -17,9 +17,9 @@ import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
-from nets.patterns import jax_models as zoo  # noqa: E402
-from nets.patterns.environments import KINDS, Environment, sizes  # noqa: E402
-from nets.patterns.loops import Loop  # noqa: E402
+from tests.nets.patterns import jax_models as zoo  # noqa: E402
+from tests.nets.patterns.environments import KINDS, Environment, sizes  # noqa: E402
+from tests.nets.patterns.loops import Loop  # noqa: E402
 
 Config = dict[str, Any]
 Tree = Any

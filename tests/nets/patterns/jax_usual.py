@@ -11,9 +11,9 @@ import numpy as np
 import optax
 
 import mpistrat as ms
-from nets.patterns import jax_models as zoo
-from nets.patterns.environments import Environment
-from nets.patterns.jax_program import KerasAdam, Program
+from tests.nets.patterns import jax_models as zoo
+from tests.nets.patterns.environments import Environment
+from tests.nets.patterns.jax_program import KerasAdam, Program
 
 Tree = Any
 

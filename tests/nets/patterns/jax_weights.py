@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nets.patterns import jax_models as zoo
-from nets.patterns import loops
-from nets.patterns.jax_program import Program
+from tests.nets.patterns import jax_models as zoo
+from tests.nets.patterns import loops
+from tests.nets.patterns.jax_program import Program
 
 Tree = Any
 

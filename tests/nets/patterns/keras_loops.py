@@ -8,8 +8,8 @@ import keras
 import numpy as np
 
 import mpistrat as ms
-from nets.patterns import keras_models as zoo
-from nets.patterns.keras_program import Program
+from tests.nets.patterns import keras_models as zoo
+from tests.nets.patterns.keras_program import Program
 
 callbacks = keras.callbacks
 

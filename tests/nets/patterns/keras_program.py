@@ -12,8 +12,8 @@ import numpy as np
 from keras import layers, ops
 
 import mpistrat as ms
-from nets.patterns import keras_models as zoo
-from nets.patterns.environments import Environment, sizes
+from tests.nets.patterns import keras_models as zoo
+from tests.nets.patterns.environments import Environment, sizes
 
 Config = dict[str, Any]
 KINDS = ("equal", "unequal", "last", "empty")

@@ -9,8 +9,8 @@ import numpy as np
 from keras import layers, ops
 
 import mpistrat as ms
-from nets.patterns import keras_models as zoo
-from nets.patterns.keras_program import Program, cross_entropy
+from tests.nets.patterns import keras_models as zoo
+from tests.nets.patterns.keras_program import Program, cross_entropy
 
 
 class Plain(Program):

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 import mpistrat as ms
-from nets.patterns import torch_models as zoo
-from nets.patterns.environments import KINDS, Environment, sizes
-from nets.patterns.loops import Loop
+from tests.nets.patterns import torch_models as zoo
+from tests.nets.patterns.environments import KINDS, Environment, sizes
+from tests.nets.patterns.loops import Loop
 
 Config = dict[str, Any]
 Rows = collections.namedtuple("Rows", "x y")

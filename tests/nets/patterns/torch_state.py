@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from nets.patterns import torch_models as zoo
-from nets.patterns.environments import Left
-from nets.patterns.torch_program import Program
+from tests.nets.patterns import torch_models as zoo
+from tests.nets.patterns.environments import Left
+from tests.nets.patterns.torch_program import Program
 
 Tensor = torch.Tensor
 

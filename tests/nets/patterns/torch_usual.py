@@ -10,8 +10,8 @@ import torch.utils.checkpoint
 from torch.nn import functional
 
 import mpistrat as ms
-from nets.patterns import torch_models as zoo
-from nets.patterns.torch_program import Program
+from tests.nets.patterns import torch_models as zoo
+from tests.nets.patterns.torch_program import Program
 
 Tensor = torch.Tensor
 

@@ -12,9 +12,9 @@ import torch
 from torch.nn import functional
 
 import mpistrat as ms
-from nets.patterns import loops
-from nets.patterns import torch_models as zoo
-from nets.patterns.torch_program import Program
+from tests.nets.patterns import loops
+from tests.nets.patterns import torch_models as zoo
+from tests.nets.patterns.torch_program import Program
 
 Tensor = torch.Tensor
 NO_STATISTICS = tuple(name for name in zoo.MODELS if name not in ("batch_norm", "buffers", "spectral"))

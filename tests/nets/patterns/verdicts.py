@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nets.patterns.documented import DIFFERENCES
+from tests.nets.patterns.documented import DIFFERENCES
 
 # The form of mpistrat.errors.explain, and of errors of several ranks: "function: argument: what is wrong"
 FORM = re.compile(r"^(ranks? [\d, -]+: )?`?[\w.]+(\(\))?`?( \w+)?: \S")

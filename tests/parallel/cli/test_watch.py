@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from launcher import ROOT
+from tests.launch.launcher import ROOT
 
 PROGRAM = """
 import sys, time

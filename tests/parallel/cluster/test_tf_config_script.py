@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from launcher import ROOT
+from tests.launch.launcher import ROOT
 
 PROGRAM = """
 import json, os, sys

@@ -208,7 +208,7 @@ except ClusterError as error:
 
 
 def test_jobs_by_program_of_an_mpmd_launch(mpi, tmp_path):
-    from launcher import ROOT
+    from tests.launch.launcher import ROOT
 
     program = tmp_path / "program.py"
     program.write_text(MPMD)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from launcher import launch
+from tests.launch.launcher import launch
 
 START = """
 import sys, threading, time
@@ -389,7 +389,7 @@ from mpistrat.cluster.topology import Topology
 from mpistrat.comm.process_group import ProcessGroup
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.base.environment import Environment
-from variable_harness import pretend_nodes
+from tests.harness.variable_harness import pretend_nodes
 
 topology = Topology.create(pretend_nodes(MPI, {nodes}))
 group = ProcessGroup.create(topology, Environment(abort_after=60.0))
@@ -438,7 +438,7 @@ def test_ctrl_c(mpi, tmp_path):
     """SIGINT to mpiexec, as a terminal sends it, ends all ranks soon."""
     import signal
 
-    from launcher import Job
+    from tests.launch.launcher import Job
 
     (tmp_path / "program.py").write_text(
         START.format(shared=True) + "open(sys.argv[1] + str(topology.rank), 'w')\nif last: time.sleep(60)\nall_reduce()"

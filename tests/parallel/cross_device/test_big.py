@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from process_groups import open_group
 
 from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
 from mpistrat.cross_device.mpi import MpiAllReduce
+from tests.harness.process_groups import open_group
 
 SIZE = (1 << 31) + 12_345
 

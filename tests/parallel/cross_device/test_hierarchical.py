@@ -4,12 +4,12 @@ import time
 
 import numpy as np
 import pytest
-from process_groups import Gradients, Variable, local, open_group
 
 from mpistrat.base.options import CommunicationOptions
 from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
 from mpistrat.errors import CollectiveMismatchError, CollectiveTimeoutError
 from mpistrat.types import ReduceOp
+from tests.harness.process_groups import Gradients, Variable, local, open_group
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 

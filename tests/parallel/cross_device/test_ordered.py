@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from process_groups import Gradients, open_group
 
 import mpistrat as ms
 from mpistrat.base.distributed_values import PerReplica
 from mpistrat.cross_device.ordered import OrderedAllReduce
 from mpistrat.errors import DeviceError
 from mpistrat.types import ReduceOp
+from tests.harness.process_groups import Gradients, open_group
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 

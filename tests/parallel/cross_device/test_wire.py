@@ -5,11 +5,11 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from process_groups import set_layout
 
 import mpistrat as ms
 from mpistrat.base.partition import aligned_bounds
 from mpistrat.types import ReduceOp
+from tests.harness.process_groups import set_layout
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 IN_FEWER = ms.CommunicationOptions(wire="bfloat16")

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from tests.launch.launcher import ROOT
+
 PROGRAM = """
 import sys
 import numpy as np
@@ -12,7 +14,7 @@ def double(x):
 
 def main():
     from mpi4py import MPI
-    import map_functions
+    from tests.harness import map_functions
     from mpistrat.data import Dataset
 
     comm = MPI.COMM_WORLD
@@ -41,9 +43,7 @@ if __name__ == "__main__":
 def test_a_job_with_processes_ends(mpi_run, tmp_path, how, ranks):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM.replace("{how}", how))
-    from launcher import PLACES
-
-    result = mpi_run([str(path)], ranks, env={"PYTHONPATH": ":".join(PLACES)})
+    result = mpi_run([str(path)], ranks, env={"PYTHONPATH": str(ROOT)})
     assert (result.returncode == 0) == (how != "error"), result
     for rank in range(ranks):
         lines = result.out[rank].splitlines()
@@ -56,10 +56,10 @@ def test_a_job_with_processes_ends(mpi_run, tmp_path, how, ranks):
 
 @pytest.mark.ranks(1, 2)
 def test_ranks_read_through_processes():
-    import map_functions
     from mpi4py import MPI
 
     from mpistrat.data import Dataset
+    from tests.harness import map_functions
 
     comm = MPI.COMM_WORLD
     rows = Dataset.range(32).map(map_functions.double, num_parallel_calls=2, processes=True)

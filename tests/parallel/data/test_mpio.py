@@ -21,7 +21,7 @@ def parallel_h5py(request):
 
         parallel = h5py.get_config().mpi
     if not parallel:
-        pytest.skip("h5py was built without MPI; CONTRIBUTING.md says how to get one with MPI")
+        pytest.skip("h5py was built without MPI; docs/developing.md has the command that builds one with MPI")
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The pages of the documentation say what is so: their programs run and print what is shown, their tables hold.
 
-CONTRIBUTING.md has the conventions, under Pages.
+docs/developing.md has the conventions, under Pages.
 """
 
 import doctest
@@ -18,12 +18,12 @@ import uuid
 from pathlib import Path
 
 import numpy as np
-import pages
 import pytest
-from launcher_plugin import ENVS
 
-import launcher
 import mpistrat as ms
+from tests.harness import pages
+from tests.launch import launcher
+from tests.launch.launcher_plugin import ENVS
 
 INPUT, SERVERS = "docs/input.md", "docs/parameter_servers.md"
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "ms": 1e-3, "s": 1}

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from doctor_runs import DoctorRun, clean_environment, documented, rank_program
 
-from launcher import ROOT, MpiEnv, Result
+from tests.harness.doctor_runs import DoctorRun, clean_environment, documented, rank_program
+from tests.launch.launcher import ROOT, MpiEnv, Result
 
 VERSION = "9.9.9"
 CLOCK = "import time\ntime_ = time.time\ntime.time = lambda: time_() + 100\n"
@@ -160,7 +160,7 @@ def test_a_process_that_nothing_started_is_told_how_to_start(mpi):
 
 def test_the_launcher_of_another_mpi(mpi, pytestconfig, tmp_path):
     """Really started: Open MPI's processes under MPICH's mpiexec are each alone; the other way round MPI_Init fails."""
-    from launcher_plugin import ENVS
+    from tests.launch.launcher_plugin import ENVS
 
     others = [env for env in pytestconfig.stash[ENVS].all.values() if env.vendor != mpi.vendor]
     if not others:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from doctor_runs import documented
+
+from tests.harness.doctor_runs import documented
 
 pytestmark = pytest.mark.ranks(2, 3)
 

@@ -4,12 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from strategies import STRATEGIES, layout_for, made
 
 import mpistrat as ms
 from mpistrat.estimator import Estimator, EstimatorSpec, EvalSpec, RunConfig, TrainSpec, train_and_evaluate
 from mpistrat.examples import digits_data
 from mpistrat.examples.digits_model import Digits
+from tests.harness.strategies import STRATEGIES, layout_for, made
 
 TRAINING, BATCH, MOST = 600, 100, 12  # rows; rows; epochs
 

@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from linear_trainer import dataset, held_out, model_fn, rows, trainer
-from strategies import STRATEGIES, layout_for, made
 
 import mpistrat as ms
 from mpistrat.estimator import EvalSpec, RunConfig, TrainSpec
+from tests.harness.linear_trainer import dataset, held_out, model_fn, rows, trainer
+from tests.harness.strategies import STRATEGIES, layout_for, made
 
 
 def estimator(strategy, folder, **settings):

@@ -5,10 +5,10 @@ import time
 
 import numpy as np
 import pytest
-from linear_trainer import dataset, held_out, model_fn, rows
 
 import mpistrat as ms
 from mpistrat.estimator import Estimator, EvalSpec, RunConfig, TrainSpec, train_and_evaluate
+from tests.harness.linear_trainer import dataset, held_out, model_fn, rows
 
 pytestmark = pytest.mark.ranks(2, 3)
 

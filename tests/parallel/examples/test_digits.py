@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
-import digits_jobs
 import pytest
+
+from tests.harness import digits_jobs
 
 CASES = [
     ("mirrored", "auto", ""),

@@ -6,10 +6,11 @@ import json
 import statistics
 from pathlib import Path
 
-import digits_jobs
 import pytest
-from parameter_server_strategies import serve_on_rank_0
-from transports import TRANSPORTS
+
+from tests.harness import digits_jobs
+from tests.harness.parameter_server_strategies import serve_on_rank_0
+from tests.harness.transports import TRANSPORTS
 
 WORDS = ("--strategy", "parameter_server", "--dtype", "float32", "--epochs", "8", "--learning-rate", "2e-3")
 

@@ -9,12 +9,12 @@ import threading
 import time
 from pathlib import Path
 
-import digits_jobs
 import numpy as np
 import pytest
 
 import mpistrat as ms
 from mpistrat.strategy import preemption
+from tests.harness import digits_jobs
 
 
 def until_done(folder: Path, monkeypatch, tell, words: tuple[str, ...]) -> int:

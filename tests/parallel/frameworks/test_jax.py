@@ -7,7 +7,9 @@ jax = pytest.importorskip("jax", reason="JAX is not installed: make test-framewo
 
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
-from jax_training import (  # noqa: E402
+
+import mpistrat as ms  # noqa: E402
+from tests.harness.jax_training import (  # noqa: E402
     BATCH,
     RULES,
     TREES,
@@ -21,8 +23,6 @@ from jax_training import (  # noqa: E402
     train,
     train_by_run,
 )
-
-import mpistrat as ms  # noqa: E402
 
 
 @pytest.mark.ranks(1, 2, 3, 4, timeout=180)
@@ -239,7 +239,7 @@ def test_keys_differ_between_replicas_and_repeat():
         draws = []
         for _ in range(2):
             drawn = strategy.run(lambda: np.array(jax.random.normal(ms.jax.key(7), (4,))))
-            draws.append([a.tolist() for a in strategy.experimental_local_results(drawn)])
+            draws.append([a.tolist() for a in strategy.local_results(drawn)])
         assert draws[0] == draws[1]
         everywhere = [tuple(a) for mine in MPI.COMM_WORLD.allgather(draws[0]) for a in mine]
         assert len(set(everywhere)) == 2 * strategy.size

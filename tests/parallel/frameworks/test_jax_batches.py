@@ -6,11 +6,11 @@ import pytest
 jax = pytest.importorskip("jax", reason="JAX is not installed: make test-frameworks")
 
 import jax.numpy as jnp  # noqa: E402
-import jax_training  # noqa: E402, F401 - float64
 import optax  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
 from mpistrat.errors import BatchError  # noqa: E402
+from tests.harness import jax_training  # noqa: E402, F401 - float64
 
 RATE = 0.1
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from jax.experimental import io_callback  # noqa: E402
-from jax_training import RULES, arrays, dataset, dict_tree, difference, plain, put, train  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
 from mpistrat.errors import CollectiveMismatchError  # noqa: E402
+from tests.harness.jax_training import RULES, arrays, dataset, dict_tree, difference, plain, put, train  # noqa: E402
 
 LAYOUTS = {"first/w": (None, "model"), "first/b": ("model",), "second/w": ("model", None)}
 CLIP = 0.1

@@ -9,9 +9,20 @@ jax = pytest.importorskip("jax", reason="JAX is not installed: make test-framewo
 
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
-from jax_training import BATCH, TREES, arrays, dict_tree, difference, plain, rows, schedule, train, train_by_run  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
+from tests.harness.jax_training import (  # noqa: E402
+    BATCH,
+    TREES,
+    arrays,
+    dict_tree,
+    difference,
+    plain,
+    rows,
+    schedule,
+    train,
+    train_by_run,
+)
 
 
 def matrices(params):

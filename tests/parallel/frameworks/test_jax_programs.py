@@ -9,6 +9,6 @@ pytest.importorskip("jax")
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, id="np2"), pytest.param(3, id="np3")])
 def test_programs_are_equal_to_one_process_or_clear_errors(mpi, ranks):
-    from nets.programs import check
+    from tests.nets.programs import check
 
     check(mpi, "jax", ranks, 0, 12)

@@ -6,10 +6,10 @@ import pytest
 jax = pytest.importorskip("jax", reason="JAX is not installed: make test-frameworks")
 
 import jax.numpy as jnp  # noqa: E402
-import jax_training  # noqa: E402, F401 - float64
 import optax  # noqa: E402
 
 from mpistrat.jax.reading import Mixes, digest, read  # noqa: E402
+from tests.harness import jax_training  # noqa: E402, F401 - float64
 
 pytestmark = pytest.mark.ranks(1)
 

@@ -7,9 +7,9 @@ jax = pytest.importorskip("jax", reason="JAX is not installed: make test-framewo
 
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
-from jax_training import put, rows  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
+from tests.harness.jax_training import put, rows  # noqa: E402
 
 
 @pytest.mark.ranks(1, 2)

@@ -5,7 +5,8 @@ import pytest
 keras = pytest.importorskip("keras", reason="Keras or its backend is not installed: make test-frameworks")
 
 import numpy as np  # noqa: E402
-from keras_training import (  # noqa: E402
+
+from tests.harness.keras_training import (  # noqa: E402
     BACKEND,
     BATCH,
     EXACT,

@@ -6,7 +6,7 @@ import pytest
 
 keras = pytest.importorskip("keras", reason="Keras or its backend is not installed: make test-frameworks")
 
-from keras_training import Subclassed, build, compiled, difference, fit, put, rows, weights  # noqa: E402
+from tests.harness.keras_training import Subclassed, build, compiled, difference, fit, put, rows, weights  # noqa: E402
 
 
 @pytest.mark.ranks(2)

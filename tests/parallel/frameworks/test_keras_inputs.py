@@ -5,9 +5,9 @@ import pytest
 keras = pytest.importorskip("keras", reason="Keras or its backend is not installed: make test-frameworks")
 
 import numpy as np  # noqa: E402
-from keras_training import BACKEND, BATCH, EXACT, build, compiled, difference, fit, put, rows, weights  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
+from tests.harness.keras_training import BACKEND, BATCH, EXACT, build, compiled, difference, fit, put, rows, weights  # noqa: E402
 
 COUNT = 48  # rows: four batches, half of each of which is a rank's
 

@@ -5,7 +5,10 @@ import pytest
 keras = pytest.importorskip("keras", reason="Keras or its backend is not installed: make test-frameworks")
 
 import numpy as np  # noqa: E402
-from keras_training import (  # noqa: E402
+
+import mpistrat as ms  # noqa: E402
+from mpistrat.errors import CollectiveMismatchError  # noqa: E402
+from tests.harness.keras_training import (  # noqa: E402
     BATCH,
     EXACT,
     Custom,
@@ -18,9 +21,6 @@ from keras_training import (  # noqa: E402
     slots,
     weights,
 )
-
-import mpistrat as ms  # noqa: E402
-from mpistrat.errors import CollectiveMismatchError  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -11,7 +11,7 @@ pytest.importorskip("keras")
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, id="np2"), pytest.param(3, id="np3")])
 def test_programs_are_equal_to_one_process_or_documented(mpi, ranks):
-    from nets.programs import check
+    from tests.nets.programs import check
 
     backend = os.environ.get("KERAS_BACKEND", "")
     if backend not in ("torch", "jax"):

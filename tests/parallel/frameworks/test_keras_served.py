@@ -7,7 +7,9 @@ keras = pytest.importorskip("keras", reason="Keras or its backend is not install
 import contextlib  # noqa: E402
 
 import numpy as np  # noqa: E402
-from keras_training import (  # noqa: E402
+
+import mpistrat as ms  # noqa: E402
+from tests.harness.keras_training import (  # noqa: E402
     BATCH,
     EXACT,
     build,
@@ -19,8 +21,6 @@ from keras_training import (  # noqa: E402
     slots,
     weights,
 )
-
-import mpistrat as ms  # noqa: E402
 
 # TensorFlow's Adam has its betas in float32.
 CLOSE = 3e-5 if keras.backend.backend() == "tensorflow" else EXACT

@@ -7,9 +7,9 @@ import pytest
 keras = pytest.importorskip("keras", reason="Keras or its backend is not installed: make test-frameworks")
 
 import numpy as np  # noqa: E402
-from keras_training import BACKEND, compiled, difference, fit, put, rows, weights  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
+from tests.harness.keras_training import BACKEND, compiled, difference, fit, put, rows, weights  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("float64")
 

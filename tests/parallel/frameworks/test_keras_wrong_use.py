@@ -7,10 +7,10 @@ import pytest
 keras = pytest.importorskip("keras", reason="Keras or its backend is not installed: make test-frameworks")
 
 import numpy as np  # noqa: E402
-from keras_training import BACKEND, adam, build, compiled, fit, put, rows  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
 from mpistrat.base import log  # noqa: E402
+from tests.harness.keras_training import BACKEND, adam, build, compiled, fit, put, rows  # noqa: E402
 
 
 @pytest.mark.ranks(1)

@@ -17,7 +17,7 @@ def device(request, monkeypatch):
     """Where frameworks have their arrays: on the GPU, or in the memory that stands for it."""
     if request.param == "cuda":
         return "cuda"
-    from cupy_on_numpy import module
+    from tests.models.cupy_on_numpy import module
 
     monkeypatch.setitem(sys.modules, "cupy", module())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -37,7 +37,7 @@ def test_a_module_of_torch_equals_one_process(device, rule, monkeypatch):
     torch = pytest.importorskip("torch")
     import copy
 
-    from torch_training import make, mlp
+    from tests.harness.torch_training import make, mlp
 
     monkeypatch.setattr(import_module("mpistrat.torch.distribute"), "_device_of", lambda strategy: device)
     with ms.MultiWorkerMirroredStrategy(devices=["gpu:0"]) as strategy:
@@ -61,7 +61,7 @@ def test_a_module_of_torch_equals_one_process(device, rule, monkeypatch):
 def test_a_tree_of_jax_equals_one_process(device, rule, monkeypatch):
     jax = pytest.importorskip("jax")
     optax = pytest.importorskip("optax")
-    from jax_training import RULES, arrays, dict_tree
+    from tests.harness.jax_training import RULES, arrays, dict_tree
 
     if device == "cpu":
         monkeypatch.setattr(import_module("mpistrat.jax.distribute"), "backend", lambda: "gpu")
@@ -93,7 +93,7 @@ def test_several_gpus_on_a_rank_are_refused_for_jax(device, monkeypatch):
     pytest.importorskip("jax")
     if device == "cuda":
         pytest.skip("one GPU is enough to see what the stand-in shows")
-    from jax_training import dict_tree
+    from tests.harness.jax_training import dict_tree
 
     sys.modules["cupy"].cuda.runtime.getDeviceCount = lambda: 2
     monkeypatch.setattr(import_module("mpistrat.jax.distribute"), "backend", lambda: "gpu")

@@ -7,7 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
 
-from torch_training import (  # noqa: E402
+import mpistrat as ms  # noqa: E402
+from tests.harness.torch_training import (  # noqa: E402
     CASES,
     EPOCHS,
     conv_net,
@@ -22,8 +23,6 @@ from torch_training import (  # noqa: E402
     rows,
     step_of,
 )
-
-import mpistrat as ms  # noqa: E402
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

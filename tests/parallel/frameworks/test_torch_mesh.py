@@ -4,11 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
 
-from torch_meshes import CLIP, EPOCHS, LAYOUTS, Clipped, Pair  # noqa: E402
-from torch_training import MODULES, check_equal, dataset, difference, distributed, plain, step_of  # noqa: E402
-
 import mpistrat as ms  # noqa: E402
 from mpistrat.errors import CollectiveMismatchError  # noqa: E402
+from tests.harness.torch_meshes import CLIP, EPOCHS, LAYOUTS, Clipped, Pair  # noqa: E402
+from tests.harness.torch_training import MODULES, check_equal, dataset, difference, distributed, plain, step_of  # noqa: E402
 
 
 def meshes():

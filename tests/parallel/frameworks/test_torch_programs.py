@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 @pytest.mark.parametrize("ranks", [pytest.param(2, id="np2"), pytest.param(3, id="np3")])
 @pytest.mark.parametrize("first", [0, 42])
 def test_programs_are_equal_to_one_process_or_clear_errors(mpi, ranks, first):
-    from nets.programs import check
+    from tests.nets.programs import check
 
     check(mpi, "torch", ranks, first, first + 42)
 
@@ -19,7 +19,7 @@ def test_programs_are_equal_to_one_process_or_clear_errors(mpi, ranks, first):
 def test_a_wrong_weight_is_found(monkeypatch):
     """With passes that all weigh 1 programs with unequal parts are wrong, and those with equal parts are not."""
     import mpistrat.torch.weights as weights
-    from nets.patterns.__main__ import run_programs
+    from tests.nets.patterns.__main__ import run_programs
 
     monkeypatch.setattr(weights, "weight_of_pass", lambda *_: 1.0)
     for kind, result in (("equal", "equal"), ("unequal", "wrong"), ("empty", "wrong")):

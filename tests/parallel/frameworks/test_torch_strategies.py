@@ -4,7 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
 
-from torch_training import (  # noqa: E402
+import mpistrat as ms  # noqa: E402
+from tests.harness.torch_training import (  # noqa: E402
     BATCH,
     EPOCHS,
     MODULES,
@@ -14,8 +15,6 @@ from torch_training import (  # noqa: E402
     make,
     plain,
 )
-
-import mpistrat as ms  # noqa: E402
 
 
 @pytest.mark.ranks(1)

@@ -12,7 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
 
-from torch_training import (  # noqa: E402
+import mpistrat as ms  # noqa: E402
+from tests.harness.torch_training import (  # noqa: E402
     dataset,
     difference,
     distributed,
@@ -24,8 +25,6 @@ from torch_training import (  # noqa: E402
     rows,
     step_of,
 )
-
-import mpistrat as ms  # noqa: E402
 
 nn = torch.nn
 

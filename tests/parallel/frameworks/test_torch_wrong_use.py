@@ -4,9 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
 
-from torch_training import loss_of, make, mlp, put, rows  # noqa: E402
-
 import mpistrat as ms  # noqa: E402
+from tests.harness.torch_training import loss_of, make, mlp, put, rows  # noqa: E402
 
 
 @pytest.mark.ranks(1, 2)

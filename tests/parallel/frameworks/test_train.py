@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from interruptions import Interrupt, Stop
 
 import mpistrat as ms
+from tests.harness.interruptions import Interrupt, Stop
 
 pytestmark = pytest.mark.ranks(1, 2)
 
@@ -12,7 +12,8 @@ pytestmark = pytest.mark.ranks(1, 2)
 def torch_run(folder=None, stop=None, epochs=6):
     """The history and weights of a module of torch that is trained with a plateau callback."""
     import torch
-    from torch_training import dataset, make, mlp
+
+    from tests.harness.torch_training import dataset, make, mlp
 
     with ms.MultiWorkerMirroredStrategy() as strategy:
         module = mlp()
@@ -60,7 +61,7 @@ def test_a_trainer_of_a_torch_module_goes_on(mpi_tmp_path):
 def test_a_trainer_of_a_jax_tree():
     pytest.importorskip("jax")
     optax = pytest.importorskip("optax")
-    from jax_training import dataset, dict_tree
+    from tests.harness.jax_training import dataset, dict_tree
 
     tree, gradients = dict_tree()
     with ms.MultiWorkerMirroredStrategy() as strategy:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import optimizer_reference as reference
 import pytest
-from process_groups import set_layout
 
 import mpistrat as ms
+from tests.harness.process_groups import set_layout
+from tests.models import optimizer_reference as reference
 
 SIZES = (70_001, 15, 1)
 SETTINGS = {

@@ -8,14 +8,14 @@ import time
 
 import numpy as np
 import pytest
-from optimizer_states import assert_same, state_of
-from process_groups import set_layout
 
 import mpistrat as ms
 from mpistrat.arena import early
 from mpistrat.errors import ContextError
 from mpistrat.optimizers import begun
 from mpistrat.optimizers.begun import Choice
+from tests.harness.process_groups import set_layout
+from tests.models.optimizer_states import assert_same, state_of
 
 SIZES = (300_007, 15, 1, 266_177, 130_003)
 pytestmark = pytest.mark.ranks(2, 3, 4)

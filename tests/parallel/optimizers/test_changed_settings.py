@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import optimizer_reference as reference
 import pytest
-from process_groups import set_layout
 
 import mpistrat as ms
+from tests.harness.process_groups import set_layout
+from tests.models import optimizer_reference as reference
 
 SHAPES = ((6, 4), (5,), ())
 BEFORE, AFTER = range(2), range(2, 5)

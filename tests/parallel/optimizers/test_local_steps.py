@@ -5,7 +5,13 @@ Nodes are ranks without shared memory, or made up on this machine: of 3 ranks on
 
 import numpy as np
 import pytest
-from local_steps import (
+
+import mpistrat as ms
+from mpistrat.cluster import world
+from mpistrat.errors import RanksLostError
+from mpistrat.optimizers.outer_step import OuterSteps
+from mpistrat.optimizers.rule import BlockUpdate
+from tests.harness.local_steps import (
     BUILDS,
     LAYOUTS,
     SIZES,
@@ -18,13 +24,7 @@ from local_steps import (
     state_of,
     train,
 )
-from process_groups import nodes_of, set_layout
-
-import mpistrat as ms
-from mpistrat.cluster import world
-from mpistrat.errors import RanksLostError
-from mpistrat.optimizers.outer_step import OuterSteps
-from mpistrat.optimizers.rule import BlockUpdate
+from tests.harness.process_groups import nodes_of, set_layout
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 

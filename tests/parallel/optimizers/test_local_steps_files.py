@@ -4,12 +4,12 @@ import secrets
 
 import numpy as np
 import pytest
-from local_steps import BUILDS, LAYOUTS, assert_same, gradient_of, make, opened, state_of, train
-from process_groups import set_layout
 
 import mpistrat as ms
 from mpistrat.comm import job_files
 from mpistrat.strategy.checkpoint.checkpoint import Checkpoint
+from tests.harness.local_steps import BUILDS, LAYOUTS, assert_same, gradient_of, make, opened, state_of, train
+from tests.harness.process_groups import set_layout
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from mpi4py import MPI
-from process_groups import set_layout
 
 import mpistrat as ms
+from tests.harness.process_groups import set_layout
 
 pytestmark = pytest.mark.ranks(2, 4)
 SIZE = 70001  # more than a block
@@ -23,7 +23,7 @@ def step(strategy, optimizer, w, gradient):
         w.grad[...] = gradient
         return optimizer.apply_gradients([(w.grad, w)])
 
-    return int(np.max(strategy.experimental_local_results(strategy.run(train))[0]))
+    return int(np.max(strategy.local_results(strategy.run(train))[0]))
 
 
 def test_gradients_too_small_for_16_bits_arrive():

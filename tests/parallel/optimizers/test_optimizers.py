@@ -3,8 +3,9 @@
 import functools
 
 import numpy as np
-import optimizer_reference as reference
 import pytest
+
+from tests.models import optimizer_reference as reference
 
 CASES = reference.cases()
 SHAPES = ((70001,), (3, 5), (), (129, 513))
@@ -93,7 +94,7 @@ def test_compiled_loops_and_numpy_give_the_same_bits(dtype, monkeypatch):
 
     builds = {
         name: CASES[name][0] for name in ("adamw", "momentum")
-    }  # each rule by itself: tests/single/util/test_loops.py
+    }  # each rule by itself: tests/single/base/test_loops.py
     builds["clipnorm"] = lambda optimizers: optimizers.Adam(0.1, clipnorm=0.5, use_ema=True)
     builds["accumulation"] = lambda optimizers: optimizers.Adam(
         0.1, gradient_accumulation_steps=2, global_clipnorm=0.5, use_ema=True, ema_overwrite_frequency=2

@@ -5,12 +5,12 @@ One node, ranks without shared memory, or nodes made up on this machine, as in t
 
 import numpy as np
 import pytest
-from gradient_memory import memory_of
-from optimizer_states import assert_same, state_of
-from process_groups import set_layout
 
 import mpistrat as ms
 from mpistrat.arena import buckets
+from tests.harness.gradient_memory import memory_of
+from tests.harness.process_groups import set_layout
+from tests.models.optimizer_states import assert_same, state_of
 
 SIZES = (150_007, 15, 1, 133_177, 65_003)
 HANDED_OVER = [[4], [3, 1]]

@@ -7,15 +7,15 @@ whose sums are exact in any order, so results must be the same bits.
 import secrets
 
 import numpy as np
-import optimizer_reference as reference
 import pytest
-from optimizer_states import assert_same, state_of
-from process_groups import set_layout
 
 import mpistrat as ms
 from mpistrat.base.files import PAGE
 from mpistrat.comm import job_files
 from mpistrat.strategy.checkpoint.checkpoint import Checkpoint
+from tests.harness.process_groups import set_layout
+from tests.models import optimizer_reference as reference
+from tests.models.optimizer_states import assert_same, state_of
 
 SIZES = (70_001, 15, 1, 66_177)
 LAYOUTS = ("private", "nodes")

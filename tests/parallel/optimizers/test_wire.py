@@ -6,10 +6,7 @@ Nodes are ranks without shared memory, or made up on this machine: of 3 ranks on
 import functools
 
 import numpy as np
-import optimizer_reference as reference
 import pytest
-from optimizer_states import assert_same, state_of
-from process_groups import fake_nodes, set_layout
 
 import mpistrat as ms
 from mpistrat.arena.pieces import round_size
@@ -17,6 +14,9 @@ from mpistrat.arena.wire import wire_named
 from mpistrat.base.partition import blocks
 from mpistrat.cluster.topology import Topology
 from mpistrat.strategy.checkpoint.checkpoint import Checkpoint
+from tests.harness.process_groups import fake_nodes, set_layout
+from tests.models import optimizer_reference as reference
+from tests.models.optimizer_states import assert_same, state_of
 
 SIZES = (150_001, 15, 250_001)
 RATE = np.float32(0.25)

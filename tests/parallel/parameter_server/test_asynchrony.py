@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 import pytest
-from parameter_server_strategies import made
 
 import mpistrat as ms
 from mpistrat.errors import ClusterError
+from tests.harness.parameter_server_strategies import made
 
 
 @pytest.mark.ranks(4)

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from parameter_server_strategies import made, settle
-from transports import TRANSPORTS
 
 import mpistrat as ms
+from tests.harness.parameter_server_strategies import made, settle
+from tests.harness.transports import TRANSPORTS
 
 
 def pulls(strategy):

@@ -5,9 +5,9 @@ import threading
 
 import numpy as np
 import pytest
-from parameter_server_strategies import made
 
 import mpistrat as ms
+from tests.harness.parameter_server_strategies import made
 
 pytestmark = pytest.mark.ranks(2, 3)
 

@@ -7,10 +7,10 @@ import time
 
 import numpy as np
 import pytest
-from parameter_server_strategies import alone, made, settle
 
 import mpistrat as ms
 from mpistrat.optimizers import schedules
+from tests.harness.parameter_server_strategies import alone, made, settle
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 

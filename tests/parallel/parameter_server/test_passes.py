@@ -8,10 +8,10 @@ import time
 
 import numpy as np
 import pytest
-from parameter_server_strategies import made, serve_on_rank_0, settle
-from transports import TRANSPORTS
 
 import mpistrat as ms
+from tests.harness.parameter_server_strategies import made, serve_on_rank_0, settle
+from tests.harness.transports import TRANSPORTS
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 SUM = ms.VariableAggregation.SUM

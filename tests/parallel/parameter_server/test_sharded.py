@@ -6,11 +6,11 @@ import time
 
 import numpy as np
 import pytest
-from parameter_server_strategies import alone, made, settle
-from transports import TRANSPORTS
 
 import mpistrat as ms
 from mpistrat.partitioners import FixedShardsPartitioner, MinSizePartitioner
+from tests.harness.parameter_server_strategies import alone, made, settle
+from tests.harness.transports import TRANSPORTS
 
 pytestmark = pytest.mark.ranks(3, 4)
 SUM = ms.VariableAggregation.SUM

@@ -8,11 +8,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from parameter_server_strategies import alone, made, settle
-from transports import TRANSPORTS
 
 import mpistrat as ms
 from mpistrat.errors import ContextError
+from tests.harness.parameter_server_strategies import alone, made, settle
+from tests.harness.transports import TRANSPORTS
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 SUM, MEAN = ms.VariableAggregation.SUM, ms.VariableAggregation.MEAN

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from launcher import Job
 from mpistrat.coordinator import ClosureCancelledError, RemoteTraceback
+from tests.launch.launcher import Job
 
 pytest.importorskip("zmq")
 

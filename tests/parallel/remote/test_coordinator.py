@@ -8,11 +8,11 @@ from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
-from coordinators import BareStrategy, coordinator
 
 import mpistrat as ms
 from mpistrat.coordinator import RemoteValueStatus
 from mpistrat.errors import ClosedError, ContextError, LayoutError
+from tests.harness.coordinators import BareStrategy, coordinator
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 

@@ -5,7 +5,7 @@ import pytest
 START = """
 import sys, os, time
 import mpistrat as ms
-from coordinators import BareStrategy
+from tests.harness.coordinators import BareStrategy
 strategy = BareStrategy(warn_after=5.0, abort_after=30.0)
 c = ms.coordinator.ClusterCoordinator(strategy)
 

@@ -4,7 +4,8 @@ import time
 from concurrent.futures import CancelledError, Executor, as_completed, wait
 
 import pytest
-from coordinators import coordinator
+
+from tests.harness.coordinators import coordinator
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 

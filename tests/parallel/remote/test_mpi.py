@@ -5,11 +5,11 @@ import time
 
 import numpy as np
 import pytest
-from coordinators import BareStrategy
 
 from mpistrat.remote.mpi import CHUNK, FIRST, Channel, Kind, pack_call
 from mpistrat.remote.registry import ObjectRegistry, dumps, loads
 from mpistrat.remote.worker import WorkerLoop
+from tests.harness.coordinators import BareStrategy
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from coordinators import coordinated
 
 import mpistrat as ms
 from mpistrat.errors import ContextError
+from tests.harness.coordinators import coordinated
 
 pytestmark = pytest.mark.ranks(3, 4)
 ON_READ, SUM = ms.VariableSynchronization.ON_READ, ms.VariableAggregation.SUM

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from coordinators import coordinated, coordinator
 
 import mpistrat as ms
 from mpistrat.errors import ContextError
 from mpistrat.lookup import KeyValueTensorInitializer, StaticHashTable
+from tests.harness.coordinators import coordinated, coordinator
 
 
 @pytest.mark.ranks(3, 4)

@@ -4,10 +4,10 @@ import time
 
 import numpy as np
 import pytest
-from coordinators import coordinated
 
 import mpistrat as ms
 from mpistrat.errors import ContextError, LayoutError
+from tests.harness.coordinators import coordinated
 
 pytestmark = pytest.mark.ranks(3, 4)
 GRADIENT = np.array([1, 2, 4], np.float32)

@@ -9,11 +9,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from strategies import made
 
 import mpistrat as ms
 from mpistrat.base import log
 from mpistrat.errors import ClusterError, CollectiveMismatchError, DeviceError, LayoutError, MissingDependencyError
+from tests.harness.strategies import made
 
 WORKERS = [f"host{i}:1" for i in range(8)]
 
@@ -134,7 +134,7 @@ class TestClusters:
         config = {"cluster": {"worker": WORKERS[:size]}, "task": {"type": "worker", "index": rank}}
         with (
             mock.patch.dict(os.environ, TF_CONFIG=json.dumps(config)),
-            ms.CollectiveAllReduceStrategy() as strategy,
+            ms.tf.CollectiveAllReduceStrategy() as strategy,
         ):
             assert isinstance(strategy.cluster_resolver, ms.cluster_resolver.TFConfigClusterResolver)
             assert strategy.cluster_resolver.task_id == rank

@@ -58,7 +58,7 @@ end(v.numpy())
 
 
 def test_the_programs_of_an_mpmd_launch(mpi, tmp_path):
-    from launcher import ROOT
+    from tests.launch.launcher import ROOT
 
     for name, text in (("shared", SHARED), *PROGRAMS.items()):
         (tmp_path / f"{name}.py").write_text(text)

@@ -1,11 +1,11 @@
 """MeshStrategy: the same numbers on every mesh, layouts, and what ranks of a mesh that differ are told."""
 
-import meshes
 import numpy as np
 import pytest
 
 import mpistrat as ms
 from mpistrat.errors import ClosedError, CollectiveMismatchError, ContextError, LayoutError
+from tests.harness import meshes
 
 
 @pytest.mark.ranks(1, 2, 4)

@@ -1,11 +1,11 @@
 """Checkpoints go from any mesh to any other, and to and from strategies without one, bit for bit."""
 
 import h5py
-import meshes
 import numpy as np
 import pytest
 
 import mpistrat as ms
+from tests.harness import meshes
 
 
 def equal(found, wanted):

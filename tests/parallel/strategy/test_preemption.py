@@ -9,10 +9,10 @@ import time
 
 import numpy as np
 import pytest
-from strategies import STRATEGIES, devices_of, layout_for
 
 import mpistrat as ms
 from mpistrat.strategy import preemption
+from tests.harness.strategies import STRATEGIES, devices_of, layout_for
 
 LONGEST = 400
 ROWS = 150

@@ -1,9 +1,9 @@
 """Ranks of one node that give a strategy other settings, while the ranks of the other node agree."""
 
 import pytest
-from process_groups import set_layout
 
 import mpistrat as ms
+from tests.harness.process_groups import set_layout
 
 
 @pytest.mark.ranks(4)

@@ -8,11 +8,11 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from interruptions import Interrupt, Stop
-from linear_trainer import dataset, trainer
-from strategies import STRATEGIES, layout_for, made
 
 import mpistrat as ms
+from tests.harness.interruptions import Interrupt, Stop
+from tests.harness.linear_trainer import dataset, trainer
+from tests.harness.strategies import STRATEGIES, layout_for, made
 
 
 def run(strategy, folder, stop=None, epochs=4, callbacks=(), endless=False, **every):

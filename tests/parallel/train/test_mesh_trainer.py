@@ -4,12 +4,12 @@ import html
 import json
 import re
 
-import meshes
 import numpy as np
 import pytest
-from interruptions import Interrupt, Stop
 
 import mpistrat as ms
+from tests.harness import meshes
+from tests.harness.interruptions import Interrupt, Stop
 
 EPOCHS = 2  # of six steps each
 

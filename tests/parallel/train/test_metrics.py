@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from strategies import STRATEGIES, layout_for, made
 
 import mpistrat as ms
+from tests.harness.strategies import STRATEGIES, layout_for, made
 
 ROWS, BATCH = 50, 12  # the last batch has 2 rows: some replicas none
 

@@ -9,9 +9,9 @@ import time
 
 import numpy as np
 import pytest
-from linear_trainer import dataset, trainer
 
 import mpistrat as ms
+from tests.harness.linear_trainer import dataset, trainer
 
 
 def lines(folder):

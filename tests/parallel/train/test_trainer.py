@@ -4,10 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-from linear_trainer import dataset, rows, trainer
-from strategies import STRATEGIES, layout_for, made
 
 import mpistrat as ms
+from tests.harness.linear_trainer import dataset, rows, trainer
+from tests.harness.strategies import STRATEGIES, layout_for, made
 
 
 def expected(epochs):

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from variable_harness import VariableHarness
 
 from mpistrat.comm import shared_memory
 from mpistrat.errors import SharedMemoryError
 from mpistrat.variables import Variable
+from tests.harness.variable_harness import VariableHarness
 
 MIB = 1 << 20
 

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from variable_harness import VariableHarness, replica_id
 
 from mpistrat.base.distributed_values import Mirrored, PerReplica
 from mpistrat.errors import ClosedError, CollectiveMismatchError, ContextError
 from mpistrat.types import IndexedSlices, VariableAggregation
 from mpistrat.variables import Variable
+from tests.harness.variable_harness import VariableHarness, replica_id
 
 NONE, SUM = VariableAggregation.NONE, VariableAggregation.SUM
 MEAN, FIRST = VariableAggregation.MEAN, VariableAggregation.ONLY_FIRST_REPLICA
@@ -316,7 +316,8 @@ def test_scatter_for_all_replicas(shared):
 @pytest.mark.parametrize("nodes", ["0011", "0101", "0110"])
 def test_nodes_stay_equal(nodes):
     from mpi4py import MPI
-    from variable_harness import pretend_nodes
+
+    from tests.harness.variable_harness import pretend_nodes
 
     comm = pretend_nodes(MPI, [int(node) for node in nodes[: MPI.COMM_WORLD.size]])
     with VariableHarness(["cpu:0"], comm=comm) as harness:

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from variable_harness import VariableHarness, replica_id
 
 from mpistrat.base.distributed_values import PerReplica
 from mpistrat.context import variable_sync_on_read_context
 from mpistrat.errors import ClosedError, CollectiveMismatchError
 from mpistrat.types import VariableAggregation, VariableSynchronization
 from mpistrat.variables import Variable
+from tests.harness.variable_harness import VariableHarness, replica_id
 
 NONE, SUM = VariableAggregation.NONE, VariableAggregation.SUM
 MEAN, FIRST = VariableAggregation.MEAN, VariableAggregation.ONLY_FIRST_REPLICA

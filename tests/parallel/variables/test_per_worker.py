@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from parameter_server_strategies import made
 
 import mpistrat as ms
 from mpistrat.errors import ClosedError, CollectiveMismatchError, ContextError
+from tests.harness.parameter_server_strategies import made
 
 
 def of_worker(index):

@@ -4,11 +4,11 @@ import os
 
 import numpy as np
 import pytest
-from strategies import made
 
 import mpistrat as ms
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.types import IndexedSlices
+from tests.harness.strategies import made
 
 SUM = ms.VariableAggregation.SUM
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher import ROOT
 from mpistrat.batch_jobs import render
 from mpistrat.batch_jobs.examples import EXAMPLES, main
 from mpistrat.cluster import TFConfigClusterResolver
+from tests.launch.launcher import ROOT
 
 FOLDER = ROOT / "jobscripts"
 WRITTEN_BY_HAND = {"README.md", "kubernetes-mpijob.yaml", "tf-config.sh"}

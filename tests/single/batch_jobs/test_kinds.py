@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher import ROOT
 from mpistrat.batch_jobs import Array, Job, Preemption, SiteProfile, render
 from mpistrat.errors import LayoutError
+from tests.launch.launcher import ROOT
 
 WORDS = ("train.py", "--name", "it's $HOME", "")
 JOB = Job(program=WORDS, nodes=2, ranks_per_node=3, cpus_per_rank=4)

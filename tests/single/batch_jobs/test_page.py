@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from launcher import ROOT
 from mpistrat.batch_jobs import SCHEDULERS, SiteProfile, site_names
+from tests.launch.launcher import ROOT
 
 TEXT = (ROOT / "docs/job_scripts.md").read_text()
 

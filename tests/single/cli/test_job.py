@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from launcher import ROOT
 from mpistrat.batch_jobs import site_names
 from mpistrat.cli.job import COMMAND
 from mpistrat.cli.main import main
 from mpistrat.cluster.launchers import MPILibrary
 from mpistrat.errors import ClusterError
+from tests.launch.launcher import ROOT
 
 COMMAND_MODULE = sys.modules[COMMAND.run.__module__]
 

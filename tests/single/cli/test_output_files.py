@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shards_command import mpistrat
+
+from tests.harness.shards_command import mpistrat
 
 
 @pytest.mark.parametrize(

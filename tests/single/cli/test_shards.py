@@ -12,10 +12,10 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from shards_command import ROWS, mpistrat, python, read, table
 
-from launcher import ROOT
 from mpistrat.data import write_shards
+from tests.harness.shards_command import ROWS, mpistrat, python, read, table
+from tests.launch.launcher import ROOT
 
 
 @pytest.fixture

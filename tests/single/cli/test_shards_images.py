@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shards_command import mpistrat
 
 from mpistrat.data.shards.converters.image_folder import ImageFolder
 from mpistrat.errors import ShardError
+from tests.harness.shards_command import mpistrat
 
 Image = pytest.importorskip("PIL.Image")
 

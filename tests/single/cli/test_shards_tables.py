@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shards_command import ROWS, mpistrat, read, table
 
 from mpistrat.errors import ShardError
+from tests.harness.shards_command import ROWS, mpistrat, read, table
 
 
 def test_a_table(tmp_path: Path) -> None:

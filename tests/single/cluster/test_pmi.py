@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher import ROOT
 from mpistrat.batch_jobs import SiteProfile
 from mpistrat.batch_jobs.render import FOR_PMI2
 from mpistrat.cluster.launchers import MPILibrary, loaded_library
 from mpistrat.cluster.pmi import fitting_pmi, offered_pmis, srun_environment, srun_remedy, unset_variable, wanted_pmis
+from tests.launch.launcher import ROOT
 
 MPICH = MPILibrary("MPICH", "5.0.2", "MPICH Version:      5.0.2")
 MVAPICH = MPILibrary("MVAPICH", "4.0.0", "MVAPICH Version:      4.0")

@@ -7,11 +7,11 @@ from collections import deque
 
 import numpy as np
 import pytest
-from fake_gpu import FakeGpu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpistrat.comm.gpu import DeviceCopy
+from tests.models.fake_gpu import FakeGpu
 
 
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -18,7 +18,6 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from shard_sets import open_all, plain, small_set
 
 from mpistrat import OneDeviceStrategy
 from mpistrat.data import HDF5Dataset, write_shards
@@ -26,6 +25,7 @@ from mpistrat.data.feed.distributed import distribute
 from mpistrat.data.feed.plan import Workers
 from mpistrat.data.files.handles import ShardFile
 from mpistrat.errors import ShardError
+from tests.harness.shard_sets import open_all, plain, small_set
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_gpu import FakeGpu
 
 from mpistrat.comm.gpu import DeviceCopy
 from mpistrat.data import DistributedDataset, from_arrays
 from mpistrat.data.feed.distributed import distribute
 from mpistrat.data.feed.from_function import FunctionPlan
 from mpistrat.data.feed.plan import Workers
+from tests.models.fake_gpu import FakeGpu
 
 
 class Marked:

@@ -10,10 +10,10 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from shard_sets import plain, small_set
 
 from mpistrat.data import HDF5Dataset, write_shards
 from mpistrat.errors import ShardError
+from tests.harness.shard_sets import plain, small_set
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from dataset_model import NAMES, SOURCES, Chain, Model, apply, chained, has_spec
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from mpistrat.base import partition
 from mpistrat.data import Dataset
 from mpistrat.data.feed.distributed import distribute
 from mpistrat.data.feed.plan import Workers
+from tests.models.dataset_model import NAMES, SOURCES, Chain, Model, apply, chained, has_spec
 
 operators = st.tuples(st.sampled_from(NAMES), st.integers(0, 3), st.integers(0, 3))
 workers = st.lists(st.integers(1, 3), min_size=1, max_size=4)  # the replicas of each

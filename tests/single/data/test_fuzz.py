@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-import fuzz_shards
 import pytest
+
+from tests.nets import fuzz_shards
 
 
 def test_mutated_files_give_rows_or_a_shard_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import map_functions
 import numpy as np
 import pytest
 
-from launcher import ROOT
 from mpistrat.data import ArraySpec, Dataset, from_arrays, from_generator
+from tests.harness import map_functions
+from tests.launch.launcher import ROOT
 
 
 def numbers(n: int) -> Dataset:

@@ -7,13 +7,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dataset_model import NAMES, SOURCES, Chain, apply, begin, chained, endless, has_spec, listed, made_anew
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import mpistrat as ms
 from mpistrat.data import INFINITE, UNKNOWN, Dataset, from_arrays
 from mpistrat.data.nodes.order import with_shard
+from tests.models.dataset_model import (
+    NAMES,
+    SOURCES,
+    Chain,
+    apply,
+    begin,
+    chained,
+    endless,
+    has_spec,
+    listed,
+    made_anew,
+)
 
 chains = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=6)
 

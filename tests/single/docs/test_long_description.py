@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 
-from launcher import ROOT
+from tests.launch.launcher import ROOT
 
 described = runpy.run_path(str(ROOT / "setup.py"))["described"]
 

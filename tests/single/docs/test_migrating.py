@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from house_rules import FRAMEWORKS
 
 import mpistrat as ms
+from tests.harness.house_rules import FRAMEWORKS
 
 HERE = Path(__file__).parent
 PAGES = HERE.parents[2] / "docs"

@@ -7,10 +7,9 @@ import re
 import types
 from operator import attrgetter
 
-from house_rules import FRAMEWORKS
-
 import mpistrat as ms
-from launcher import ROOT
+from tests.harness.house_rules import FRAMEWORKS
+from tests.launch.launcher import ROOT
 
 BLOCK = re.compile(r"^\.\. api::\n\n((?: +.*\n)+)", re.MULTILINE)
 

@@ -10,7 +10,6 @@ import time
 
 import numpy as np
 import pytest
-from doctor_runs import documented
 
 from mpistrat.cluster.cores import Quota
 from mpistrat.cluster.launchers import Launcher, MPILibrary
@@ -22,6 +21,7 @@ from mpistrat.doctor.libraries import check_gpus, check_hdf5, check_loops
 from mpistrat.doctor.mpi import check_start
 from mpistrat.doctor.probe import Outcome
 from mpistrat.doctor.process import check_cores, check_limits
+from tests.harness.doctor_runs import documented
 
 UNLIMITED = resource.RLIM_INFINITY
 MPICH = MPILibrary("MPICH", "5.0.2", "MPICH Version 5.0.2", "/opt/mpich/lib/libmpi.so.12")

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from doctor_runs import DoctorRun, documented, run_doctor, why_no_mounts
 
-from launcher import MpiEnv
+from tests.harness.doctor_runs import DoctorRun, documented, run_doctor, why_no_mounts
+from tests.launch.launcher import MpiEnv
 
 pytestmark = pytest.mark.skipif(bool(why_no_mounts()), reason=why_no_mounts() or "there are mounts")
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(bool(why_no_mounts()), reason=why_no_mounts() or
 @pytest.fixture
 def other(mpi: MpiEnv, pytestconfig: pytest.Config) -> MpiEnv:
     """An environment with another MPI."""
-    from launcher_plugin import ENVS
+    from tests.launch.launcher_plugin import ENVS
 
     others = [env for env in pytestconfig.stash[ENVS].all.values() if env.vendor != mpi.vendor]
     if not others:

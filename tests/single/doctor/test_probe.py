@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from launcher import ROOT
 from mpistrat.doctor.probe import Probe, last_line
+from tests.launch.launcher import ROOT
 
 PROGRAM = """
 import os, sys, time

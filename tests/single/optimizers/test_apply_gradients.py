@@ -4,13 +4,13 @@ import contextlib
 import tracemalloc
 
 import numpy as np
-import optimizer_reference as reference
 import pytest
 
 import mpistrat as ms
 from mpistrat.optimizers.arena_step import _merged
 from mpistrat.optimizers.optimizer import find, known
 from mpistrat.variables.placement import ORDINAL_STEP
+from tests.models import optimizer_reference as reference
 
 SGD = ms.optimizers.SGD
 

@@ -12,7 +12,7 @@ import mpistrat as ms
 from mpistrat.base import loops
 from mpistrat.optimizers.hyperparameters import AVERAGE, GRADIENT_SUM
 from mpistrat.optimizers.rule import BlockUpdate
-from tests.single.util.test_loops import NEVER_NEGATIVE, RULES, assert_same_bits, compiled, errors_of, numbers
+from tests.single.base.test_loops import NEVER_NEGATIVE, RULES, assert_same_bits, compiled, errors_of, numbers
 
 WIDE = {np.float16: np.float32, ml_dtypes.bfloat16: np.float32, np.float32: np.float32, np.float64: np.float64}
 

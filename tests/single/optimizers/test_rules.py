@@ -1,12 +1,12 @@
 """Each optimizer, block by block and in place, does what Keras's formula says of whole arrays."""
 
 import numpy as np
-import optimizer_reference as reference
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpistrat as ms
+from tests.models import optimizer_reference as reference
 
 CASES = reference.cases()
 

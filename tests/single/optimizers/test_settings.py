@@ -5,9 +5,9 @@ import math
 
 import numpy as np
 import pytest
-from strategies import without_mpi
 
 import mpistrat as ms
+from tests.harness.strategies import without_mpi
 
 
 class Mine(ms.optimizers.Optimizer):

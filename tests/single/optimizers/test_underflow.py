@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat.base import loops
+from tests.harness.strategies import without_mpi
 
 RULES = [
     "SGD",

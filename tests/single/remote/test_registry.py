@@ -5,7 +5,6 @@ import threading
 
 import numpy as np
 import pytest
-from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat.errors import MissingDependencyError
@@ -15,6 +14,7 @@ from mpistrat.remote.dispatcher import Closure, ClosureQueue
 from mpistrat.remote.registry import ObjectRegistry
 from mpistrat.remote.values import RemoteValue
 from mpistrat.remote.worker import Commands, command_of
+from tests.harness.strategies import without_mpi
 
 
 @pytest.fixture

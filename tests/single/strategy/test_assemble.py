@@ -1,7 +1,6 @@
 """Which strategy fits where, what other names there are, and what show_config shows."""
 
 import pytest
-from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat.cluster import Topology
@@ -14,24 +13,14 @@ from mpistrat.strategy.assemble import (
     PARAMETER_SERVER,
     check_layout,
 )
+from tests.harness.strategies import without_mpi
 
-# Where → TensorFlow's name → the one here. "" is the package itself.
-ALIASES = {
-    "": {
-        "CollectiveAllReduceStrategy": "MultiWorkerMirroredStrategy",
-        "CollectiveCommunication": "CommunicationImplementation",
-        "CollectiveHints": "CommunicationOptions",
-        "experimental_set_strategy": "set_strategy",
-    },
-    "Strategy": {
-        "experimental_distribute_dataset": "distribute_dataset",
-        "experimental_distribute_datasets_from_function": "distribute_datasets_from_function",
-        "experimental_distribute_values_from_function": "distribute_values_from_function",
-        "experimental_local_results": "local_results",
-        "experimental_run_v2": "run",
-        "unwrap": "local_results",
-    },
-    "ParameterServerStrategy": {"experimental_run_v2": "run"},
+# TensorFlow's name → the one here.
+MOVED = {
+    "CollectiveAllReduceStrategy": "MultiWorkerMirroredStrategy",
+    "CollectiveCommunication": "CommunicationImplementation",
+    "CollectiveHints": "CommunicationOptions",
+    "experimental_set_strategy": "set_strategy",
 }
 
 
@@ -65,15 +54,34 @@ def test_a_parameter_server_alone_is_told_how_to_start():
         check_layout(PARAMETER_SERVER, Topology(0, [0], [1], ["cpu:0"]))
 
 
-def test_aliases_are_the_same_thing():
-    for where, table in ALIASES.items():
-        holder = getattr(ms, where) if where else ms
-        for alias, name in table.items():
-            assert getattr(holder, alias) is getattr(holder, name), (where, alias)
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_names_of_tensorflow_are_in_tf(old, new):
+    assert getattr(ms.tf, old) is getattr(ms, new)
+    with pytest.warns(DeprecationWarning, match=rf"mpistrat\.{old} is mpistrat\.tf\.{old} now"):
+        assert getattr(ms, old) is getattr(ms, new)
+
+
+def test_methods_under_the_names_of_tensorflow():
     with without_mpi(2) as strategy:
-        found = strategy.experimental_distribute_values_from_function(lambda c: c.replica_id_in_sync_group)
-        assert strategy.experimental_local_results(found) == (0, 1)
+        with pytest.warns(
+            DeprecationWarning, match=r"write distribute_values_from_function, or ms\.tf\.experimental_"
+        ) as told:
+            found = strategy.experimental_distribute_values_from_function(lambda c: c.replica_id_in_sync_group)
+        assert told[0].filename == __file__ and len(told) == 1
+        for name in ("experimental_local_results", "unwrap"):
+            assert getattr(ms.tf, name)(strategy, found) == (0, 1)
+            with pytest.warns(DeprecationWarning, match="local_results"):
+                assert getattr(strategy, name)(found) == (0, 1)
+        with pytest.warns(DeprecationWarning, match="write run"):
+            assert strategy.experimental_run_v2(lambda x: x, args=(found,)).values == (0, 1)
         assert strategy.extended.call_for_each_replica(lambda x: x, args=(found,)).values == (0, 1)
+
+
+@pytest.mark.parametrize("of", [lambda strategy: strategy, lambda strategy: strategy.extended])
+def test_a_method_that_does_not_exist(of):
+    with without_mpi() as strategy, pytest.raises(AttributeError, match="has no attribute 'redcue'") as raised:
+        of(strategy).redcue  # noqa: B018
+    assert raised.value.name == "redcue"  # by which Python finds "Did you mean"
 
 
 def test_a_name_that_does_not_exist():

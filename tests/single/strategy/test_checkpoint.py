@@ -10,10 +10,10 @@ from collections import Counter
 import h5py
 import numpy as np
 import pytest
-from checkpoints import model, train
-from strategies import without_mpi
 
 import mpistrat as ms
+from tests.harness.checkpoints import model, train
+from tests.harness.strategies import without_mpi
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1), (2, 3)])

@@ -5,11 +5,11 @@ import re
 import h5py
 import numpy as np
 import pytest
-from checkpoints import model, train
-from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat import VariableSynchronization
+from tests.harness.checkpoints import model, train
+from tests.harness.strategies import without_mpi
 
 ON_READ = VariableSynchronization.ON_READ
 

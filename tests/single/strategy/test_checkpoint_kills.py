@@ -6,9 +6,9 @@ import signal
 
 import numpy as np
 import pytest
-from strategies import without_mpi
 
 import mpistrat as ms
+from tests.harness.strategies import without_mpi
 
 CALLS = ("open", "close", "pwrite", "fsync", "truncate", "replace", "rename", "unlink")
 

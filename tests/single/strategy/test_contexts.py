@@ -6,11 +6,11 @@ import threading
 
 import numpy as np
 import pytest
-from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat import context
 from mpistrat.errors import ClosedError, ContextError, MpistratError
+from tests.harness.strategies import without_mpi
 
 
 def where():
@@ -119,7 +119,7 @@ def test_variable_sync_on_read_context_nests():
 class TestSetStrategy:
     def test_holds_everywhere_until_reset(self):
         with without_mpi() as strategy:
-            ms.experimental_set_strategy(strategy)
+            ms.tf.experimental_set_strategy(strategy)
             try:
                 assert where() == (True, True, None, False)
                 assert ms.get_strategy() is strategy

@@ -4,12 +4,12 @@ import weakref
 
 import numpy as np
 import pytest
-from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat import context
 from mpistrat.base import global_batch
 from mpistrat.nn import compute_average_loss, scale_regularization_loss
+from tests.harness.strategies import without_mpi
 
 
 @pytest.fixture

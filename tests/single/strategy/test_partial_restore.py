@@ -8,9 +8,9 @@ import sys
 import h5py
 import numpy as np
 import pytest
-from strategies import without_mpi
 
 import mpistrat as ms
+from tests.harness.strategies import without_mpi
 
 
 def body(strategy, names=("body/a", "body/b"), head=3):

@@ -10,12 +10,12 @@ import threading
 import time
 
 import pytest
-from strategies import without_mpi
 
 import mpistrat as ms
-from launcher import ROOT
 from mpistrat.strategy import preemption
 from mpistrat.strategy.preemption import last_moment
+from tests.harness.strategies import without_mpi
+from tests.launch.launcher import ROOT
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat import IndexedSlices, PerReplica, ReduceOp
 from mpistrat.errors import CollectiveMismatchError
+from tests.harness.strategies import without_mpi
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ class TestReduce:
         found = two.run(
             lambda: ms.get_replica_context().all_reduce("MAX", ms.get_replica_context().replica_id_in_sync_group)
         )
-        assert [int(value) for value in two.experimental_local_results(found)] == [1, 1]
+        assert [int(value) for value in two.local_results(found)] == [1, 1]
         assert two.extended.reduce_to("MIN", FOUR, "cpu:0").tolist() == [0, 1, 2, 3]
         assert two.extended.batch_reduce_to("PROD", [(FOUR, None)])[0].tolist() == [0, 5, 12, 21]
 

@@ -8,10 +8,10 @@ import weakref
 
 import numpy as np
 import pytest
-from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat.errors import ContextError
+from tests.harness.strategies import without_mpi
 
 
 def replica_id():

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat.types import IndexedSlices
 from mpistrat.variables.scatter import rows_of
+from tests.harness.strategies import without_mpi
 
 SHAPE = (7, 3, 2)
 CUTS = [(7,), (3, 4), (3, 2, 2), (0, 4, 0, 3), (1,) * 7]

@@ -4,7 +4,8 @@ import time
 
 import numpy as np
 import pytest
-from transports import parameter_servers
+
+from tests.harness.transports import parameter_servers
 
 LARGE = 2_000_000
 

@@ -8,15 +8,15 @@ import pickle
 import threading
 
 import numpy as np
-import optimizer_reference as reference
 import pytest
-from server_harness import Weights
 
 import mpistrat as ms
 from mpistrat.arena.reduction import BLOCK
 from mpistrat.optimizers.optimizer import find
 from mpistrat.parameter_server.server.local_updates import LocalUpdates
 from mpistrat.variables.placement import ORDINAL_STEP
+from tests.harness.server_harness import Weights
+from tests.models import optimizer_reference as reference
 
 CASES = {
     name: case for name, case in reference.cases().items() if not case[0](ms.optimizers).scales_by_norms

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_harness import ServerHarness, Weights
 
 import mpistrat as ms
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.parameter_server.operations import Operation
 from mpistrat.parameter_server.server.local_updates import LocalUpdates
 from mpistrat.parameter_server.server.updates import SynchronousUpdates
+from tests.harness.server_harness import ServerHarness, Weights
 
 
 def served(workers, variables, *optimizers, backup_workers=0):

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from server_harness import ServerHarness, Weights
 
 import mpistrat as ms
 from mpistrat.errors import MpistratError
@@ -10,6 +9,7 @@ from mpistrat.parameter_server.operations import Operation
 from mpistrat.parameter_server.server.local_updates import LocalUpdates
 from mpistrat.parameter_server.server.server import Server
 from mpistrat.parameter_server.server.updates import Updates
+from tests.harness.server_harness import ServerHarness, Weights
 
 
 def served(workers, variables, *optimizers):

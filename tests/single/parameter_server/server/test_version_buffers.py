@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from server_harness import ServerHarness, Weights
+
+from tests.harness.server_harness import ServerHarness, Weights
 
 SIZES = st.sampled_from([0, 1, 1000, 100_000])  # the last is kept in the pool
 

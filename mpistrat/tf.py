@@ -1,0 +1,46 @@
+"""`ms.tf`: TensorFlow's other spellings, for programs that were written for tf.distribute.
+
+Functions that stand for a method of a strategy get the strategy first, those for one of its inner parts `strategy.extended`.
+"""
+
+from .base.options import CommunicationOptions as CollectiveHints
+from .base.types import CommunicationImplementation as CollectiveCommunication
+from .strategy import MultiWorkerMirroredStrategy as CollectiveAllReduceStrategy
+from .strategy import set_strategy as experimental_set_strategy
+from .strategy.tensorflow_names import (
+    MultiStepContext,
+    experimental_distribute_dataset,
+    experimental_distribute_datasets_from_function,
+    experimental_distribute_values_from_function,
+    experimental_local_results,
+    experimental_make_numpy_dataset,
+    experimental_run,
+    experimental_run_steps_on_iterator,
+    experimental_run_v2,
+    make_dataset_iterator,
+    make_input_fn_iterator,
+    read_var,
+    unwrap,
+    update_non_slot,
+)
+
+__all__ = [
+    "CollectiveAllReduceStrategy",
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "MultiStepContext",
+    "experimental_distribute_dataset",
+    "experimental_distribute_datasets_from_function",
+    "experimental_distribute_values_from_function",
+    "experimental_local_results",
+    "experimental_make_numpy_dataset",
+    "experimental_run",
+    "experimental_run_steps_on_iterator",
+    "experimental_run_v2",
+    "experimental_set_strategy",
+    "make_dataset_iterator",
+    "make_input_fn_iterator",
+    "read_var",
+    "unwrap",
+    "update_non_slot",
+]

@@ -1,0 +1,1 @@
+"""Strategies, servers, commands and programs under test."""

@@ -1,0 +1,1 @@
+"""How tests are chosen, timed, and run on ranks, hosts and SLURM."""

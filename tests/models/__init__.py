@@ -1,0 +1,1 @@
+"""Reference models, and devices that the machine does not have."""

@@ -1,0 +1,1 @@
+"""Random programs and damaged files, next to a reference."""
