@@ -1,8 +1,10 @@
 """The coordinator: one rank schedules functions, the workers run them (TF: tf.distribute.coordinator)."""
 
 from .parameter_server.join import Server
-from .remote.client import RemoteCluster, RemoteObject
-from .remote.closures import (
+from .remote.client import RemoteCluster
+from .remote.coordinator import ClusterCoordinator
+from .remote.executor import CoordinatorExecutor
+from .remote.values import (
     ClosureCancelledError,
     PerWorkerValues,
     RemoteError,
@@ -10,8 +12,6 @@ from .remote.closures import (
     RemoteValue,
     RemoteValueStatus,
 )
-from .remote.coordinator import ClusterCoordinator
-from .remote.executor import CoordinatorExecutor
 from .remote.worker import get_current_worker_index
 
 __all__ = [
@@ -31,5 +31,6 @@ __all__ = [
     "get_current_worker_index",
 ]
 
+RemoteObject = RemoteValue  # the name of what a client holds
 PerWorkerValue = PerWorkerValues  # tf.distribute's spellings
 experimental_get_current_worker_index = get_current_worker_index

@@ -23,9 +23,9 @@ from ..optimizers import Optimizer
 from ..optimizers import optimizer as optimizers
 from ..strategy.assemble import PARAMETER_SERVER
 from ..strategy.extended import Coordination
+from .dispatcher import Dispatcher
 from .mpi import Channel
 from .registry import ObjectRegistry, dumps, load_cloudpickle, loads
-from .scheduler import Dispatcher
 from .worker import Commands, WorkerLoop, command_of, get_current_worker_index
 
 if TYPE_CHECKING:

@@ -12,11 +12,12 @@ from ..base import nest
 from ..base.errors import ClosedError, ContextError, PeerExitError, explain
 from ..cluster.forks import is_child, refusal
 from ..lookup import StaticHashTable
-from .closures import Closure, PerWorkerValues, RemoteValue
 from .cluster import Cluster, check_workers
+from .dispatcher import FIRST, Closure, Dispatcher
 from .executor import CoordinatorExecutor
 from .registry import dumps
-from .scheduler import FIRST, Dispatcher
+from .scheduler import Scheduler, same
+from .values import PerWorkerValues, RemoteValue, Stub
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
@@ -27,7 +28,7 @@ QUEUE_SIZE = 10_000
 
 
 @final
-class ClusterCoordinator:
+class ClusterCoordinator(Scheduler):
     """Runs functions on the workers of a ParameterServerStrategy (TF: tf.distribute.coordinator.ClusterCoordinator).
 
     The same program runs on every rank, and creating the coordinator is collective over all of them. The chief
@@ -66,9 +67,9 @@ class ClusterCoordinator:
             remedy = "Close it, or use that one"
             expected, got = "a strategy without a coordinator", "one that has one"
             raise ValueError(explain("ClusterCoordinator", "strategy", expected=expected, got=got, remedy=remedy))
+        super().__init__()
         self._strategy = strategy
         self._closed = False
-        self._per_worker = 0
         self._tables: weakref.WeakKeyDictionary[StaticHashTable, PerWorkerValues] = weakref.WeakKeyDictionary()
         self._new_tables: deque[tuple[int, StaticHashTable]] = deque()  # that no worker has yet
         self._dropped: deque[int] = deque()  # numbers of per-worker values that nobody has any more
@@ -93,39 +94,16 @@ class ClusterCoordinator:
 
     # what the chief does
 
-    def schedule(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        worker: int | None = None,
-        priority: float = 0,
+    def _raise_error(self) -> None:
+        self._dispatcher("schedule").raise_error()
+
+    def _schedule(
+        self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, worker: int | None, priority: float
     ) -> RemoteValue:
-        """Have a worker call a function, and return at once, or when the queue has room. For the chief.
-
-        Args:
-            fn: the function. A function of the main program travels by value, one of a module by its name.
-            args, kwargs: its arguments. A RemoteValue among them is waited for and arrives as its value; a
-                PerWorkerValues arrives as the worker's own.
-            worker: the index of the only worker that may run it; default any.
-            priority: those with a larger one go first; then the order is that of scheduling.
-
-        Raises:
-            Exception: what a function scheduled before raised, once; then the functions that waited are cancelled, and this
-                one is not scheduled.
-            TypeError: the function, or what it refers to, cannot be pickled.
-            ContextError: on another rank than the chief, or in a scheduled function.
-            ClosedError: after `close()`.
-
-        Example:
-            >>> coordinator.schedule(lambda x: x + 1, args=(1,)).get()    # doctest: +SKIP
-            2
-        """
-        dispatcher = self._dispatcher("schedule")
-        dispatcher.raise_error()
         self._check_worker(worker)
-        return self._submit(dispatcher, "schedule", fn, args, kwargs, worker=worker, priority=priority)
+        return self._submit(
+            self._dispatcher("schedule"), "schedule", fn, args, kwargs, worker=worker, priority=priority
+        )
 
     def submit(
         self,
@@ -179,31 +157,7 @@ class ClusterCoordinator:
             Exception: what the functions raised.
         """
         self._dispatcher("fetch")
-        asked = nest.map_structure(self._ask, values)
-        return nest.map_structure(_answered, asked)
-
-    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
-        """Return a dataset of its own on each worker. For the chief.
-
-        Args:
-            dataset_fn: makes the dataset, or anything that can be iterated over, on each worker; there
-                `get_current_worker_index()` tells which it is. Or a dataset, if it can be pickled. Each worker reads all of
-                it unless the function makes a part, and in an order of its own only if the function shuffles with
-                another seed.
-
-        Example:
-            >>> def make():                                               # doctest: +SKIP
-            ...     data = ms.data.from_arrays(x, y).shuffle(seed=ms.coordinator.get_current_worker_index())
-            ...     return data.repeat().batch(32)
-            >>> iterator = iter(coordinator.create_per_worker_dataset(make))    # doctest: +SKIP
-        """
-        if callable(dataset_fn):
-            return self._make_on_workers(dataset_fn, (), "create_per_worker_dataset")
-        return self._make_on_workers(_same, (dataset_fn,), "create_per_worker_dataset")
-
-    def create_per_worker_resource(self, fn: Callable[[], Any]) -> PerWorkerValues:
-        """Return what a function makes on each worker, and which stays there. For the chief."""
-        return self._make_on_workers(fn, (), "create_per_worker_resource")
+        return super().fetch(nest.map_structure(self._ask, values))
 
     def executor(self) -> CoordinatorExecutor:
         """Return a concurrent.futures.Executor that runs functions on the workers. For the chief.
@@ -317,7 +271,9 @@ class ClusterCoordinator:
         while self._new_tables:
             number, table = self._new_tables.popleft()
             self._make_number(dispatcher, number, StaticHashTable, table.arguments, function, isolated=True)
-        return dispatcher.submit(Closure(what, data, RemoteValue(self), tuple(inputs.values()), kept=kept, **how))
+        return dispatcher.submit(
+            Closure(what, data, RemoteValue(self, next(self._numbers)), tuple(inputs.values()), kept=kept, **how)
+        )
 
     def _make_on_workers(self, fn: Callable[..., Any], args: tuple[Any, ...], function: str) -> PerWorkerValues:
         dispatcher = self._dispatcher(function)
@@ -327,9 +283,8 @@ class ClusterCoordinator:
 
     def _new_values(self) -> tuple[PerWorkerValues, int]:
         """Return what stands for values that are yet to be made on the workers, and their number."""
-        self._per_worker += 1
-        number = self._per_worker
-        values = PerWorkerValues(self, number, lambda own: self._make_on_workers(iter, (own,), "iter"))
+        number = next(self._numbers)
+        values = PerWorkerValues(self, number)
         weakref.finalize(values, self._dropped.append, number).atexit = False
         return values, number
 
@@ -358,19 +313,26 @@ class ClusterCoordinator:
     def _drop(self, dispatcher: Dispatcher, number: int) -> None:
         for worker in dispatcher.alive():
             data = dumps((_forget, (self._cluster.registry, number), {}), self._cluster.registry.reduce)
-            dispatcher.submit(Closure("forget", data, RemoteValue(self), (), worker, FIRST, isolated=True))
+            dispatcher.submit(
+                Closure("forget", data, RemoteValue(self, next(self._numbers)), (), worker, FIRST, isolated=True)
+            )
 
     def _ask(self, value: Any) -> Any:
+        """Return the values that workers send of a PerWorkerValues; another value as it is."""
         if not isinstance(value, PerWorkerValues):
             return value
         how = {"priority": FIRST, "isolated": True}
         dispatcher = self._dispatcher("fetch")
-        return _Answers(
-            [
-                self._submit(dispatcher, "fetch", _same, (value,), None, worker=worker, **how)
-                for worker in dispatcher.alive()
-            ]
+        return tuple(
+            self._submit(dispatcher, "fetch", same, (value,), None, worker=worker, **how)
+            for worker in dispatcher.alive()
         )
+
+    def iterate(self, stub: Stub) -> PerWorkerValues:
+        """Return the iterators of per-worker datasets: `iter` ends here."""
+        if not isinstance(stub, PerWorkerValues):
+            raise TypeError(explain("iter", "", expected="a PerWorkerValues", got="a RemoteValue"))
+        return self._make_on_workers(iter, (stub,), "iter")
 
     def wait_for(self, value: RemoteValue, timeout: float | None) -> Any:
         """Return a value: `RemoteValue.get` ends here."""
@@ -380,25 +342,7 @@ class ClusterCoordinator:
         return dispatcher.wait_for(value, timeout)
 
 
-@final
-class _Answers:
-    """What was asked of each worker."""
-
-    def __init__(self, values: Sequence[RemoteValue]) -> None:
-        self.values = values
-
-
-def _answered(value: Any) -> Any:
-    if isinstance(value, _Answers):
-        return tuple(one.get() for one in value.values)
-    return value.get() if isinstance(value, RemoteValue) else value
-
-
 # what runs on workers; by reference, for this module is there
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _keep(registry: Any, number: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar, final
 
 from ..base.errors import explain
-from .closures import RemoteValue
+from .values import RemoteValue
 
 __all__ = ["CoordinatorExecutor"]
 

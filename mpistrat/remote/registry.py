@@ -22,7 +22,7 @@ from ..optimizers import Optimizer
 from ..optimizers import optimizer as optimizers
 from ..variables import Variable
 from ..variables.sharded import ShardedVariable
-from .closures import PerWorkerValues, RemoteError, RemoteTraceback, RemoteValue
+from .values import PerWorkerValues, RemoteError, RemoteTraceback, RemoteValue
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
@@ -81,7 +81,7 @@ class ObjectRegistry:
             self.used.append(thing)
             return token("optimizer", thing.ordinal)
         if isinstance(thing, PerWorkerValues):
-            self._check_own(thing._coordinator, "a per-worker value")
+            self._check_own(thing._scheduler, "a per-worker value")
             self.kept.append(thing)
             return token("per_worker", thing._number)
         if thing is self:
@@ -102,7 +102,7 @@ class ObjectRegistry:
                 return self.reduce(self.coordinator.copies_of(thing))
             if not isinstance(thing, RemoteValue):
                 return self.reduce(thing)
-            self._check_own(thing._coordinator, "a RemoteValue")
+            self._check_own(thing._scheduler, "a RemoteValue")
             inputs[thing._number] = thing
             return token("remote", thing._number)
 

@@ -12,9 +12,9 @@ from ..base.errors import ClosedError, explain
 from ..base.text import encoded, traceback_text
 from ..cluster.world import is_loss
 from ..variables import ShardedVariable, Variable
-from .closures import ClosureCancelledError, RemoteValue, RemoteValueStatus
 from .coordinator import ClusterCoordinator
 from .registry import Reduced, dumps_error, dumps_result, loads, plain
+from .values import ClosureCancelledError, RemoteValue, RemoteValueStatus
 from .zmq import Kind, Message, ServerSocket
 
 __all__ = ["COORDINATOR", "serve"]

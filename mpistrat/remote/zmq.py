@@ -133,7 +133,7 @@ class ServerSocket:
         if len(payload) > LARGEST:  # which would end the connection
             remedy = "Fetch parts of it, or let the ranks write it to a file"
             expected, got = f"at most {LARGEST} bytes", f"{len(payload)}"
-            raise ValueError(explain("RemoteObject.get", "", expected=expected, got=got, remedy=remedy))
+            raise ValueError(explain("RemoteValue.get", "", expected=expected, got=got, remedy=remedy))
         try:
             self._socket.send_multipart([to, _HEAD.pack(kind, number), payload])
         except zmq.ZMQError as error:

@@ -90,7 +90,7 @@ def test_a_thread_that_waits_leaves_the_connection_to_others(chief, tmp_path):
 
         def wait():
             with contextlib.suppress(TimeoutError):
-                waiting._wait(6.0)
+                cluster._settled(waiting, 6.0)
             ended.append(True)
 
         thread = threading.Thread(target=wait)
@@ -111,7 +111,7 @@ def test_a_result_that_is_too_large_does_not_end_the_session(chief, tmp_path, mo
     with ms.connect(tmp_path / "serve.json", timeout=20) as cluster:
         large = cluster.call(lambda: b"x" * 100_000)
         monkeypatch.setattr(transport, "LARGEST", 50_000)
-        with pytest.raises(ValueError, match=r"RemoteObject.get: expected at most 50000 bytes, got 100\d\d\d"):
+        with pytest.raises(ValueError, match=r"RemoteValue.get: expected at most 50000 bytes, got 100\d\d\d"):
             large.get(timeout=10)
         assert cluster.call(len, (large,)).get() == 100_000
 
@@ -132,7 +132,7 @@ def test_an_error_that_is_too_large_is_told_by_its_text(chief, tmp_path, monkeyp
 def test_who_comes_after_one_that_has_left_is_served_whatever_that_had_sent(chief, tmp_path):
     busy = ms.connect(tmp_path / "serve.json", timeout=20)
     with busy._lock:
-        busy._send(Kind.CALL, (time.sleep, (1.0,), {}))
+        busy._send(Kind.CALL, time.sleep, (1.0,), {})
     for _ in range(20):
         busy.cancel()
     busy.close()

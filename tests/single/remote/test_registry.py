@@ -10,8 +10,9 @@ import mpistrat as ms
 from mpistrat.errors import MissingDependencyError
 from mpistrat.optimizers import optimizer as optimizers
 from mpistrat.remote import registry as pickling
-from mpistrat.remote.closures import Closure, ClosureQueue, RemoteValue
+from mpistrat.remote.dispatcher import Closure, ClosureQueue
 from mpistrat.remote.registry import ObjectRegistry
+from mpistrat.remote.values import RemoteValue
 from mpistrat.remote.worker import Commands, command_of
 from tests.harness.strategies import without_mpi
 
@@ -50,7 +51,7 @@ def test_results_hold_the_values_of_variables(strategy):
 
 def test_what_belongs_to_others_is_refused(strategy):
     registry, other = ObjectRegistry(strategy), ms.Variable([1.0])
-    for wrong in (other, RemoteValue(object()), threading.Lock(), (x for x in "generator")):
+    for wrong in (other, RemoteValue(object(), 1), threading.Lock(), (x for x in "generator")):
         with pytest.raises(TypeError):
             pickling.dumps([wrong], registry.reduce_with({}))
 
@@ -58,7 +59,7 @@ def test_what_belongs_to_others_is_refused(strategy):
 def test_remote_values_are_noted_and_resolved(strategy):
     registry, inputs = ObjectRegistry(strategy), {}
     registry.coordinator = object()
-    value = RemoteValue(registry.coordinator)
+    value = RemoteValue(registry.coordinator, 1)
     data = pickling.dumps(lambda: value, registry.reduce_with(inputs))
     assert list(inputs.values()) == [value]
     (number,) = inputs
@@ -136,7 +137,7 @@ def test_the_order_of_a_variable_carries_its_form_only():
 
 
 def closure(number, worker=None, priority=0):
-    return Closure("f", b"", RemoteValue(None), (), worker, priority, number=number)
+    return Closure("f", b"", RemoteValue(None, 0), (), worker, priority, number=number)
 
 
 def test_the_queue_keeps_priority_then_number():

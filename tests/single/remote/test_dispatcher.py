@@ -3,7 +3,7 @@
 import threading
 from types import SimpleNamespace
 
-from mpistrat.remote.scheduler import Dispatcher
+from mpistrat.remote.dispatcher import Dispatcher
 
 
 def test_a_stop_between_two_looks_of_the_thread_is_seen():

@@ -1,0 +1,534 @@
+"""The chief's end: gives closures to workers, takes their answers, and keeps what is not answered yet."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, final
+
+from ..base import log
+from ..base.errors import CollectiveTimeoutError, PeerExitError
+from ..base.text import error_text
+from ..base.waiting import Backoff
+from ..comm.process_group import ProcessGroup
+from .mpi import Channel, Kind, Message, pack_call
+from .registry import loads_error
+from .values import ClosureCancelledError, RemoteValue, RemoteValueStatus
+
+__all__ = ["FIRST", "Closure", "ClosureQueue", "Dispatcher"]
+
+FIRST = float("inf")  # the priority of what must be done before everything else, and is never cancelled
+_AHEAD = 4  # calls that a worker has at a time while they are quick and many wait
+_MANY = 4  # calls that wait for each worker
+_QUICK = 0.01  # seconds
+_CHECK = 0.05  # seconds between two looks after ranks that left
+_MUST_SERVE = "every rank but the chief must call coordinator.serve() or coordinator.close(), or end its `with` block"
+
+
+@final
+@dataclass
+class Closure:
+    """One scheduled function.
+
+    Attributes:
+        what: its name, for errors.
+        data: function and arguments as bytes.
+        value: the value that it will return.
+        inputs: the RemoteValues that it refers to.
+        worker: the only worker that may run it, or None.
+        priority: larger ones are sent first.
+        isolated: True if only its value raises its error, not the next join.
+        kept: the objects that must not be freed before it has run.
+        start: called before it is sent the first time; returns False if it was cancelled.
+        callback: called with the value once it is there, or aborted.
+        number: counted from 1 over all closures that were submitted.
+        missing: the number of its inputs that are not ready.
+    """
+
+    what: str
+    data: bytes
+    value: RemoteValue
+    inputs: Sequence[RemoteValue] = ()
+    worker: int | None = None
+    priority: float = 0
+    isolated: bool = False
+    kept: Sequence[Any] = ()
+    start: Callable[[], bool] | None = None
+    callback: Callable[[RemoteValue], None] | None = None
+    number: int = 0
+    missing: int = 0
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The order in the queue."""
+        return -self.priority, self.number
+
+
+Heap = list[tuple[tuple[float, int], Closure]]
+
+
+@final
+class ClosureQueue:
+    """Closures for any worker, and closures for one.
+
+    Example:
+        >>> queue = ClosureQueue(2)
+        >>> len(queue), queue.pop(0)
+        (0, None)
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._any: Heap = []
+        self._own: list[Heap] = [[] for _ in range(workers)]
+
+    def __len__(self) -> int:
+        return len(self._any) + sum(map(len, self._own))
+
+    def push(self, closure: Closure) -> None:
+        """Add a closure."""
+        heap = self._any if closure.worker is None else self._own[closure.worker]
+        heapq.heappush(heap, (closure.rank, closure))
+
+    def pop(self, worker: int) -> Closure | None:
+        """Take the next closure for a worker; None if there is none."""
+        heaps = [heap for heap in (self._own[worker], self._any) if heap]
+        return heapq.heappop(min(heaps, key=lambda heap: heap[0][0]))[1] if heaps else None
+
+    def take(self, worker: int | None = None) -> list[Closure]:
+        """Take all closures, or all that only one worker may run."""
+        heaps = [self._any, *self._own] if worker is None else [self._own[worker]]
+        taken = sorted(entry for heap in heaps for entry in heap)
+        for heap in heaps:
+            heap.clear()
+        return [closure for _, closure in taken]
+
+
+@final
+class _Worker:
+    """What the chief knows of a worker."""
+
+    def __init__(self, index: int, rank: int) -> None:
+        self.index, self.rank = index, rank
+        self.calls: dict[int, Closure] = {}  # that are not answered, by their number among this worker's
+        self.sent = self.answered = 0
+        self.seconds = FIRST  # that the last one took
+        self.serves = False
+        self.returns = False  # it gives calls back that wait behind a long one
+        self.since = 0.0  # when the first call was sent
+        self.warned = False  # that it does not serve
+
+    @property
+    def name(self) -> str:
+        """Which one it is."""
+        return f"worker {self.index} (rank {self.rank})"
+
+    def has_room(self, many: bool) -> bool:
+        """Return whether it shall get another call: one at a time, unless they are quick and many wait here."""
+        ahead = many and self.returns and self.seconds < _QUICK
+        return len(self.calls) < (_AHEAD if ahead else 1)
+
+
+@final
+class Dispatcher:
+    """Carries closures to workers and values back. For the chief.
+
+    Any thread may drive it: those that wait for something do, and where MPI allows it a thread of its own does while
+    the program computes.
+
+    Args:
+        group: all ranks.
+        channel: the chief's.
+        workers: ranks.
+        unpack: returns the value of what a worker sent.
+
+    Attributes:
+        queue_size: closures that wait for a worker at most.
+        listeners: the ranks that serve, workers or not: they get commands, and a message when it ends.
+        threaded: whether it goes on while the program computes.
+        lock: held while anything here changes.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        channel: Channel,
+        workers: Sequence[int],
+        unpack: Callable[[bytes], Any],
+    ) -> None:
+        from mpi4py import MPI
+
+        self.lock = threading.RLock()
+        self._group, self._channel, self._unpack = group, channel, unpack
+        self._workers = [_Worker(index, rank) for index, rank in enumerate(workers)]
+        self._alive = {worker.rank: worker for worker in self._workers}
+        self.listeners: set[int] = set()
+        self._serving: set[int] = set()
+        self.queue_size, self._queue = 1, ClosureQueue(len(workers))
+        self._waiting: dict[RemoteValue, list[Closure]] = {}  # closures by an input that is missing
+        self._count = self._parked = self._pending = self._held = 0
+        self._error: BaseException | None = None
+        self._cancelled, self._cancel_everything = 0, False  # the number of the last one that the last cancellation met
+        self._why_cancelled: BaseException = ClosureCancelledError("")
+        self._finished: list[Closure] = []  # whose callbacks are to be called
+        self._next_check = 0.0
+        self.threaded = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._stopping = False
+
+    # what the coordinator does
+
+    def submit(self, closure: Closure) -> RemoteValue:
+        """Put a function into the queue and return its value; wait while the queue is full.
+
+        Raises:
+            What a closure before it raised, unless this one is isolated.
+        """
+        isolated = closure.isolated
+        if not isolated:
+            self.raise_error()
+        if closure.priority != FIRST:
+            self.drive(lambda: self._size() < self.queue_size or (self._error is not None and not isolated))
+            if not isolated:
+                self.raise_error()
+        with self.lock:
+            if not self._alive:
+                raise PeerExitError(f"{closure.what} cannot be run: all workers have left the program")
+            self._count += 1
+            closure.number = self._count
+            self._pending += not isolated
+            self._enter(closure)
+            self._dispatch()
+        self._start()
+        return closure.value
+
+    def alive(self) -> list[int]:
+        """Return the indices of the workers that have not left."""
+        return [worker.index for worker in self._alive.values()]
+
+    def idle(self) -> list[int]:
+        """Return the ranks that serve, and run no function."""
+        self.progress()
+        with self.lock:
+            return sorted(self._serving & self.listeners - {worker.rank for worker in self._workers if worker.calls})
+
+    def join(self) -> None:
+        """Wait until every closure has run.
+
+        Raises:
+            What the first closure that failed raised, once.
+        """
+        self.drive(lambda: not self._pending or self._error is not None)
+        self.raise_error()
+
+    def done(self) -> bool:
+        """Return whether every closure has run."""
+        self.progress()
+        return not self._pending
+
+    def raise_error(self) -> None:
+        """Raise what a closure raised, once, after those that run have ended."""
+        if self._error is None:
+            return
+        self.drive(lambda: not self._running())
+        with self.lock:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def wait_for(self, value: RemoteValue, timeout: float | None = None) -> Any:
+        """Return a value: `RemoteValue.get`."""
+        if not self.drive(lambda: value.status is not RemoteValueStatus.NOT_READY, timeout):
+            raise TimeoutError(f"RemoteValue.get: not ready after {timeout:g} s")
+        return value._result(self._unpack)
+
+    def command(self, data: bytes) -> None:
+        """Have those that serve do something that is collective, which the chief then does.
+
+        Closures that run are waited for; those in the queue come after it.
+        """
+        with self._held_back():
+            self._tell(self.listeners, Kind.COMMAND, 0, data)
+
+    def cancel(self, why: str) -> None:
+        """Cancel what waits."""
+        with self.lock:
+            self._cancel(ClosureCancelledError(why), everything=True)
+            self._error = None
+
+    def end(self, ranks: Iterable[int]) -> None:
+        """Let ranks that serve go on, once nothing runs any more.
+
+        Each confirms: then nothing of it is on its way, and the communicator may be freed.
+
+        Raises:
+            CollectiveTimeoutError: a rank does not serve.
+        """
+        with self._held_back():
+            leaving = self.listeners.intersection(ranks)
+            self._tell(leaving, Kind.END)
+            limit = self._group.environment.abort_after
+            if not self.drive(lambda: not leaving & self.listeners, limit):
+                late = sorted(leaving & self.listeners)
+                where = self._group.monitor.where(late)
+                raise CollectiveTimeoutError(
+                    f"ClusterCoordinator.close: ranks {late} do not serve{where}\n{_MUST_SERVE}"
+                )
+
+    def leave(self) -> None:
+        """Release the others at the end of the program, without waiting for them."""
+        self.stop()
+        self._tell(self.listeners, Kind.END, 1)
+
+    def abandon(self) -> None:
+        """Have the thread end."""
+        self._stopping = True
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self.abandon()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    @contextlib.contextmanager
+    def _held_back(self) -> Iterator[None]:
+        """While the context lasts nothing runs, and what is sent in it has left at its end."""
+        with self.lock:
+            self._held += 1
+        try:
+            self.drive(lambda: not self._running())
+            yield
+            self.drive(lambda: not self._channel.sending())
+        finally:
+            with self.lock:
+                self._held -= 1
+
+    def _tell(self, ranks: Iterable[int], kind: Kind, extra: int = 0, data: bytes = b"") -> None:
+        with self.lock:
+            for rank in sorted(ranks):
+                self._channel.send(rank, kind, 0, extra, data)
+
+    # driving
+
+    def drive(self, until: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Carry on until something holds; return whether it does."""
+        deadline = None if timeout is None else monotonic() + timeout
+        backoff = Backoff()
+        while not until():
+            if self.progress():
+                backoff.reset()
+            elif deadline is not None and monotonic() > deadline:
+                return until()
+            else:
+                backoff.pause()
+        return True
+
+    def progress(self) -> bool:
+        """Take what has come and send what can be sent; return whether anything happened."""
+        with self.lock:
+            moved = self._receive()
+            now = monotonic()
+            if now > self._next_check:
+                self._next_check = now + _CHECK
+                self._check(now)
+            self._dispatch()
+            finished, self._finished = self._finished, []
+        for closure in finished:
+            if closure.callback is not None:
+                closure.callback(closure.value)
+        return moved
+
+    def _start(self) -> None:
+        if self.threaded and self._thread is None and not self._stopping:
+            self._thread = threading.Thread(target=self._run, name="mpistrat-coordinator", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def _run(self) -> None:
+        backoff = Backoff()
+        while True:
+            self._wake.clear()
+            if self._stopping:  # looked at behind the clearing: else what `stop` sets between the two would be lost
+                return
+            if not self._size() and not self._running() and not self._channel.sending():
+                self._wake.wait()
+            elif self.progress():
+                backoff.reset()
+            else:
+                backoff.pause()
+
+    def _running(self) -> int:
+        return sum(len(worker.calls) for worker in self._workers)
+
+    def _size(self) -> int:
+        return len(self._queue) + self._parked
+
+    # inside the lock
+
+    def _enter(self, closure: Closure) -> None:
+        """Put a closure where it belongs: into the queue, or beside the inputs that it waits for."""
+        if closure.worker is not None and closure.worker not in self.alive():
+            worker = self._workers[closure.worker]
+            error = PeerExitError(f"{closure.what} cannot be run: {worker.name} left the program")
+            self._abort(closure, error)
+            return
+        for value in closure.inputs:
+            if value.status is RemoteValueStatus.ABORTED:
+                self._abort(closure, _no_argument(closure))
+                return
+        missing = [value for value in closure.inputs if value.status is RemoteValueStatus.NOT_READY]
+        closure.missing = len(missing)
+        if not missing:
+            self._queue.push(closure)
+            return
+        self._parked += 1
+        for value in missing:
+            self._waiting.setdefault(value, []).append(closure)
+
+    def _dispatch(self) -> None:
+        while self._queue and not self._held:
+            many = len(self._queue) > _MANY * len(self._alive)
+            for worker in sorted(self._alive.values(), key=lambda worker: len(worker.calls)):
+                closure = self._queue.pop(worker.index) if worker.has_room(many) else None
+                if closure is not None:
+                    self._start_on(worker, closure)
+                    break
+            else:
+                return
+
+    def _start_on(self, worker: _Worker, closure: Closure) -> None:
+        start, closure.start = closure.start, None
+        if start is not None and not start():
+            self._abort(closure, ClosureCancelledError(f"{closure.what} was cancelled"))
+            return
+        worker.sent += 1
+        worker.since = worker.since or monotonic()
+        worker.calls[worker.sent] = closure
+        inputs = [(value._number, value._data or b"") for value in closure.inputs]
+        self._channel.send(worker.rank, Kind.CALL, worker.sent, worker.answered, pack_call(inputs, closure.data))
+
+    def _receive(self) -> bool:
+        messages = self._channel.poll()
+        for message in messages:
+            worker = self._alive.get(message.rank)
+            if message.kind == Kind.HELLO:
+                self._serving.add(message.rank)
+            if message.kind == Kind.BYE:
+                self.listeners.discard(message.rank)
+            elif worker is not None:
+                worker.serves = True
+                if message.kind == Kind.HELLO:
+                    worker.returns = bool(message.extra)
+                elif message.kind == Kind.RETURNED:
+                    self._take_back(worker, message.number)
+                else:
+                    self._take(worker, message)
+        return bool(messages)
+
+    def _take(self, worker: _Worker, message: Message) -> None:
+        closure = worker.calls.pop(message.number, None)
+        if closure is None:
+            return
+        worker.answered, worker.seconds = message.number, message.extra / 1e6
+        if message.kind == Kind.RESULT:
+            closure.value._finish(message.payload)
+            self._settle(closure)
+        else:
+            self._abort(closure, loads_error(message.payload, self._unpack))
+
+    def _take_back(self, worker: _Worker, number: int) -> None:
+        """Put a call that waits behind a long one back into the queue, or cancel it with those that waited there."""
+        closure = worker.calls.pop(number, None)
+        worker.seconds = FIRST
+        if closure is None:
+            return
+        if closure.number <= self._cancelled and _can_be_cancelled(closure, self._cancel_everything):
+            self._abort(closure, self._why_cancelled, cancelled=True)
+        else:
+            self._queue.push(closure)
+
+    def _abort(self, closure: Closure, error: BaseException, cancelled: bool = False) -> None:
+        closure.value._abort(error)
+        first = not (closure.isolated or cancelled) and self._error is None
+        if first:
+            self._error = error
+        self._settle(closure)
+        if first:
+            self._cancel(ClosureCancelledError(f"cancelled, because {closure.what} failed: {error_text(error)}"))
+
+    def _settle(self, closure: Closure) -> None:
+        """Go on with those that waited for a value, now that it is there or will never be."""
+        value = closure.value
+        self._pending -= not closure.isolated
+        self._finished.append(closure)
+        for waiting in self._waiting.pop(value, ()):
+            if waiting.value.status is not RemoteValueStatus.NOT_READY:
+                continue
+            waiting.missing -= 1
+            if value.status is RemoteValueStatus.ABORTED:
+                self._parked -= 1
+                self._abort(waiting, _no_argument(waiting))
+            elif not waiting.missing:
+                self._parked -= 1
+                self._queue.push(waiting)
+
+    def _cancel(self, error: BaseException, everything: bool = False) -> None:
+        """Cancel what waits; isolated closures and those of priority FIRST go on, unless everything is to be cancelled."""
+        self._cancelled, self._why_cancelled, self._cancel_everything = self._count, error, everything
+        parked = {id(closure): closure for closures in self._waiting.values() for closure in closures}
+        for closure in (*self._queue.take(), *parked.values()):
+            if closure.value.status is not RemoteValueStatus.NOT_READY:
+                continue
+            if _can_be_cancelled(closure, everything):
+                self._parked -= id(closure) in parked
+                self._abort(closure, error, isinstance(error, ClosureCancelledError))
+            elif id(closure) not in parked:
+                self._queue.push(closure)
+
+    def _check(self, now: float) -> None:
+        """Look after workers that left the program, and after those that never began to serve."""
+        gone = [worker for worker in self._alive.values() if self._group.has_left(worker.rank)]
+        if gone:
+            self._receive()  # what they said before
+        for worker in gone:
+            self._lose(worker)
+        for rank in [rank for rank in self.listeners if self._group.has_left(rank)]:
+            self.listeners.remove(rank)
+            self._channel.give_up(rank)
+        environment = self._group.environment
+        for worker in list(self._alive.values()):
+            waited = now - worker.since if worker.calls and not worker.serves else 0.0
+            if waited > environment.abort_after:
+                self._lose(worker, f"does not serve after {environment.abort_after:g} s: {_MUST_SERVE}")
+            elif waited > environment.warn_after and not worker.warned:
+                worker.warned = True
+                log.logger.warning("%s does not serve after %g s: %s", worker.name, environment.warn_after, _MUST_SERVE)
+
+    def _lose(self, worker: _Worker, why: str = "left the program") -> None:
+        del self._alive[worker.rank]
+        self.listeners.discard(worker.rank)
+        self._channel.give_up(worker.rank)
+        name = worker.name
+        calls, worker.calls = list(worker.calls.values()), {}
+        log.logger.warning("%s %s: %d of its functions are run by others", name, why, len(calls))
+        left = PeerExitError if "left" in why else CollectiveTimeoutError
+        for closure in (*calls, *self._queue.take(worker.index)):
+            if closure.worker is None and self._alive:
+                self._queue.push(closure)
+            else:
+                self._abort(closure, left(f"{closure.what} cannot be run: {name} {why}"))
+        if not self._alive:
+            self._cancel(left(f"all workers are gone; {name} {why}"), everything=True)
+
+
+def _can_be_cancelled(closure: Closure, everything: bool) -> bool:
+    return everything or not (closure.isolated or closure.priority == FIRST)
+
+
+def _no_argument(closure: Closure) -> ClosureCancelledError:
+    return ClosureCancelledError(f"{closure.what} cannot be run: a RemoteValue among its arguments failed")
