@@ -23,8 +23,8 @@ FLOORS_PICTURE = ROOT / "docs" / "images" / "floors.svg"
 # The floor of each folder. A file beside the folders has a floor below, or is a front door, which only re-exports.
 FLOORS = {
     "base": 0, "cluster": 1, "batch_jobs": 1, "comm": 2, "arena": 3, "data": 3, "timeline": 3, "cross_device": 4, "variables": 5,
-    "optimizers": 6, "strategy": 7, "parameter_server": 8, "torch": 8, "jax": 8, "launcher": 9, "bench": 9, "doctor": 9,
-    "client": 9, "keras": 9, "train": 10, "estimator": 11, "cli": 11, "examples": 12,
+    "optimizers": 6, "strategy": 7, "parameter_server": 8, "frameworks": 8, "torch": 9, "jax": 9, "launcher": 9, "bench": 9,
+    "doctor": 9, "client": 9, "keras": 10, "train": 10, "estimator": 11, "cli": 11, "examples": 12,
 }  # fmt: skip
 FILE_FLOORS = {"lookup": 1, "strategies": 8.5}  # strategies.py knows every strategy
 
