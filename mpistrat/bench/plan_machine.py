@@ -73,7 +73,7 @@ class Machine:
         Raises:
             ValueError: the constants are not in a file, or in none of ranks that had a core each.
         """
-        runs = [_Run.of(document) for document in documents]
+        runs = [_BenchRun.of(document) for document in documents]
         fitting = [run for run in runs if run.each <= run.cores] or runs
         base = max(fitting, key=lambda run: (run.nodes == 1, run.each))
         wide = max(fitting, key=lambda run: (run.nodes > 1, -run.nodes * run.each))
@@ -131,7 +131,7 @@ class Machine:
         return self.node.seconds_a_parameter(parameters, self.cores, ranks, updated)
 
 
-class _Run(NamedTuple):
+class _BenchRun(NamedTuple):
     """What one file of `mpistrat bench` has."""
 
     nodes: int
@@ -142,7 +142,7 @@ class _Run(NamedTuple):
     threaded: bool
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> _Run:
+    def of(cls, document: Mapping[str, Any]) -> _BenchRun:
         about, found = document.get("machine", {}), document.get("benchmarks", {}).get("constants")
         if found is None:
             remedy = "mpistrat run -n 4 -m mpistrat bench --only constants --only step --json bench.json"

@@ -13,10 +13,11 @@ from ..base import context, global_batch
 from ..base.errors import BatchError, explain
 from ..base.masks import plain_array
 from ..comm.arrays import accumulation_dtype
+from ..frameworks.foreign import write_share
 from ..optimizers import Optimizer
 from ..strategy.contexts import in_step, local_replica
 from ..strategy.loss import summed_replicas, weight_of_pass
-from .arrays import Link, flatten, link_of, memory_of, names_of, release
+from .arrays import JaxLink, flatten, link_of, memory_of, names_of, release
 from .gradients import is_weighted
 from .rule import JaxRule
 
@@ -26,7 +27,7 @@ _FUNCTION = "ms.jax.apply"
 
 
 @final
-class _Step:
+class _ReplicaStep:
     """The gradients of one replica in a step; a leaf of nested structures.
 
     Attributes:
@@ -36,7 +37,7 @@ class _Step:
     def __init__(
         self,
         optimizer: Optimizer,
-        links: Sequence[Link],
+        links: Sequence[JaxLink],
         gradients: Sequence[Any],
         shares: Sequence[float],
         extra: dict[str, Any],
@@ -62,18 +63,16 @@ class _Step:
             self._optimizer.take_extra(self._extra)
         release(self._links)
 
-    def _load(self, gradient: Any, link: Link, replica: int, share: float) -> Any:
+    def _load(self, gradient: Any, link: JaxLink, replica: int, share: float) -> Any:
         """Return the gradient, times the replica's share, in the memory that is summed."""
         target = link.variable.gradient(replica)
         array = memory_of(gradient, target)
         if share == 1:
             target[...] = array
-        elif not share:  # the mean of no row is not a number
-            target[...] = 0
-        elif accumulation_dtype(array.dtype) != array.dtype:
+        elif share and accumulation_dtype(array.dtype) != array.dtype:
             target[...] = array.astype(np.float32) * np.float32(share)
         else:
-            np.multiply(array, share, out=target)
+            write_share(array, share, target)
         return target
 
 
@@ -142,7 +141,7 @@ def apply(optimizer: Optimizer, grads: Any, params: Any, of: Any = None, **extra
         raise ValueError(explain(_FUNCTION, "params", expected="parameters with gradients", got="none"))
     strategy = links[0].variable.placement.strategy
     replica = local_replica(strategy)
-    step = _Step(optimizer, links, chosen, _shares(strategy, links, chosen, of, replica), extra)
+    step = _ReplicaStep(optimizer, links, chosen, _shares(strategy, links, chosen, of, replica), extra)
     remedy = "Put gradients and apply into a function, and call that by strategy.run(step, args=(params, *batch))"
     in_step(strategy, step.take, _FUNCTION, remedy)
     for place, array, link in zip(places, step.made, links, strict=True):
@@ -152,7 +151,7 @@ def apply(optimizer: Optimizer, grads: Any, params: Any, of: Any = None, **extra
     return structure.unflatten(leaves)
 
 
-def _shares(strategy: Any, links: Sequence[Link], gradients: Sequence[Any], of: Any, replica: int) -> list[float]:
+def _shares(strategy: Any, links: Sequence[JaxLink], gradients: Sequence[Any], of: Any, replica: int) -> list[float]:
     """Return what multiplies each gradient before it is summed.
 
     Raises:
@@ -196,7 +195,7 @@ def _weight(strategy: Any, of: Any, name: str) -> float:
         return weight_of_pass(strategy, (), _FUNCTION)
 
 
-def _checked(leaf: Any, gradient: Any, link: Link | None, name: str) -> Link:
+def _checked(leaf: Any, gradient: Any, link: JaxLink | None, name: str) -> JaxLink:
     """Return the link of a leaf, which has a gradient that fits."""
     if isinstance(leaf, jax.core.Tracer) or isinstance(gradient, jax.core.Tracer):
         remedy = "Return the gradients of the jitted function, and call ms.jax.apply outside of it"

@@ -19,7 +19,8 @@ from ..comm.gpu import lend
 from ..variables import Variable
 
 __all__ = [
-    "Link",
+    "ByIdentity",
+    "JaxLink",
     "current",
     "flatten",
     "is_array",
@@ -32,11 +33,31 @@ __all__ = [
 ]
 
 _PATIENCE = 10.0  # seconds from the end of all computations until what still refers to an array must be something else
-_links: dict[int, tuple[weakref.ref[Any], Link]] = {}  # by the id of an array
 
 
 @final
-class Link:
+class ByIdentity:
+    """Values of arrays that live, which cannot be hashed."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
+
+    def set(self, array: Any, value: Any) -> None:
+        """Give an array a value, as long as it lives."""
+        key, known = id(array), self._known
+        known[key] = weakref.ref(array, lambda _: known.pop(key, None)), value
+
+    def get(self, array: Any) -> Any:
+        """Return the value of an array, None if it has none."""
+        reference, value = self._known.get(id(array), (None, None))
+        return value if reference is not None and reference() is array else None
+
+
+_links = ByIdentity()
+
+
+@final
+class JaxLink:
     """What ties a leaf of a tree to a variable: at any time one array has the variable's memory.
 
     Attributes:
@@ -76,7 +97,7 @@ class Link:
             array, reference = _alias(variable.storage(), self.name)
             self._lent = [reference, *(known for known in self._lent if known() is not None)]
         self._array = weakref.ref(array)
-        _note(array, self)
+        _links.set(array, self)
         return array
 
     def delete(self) -> None:
@@ -86,15 +107,10 @@ class Link:
             array.delete()
 
 
-def _note(array: Any, link: Link) -> None:
-    key = id(array)
-    _links[key] = weakref.ref(array, lambda _: _links.pop(key, None)), link
-
-
-def link_of(array: Any) -> Link | None:
+def link_of(array: Any) -> JaxLink | None:
     """Return the link of an array that was made for a leaf, deleted ones too; None for any other thing."""
-    known, link = _links.get(id(array), (None, None))
-    return link if known is not None and known() is array else None
+    link: JaxLink | None = _links.get(array)
+    return link
 
 
 def _alias(memory: np.ndarray, name: str) -> tuple[Any, weakref.ref[Any]]:
@@ -108,7 +124,7 @@ def _alias(memory: np.ndarray, name: str) -> tuple[Any, weakref.ref[Any]]:
         _check_pointer(array, lent.data.ptr, name)
         return array, reference
     lent = memory.view(np.int16) if is_bfloat16(memory.dtype) else memory[...]
-    array = _from_dlpack()(_Bfloat16(lent) if lent.dtype != memory.dtype else lent)
+    array = _from_dlpack()(_Bfloat16Capsule(lent) if lent.dtype != memory.dtype else lent)
     _check_pointer(array, memory.ctypes.data, name)
     return array, weakref.ref(lent)
 
@@ -152,7 +168,7 @@ def _from_dlpack() -> Callable[[Any], Any]:
 
 
 @final
-class _Bfloat16:
+class _Bfloat16Capsule:
     """Hands 16-bit integers to DLPack as bfloat16, which NumPy itself doesn't."""
 
     def __init__(self, integers: np.ndarray) -> None:
@@ -170,7 +186,7 @@ class _Bfloat16:
         return capsule
 
 
-def release(links: Sequence[Link]) -> None:
+def release(links: Sequence[JaxLink]) -> None:
     """Delete the arrays of leaves, and wait until no computation of this rank reads their memory.
 
     Raises:
@@ -211,7 +227,7 @@ def current(params: Any) -> Any:
     return structure.unflatten([_now(link, leaf) if link else leaf for link, leaf in zip(links, leaves, strict=True)])
 
 
-def _now(link: Link, leaf: Any) -> Any:
+def _now(link: JaxLink, leaf: Any) -> Any:
     array = link.array
     if link.variable.placement.store is None and array is not None and not array.is_deleted():
         return array

@@ -17,7 +17,7 @@ from ..base.masks import plain_array
 from ..optimizers import Optimizer
 from ..strategy.loss import check_loss
 from ..variables import Variable
-from .arrays import Link, flatten, is_array, is_parameter, link_of, names_of
+from .arrays import JaxLink, flatten, is_array, is_parameter, link_of, names_of
 from .rule import JaxRule
 
 __all__ = ["distribute"]
@@ -104,7 +104,7 @@ def distribute(
     if rule is None:
         return params
     links = map(link_of, made)
-    rule.bind([link.variable for link in links if link is not None])
+    rule.serve([link.variable for link in links if link is not None])
     return params, rule
 
 
@@ -163,7 +163,7 @@ def _put(placement: Any, leaf: Any, name: str, mean: bool, layout: Sequence[str 
     if not is_array(leaf):
         return leaf
     if is_parameter(leaf):
-        return Link(name, Variable(np.asarray(leaf), name=name, layout=layout), mean).make()
+        return JaxLink(name, Variable(np.asarray(leaf), name=name, layout=layout), mean).make()
     value, group = np.array(leaf), placement.creators
     with group.collective(_FUNCTION, name, value.dtype.name, value.shape):
         group.broadcast(value)

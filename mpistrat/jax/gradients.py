@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -14,11 +13,11 @@ from ..base.errors import explain
 from ..comm.arrays import accumulation_dtype
 from ..strategy.contexts import local_replica
 from ..strategy.loss import weight_of_pass
-from .arrays import Link, is_array, is_parameter, link_of
+from .arrays import ByIdentity, JaxLink, is_array, is_parameter, link_of
 
 __all__ = ["grad", "is_weighted", "value_and_grad"]
 
-_weighted: dict[int, weakref.ref[Any]] = {}  # by the id of a gradient
+_weighted = ByIdentity()  # True of gradients that are
 
 
 def value_and_grad(
@@ -99,7 +98,9 @@ def _function(name: str, fun: Callable[..., Any], argnums: int | Sequence[int], 
             scaled = [link is None or link.mean for link in links]
             grads = structure.unflatten(_scaled(leaves, scaled, weight))
         if strategy.extended.batches.uneven:
-            _note(grads)
+            for leaf in jax.tree.leaves(grads):
+                if isinstance(leaf, jax.Array):
+                    _weighted.set(leaf, True)
         replica = local_replica(strategy)
         for link in known:
             link.weighted[replica] = True
@@ -158,24 +159,12 @@ def _times(leaf: Any, weight: float) -> Any:
     return _product(leaf, jnp.asarray(weight, float)) if weight else jnp.zeros_like(leaf)
 
 
-def _note(grads: Any) -> None:
-    """Record gradients as weighted, as long as they live."""
-    for leaf in jax.tree.leaves(grads):
-        if isinstance(leaf, jax.Array):
-            _weighted[id(leaf)] = weakref.ref(leaf, functools.partial(_forget, id(leaf)))
-
-
-def _forget(key: int, _: Any) -> None:
-    _weighted.pop(key, None)
-
-
-def is_weighted(gradient: Any, link: Link, replica: int) -> bool | None:
+def is_weighted(gradient: Any, link: JaxLink, replica: int) -> bool | None:
     """Return whether a gradient of a leaf is weighted; None if that is unknown.
 
     It is if `value_and_grad` returned it, or has differentiated the leaf since the last `apply`: then it may be a sum. It is
     not if `value_and_grad` has never done so.
     """
-    known = _weighted.get(id(gradient))
-    if known is not None and known() is gradient:
+    if _weighted.get(gradient):
         return True
     return {None: False, True: True, False: None}[link.weighted.get(replica)]

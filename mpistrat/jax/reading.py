@@ -52,7 +52,7 @@ class Mixes(Exception):
 
 
 @final
-class _Node:
+class _Value:
     """A value of a program, and how it is computed.
 
     Attributes:
@@ -78,7 +78,7 @@ class _Node:
         value: Any = None,
         primitive: Any = None,
         params: Mapping[str, Any] | None = None,
-        inputs: Sequence[_Node] = (),
+        inputs: Sequence[_Value] = (),
         index: int = 0,
         source: Any = None,
     ) -> None:
@@ -92,9 +92,9 @@ class _Node:
 class Program:
     """What computes some values from inputs with roles. Equal texts mean equal programs."""
 
-    def __init__(self, results: Sequence[_Node]) -> None:
+    def __init__(self, results: Sequence[_Value]) -> None:
         self._results = list(results)
-        reached: dict[int, _Node] = {}
+        reached: dict[int, _Value] = {}
         left = list(results)
         while left:
             node = left.pop()
@@ -149,11 +149,11 @@ class Program:
         return "; ".join([*lines, f"return {[numbers[node.number] for node in self._results]}"])
 
 
-def _materialized(value: Any, node: _Node) -> Any:
+def _materialized(value: Any, node: _Value) -> Any:
     return jnp.broadcast_to(jnp.asarray(value, node.dtype), node.shape) if node.kind == "uniform" else value
 
 
-def _bind(node: _Node, arrays: Sequence[Any], several: dict[int, Any]) -> Any:
+def _bind(node: _Value, arrays: Sequence[Any], several: dict[int, Any]) -> Any:
     """Return a result of a free operation, as it is in the jaxpr."""
     primitive, key = node.primitive, id(node.source)
     if key not in several:
@@ -166,7 +166,7 @@ def _bind(node: _Node, arrays: Sequence[Any], several: dict[int, Any]) -> Any:
     return several[key][node.index]
 
 
-def _apply(node: _Node, values: list[Any], size: int | None) -> Any:
+def _apply(node: _Value, values: list[Any], size: int | None) -> Any:
     """Return an operation's result on flat arrays of elements; of uniform values a number for all elements."""
     name = node.primitive.name
     if name in _RESHAPES:
@@ -181,7 +181,7 @@ def _apply(node: _Node, values: list[Any], size: int | None) -> Any:
     return node.primitive.bind(*arrays, **params)
 
 
-def _params(node: _Node) -> str:
+def _params(node: _Value) -> str:
     shaped = node.kind != "free" and node.primitive.name in _RESHAPES
     return "" if shaped else ", ".join(f"{name}={word(value)}" for name, value in sorted(node.params.items()))
 
@@ -290,20 +290,20 @@ def read(init: Any, update: Any, params: Any, extra: Sequence[Any] = ()) -> Read
     if [(x.shape, x.dtype) for x in jax.tree.leaves(after)] != [(x.shape, x.dtype) for _, x in leaves]:
         raise Mixes("parameters that change their form")
     places = _places(leaves, kept)
-    weights = [_Node("element", x, leaf=i, role="weights") for i, (_, x) in enumerate(leaves)]
-    gradients = [_Node("element", x, leaf=i, role="gradient") for i, (_, x) in enumerate(leaves)]
+    weights = [_Value("element", x, leaf=i, role="weights") for i, (_, x) in enumerate(leaves)]
+    gradients = [_Value("element", x, leaf=i, role="gradient") for i, (_, x) in enumerate(leaves)]
     inputs = []
     for number, ((_, x), place) in enumerate(zip(kept, places, strict=True)):
         if place is None:
-            inputs.append(_Node("free", x, role=f"state {number}"))
+            inputs.append(_Value("free", x, role=f"state {number}"))
         else:
-            inputs.append(_Node("element", x, leaf=place[0], role=f"slot {place[1]}"))
+            inputs.append(_Value("element", x, leaf=place[0], role=f"slot {place[1]}"))
     forms_of_extra = closed.in_avals[len(closed.in_avals) - len(extra) :]
-    more = [_Node("free", form, role=f"extra {number}") for number, form in enumerate(forms_of_extra)]
+    more = [_Value("free", form, role=f"extra {number}") for number, form in enumerate(forms_of_extra)]
     reader = _Reader([tuple(x.shape) for _, x in leaves])
     results = reader.walk_closed(closed, [*weights, *gradients, *inputs, *more])
     started = reader.walk_closed(start, weights)
-    own: list[list[_Node]] = [[_of_leaf(node, i)] for i, node in enumerate(results[: len(leaves)])]
+    own: list[list[_Value]] = [[_of_leaf(node, i)] for i, node in enumerate(results[: len(leaves)])]
     names: list[dict[str, np.dtype]] = [{} for _ in leaves]
     initial: list[dict[str, Program]] = [{} for _ in leaves]
     free, first, forms = [], [], []
@@ -349,7 +349,7 @@ def _name(key: Any) -> Any:
     return next((getattr(key, name) for name in ("name", "key", "idx") if hasattr(key, name)), key)
 
 
-def _free(node: _Node) -> _Node:
+def _free(node: _Value) -> _Value:
     if node.kind == "element":
         raise Mixes("state that depends on elements and has not their shape")
     if node.kind == "free" or not node.shape:
@@ -357,7 +357,7 @@ def _free(node: _Node) -> _Node:
     raise Mixes("state of a leaf's shape that is not named like one")
 
 
-def _of_leaf(node: _Node, leaf: int) -> _Node:
+def _of_leaf(node: _Value, leaf: int) -> _Value:
     if node.kind == "free" and node.shape:
         raise Mixes("constants that differ between elements, or random numbers")
     if node.kind == "element" and node.leaf != leaf:
@@ -372,16 +372,16 @@ class _Reader:
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self._shapes = shapes
 
-    def walk_closed(self, closed: Any, inputs: Sequence[_Node]) -> list[_Node]:
+    def walk_closed(self, closed: Any, inputs: Sequence[_Value]) -> list[_Value]:
         if getattr(closed, "effects", None):
             raise Mixes(f"effects: {', '.join(sorted(map(str, closed.effects)))}")
         return self.walk(closed.jaxpr, [self._constant(value) for value in closed.consts], inputs)
 
-    def walk(self, jaxpr: Any, consts: Sequence[_Node], inputs: Sequence[_Node]) -> list[_Node]:
-        known: dict[Any, _Node] = dict(zip(jaxpr.constvars, consts, strict=True))
+    def walk(self, jaxpr: Any, consts: Sequence[_Value], inputs: Sequence[_Value]) -> list[_Value]:
+        known: dict[Any, _Value] = dict(zip(jaxpr.constvars, consts, strict=True))
         known.update(zip(jaxpr.invars, inputs, strict=True))
 
-        def node_of(variable: Any) -> _Node:
+        def node_of(variable: Any) -> _Value:
             return self._constant(variable.val) if isinstance(variable, core.Literal) else known[variable]
 
         for eqn in jaxpr.eqns:
@@ -389,17 +389,17 @@ class _Reader:
             known.update(zip(eqn.outvars, self._eqn(eqn, nodes), strict=True))
         return [node_of(variable) for variable in jaxpr.outvars]
 
-    def _constant(self, value: Any) -> _Node:
+    def _constant(self, value: Any) -> _Value:
         if not hasattr(value, "shape"):
             value = jnp.asarray(value)
         extended = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
         if value.shape and value.size and not extended:
             flat = np.asarray(value).reshape(-1)
             if (flat == flat[0]).all():
-                return _Node("uniform", value, value=flat[0])
-        return _Node("free", value, value=value)
+                return _Value("uniform", value, value=flat[0])
+        return _Value("free", value, value=value)
 
-    def _eqn(self, eqn: Any, nodes: list[_Node]) -> list[_Node]:
+    def _eqn(self, eqn: Any, nodes: list[_Value]) -> list[_Value]:
         name = eqn.primitive.name
         if name in _CALLS and _CALLS[name] in eqn.params:
             inner = eqn.params[_CALLS[name]]
@@ -424,7 +424,7 @@ class _Reader:
                 return self._made(eqn, nodes, "uniform")
         return self._made(eqn, nodes, "free")
 
-    def _elements(self, eqn: Any, nodes: list[_Node], elements: list[_Node]) -> list[_Node]:
+    def _elements(self, eqn: Any, nodes: list[_Value], elements: list[_Value]) -> list[_Value]:
         name, leaf = eqn.primitive.name, elements[0].leaf
         assert leaf is not None
         shape = self._shapes[leaf]
@@ -439,7 +439,7 @@ class _Reader:
             raise Mixes(f"constants that differ between elements, or random numbers, in {name}")
         return self._made(eqn, nodes, "element", leaf)
 
-    def _cond(self, eqn: Any, nodes: list[_Node]) -> list[_Node]:
+    def _cond(self, eqn: Any, nodes: list[_Value]) -> list[_Value]:
         """Return both branches, computed, and one of them selected."""
         index, *operands = nodes
         if index.kind == "element":
@@ -447,11 +447,11 @@ class _Reader:
         branches = [self.walk_closed(branch, operands) for branch in eqn.params["branches"]]
         if len(branches) == 1:
             return branches[0]
-        last = _Node("free", index, value=np.asarray(len(branches) - 1, index.dtype))
-        zero = _Node("free", index, value=np.asarray(0, index.dtype))
+        last = _Value("free", index, value=np.asarray(len(branches) - 1, index.dtype))
+        zero = _Value("free", index, value=np.asarray(0, index.dtype))
         if index.dtype != np.bool_:
             clamp = jax.lax.clamp_p
-            index = _Node("free", index, primitive=clamp, inputs=(zero, index, last), source=object())
+            index = _Value("free", index, primitive=clamp, inputs=(zero, index, last), source=object())
         results = []
         for cases in zip(*branches, strict=True):
             if all(case is cases[0] for case in cases):
@@ -467,7 +467,7 @@ class _Reader:
             if kind != "free" and any(case.kind == "free" and case.shape for case in cases):
                 raise Mixes("constants that differ between elements, or random numbers, in cond")
             results.append(
-                _Node(
+                _Value(
                     kind,
                     cases[0],
                     leaf=next(iter(leaves), None),
@@ -478,10 +478,10 @@ class _Reader:
             )
         return results
 
-    def _made(self, eqn: Any, nodes: list[_Node], kind: Kind, leaf: int | None = None) -> list[_Node]:
+    def _made(self, eqn: Any, nodes: list[_Value], kind: Kind, leaf: int | None = None) -> list[_Value]:
         source = object()
         return [
-            _Node(
+            _Value(
                 kind,
                 variable.aval,
                 leaf=leaf,

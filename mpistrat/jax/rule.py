@@ -6,8 +6,7 @@ other rule runs whole on each rank after the sum, with state in variables of the
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -16,9 +15,9 @@ import numpy as np
 import optax
 
 from ..arena.reduction import BLOCK
-from ..base import log
 from ..base.errors import explain
 from ..comm.arrays import accumulation_dtype, is_gpu
+from ..frameworks.foreign import ForeignRule, WholeRule
 from ..optimizers import Optimizer
 from ..optimizers.rule import Block, UpdateRun
 from ..optimizers.whole_state import StateArray, require_whole
@@ -28,21 +27,23 @@ from .reading import Mixes, Program, digest, read, word
 
 __all__ = ["JaxRule"]
 
-_FUNCTION = "ms.jax.distribute"
-_REMEDY = (
-    "For a norm over all gradients pass max_norm= to ms.jax.distribute and leave clipping out of the chain; or take a rule "
-    "that treats each number by itself, as optax.adamw"
-)
 _SMALLEST = 1024  # elements of a block: each size is compiled once, so sizes are powers of two
 
 
 @final
-class JaxRule(Optimizer):
+class JaxRule(ForeignRule):
     """optax's rule, as an optimizer of ours.
 
     Attributes:
         digest: of all that the rule computes, which ranks compare, since a transformation does not show its settings.
     """
+
+    _function = "ms.jax.distribute"
+    _remedy = (
+        "For a norm over all gradients pass max_norm= to ms.jax.distribute and leave clipping out of the chain; or take a rule "
+        "that treats each number by itself, as optax.adamw"
+    )
+    _whole: JaxWholeRule | None
 
     def __init__(self, transformation: Any, tree: Any, limit: float | None) -> None:
         """Read the rule on a tree whose leaves that are no parameters are left out.
@@ -51,31 +52,28 @@ class JaxRule(Optimizer):
             Exception: what the transformation raises on the tree.
         """
         leaves, structure = flatten(tree)
-        self.__structure = structure
-        self.__chosen = [index for index, leaf in enumerate(leaves) if is_parameter(leaf)]
         forms = [
             jax.ShapeDtypeStruct(leaf.shape, accumulation_dtype(leaf.dtype)) if is_parameter(leaf) else None
             for leaf in leaves
         ]
         self.__blocks: _Blocks | None = None
-        self.__whole: _Whole | None = None
+        self._whole = None
         self.__places: dict[str, int] = {}  # of the parameters, by name of variable
         self.__variables: list[Variable] = []
         try:
             self.__blocks = _Blocks(transformation, structure.unflatten(forms))
         except Exception as error:  # of foreign code: what is wrong with it, plain optax says
-            self.__whole = _Whole(transformation, structure, forms, error)
-        known = self.__blocks or self.__whole
+            self._whole = JaxWholeRule(transformation, structure, forms, error)
+        known = self.__blocks or self._whole
         assert known is not None
         self.digest = known.digest
         slots = {} if self.__blocks is None else self.__blocks.starts
-        self.whole = self.__whole is not None
+        self.whole = self._whole is not None
         kind = " on whole trees" if self.whole else f" with {', '.join(slots)}" if slots else ""  # which files compare
         super().__init__(
             1.0, slot_names=tuple(slots), slot_start=slots, global_clipnorm=limit, name=f"optax rule{kind}"
         )
         self.extra = ""  # a digest of the extra arguments of the step, which ranks compare
-        self.__extra: Mapping[str, Any] = {}
         for name in ("digest", "whole", "extra"):  # of this program's transformation, whatever a file was written with
             self.leave_to_owner(name)
 
@@ -94,7 +92,8 @@ class JaxRule(Optimizer):
         if extra and self.__blocks is not None and self.__variables[0].placement.store is not None:
             expected, got = "no extra arguments for an update that servers compute", ", ".join(extra)
             raise TypeError(explain("ms.jax.apply", "optimizer", expected=expected, got=got))
-        self.__extra = extra
+        if self._whole is not None:
+            self._whole.extra = extra
         words = (
             digest(*(f"{name} {word(leaf)}" for name in extra for leaf in jax.tree.leaves(extra[name])))
             if extra
@@ -103,45 +102,25 @@ class JaxRule(Optimizer):
         if words != self.extra:
             self.extra = words
 
-    @property
-    def reason(self) -> str:
-        """Why the rule runs whole; "" where it runs on blocks."""
-        return "" if self.__whole is None else self.__whole.reason
-
-    def bind(self, variables: Sequence[Variable]) -> None:
-        """Serve the variables of the tree's parameters, in their order. Collective.
+    def serve(self, variables: Sequence[Variable]) -> None:
+        """Begin to update the variables of the tree's parameters, in their order. Collective.
 
         Raises:
             ValueError: a rule that runs whole, and variables that are not whole on each node.
         """
-        placement = variables[0].placement
         self.__variables = list(variables)
         self.__places = {variable.name: place for place, variable in enumerate(variables)}
-        if self.__blocks is not None:
-            if placement.store is not None and self.__blocks.unequal:
-                rule = "an optimizer with state that begins with the weights"
-                require_whole(_FUNCTION, variables, rule, _REMEDY)
-            return
-        require_whole(_FUNCTION, variables, f"an optimizer with {self.reason}", _REMEDY)
-        assert self.__whole is not None
-        self.__whole.begin(self.__tree([_wide(variable) for variable in variables]))
-        log.once(
-            logging.INFO,
-            f"{_FUNCTION}: the optimizer runs whole on every rank, after the sum of gradients: {self.reason}",
-        )
-
-    def __tree(self, arrays: Sequence[Any]) -> Any:
-        leaves: list[Any] = [None] * self.__structure.num_leaves
-        for index, array in zip(self.__chosen, arrays, strict=True):
-            leaves[index] = array
-        return self.__structure.unflatten(leaves)
+        if self.__blocks is not None and self.__blocks.unequal and variables[0].placement.store is not None:
+            rule = "an optimizer with state that begins with the weights"
+            require_whole(self._function, variables, rule, self._remedy)
+        super().serve(variables)
 
     @Optimizer.learning_rate.setter  # type: ignore[attr-defined]
     def learning_rate(self, value: Any) -> None:
         if value != 1:  # what nothing is multiplied by
             expected, got = "a schedule of optax in the transformation", f"learning_rate = {value!r}"
             remedy = "Or give ms.jax.apply one of ms.optimizers, whose rate may be set"
-            raise ValueError(explain(_FUNCTION, "optimizer", expected=expected, got=got, remedy=remedy))
+            raise ValueError(explain(self._function, "optimizer", expected=expected, got=got, remedy=remedy))
         Optimizer.learning_rate.fset(self, value)  # type: ignore[attr-defined]
 
     def _new_step(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> UpdateRun:
@@ -153,8 +132,8 @@ class JaxRule(Optimizer):
             raise ValueError(explain("ms.jax.apply", foreign[0], expected=expected, got=got, remedy=remedy))
         names = {variable.name for variable in given}
         missing = [variable.name for variable in self.__variables if variable.name not in names]
-        if self.whole and missing:
-            expected, got = f"gradients of the whole tree, as the optimizer has {self.reason}", "none"
+        if self._whole is not None and missing:
+            expected, got = f"gradients of the whole tree, as the optimizer has {self._whole.reason}", "none"
             remedy = "Give parameters that stay as they are zeros, or an optimizer of their own"
             raise ValueError(explain("ms.jax.apply", missing[0], expected=expected, got=got, remedy=remedy))
         new: list[Variable] = []
@@ -186,7 +165,7 @@ class JaxRule(Optimizer):
     def get_state(self) -> dict[str, Any]:
         """Return what `Optimizer.get_state` returns, with the state of a rule that runs whole under "whole". Collective."""
         state = super().get_state()
-        return state if self.__whole is None else {**state, "whole": self.__whole.get_state()}
+        return state if self._whole is None else {**state, "whole": self._whole.get_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Take what `get_state` returned. Every rank must call it.
@@ -199,8 +178,8 @@ class JaxRule(Optimizer):
             expected, got = (f"the state of a rule on {kind}" for kind in (kinds if self.whole else kinds[::-1]))
             raise ValueError(explain("Optimizer.set_state", self.name, expected=expected, got=got))
         super().set_state(state)
-        if self.__whole is not None and "whole" in state:
-            self.__whole.set_state(state["whole"])
+        if self._whole is not None and "whole" in state:
+            self._whole.set_state(state["whole"])
 
     def __begin(self, blocks: _Blocks, variables: Sequence[Variable]) -> None:
         """Give variables slots that do not begin with the same number everywhere. Collective."""
@@ -216,31 +195,9 @@ class JaxRule(Optimizer):
         """Return the number of the variable's program."""
         return 0 if self.__blocks is None else self.__blocks.groups[self.__places[variable.name]]
 
-    def update(self, *_: Any) -> None:
-        """Not called: see `update_block`."""
-        raise NotImplementedError("JaxRule.update")
-
-    def update_block(self, block: Block) -> None:
-        """Update a block by optax; where the rule runs whole, the gradient is what `update_whole` returned."""
-        if self.__blocks is None:
-            block.weights[...] = block.gradient
-        else:
-            self.__blocks.update(block)
-
-    def update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> dict[str, Any]:
-        """Return new weights, by name of variable; all arrays are whole. The state is written by `store_whole`."""
-        assert self.__whole is not None
-        empty = {v.name: np.zeros(v.shape, accumulation_dtype(v.dtype)) for v in self.__variables if not v.size}
-        params, grads = (
-            self.__tree([(arrays | empty)[name] for name in self.__places]) for arrays in (weights, gradients)
-        )
-        after, _ = flatten(self.__whole.update(params, grads, self.__extra))
-        return {name: after[index] for name, index in zip(self.__places, self.__chosen, strict=True)}
-
-    def store_whole(self) -> None:
-        """Write this rank's part of the state that the last `update_whole` computed."""
-        assert self.__whole is not None
-        self.__whole.store()
+    def _update_by_library(self, block: Block) -> None:
+        assert self.__blocks is not None
+        self.__blocks.update(block)
 
 
 def _wide(variable: Variable) -> np.ndarray:
@@ -404,28 +361,29 @@ def _strong(value: Any, form: Any) -> Any:
 
 
 @final
-class _Whole:
-    """A rule on the whole tree, with its state in variables.
+class JaxWholeRule(WholeRule):
+    """A rule on the whole tree.
 
     Attributes:
-        reason: why it does not run on blocks.
         digest: of all that is computed; "" where that cannot be traced.
+        extra: the extra arguments of the next update.
     """
 
     def __init__(self, transformation: Any, structure: Any, forms: Sequence[Any], error: Exception) -> None:
-        self._transformation = transformation
+        self._transformation, self._tree = transformation, structure
+        self._chosen = [index for index, form in enumerate(forms) if form is not None]
         tree = structure.unflatten(forms)
         self.digest = ""
-        self._state: list[_StateArray] = []
+        self.extra: Mapping[str, Any] = {}
+        self._variables: list[Variable] = []
+        self._state: list[_StateLeaf] = []
         self._structure: Any = None
         self._then: list[Any] = []
         self._forms: list[Any] | None = None
         self._update = self._step
-        self.reason = f"an update that cannot be traced ({type(error).__name__})"
-        if isinstance(error, Mixes):
-            self.reason = f"an update of numbers that depends on others, through {error}"
+        self.reason = _reason(error)
+        self.title = f"an optimizer with {self.reason}"
         if _needs_extra(error):
-            self.reason = "an update with arguments of its own"
             self._update = jax.jit(self._step)
             return
         try:
@@ -445,44 +403,68 @@ class _Whole:
         updates, state = self._transformation.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
-    def begin(self, tree: Any) -> None:
+    def _of_parameters(self, arrays: Sequence[Any]) -> Any:
+        """Return a tree with these arrays for its parameters."""
+        leaves: list[Any] = [None] * self._tree.num_leaves
+        for index, array in zip(self._chosen, arrays, strict=True):
+            leaves[index] = array
+        return self._tree.unflatten(leaves)
+
+    def begin(self, variables: Sequence[Variable]) -> None:
         """Make the variables of the state. Collective."""
-        state = self._transformation.init(tree)
+        self._variables = list(variables)
+        state = self._transformation.init(self._of_parameters(list(map(_wide, variables))))
         leaves, self._structure = jax.tree.flatten(state)
         forms = self._forms or leaves
         self._state = [
-            _StateArray(name, leaf, form) for name, leaf, form in zip(_names(state), leaves, forms, strict=True)
+            _StateLeaf(name, leaf, form) for name, leaf, form in zip(_names(state), leaves, forms, strict=True)
         ]
 
-    def update(self, params: Any, grads: Any, extra: Mapping[str, Any]) -> Any:
-        """Return the parameters after a step."""
-        state = self._structure.unflatten([each.read() for each in self._state])
+    def update(self, gradients: Mapping[str, Any], weights: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """Return new weights by name of variable; all arrays are whole. `store` writes the state."""
+        empty = {v.name: np.zeros(v.shape, accumulation_dtype(v.dtype)) for v in self._variables if not v.size}
+        params, grads = (
+            self._of_parameters([found[variable.name] for variable in self._variables])
+            for found in ({**weights, **empty}, {**gradients, **empty})
+        )
+        extra, state = self.extra, self._structure.unflatten([each.read() for each in self._state])
         traced = all(isinstance(leaf, bool) or _is_number(leaf) for leaf in jax.tree.leaves(extra))
         update = self._update if traced else self._step  # a function is no argument of a traced one
         params, state = jax.block_until_ready(update(params, grads, state, **extra))
         self._then, structure = jax.tree.flatten(state)
         if structure != self._structure:
             raise RuntimeError(explain("ms.jax.apply", "optimizer", expected=f"state {self._structure}", got=structure))
-        return params
+        after, _ = flatten(params)
+        return {v.name: after[index] for v, index in zip(self._variables, self._chosen, strict=True)}
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Return copies of the state's arrays, by name."""
-        variables = [each.variable for each in self._state]
-        return {variable.name: variable.numpy() for variable in variables if variable is not None}
+        arrays = [each.array for each in self._state if each.array is not None]
+        return {array.variable.name: array.variable.numpy() for array in arrays}
 
     def set_state(self, arrays: Mapping[str, Any]) -> None:
         """Write arrays that `get_state` returned. Collective."""
         for each in self._state:
-            if each.variable is not None and each.variable.name in arrays:
-                each.variable.assign(arrays[each.variable.name])
+            if each.array is not None and each.array.variable.name in arrays:
+                each.array.variable.assign(arrays[each.array.variable.name])
 
-    def store(self) -> None:
-        """Write this rank's part of the state after the last update."""
-        # An array that the rule passes on has the memory of the old state, so all are copied before one is written.
-        pairs = list(zip(self._state, self._then, strict=True))
-        for each, parts in [(each, each.parts_of(value)) for each, value in pairs]:
-            each.write(parts)
-        self._then = []
+    def new_state(self) -> Iterator[tuple[StateArray, np.ndarray]]:
+        """Yield the arrays of the state with their values after the last update."""
+        values, self._then = self._then, []
+        for each, value in zip(self._state, values, strict=True):
+            if each.array is None:
+                each.value = value
+            else:
+                yield each.array, each.numbers_of(value)
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason why a rule does not run on blocks, given the error of reading it."""
+    if _needs_extra(error):
+        return "an update with arguments of its own"
+    if isinstance(error, Mixes):
+        return f"an update of numbers that depends on others, through {error}"
+    return f"an update that cannot be traced ({type(error).__name__})"
 
 
 def _needs_extra(error: Exception) -> bool:
@@ -495,16 +477,17 @@ def _names(tree: Any) -> list[str]:
 
 
 @final
-class _StateArray:
-    """An array of a rule's state, in a variable, so that files have it. What is no array of numbers stays here.
+class _StateLeaf:
+    """A leaf of a rule's state: an array of numbers in a variable, so that files have it; any other value stays here.
 
     Attributes:
-        variable: None for what is no array.
+        array: None for a value that is no array of numbers.
+        value: that value.
     """
 
     def __init__(self, name: str, value: Any, form: Any) -> None:
-        self._value, self._kind = value, None
-        self.variable: Variable | None = None
+        self.value, self._kind = value, None
+        self.array: StateArray | None = None
         if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
             self._kind, value = jax.random.key_impl(value), jax.random.key_data(value)
         elif not isinstance(value, (bool, int, float, np.ndarray, np.generic, jax.Array)):
@@ -512,26 +495,15 @@ class _StateArray:
         else:
             value = jnp.asarray(value, getattr(form, "dtype", None))
         self._dtype = value.dtype
-        self._array = StateArray(f"optax/{name}", np.asarray(value))
-        self.variable = self._array.variable
+        self.array = StateArray(f"optax/{name}", np.asarray(value))
 
     def read(self) -> Any:
-        """Return the array."""
-        if self.variable is None:
-            return self._value
-        value = jnp.asarray(self.variable.array, self._dtype)
+        """Return the leaf."""
+        if self.array is None:
+            return self.value
+        value = jnp.asarray(self.array.variable.array, self._dtype)
         return value if self._kind is None else jax.random.wrap_key_data(value, impl=self._kind)
 
-    def parts_of(self, value: Any) -> list[tuple[int, np.ndarray]]:
-        """Return copies of what this rank writes of a new array, with the first elements' numbers."""
-        if self.variable is None:
-            self._value = value
-            return []
-        if self._kind is not None:
-            value = jax.random.key_data(value)
-        return self._array.parts_of(np.asarray(value))
-
-    def write(self, parts: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Write this rank's part."""
-        if self.variable is not None:
-            self._array.write(parts)
+    def numbers_of(self, value: Any) -> np.ndarray:
+        """Return a new value of the leaf as an array of numbers."""
+        return np.asarray(value if self._kind is None else jax.random.key_data(value))

@@ -8,7 +8,7 @@ from typing import Any, final
 import keras
 
 from ..base.errors import explain
-from .link import Link
+from .link import ModelLink
 from .state import arrays_of
 
 __all__ = ["on_this_rank"]
@@ -27,7 +27,7 @@ _WRITERS = tuple(
 class Agreement(keras.callbacks.Callback):
     """The last callback: what the others did on this rank alone is brought to all."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: ModelLink) -> None:
         super().__init__()
         self._link = link
 
@@ -72,7 +72,7 @@ class Agreement(keras.callbacks.Callback):
             self._link.compare_weights(when, [weight.path for weight in weights], arrays_of(weights))
 
 
-def on_this_rank(link: Link, callbacks: Any) -> list[Any]:
+def on_this_rank(link: ModelLink, callbacks: Any) -> list[Any]:
     """Return the callbacks that this rank runs: others than the root neither write nor print.
 
     Raises:

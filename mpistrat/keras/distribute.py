@@ -10,7 +10,7 @@ from ..base import context
 from ..base.errors import LayoutError, check_framework, explain
 from ..cluster.devices import parse
 from .guard import guard
-from .link import Link, subclass
+from .link import ModelLink, subclass
 from .model import DistributedModel
 
 __all__ = ["distribute"]
@@ -57,7 +57,7 @@ def distribute(model: M) -> M:
         check_framework(backend, "keras", keras.__version__, "3.15", "older versions read batches ahead of the step")
         check_framework(backend, "jax", jax.__version__, "0.6", "older versions have no buffer_callback")
     given.__class__ = subclass(type(given), DistributedModel)
-    vars(given)["mpistrat"] = Link(context.get_strategy())
+    vars(given)["mpistrat"] = ModelLink(context.get_strategy())
     guard(given)
     if given.compiled:
         given.distribute_compiled()

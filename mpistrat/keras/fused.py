@@ -20,19 +20,32 @@ from .. import optimizers
 from ..arena.arena import ALIGNMENT_BYTES, ArenaAllocator
 from ..arena.reduction import BLOCK
 from ..base import partition
+from ..frameworks.foreign import write_share
 from ..optimizers.rule import BlockUpdate
 from ..optimizers.slots import owners
-from .link import Link
+from .link import ModelLink
 
-__all__ = ["FusedUpdate", "TorchUpdate", "fits", "goes_on", "rule_of"]
+__all__ = ["CLIPS", "FusedUpdate", "TorchUpdate", "fits", "goes_on", "rule_of"]
 
 
-class _Rule(NamedTuple):
+class KerasRule(NamedTuple):
     """Our rule of the same formula, the numbers that it has, and where Keras keeps its slots."""
 
     kind: Any
     numbers: tuple[str, ...]
     slots: dict[str, str]
+
+    def numbers_of(self, optimizer: Any) -> dict[str, Any]:
+        """Return the numbers that an optimizer has now, but for its learning rate, as arguments of the rule."""
+        return {name: getattr(optimizer, name) for name in (*self.numbers, "weight_decay", *CLIPS)}
+
+    def slots_of(self, optimizer: Any) -> dict[str, list[Any]]:
+        """Return Keras's variables of the slots that an optimizer has, by name of the rule's."""
+        found = {name: getattr(optimizer, where, []) for name, where in self.slots.items()}
+        return {name: variables for name, variables in found.items() if variables}
+
+
+CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
 
 
 _ADAM = (
@@ -40,22 +53,22 @@ _ADAM = (
     {"momentum": "_momentums", "velocity": "_velocities", "velocity_hat": "_velocity_hats"},
 )
 _RULES = {
-    "SGD": _Rule(optimizers.SGD, ("momentum", "nesterov"), {"momentum": "momentums"}),
-    "Adam": _Rule(optimizers.Adam, *_ADAM),
-    "AdamW": _Rule(optimizers.AdamW, *_ADAM),
-    "Adagrad": _Rule(optimizers.Adagrad, ("epsilon",), {"accumulator": "_accumulators"}),
-    "RMSprop": _Rule(
+    "SGD": KerasRule(optimizers.SGD, ("momentum", "nesterov"), {"momentum": "momentums"}),
+    "Adam": KerasRule(optimizers.Adam, *_ADAM),
+    "AdamW": KerasRule(optimizers.AdamW, *_ADAM),
+    "Adagrad": KerasRule(optimizers.Adagrad, ("epsilon",), {"accumulator": "_accumulators"}),
+    "RMSprop": KerasRule(
         optimizers.RMSProp,
         ("rho", "momentum", "epsilon", "centered"),
         {"velocity": "_velocities", "momentum": "_momentums", "average_gradient": "_average_gradients"},
     ),
-    "Adadelta": _Rule(
+    "Adadelta": KerasRule(
         optimizers.Adadelta,
         ("rho", "epsilon"),
         {"accumulated_grad": "_accumulated_grads", "accumulated_delta_var": "_accumulated_delta_vars"},
     ),
-    "Adamax": _Rule(optimizers.Adamax, ("beta_1", "beta_2", "epsilon"), {"momentum": "_m", "norm": "_u"}),
-    "Ftrl": _Rule(
+    "Adamax": KerasRule(optimizers.Adamax, ("beta_1", "beta_2", "epsilon"), {"momentum": "_m", "norm": "_u"}),
+    "Ftrl": KerasRule(
         optimizers.Ftrl,
         (
             "learning_rate_power",
@@ -66,11 +79,11 @@ _RULES = {
         ),
         {"accumulator": "_accumulators", "linear": "_linears"},
     ),
-    "Lion": _Rule(optimizers.Lion, ("beta_1", "beta_2"), {"momentum": "_momentums"}),
+    "Lion": KerasRule(optimizers.Lion, ("beta_1", "beta_2"), {"momentum": "_momentums"}),
 }
 
 
-def rule_of(optimizer: Any) -> _Rule | None:
+def rule_of(optimizer: Any) -> KerasRule | None:
     """Return the rule of an optimizer whose class is Keras's own."""
     kind = type(optimizer).__bases__[1]  # of the distributed one
     return _RULES.get(kind.__name__) if kind.__module__.startswith("keras.src.") else None
@@ -104,11 +117,11 @@ class FusedUpdate:
         new: its parts in the variables' shapes.
     """
 
-    def __init__(self, link: Link, optimizer: Any) -> None:
+    def __init__(self, link: ModelLink, optimizer: Any) -> None:
         """Allocate shared memory. Collective."""
         rule = rule_of(optimizer)
         assert rule is not None
-        self._link, self._optimizer, self._kind, self._number_names = link, optimizer, rule.kind, rule.numbers
+        self._link, self._optimizer, self._rule = link, optimizer, rule
         self._variables = list(optimizer._trainable_variables)
         dtype = np.dtype(keras.backend.standardize_dtype(self._variables[0].dtype))
         unit = ALIGNMENT_BYTES // dtype.itemsize
@@ -118,8 +131,7 @@ class FusedUpdate:
         total = self._starts[-1] + 1  # the last one tells whether a rank wants to stop
         extended = link.strategy.extended
         self._group, self._ops = extended.placement.group, extended.placement.ops
-        theirs = {name: getattr(optimizer, where, []) for name, where in rule.slots.items()}
-        theirs = {name: variables for name, variables in theirs.items() if variables}
+        theirs = rule.slots_of(optimizer)
         arenas, what = ArenaAllocator(self._group), f"the updates of {optimizer.name}"
         with self._group.collective("keras optimizer", optimizer.name, dtype, (total,), tuple(theirs)):
             self._arena, _ = arenas.allocate(total, dtype, True, what)
@@ -171,10 +183,7 @@ class FusedUpdate:
         for array, index in zip(gradients, there, strict=True):
             low, high = self.spans[index]
             ranges.append((low, self._starts[index + 1]))
-            if share:
-                np.multiply(array, share, out=mine[low:high].reshape(array.shape))
-            else:  # what stands in the row's place may give NaN
-                mine[low:high] = 0
+            write_share(array, share, mine[low:high].reshape(array.shape))
         end = self._starts[-1]
         mine[end] = link.wants_stop
         ranges = partition.merge([*ranges, (end, end + 1)])
@@ -199,11 +208,10 @@ class FusedUpdate:
 
     def _follow(self) -> None:
         """Have the numbers that the optimizer has now."""
-        names = (*self._number_names, "clipvalue", "weight_decay", "clipnorm", "global_clipnorm")
-        numbers = {name: getattr(self._optimizer, name) for name in names}
+        numbers = self._rule.numbers_of(self._optimizer)
         if numbers != self._numbers:
             self._numbers, self._words = numbers, ", ".join(f"{name} {value}" for name, value in numbers.items())
-            self._update = BlockUpdate(self._kind(1.0, **numbers), self._arena.dtype, self._scratch)
+            self._update = BlockUpdate(self._rule.kind(1.0, **numbers), self._arena.dtype, self._scratch)
             decay = numbers["weight_decay"] or 0.0
             uses = self._optimizer._use_weight_decay
             self._decays = [decay if decay and uses(variable) else 0.0 for variable in self._variables]
@@ -258,7 +266,7 @@ class FusedUpdate:
 class TorchUpdate:
     """A fused update of torch's tensors, which are changed in place."""
 
-    def __init__(self, link: Link, optimizer: Any) -> None:
+    def __init__(self, link: ModelLink, optimizer: Any) -> None:
         """Give Keras's variables of the slots the shared memory, with their numbers, the same on all ranks. Collective."""
         from ..torch.tensors import array_of, tensor_of
 

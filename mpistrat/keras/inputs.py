@@ -31,14 +31,14 @@ from ..data import Dataset, DistributedDataset, from_arrays
 from ..data.nodes.sources import row_content
 from ..strategy.input import Distributor, Division
 from ..strategy.loss import weight_of_pass
-from .link import Link
+from .link import ModelLink
 
-__all__ = ["Batches", "ServedBatches", "arrays_in", "batches_of", "with_row"]
+__all__ = ["KerasBatches", "ServedBatches", "arrays_in", "batches_of", "with_row"]
 
 _COMPARED = 64  # rows of an array that ranks compare
 
 
-class Batches(data_adapter.DataAdapter):
+class KerasBatches(data_adapter.DataAdapter):
     """This rank's part of each batch. Keras takes data adapters of its own as they are; each iterator is one epoch.
 
     Attributes:
@@ -46,7 +46,7 @@ class Batches(data_adapter.DataAdapter):
         training: whether a step of training takes each batch.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: ModelLink) -> None:
         self.link = link
         self.training = False
         self.counts: list[int] = []
@@ -126,10 +126,10 @@ def _plain(leaf: Any) -> Any:
 
 
 @final
-class ArrayBatches(Batches):
+class ArrayBatches(KerasBatches):
     """Batches of arrays that every rank has whole: each rank takes a contiguous part of each batch."""
 
-    def __init__(self, link: Link, arrays: Any, shuffle: bool | str = False, **settings: Any) -> None:
+    def __init__(self, link: ModelLink, arrays: Any, shuffle: bool | str = False, **settings: Any) -> None:
         super().__init__(link)
         arrays = keras.tree.map_structure(_plain, arrays)
         whole = array_data_adapter.ArrayDataAdapter(*arrays, **settings)
@@ -197,10 +197,10 @@ def _weighted_arrays(adapter: Any) -> Any:
 
 
 @final
-class DatasetBatches(Batches):
+class DatasetBatches(KerasBatches):
     """Batches of a distributed dataset of this package: the next epoch of it each time."""
 
-    def __init__(self, link: Link, dataset: DistributedDataset, class_weight: Any) -> None:
+    def __init__(self, link: ModelLink, dataset: DistributedDataset, class_weight: Any) -> None:
         super().__init__(link)
         self._dataset, self._class_weight = dataset, class_weight
 
@@ -257,10 +257,10 @@ _OTHER_PART = "Give each its part: every strategy.size-th batch, from number str
 
 
 @final
-class OwnBatches(Batches):
+class OwnBatches(KerasBatches):
     """Batches that each rank makes for itself, by any input of Keras; all count alike, and ranks must have equally many."""
 
-    def __init__(self, link: Link, adapter: Any, kind: str) -> None:
+    def __init__(self, link: ModelLink, adapter: Any, kind: str) -> None:
         super().__init__(link)
         self._adapter, self._kind = adapter, kind
 
@@ -369,7 +369,7 @@ class OwnBatches(Batches):
 
 
 @final
-class ServedBatches(Batches):
+class ServedBatches(KerasBatches):
     """Batches for training with parameter servers: a worker has its own, and a server none, but serves until workers have done.
 
     Who has none gets an example, with which nothing is done.
@@ -380,7 +380,7 @@ class ServedBatches(Batches):
         dealt: what a worker has of it, where not all.
     """
 
-    def __init__(self, link: Link, whole: Batches, dealt: Batches | None = None) -> None:
+    def __init__(self, link: ModelLink, whole: KerasBatches, dealt: KerasBatches | None = None) -> None:
         super().__init__(link)
         self._whole, self._dealt = whole, dealt or whole
         self._reading: Any = None
@@ -429,9 +429,9 @@ def arrays_in(batch: Any) -> Iterator[np.ndarray]:
 
 
 def batches_of(
-    link: Link, function: str, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None,
+    link: ModelLink, function: str, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None,
     class_weight: Any = None, shuffle: bool | str = False, training: bool = False,
-) -> Batches:  # fmt: skip
+) -> KerasBatches:  # fmt: skip
     """Return this rank's batches of what is given to `fit`, `evaluate` or `predict`. Collective.
 
     Raises:
@@ -463,14 +463,14 @@ def batches_of(
     return _for(link, training, OwnBatches(link, adapter, type(x).__name__))
 
 
-def _for(link: Link, training: bool, whole: Batches, dealt: Batches | None = None) -> Batches:
+def _for(link: ModelLink, training: bool, whole: KerasBatches, dealt: KerasBatches | None = None) -> KerasBatches:
     """Return batches for training, or not."""
     batches = ServedBatches(link, whole, dealt) if link.served and training else whole
     batches.training = training
     return batches
 
 
-def _distributed(link: Link, function: str, dataset: Any, training: bool) -> DistributedDataset:
+def _distributed(link: ModelLink, function: str, dataset: Any, training: bool) -> DistributedDataset:
     """Return a dataset of this rank's batches. Under parameter servers all ranks evaluate together. Collective.
 
     Raises:

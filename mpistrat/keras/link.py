@@ -21,13 +21,14 @@ from ..base.distributed_values import PerReplica
 from ..base.errors import BatchError, CollectiveMismatchError, by_rank, explain
 from ..base.text import named
 from ..comm.process_group import ProcessGroup
+from ..frameworks.foreign import write_share
 from ..strategy.loss import summed_replicas, weight_of_pass
 
-__all__ = ["Link", "subclass"]
+__all__ = ["ModelLink", "subclass"]
 
 
 @final
-class Link:
+class ModelLink:
     """What ties a model and its optimizers to a strategy.
 
     Attributes:
@@ -234,11 +235,7 @@ class Link:
             self._staging[place] = np.empty(ends[-1] + 1, dtype)
         mine = self._staging[place]
         for array, end in zip(arrays, ends, strict=True):
-            part = mine[end - array.size : end].reshape(array.shape)
-            if share:
-                np.multiply(array, share, out=part)
-            else:  # what stands in the row's place may give NaN
-                part[...] = 0
+            write_share(array, share, mine[end - array.size : end].reshape(array.shape))
         mine[-1] = self.wants_stop
         total = self._reduce(mine)
         if total[-1]:

@@ -16,7 +16,7 @@ import keras
 from keras import ops
 from keras.src.losses import loss as keras_losses
 
-from .link import Link
+from .link import ModelLink
 from .optimizer import sum_over_ranks
 
 __all__ = ["over_ranks"]
@@ -32,7 +32,7 @@ class _Sums:
         last: the last sum that was made, JAX's array or tracer.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: ModelLink) -> None:
         self.link = link
         self.last: Any = None
 
@@ -41,7 +41,7 @@ _sums: ContextVar[_Sums | None] = ContextVar("mpistrat_keras_losses", default=No
 
 
 @contextlib.contextmanager
-def over_ranks(link: Link) -> Iterator[None]:
+def over_ranks(link: ModelLink) -> Iterator[None]:
     """Inside, divide losses by sums over the rows of all ranks. Their computation is collective then."""
     if keras_losses.reduce_weighted_values is _reduce:
         keras_losses.reduce_weighted_values = _reduced

@@ -15,9 +15,9 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from ..base.errors import explain
 from .callbacks import on_this_rank
 from .compiled import describe_compiled
-from .inputs import Batches, ServedBatches, arrays_in, batches_of, with_row
+from .inputs import KerasBatches, ServedBatches, arrays_in, batches_of, with_row
 from .jax_step import JaxStep
-from .link import Link
+from .link import ModelLink
 from .losses import over_ranks
 from .optimizer import distribute_optimizer, not_in_fit
 from .served import ServedUpdate, check_served
@@ -29,7 +29,7 @@ __all__ = ["DistributedModel"]
 class DistributedModel(keras.Model):
     """What `distribute` makes of a model's class: the class itself, and these methods first."""
 
-    mpistrat: Link
+    mpistrat: ModelLink
     train_function: Any
     test_function: Any
     _initial_epoch: Any
@@ -72,15 +72,15 @@ class DistributedModel(keras.Model):
         """Make what does a step."""
         super().make_train_function(force)
         function = self.train_function
-        if not isinstance(function, Step) and (step := JaxStep.of(self)) is not None:
+        if not isinstance(function, KerasStep) and (step := JaxStep.of(self)) is not None:
             function = self._make_function(step)
-        self.train_function = Step.around(self, function)
+        self.train_function = KerasStep.around(self, function)
         return self.train_function
 
     def make_test_function(self, force: bool = False) -> Any:
         """Make what does a step of an evaluation."""
         super().make_test_function(force)
-        self.test_function = Step.around(self, self.test_function)
+        self.test_function = KerasStep.around(self, self.test_function)
         return self.test_function
 
     def _symbolic_build(self, *args: Any, **kwargs: Any) -> None:
@@ -127,7 +127,7 @@ class DistributedModel(keras.Model):
                 link.update, link.in_epoch = None, False
                 batches.close()
 
-    def _training_batches(self, given: dict[str, Any]) -> tuple[Batches, Batches | None]:
+    def _training_batches(self, given: dict[str, Any]) -> tuple[KerasBatches, KerasBatches | None]:
         x, y, weight = given["x"], given["y"], given["sample_weight"]
         held_out = given["validation_data"]
         if given["validation_split"] and held_out is None:
@@ -143,7 +143,7 @@ class DistributedModel(keras.Model):
         size = given["validation_batch_size"] or (size if y is not None else None)
         return batches, batches_of(self.mpistrat, "fit", x, y, weight, size, given["validation_steps"])
 
-    def _begin(self, function: str, batches: Batches, text: str) -> None:
+    def _begin(self, function: str, batches: KerasBatches, text: str) -> None:
         """Build the model, and check that all ranks do the same. Collective."""
         link = self.mpistrat
         link.same(function, "arguments", text)
@@ -329,7 +329,7 @@ def _arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str
     return dict(bound.arguments)
 
 
-def _part(link: Link, variable: Any, array: np.ndarray) -> np.ndarray:
+def _part(link: ModelLink, variable: Any, array: np.ndarray) -> np.ndarray:
     """What this rank adds to a metric's variable over all ranks."""
     if variable.aggregation == "only_first_replica" and not link.first:
         return np.zeros_like(array)
@@ -340,7 +340,7 @@ def _symbolic(array: Any) -> Any:
     return keras.KerasTensor(array.shape, keras.backend.standardize_dtype(array.dtype))
 
 
-def _in_order(link: Link, outputs: Any, counts: list[int]) -> Any:
+def _in_order(link: ModelLink, outputs: Any, counts: list[int]) -> Any:
     """Return the rows of all ranks, batch by batch. A rank without a row of a batch has one that does not count."""
     leaves = [np.asarray(leaf) for leaf in keras.tree.flatten(outputs)]
     kept = np.repeat(np.array(counts) > 0, np.maximum(counts, 1))
@@ -355,7 +355,7 @@ def _in_order(link: Link, outputs: Any, counts: list[int]) -> Any:
 
 
 @final
-class Step:
+class KerasStep:
     """Keras's function of a step, in which metrics are this rank's own.
 
     A rank without a row of the batch computes with another one, whose gradient does not count. It puts back what that has changed
@@ -366,7 +366,7 @@ class Step:
         self._model, self._function = model, function
 
     @classmethod
-    def around(cls, model: Any, function: Any) -> Step:
+    def around(cls, model: Any, function: Any) -> KerasStep:
         """Return the step of a function, which may be one already."""
         return function if isinstance(function, cls) else cls(model, function)
 

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from ..base.errors import ContextError, LayoutError, explain
-from .link import Link, subclass
+from .link import ModelLink, subclass
 
 __all__ = ["DistributedOptimizer", "distribute_optimizer", "in_graph", "not_in_fit", "sum_over_ranks"]
 
@@ -18,7 +18,7 @@ __all__ = ["DistributedOptimizer", "distribute_optimizer", "in_graph", "not_in_f
 class DistributedOptimizer(keras.optimizers.Optimizer):
     """What `distribute` makes of an optimizer's class: the class itself, and these methods first."""
 
-    mpistrat: Link
+    mpistrat: ModelLink
     mpistrat_update: Any  # what updates in one pass with the sum
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             return super().stateless_apply(optimizer_variables, grads, trainable_variables)
 
 
-def distribute_optimizer(link: Link, optimizer: Any) -> None:
+def distribute_optimizer(link: ModelLink, optimizer: Any) -> None:
     """Make an optimizer a distributed one; one that is of the strategy's stays as it is.
 
     Raises:
@@ -106,7 +106,7 @@ def not_in_fit(function: str) -> LayoutError:
 
 
 def sum_over_ranks(
-    link: Link, gradients: Sequence[Any], weigh: Callable[[], float], variables: Sequence[Any] | None = None
+    link: ModelLink, gradients: Sequence[Any], weigh: Callable[[], float], variables: Sequence[Any] | None = None
 ) -> list[Any]:
     """Return the sum over all ranks of each gradient, multiplied by this rank's share; None stays None.
 
@@ -144,23 +144,25 @@ def in_graph(tensors: Iterable[Any]) -> bool:
     return not tf.executing_eagerly()
 
 
-def _torch_add(link: Link, tensors: list[Any], weigh: Callable[[], float], shapes: list[tuple[int, ...]]) -> list[Any]:
+def _torch_add(
+    link: ModelLink, tensors: list[Any], weigh: Callable[[], float], shapes: list[tuple[int, ...]]
+) -> list[Any]:
     add = _outside_of_torch_graphs()
     return add(link, [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors], weigh)
 
 
 @functools.cache
-def _outside_of_torch_graphs() -> Callable[[Link, list[Any], Callable[[], float]], list[Any]]:
+def _outside_of_torch_graphs() -> Callable[[ModelLink, list[Any], Callable[[], float]], list[Any]]:
     """What sums tensors; torch.compile leaves its graph for it."""
     import torch
 
     from ..torch.tensors import array_of, tensor_of
 
-    def add(link: Link, tensors: list[Any], weigh: Callable[[], float]) -> list[Any]:
+    def add(link: ModelLink, tensors: list[Any], weigh: Callable[[], float]) -> list[Any]:
         totals = link.sum_gradients(*(array_of(tensor.detach().cpu()) for tensor in tensors), weigh=weigh)
         return [tensor_of(total).to(tensor.device) for total, tensor in zip(totals, tensors, strict=True)]
 
-    disabled: Callable[[Link, list[Any], Callable[[], float]], list[Any]] = torch.compiler.disable(add)
+    disabled: Callable[[ModelLink, list[Any], Callable[[], float]], list[Any]] = torch.compiler.disable(add)
     return disabled
 
 
@@ -200,7 +202,9 @@ def _torch_push(step: Callable[..., list[np.ndarray]], gradients: list[Any], wei
     return disabled()
 
 
-def _jax_add(link: Link, tensors: list[Any], weigh: Callable[[], float], shapes: list[tuple[int, ...]]) -> list[Any]:
+def _jax_add(
+    link: ModelLink, tensors: list[Any], weigh: Callable[[], float], shapes: list[tuple[int, ...]]
+) -> list[Any]:
     import jax
     from jax.experimental.buffer_callback import buffer_callback
 
@@ -216,7 +220,7 @@ def _jax_add(link: Link, tensors: list[Any], weigh: Callable[[], float], shapes:
 
 
 def _tensorflow_add(
-    link: Link, tensors: list[Any], weigh: Callable[[], float], shapes: list[tuple[int, ...]]
+    link: ModelLink, tensors: list[Any], weigh: Callable[[], float], shapes: list[tuple[int, ...]]
 ) -> list[Any]:
     import tensorflow as tf
 

@@ -12,13 +12,11 @@ import numpy as np
 from ..base.errors import explain
 from ..strategy.loss import sums_workers
 from ..variables import Variable
-from .fused import fits, rule_of
-from .link import Link
+from .fused import CLIPS, fits, rule_of
+from .link import ModelLink
 from .state import arrays_of
 
 __all__ = ["ServedUpdate", "check_served"]
-
-_CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
 
 
 @final
@@ -29,27 +27,23 @@ class ServedUpdate:
     the servers keep, as if it had updated by itself: so callbacks, evaluation and files find what they expect.
     """
 
-    def __init__(self, link: Link, optimizer: Any) -> None:
+    def __init__(self, link: ModelLink, optimizer: Any) -> None:
         """Create the variables of an optimizer that was checked. Collective, servers included."""
         rule = rule_of(optimizer)
         assert rule is not None
+        self._form = rule
         self._link, self._optimizer = link, optimizer
         self._weights = list(optimizer._trainable_variables)
-        self._number_names = (*rule.numbers, "weight_decay", *_CLIPS)
         with link.strategy.scope():
-            self._rule = rule.kind(_rate_of(optimizer), **self._numbers())
+            self._rule = rule.kind(_rate_of(optimizer), **rule.numbers_of(optimizer))
             self._variables = [
                 Variable(array, name=weight.path)
                 for weight, array in zip(self._weights, arrays_of(self._weights), strict=True)
             ]
         kept = zip(self._weights, self._variables, strict=True)
         self._rule.exclude_from_weight_decay([v for weight, v in kept if not optimizer._use_weight_decay(weight)])
-        self._slots = {name: getattr(optimizer, where, []) for name, where in rule.slots.items()}
-        self._slots = {name: variables for name, variables in self._slots.items() if variables}
+        self._slots = rule.slots_of(optimizer)
         self._there: list[np.ndarray] = []  # the servers' weights, as this rank knows them
-
-    def _numbers(self) -> dict[str, Any]:
-        return {name: getattr(self._optimizer, name) for name in self._number_names}
 
     # steps, on workers
 
@@ -87,7 +81,7 @@ class ServedUpdate:
     def begin_epoch(self) -> None:
         """Give the servers the weights that have changed, and begin a pass. Collective."""
         link = self._link
-        for name, value in self._numbers().items():
+        for name, value in self._form.numbers_of(self._optimizer).items():
             if value != getattr(self._rule, name):
                 setattr(self._rule, name, value)
         rate = _rate_of(self._optimizer)
@@ -135,7 +129,7 @@ def _rate_of(optimizer: Any) -> float | Callable[[int], float]:
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
-def check_served(link: Link, optimizer: Any) -> None:
+def check_served(link: ModelLink, optimizer: Any) -> None:
     """Check that servers can apply an optimizer, which is built, in single steps.
 
     Raises:
@@ -154,7 +148,7 @@ def check_served(link: Link, optimizer: Any) -> None:
             "ms.MultiWorkerMirroredStrategy()"
         )
         raise ValueError(explain(function, "optimizer", expected=expected, got=got, remedy=remedy))
-    clips = [name for name in _CLIPS if getattr(optimizer, name) is not None]
+    clips = [name for name in CLIPS if getattr(optimizer, name) is not None]
     if clips and sums_workers(link.strategy):
         expected = "no clipping, where servers sum the gradients of workers, which see their own only"
         remedy = "Set workers_in_sync=... to all workers, or use ms.MultiWorkerMirroredStrategy()"

@@ -13,7 +13,7 @@ import numpy as np
 from keras.src.random import seed_generator
 
 from .compiled import describe_layers
-from .link import Link
+from .link import ModelLink
 
 __all__ = [
     "arrays_of",
@@ -93,7 +93,7 @@ def _all(model: Any) -> list[Any]:
     return _once([*model.variables, *theirs])
 
 
-def take_from_root(link: Link, model: Any) -> None:
+def take_from_root(link: ModelLink, model: Any) -> None:
     """Give the variables of the model and its optimizers the root's numbers, and replicas other seeds. Collective."""
     own_arrays(model)
     rows = _states_of_rows(model)

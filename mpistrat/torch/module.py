@@ -19,11 +19,11 @@ from ..variables import Variable
 from .buffers import Buffers
 from .sync_batch_norm import SyncBatchNorm
 from .tensors import LocalGradient, array_of, slices_of, tensor_of
-from .weights import Passes, plain_copy, with_passes
+from .weights import ModulePasses, plain_copy, with_passes
 
 __all__ = [
     "DistributedModule",
-    "Link",
+    "TorchLink",
     "check_parameters",
     "divide_gradients",
     "gradients",
@@ -37,7 +37,7 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 
 
 @final
-class Link:
+class TorchLink:
     """What ties a parameter of one local replica to a variable: its data is the variable's memory.
 
     Attributes:
@@ -70,9 +70,9 @@ class Link:
 
     def __init__(self, name: str, variable: Variable, parameter: torch.nn.Parameter, replica: int, summed: int) -> None:
         self.name, self.variable, self._parameter = name, variable, weakref.ref(parameter)
-        self.replicas: Sequence[Link] = (self,)
+        self.replicas: Sequence[TorchLink] = (self,)
         self.summed = summed
-        self.noted: Callable[[Link], None] | None = None
+        self.noted: Callable[[TorchLink], None] | None = None
         self.divided: Part | None = None
         self.gradient: torch.Tensor | None = None
         self.shown: torch.Tensor | None = None
@@ -205,13 +205,13 @@ def _fill(target: torch.Tensor, gradient: torch.Tensor) -> None:
         target.copy_(gradient)
 
 
-def _take(reference: weakref.ref[Link], parameter: torch.nn.Parameter) -> None:
+def _take(reference: weakref.ref[TorchLink], parameter: torch.nn.Parameter) -> None:
     link = reference()
     if link is not None:
         link.take(parameter)
 
 
-def link_of(parameter: Any) -> Link | None:
+def link_of(parameter: Any) -> TorchLink | None:
     """Return the link of a parameter that was distributed, else None."""
     return getattr(parameter, "mpistrat", None)
 
@@ -261,9 +261,9 @@ class DistributedModule(torch.nn.Module):
     """
 
     mpistrat_strategy: Any
-    mpistrat_links: Sequence[Link]
-    mpistrat_frozen: Sequence[Link]
-    mpistrat_passes: Passes
+    mpistrat_links: Sequence[TorchLink]
+    mpistrat_frozen: Sequence[TorchLink]
+    mpistrat_passes: ModulePasses
     mpistrat_changed: bool
     mpistrat_replicas: Sequence[torch.nn.Module]
     mpistrat_buffers: Buffers | None
@@ -376,14 +376,16 @@ def put_into(
     """
     replicas = [module, *(copy.deepcopy(module) for _ in strategy.extended.replicas[1:])]
     parameters = [dict(each.named_parameters()) for each in replicas]
-    links: list[list[Link]] = [[] for _ in replicas]
+    links: list[list[TorchLink]] = [[] for _ in replicas]
     own_memory = strategy.extended.placement.store is None
     summed = 1 if own_memory or not weighs else summed_replicas(strategy)
     for name in order:
         own = parameters[0][name]
         layout = layouts.get(name)
         variable = Variable(array_of(own), trainable=own.requires_grad, name=name, layout=layout)
-        copies = tuple(Link(name, variable, each[name], replica, summed) for replica, each in enumerate(parameters))
+        copies = tuple(
+            TorchLink(name, variable, each[name], replica, summed) for replica, each in enumerate(parameters)
+        )
         for link, of_replica in zip(copies, links, strict=True):
             link.replicas = copies
             of_replica.append(link)
@@ -403,7 +405,7 @@ def put_into(
             if isinstance(layer, SyncBatchNorm):
                 layer.strategy, layer.place = strategy, name
         read = None if own_memory else functools.partial(_read, tuple(of_replica))
-        distributed.mpistrat_passes = Passes(strategy, each, number, weighs, read)
+        distributed.mpistrat_passes = ModulePasses(strategy, each, number, weighs, read)
 
 
 def divide_gradients(module: Any) -> None:
@@ -415,7 +417,7 @@ def divide_gradients(module: Any) -> None:
                 each.parameter.register_hook(functools.partial(torch.mul, other=1.0 / replicas))
 
 
-def _read(links: Sequence[Link]) -> None:
+def _read(links: Sequence[TorchLink]) -> None:
     """Read parameters that servers have."""
     for link in links:
         link.attach()

@@ -18,15 +18,15 @@ from ..strategy.contexts import in_step, local_replica
 from ..strategy.loss import summed_replicas
 from ..variables import Variable
 from ..variables.sharded import each_variable
-from .module import Link, check_parameters, link_of
+from .module import TorchLink, check_parameters, link_of
 from .overlap import Overlap
-from .rule import Taken, TorchRule, slots_of
+from .rule import StepsTaken, TorchRule, slots_of
 from .tensors import array_of, tensor_of
 
-__all__ = ["DistributedOptimizer", "distribute_optimizer"]
+__all__ = ["TorchOptimizer", "distribute_optimizer"]
 
 
-class _State(defaultdict[Any, Any]):
+class _OptimizerState(defaultdict[Any, Any]):
     """`optimizer.state` of a distributed optimizer: it can be cleared; its entries are in `state_dict()`."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -51,13 +51,13 @@ class _State(defaultdict[Any, Any]):
         raise RuntimeError(explain("Optimizer.state", "", expected=expected, got=got))
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class TorchOptimizer(torch.optim.Optimizer):
     """What `distribute` makes of an optimizer's class: the class itself, and these methods first."""
 
     mpistrat_rule: TorchRule
     mpistrat_strategy: Any
     mpistrat_module: Any
-    mpistrat_links: Sequence[Sequence[Link]]  # of the parameters of each local replica
+    mpistrat_links: Sequence[Sequence[TorchLink]]  # of the parameters of each local replica
     mpistrat_overlap: Overlap | None
 
     @torch.compiler.disable
@@ -109,7 +109,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 pairs.append(link.pair(by_rows))
         rule.apply_gradients(pairs)
 
-    def _own_links(self) -> Sequence[Link]:
+    def _own_links(self) -> Sequence[TorchLink]:
         """Return the links of this replica; outside of steps, of the first local one."""
         replicas = self.mpistrat_links
         return replicas[local_replica(self.mpistrat_strategy) if len(replicas) > 1 else 0]
@@ -132,13 +132,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain torch has it, whole, on every rank. Collective."""
-        rule = self.mpistrat_rule
-        state: dict[int, dict[str, Any]] = {}
+        rule, state = self.mpistrat_rule, dict[int, dict[str, Any]]()
+        whole = rule.on_whole_tensors
         for index, (group, parameter) in enumerate(self._parameters()):
             link = link_of(parameter)
-            if link is not None and rule.whole:
-                found = rule.whole_state(link.variable.name) if parameter.requires_grad else None
-                if found:
+            if link is not None and whole is not None:
+                if parameter.requires_grad and (found := whole.state_of(link.variable.name)):
                     state[index] = found
                 continue
             slots = {} if link is None or not parameter.requires_grad else rule.slots(link.variable)
@@ -174,7 +173,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         rule, taken = self.mpistrat_rule, {}
         super().load_state_dict({**state_dict, "state": {}})
-        self.state = _State(self)
+        self.state = _OptimizerState(self)
         rule.follow()
         states = state_dict["state"]
         steps = [int(state["step"]) for state in states.values() if "step" in state]
@@ -184,8 +183,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             state, link = states.get(index, {}), link_of(parameter)
             if link is None or not parameter.requires_grad:
                 continue
-            if rule.whole:
-                rule.load_whole_state(link.variable.name, state)
+            if rule.on_whole_tensors is not None:
+                rule.on_whole_tensors.load(link.variable.name, state)
                 continue
             numbers = {name: value for name, value in state.items() if torch.is_tensor(value)}
             slots = {name: np.array(array_of(numbers[name])) for name in rule.slot_names if name in numbers}
@@ -197,7 +196,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                         if name not in slots and name != "step" and not value.shape
                     }
                     lag = rule.iterations - int(state.get("step", rule.iterations))
-                    taken[variable] = Taken(0, lag, _has_begun(state), scalars)
+                    taken[variable] = StepsTaken(0, lag, _has_begun(state), scalars)
             if slots or any(link.variable is known for known in rule.variables):
                 _give(rule, link.variable, slots)
         rule.load_taken(taken)
@@ -237,7 +236,7 @@ def distribute_optimizer(
     replicas = summed_replicas(strategy) if weighs and in_memory else 1
     limit = None if max_norm is None else max_norm * replicas  # of the sum, not of the mean
     rule = TorchRule(kind, optimizer, replicas, limit)
-    links: list[Link] = []
+    links: list[TorchLink] = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             link = link_of(parameter)
@@ -248,12 +247,12 @@ def distribute_optimizer(
     rule.serve([link.variable for link in links])
     before = optimizer.state_dict()
     vars(optimizer).pop("step", None)  # a scheduler's wrapper of the class's own step
-    optimizer.__class__ = type(kind.__name__, (DistributedOptimizer, kind), {"__module__": kind.__module__})
+    optimizer.__class__ = type(kind.__name__, (TorchOptimizer, kind), {"__module__": kind.__module__})
     distributed: Any = optimizer
     distributed.mpistrat_rule, distributed.mpistrat_strategy, distributed.mpistrat_module = rule, strategy, module
     distributed.mpistrat_links = tuple(zip(*(link.replicas for link in links), strict=True))
     distributed.mpistrat_overlap = Overlap(rule, strategy, links) if overlap else None
-    optimizer.state = _State(optimizer)
+    optimizer.state = _OptimizerState(optimizer)
     if any(_has_begun(state) for state in before["state"].values()):
         distributed.load_state_dict(before)
 

@@ -10,7 +10,7 @@ import torch
 
 from ..base import log
 from ..strategy.contexts import in_step
-from .module import Link
+from .module import TorchLink
 
 __all__ = ["Overlap"]
 
@@ -25,18 +25,18 @@ class Overlap:
     A bucket is begun when all its gradients are there and those before it were begun, so the order is the same on all ranks.
     """
 
-    def __init__(self, rule: Any, strategy: Any, links: Sequence[Link]) -> None:
+    def __init__(self, rule: Any, strategy: Any, links: Sequence[TorchLink]) -> None:
         """Make buckets, where sums can start early: on several nodes with one replica a rank; else there are none."""
         self._rule, self._strategy = rule, strategy
-        self._buckets: list[list[Link]] = []
+        self._buckets: list[list[TorchLink]] = []
         extended = strategy.extended
         placement = extended.placement
         if placement.store is None and len(extended.replicas) == 1 and placement.group.num_nodes > 1:
             self._fill([link for link in reversed(links) if link.gradient is not None])
-        self._versions: dict[Link, int] = {}  # of what was begun
+        self._versions: dict[TorchLink, int] = {}  # of what was begun
         self._reset()
 
-    def _fill(self, links: Sequence[Link]) -> None:
+    def _fill(self, links: Sequence[TorchLink]) -> None:
         room = 0
         for link in links:
             if room <= 0:
@@ -51,7 +51,7 @@ class Overlap:
         self._next, self._missing = 0, [set(bucket) for bucket in self._buckets]
 
     @torch.compiler.disable
-    def _note(self, link: Link) -> None:
+    def _note(self, link: TorchLink) -> None:
         """Note that a backward pass has completed a gradient. Collective, where it is the last one of a bucket."""
         if self._next == len(self._buckets) or not self._rule.begun.early:
             return
@@ -90,7 +90,7 @@ class Overlap:
         self._buckets = []
 
 
-def _version(link: Link) -> int:
+def _version(link: TorchLink) -> int:
     """Return the number of changes of a gradient; -1 where the program has replaced it."""
     if link.gradient is None or link.parameter.grad is not link.shown:
         return -1

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from ..base.errors import explain
-from ..optimizers import Optimizer
+from ..frameworks.foreign import ForeignRule
 from ..optimizers.gradients import pairs_of
 from ..optimizers.rule import Block
 from ..optimizers.settings import as_attribute, check_groups, group_settings
 from .tensors import tensor_of
-from .whole import WholeRule
+from .whole import TorchWholeRule
 
-__all__ = ["Taken", "TorchRule", "slots_of"]
+__all__ = ["StepsTaken", "TorchRule", "slots_of"]
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "RAdam", "NAdam", "ASGD", "Rprop")
 _KERNELS = {"Adam": getattr(torch, "_fused_adam_", None), "AdamW": getattr(torch, "_fused_adamw_", None)}
@@ -35,7 +35,7 @@ _UNSAVED = {"params", "param_names", *_OURS}
 
 
 @final
-class Taken:
+class StepsTaken:
     """The steps that some variables of a group have taken, and what torch keeps once for all elements of each.
 
     Attributes:
@@ -53,9 +53,9 @@ class Taken:
         self.group, self.lag, self.begun = group, lag, begun
         self.scalars = self.next_scalars = dict(scalars)
 
-    def copy(self) -> Taken:
+    def copy(self) -> StepsTaken:
         """Return a copy, for those of the variables that go on alone."""
-        return Taken(self.group, self.lag, self.begun, self.scalars)
+        return StepsTaken(self.group, self.lag, self.begun, self.scalars)
 
 
 @final
@@ -171,7 +171,7 @@ class _BlockStep:
 
 
 @final
-class TorchRule(Optimizer):
+class TorchRule(ForeignRule):
     """torch's rule, as an optimizer of ours.
 
     Attributes:
@@ -179,6 +179,10 @@ class TorchRule(Optimizer):
         settings: the numbers of each group, which ranks compare.
         scale: what sums of gradients are multiplied by.
     """
+
+    _function = "ms.torch.distribute"
+    _remedy = "Take SGD, Adam, AdamW or another rule that updates each number by itself"
+    _whole: TorchWholeRule | None
 
     def __init__(
         self, kind: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer, replicas: int, limit: float | None
@@ -188,15 +192,14 @@ class TorchRule(Optimizer):
         names, start = ((), 0.0) if self.whole else slots_of(kind, optimizer.param_groups)
         name = f"torch {kind.__name__}{' on whole tensors' if self.whole else ''}"  # which files compare
         super().__init__(self._rate_of_first, slot_names=names, slot_start=start, global_clipnorm=limit, name=name)
-        self.__whole: WholeRule | None = None
+        self._whole = TorchWholeRule(optimizer) if self.whole else None
         self.scale = 1.0 / replicas
         self.rule, self.settings = kind.__name__, _settings(optimizer.param_groups)
-        self.__taken = [Taken(number) for number in range(len(optimizer.param_groups))]
+        self.__taken = [StepsTaken(number) for number in range(len(optimizer.param_groups))]
         self.__taken_by: dict[Any, int] = {}  # not compared: the settings have the number of each group
         self.__variables: dict[int, list[Any]] = {}  # by group
         self.__together = False  # whether all have taken a step, and keep no numbers once for all elements
         self.__seen: list[dict[str, Any]] = []
-        self.__used = _truths(optimizer.param_groups)
         self.__served = [_read(group) for group in optimizer.param_groups]
         self.__local = threading.local()
 
@@ -210,31 +213,29 @@ class TorchRule(Optimizer):
             return
         settings = _settings(groups)
         if settings != self.settings:
-            self._check_state(groups)
+            self._check_state(settings)
             self.settings = settings
         changing = any(map(_has_tensor, groups))  # in place; then it would be equal to itself
         self.__seen = [] if changing else [dict(group) for group in groups]
 
-    def _check_state(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise RuntimeError if settings need state that was not made when the optimizer was distributed."""
-        used = _truths(groups)
-        if self.whole or used == self.__used:
+    def _check_state(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        """Raise RuntimeError if new settings need state that was not made when the optimizer was distributed."""
+        turned_on = [
+            name
+            for before, now in zip(self.settings, settings, strict=True)
+            for name in now
+            if name != "lr" and now[name] and not before.get(name)
+        ]
+        if self.whole or not turned_on:
             return
-        needed = set(slots_of(self.kind, groups)[0]) - set(self.slot_names)
+        needed = set(slots_of(self.kind, self._optimizer.param_groups)[0]) - set(self.slot_names)
         if needed:
-            changed = [
-                name
-                for before, now in zip(self.__used, used, strict=True)
-                for name in now
-                if now[name] and not before.get(name)
-            ]
-            names = ", ".join(dict.fromkeys(changed))
+            names = ", ".join(dict.fromkeys(turned_on))
             expected = (
                 f"{names} to be on before ms.torch.distribute, where the state {', '.join(sorted(needed))} is made"
             )
             remedy = "Make the optimizer with it, if only with a small number, and change it later"
             raise RuntimeError(explain(f"{self.rule}.step", names, expected=expected, got="set later", remedy=remedy))
-        self.__used = used
 
     def get_settings(self) -> list[dict[str, Any]]:
         """Return what each group holds but for its parameters, as JSON holds it: files and snapshots have it."""
@@ -253,9 +254,9 @@ class TorchRule(Optimizer):
 
     def _restore_steps(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take what `_saved_steps` returned of each group; nothing of older files."""
-        found: dict[Any, Taken] = {}
+        found: dict[Any, StepsTaken] = {}
         for number, saved in enumerate(groups):
-            steps = [Taken(number, *each) for each in saved.get("steps", ())]
+            steps = [StepsTaken(number, *each) for each in saved.get("steps", ())]
             variables = self.__variables.get(number, [])
             for variable, index in zip(variables, saved.get("steps_of") or [0] * len(variables), strict=True):
                 if steps:
@@ -287,34 +288,15 @@ class TorchRule(Optimizer):
         still = self.rule == "Adagrad" or (self.rule == "SGD" and all(not each["momentum"] for each in self.settings))
         return still and all(not each["weight_decay"] for each in self.settings)
 
-    def serve(self, variables: Sequence[Any]) -> None:
-        """Begin to serve the variables of the parameters, in the order of the groups. Collective.
-
-        Raises:
-            TypeError, ValueError: a rule on whole tensors that needs a closure, or parameters that are not whole on each node.
-        """
-        if self.whole:
-            self.__whole = WholeRule(self._optimizer, variables)
-
     def update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> Mapping[str, Any]:
         """Return new weights, by torch's own step on whole tensors."""
-        assert self.__whole is not None
         scaled = {name: gradient * gradient.dtype.type(self.scale) for name, gradient in gradients.items()}
-        return self.__whole.update(scaled, weights, self.iterations + 1)
+        return super().update_whole(scaled, weights)
 
-    def store_whole(self) -> None:
-        """Store this rank's part of the state."""
-        assert self.__whole is not None
-        self.__whole.store()
-
-    def whole_state(self, name: str) -> dict[str, Any] | None:
-        """Return the state of a parameter where the rule runs on whole tensors; else None."""
-        return None if self.__whole is None else self.__whole.state_of(name)
-
-    def load_whole_state(self, name: str, state: Mapping[str, Any]) -> None:
-        """Take the state of a parameter where the rule runs on whole tensors. Collective."""
-        assert self.__whole is not None
-        self.__whole.load(name, state)
+    @property
+    def on_whole_tensors(self) -> TorchWholeRule | None:
+        """The rule on whole tensors, with the state of each parameter; None where the rule runs on blocks."""
+        return self._whole
 
     def assign_group(self, variable: Any, group: int) -> None:
         """Say which group a variable belongs to."""
@@ -325,13 +307,13 @@ class TorchRule(Optimizer):
         """Return the number of the variables that have taken the same steps as this one."""
         return self.__taken_by.get(variable, 0)
 
-    def taken_of(self, variable: Any) -> Taken:
+    def taken_of(self, variable: Any) -> StepsTaken:
         """Return what steps a variable has taken."""
         return self.__taken[self.group_of(variable)]
 
-    def load_taken(self, taken: Mapping[Any, Taken]) -> None:
+    def load_taken(self, taken: Mapping[Any, StepsTaken]) -> None:
         """Take over what steps variables have taken; those that are not named have taken none."""
-        self.__taken = [Taken(number) for number in range(len(self._optimizer.param_groups))]
+        self.__taken = [StepsTaken(number) for number in range(len(self._optimizer.param_groups))]
         known: dict[Any, int] = {}
         for group, variables in self.__variables.items():
             self.__taken[group].lag = self.iterations
@@ -340,7 +322,7 @@ class TorchRule(Optimizer):
                 key = None if found is None else (group, found.lag, found.begun, tuple(found.scalars.items()))
                 if key is not None and key not in known:
                     known[key] = len(self.__taken)
-                    self.__taken.append(Taken(group, found.lag, found.begun, found.scalars))  # type: ignore[union-attr]
+                    self.__taken.append(StepsTaken(group, found.lag, found.begun, found.scalars))  # type: ignore[union-attr]
                 self.__taken_by[variable] = group if key is None else known[key]
         self.__together = False
         self._steps.clear()
@@ -412,15 +394,7 @@ class TorchRule(Optimizer):
             self._steps.clear()
         return numbers
 
-    def update(self, *_: Any) -> None:
-        """Not called: see `update_block`."""
-        raise NotImplementedError("TorchRule.update")
-
-    def update_block(self, block: Block) -> None:
-        """Update a block by torch's own optimizer; where that runs whole, the gradient is what `update_whole` returned."""
-        if self.whole:
-            block.weights[...] = block.gradient
-            return
+    def _update_by_library(self, block: Block) -> None:
         if self.scale != 1:
             np.multiply(block.gradient, self.scale, out=block.gradient)
         taken = self.__taken[block.group]
@@ -469,14 +443,6 @@ class TorchRule(Optimizer):
 def _read(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a group that its updates depend on."""
     return {name: _number(value) for name, value in group.items() if name == "lr" or name not in _UNCOMPARED}
-
-
-def _truths(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, bool]]:
-    """Return which settings of each group are on."""
-    return [
-        {n: bool(value) for n, value in group.items() if n not in _UNCOMPARED and np.ndim(value) == 0}
-        for group in groups
-    ]
 
 
 def _has_tensor(group: Mapping[str, Any]) -> bool:

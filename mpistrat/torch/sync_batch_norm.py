@@ -13,7 +13,7 @@ from .tensors import array_of
 __all__ = ["SyncBatchNorm", "convert"]
 
 
-class _Sum(torch.autograd.Function):
+class _SumOverReplicas(torch.autograd.Function):
     """The sum over replicas, differentiable any number of times. Collective.
 
     Each replica differentiates a loss of its own, which counts by its share. The gradient of the total for this replica's input
@@ -30,7 +30,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Sum.apply(gradient, ctx.layer, ctx.share, not ctx.weighted), None, None, None
+        return _SumOverReplicas.apply(gradient, ctx.layer, ctx.share, not ctx.weighted), None, None, None
 
 
 class _Merge(torch.autograd.Function):
@@ -57,7 +57,7 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_mean: torch.Tensor, of_variance: torch.Tensor, _: Any) -> Any:
         mean, merged = ctx.saved_tensors
-        of_mean, of_variance = _Sum.apply(torch.stack([of_mean, of_variance]), ctx.layer, ctx.share, True)
+        of_mean, of_variance = _SumOverReplicas.apply(torch.stack([of_mean, of_variance]), ctx.layer, ctx.share, True)
         return ctx.part * (of_mean + 2 * (mean - merged) * of_variance), of_variance / ctx.n, None, None, None
 
 

@@ -23,10 +23,12 @@ from ..strategy.contexts import local_replica
 from ..strategy.loss import weight_of_pass
 from .sync_batch_norm import SyncBatchNorm
 
-__all__ = ["Passes", "plain_copy", "with_passes"]
+__all__ = ["ModulePasses", "plain_copy", "with_passes"]
 
 _OWN = frozenset(dir(torch.nn.Module))
-_passes: weakref.WeakKeyDictionary[torch.nn.Module, Passes] = weakref.WeakKeyDictionary()  # by a layer of a module
+_passes: weakref.WeakKeyDictionary[torch.nn.Module, ModulePasses] = (
+    weakref.WeakKeyDictionary()
+)  # by a layer of a module
 
 
 class _Weigh(torch.autograd.Function):
@@ -53,7 +55,7 @@ class _Weigh(torch.autograd.Function):
 
 
 @final
-class Passes:
+class ModulePasses:
     """The passes of one local replica's module: each call of it, or of one of its layers outside of such a call, is one.
 
     Args:

@@ -10,7 +10,7 @@ import copy
 import inspect
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -19,36 +19,34 @@ import torch
 from ..base import log
 from ..base.errors import explain
 from ..comm.arrays import accumulation_dtype
-from ..optimizers.whole_state import StateArray, require_whole
+from ..frameworks.foreign import WholeRule
+from ..optimizers.whole_state import StateArray
 from ..variables import Variable
 from .tensors import array_of, tensor_of
 
-__all__ = ["WholeRule", "tried"]
+__all__ = ["TorchWholeRule", "tried"]
 
 _FUNCTION = "ms.torch.distribute"
 
 
 @final
-class WholeRule:
-    """A copy of an optimizer with parameters of its own. Making it is collective.
+class TorchWholeRule(WholeRule):
+    """A copy of an optimizer, of torch or a subclass of the program, with parameters of its own."""
 
-    Args:
-        optimizer: of torch, or a subclass of anybody.
-        variables: of its parameters, in the order of its groups.
-
-    Raises:
-        TypeError: a step that needs a closure.
-        ValueError: variables that are not whole on each node.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, variables: Sequence[Variable]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._source, kind = optimizer, type(optimizer)
-        self._name = f"{kind.__module__}.{kind.__qualname__}"
-        remedy = "Take SGD, Adam, AdamW or another rule that updates each number by itself"
-        require_whole(_FUNCTION, variables, self._name, remedy)
-        self._raw_step = inspect.unwrap(kind.step)
-        self._seed = sum(map(ord, self._name))
-        own: Any = object.__new__(kind)
+        self.title = f"{kind.__module__}.{kind.__qualname__}"
+        self.reason = f"{self.title} is not known to update each number by itself"
+        self._kind, self._raw_step = kind, inspect.unwrap(kind.step)
+        self._seed = sum(map(ord, self.title))
+
+    def begin(self, variables: Sequence[Variable]) -> None:
+        """Copy the optimizer, and make the variables of its state. Collective.
+
+        Raises:
+            TypeError: a step that needs a closure.
+        """
+        optimizer, own = self._source, object.__new__(self._kind)
         own.__dict__.update(vars(optimizer))
         own.__dict__.update(
             {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}, state=defaultdict(dict)
@@ -60,12 +58,12 @@ class WholeRule:
         own.param_groups = [
             group | {"params": [next(left) for _ in group["params"]]} for group in optimizer.param_groups
         ]
-        self._own, self._begun, self._state = own, {}, {}
+        self._own: Any = own
+        self._begun: dict[str, StateArray] = {}
+        self._state: dict[str, dict[str, StateArray]] = {}
         for name, found in self._try().items():
             self._begun[name] = StateArray(f"torch/{name}/begun", np.zeros((), np.uint8))
             self._state[name] = {key: StateArray(f"torch/{name}/{key}", array) for key, array in found.items()}
-        text = "the optimizer runs whole on every rank, after the sum of gradients"
-        log.once(logging.INFO, f"{_FUNCTION}: {text}: {self._name} is not known to update each number by itself")
 
     def _try(self) -> dict[str, dict[str, np.ndarray]]:
         """Return the state of each parameter after a step on copies, for its forms."""
@@ -74,13 +72,13 @@ class WholeRule:
             known = {key: _array(value) for key, value in state.items()}
             left = [key for key, array in known.items() if array is None and state[key] is not None]
             if left:
-                text = f"{_FUNCTION}: files do not have the state {', '.join(left)} of {self._name}: it is no tensor or number"
+                text = f"{_FUNCTION}: files do not have the state {', '.join(left)} of {self.title}: it is no tensor or number"
                 log.once(logging.WARNING, text)
             found[name] = {key: np.zeros_like(array) for key, array in known.items() if array is not None}
         return found
 
     def update(self, gradients: Mapping[str, Any], weights: Mapping[str, Any], step: int) -> dict[str, np.ndarray]:
-        """Return new weights by name of variable; all arrays are whole. The state is written by `store`."""
+        """Return new weights by name of variable; all arrays are whole. `store` writes the state."""
         for own, theirs in zip(self._own.param_groups, self._source.param_groups, strict=True):
             own.update({name: value for name, value in theirs.items() if name != "params"})
         for name, parameter in self._parameters.items():
@@ -108,16 +106,15 @@ class WholeRule:
         for key, array in self._state[name].items():
             state[key] = _like(np.array(array.variable.array), state.get(key))
 
-    def store(self) -> None:
-        """Write this rank's part of the state after `update`, which all ranks of the node have called."""
+    def new_state(self) -> Iterator[tuple[StateArray, np.ndarray]]:
+        """Yield the arrays of the state with their values after the last update."""
         for name, parameter in self._parameters.items():
             state = self._own.state.get(parameter, {})
-            values = {key: _checked(self._name, key, state[key]) for key in self._state[name] if key in state}
-            for key, value in values.items():
-                array = self._state[name][key]
-                array.write(array.parts_of(value))
+            for key, array in self._state[name].items():
+                if key in state:
+                    yield array, _checked(self.title, key, state[key])
             if state:
-                self._begun[name].write(self._begun[name].parts_of(np.ones((), np.uint8)))
+                yield self._begun[name], np.ones((), np.uint8)
 
     def state_of(self, name: str) -> dict[str, Any]:
         """Return the state of a parameter as torch has it; {} before its first step."""
@@ -135,7 +132,7 @@ class WholeRule:
         own.update(state)
         for key, array in self._state[name].items():
             if key in state:
-                array.variable.assign(_checked(self._name, key, state[key]).astype(array.variable.dtype))
+                array.variable.assign(_checked(self.title, key, state[key]).astype(array.variable.dtype))
 
 
 def tried(optimizer: torch.optim.Optimizer) -> list[Mapping[str, Any]]:

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, final
 
 import numpy as np
 
-from ..base import log, nest
+from ..base import nest
 from ..base.errors import ContextError, explain
 from ..base.masks import plain_array
 from .callbacks import Callback, Loop
 from .checkpoints import Checkpoints
 from .metric import Metric, results
 from .random_states import gather_states, hand_back
+from .readers import readers_of
 
 __all__ = ["Trainer"]
-
-_NOT_IN_TURN = (
-    "Trainer: there are other workers than when this was saved, and those had stopped at different steps: of epoch %d some "
-    "batches are taken twice, and others are left out"
-)
 
 
 @final
@@ -84,7 +78,7 @@ class Trainer:
         self.history: dict[str, list[Any]] = {}
         self._batches: Any = iter(())  # of the epoch
         self._taken, self._endless = 0, False  # how many of it; whether it goes over into the next one
-        self._servers = strategy.extended.placement.store is not None
+        self._readers = readers_of(self.loop, checkpoints, self._notes)
 
     def fit(
         self,
@@ -152,7 +146,7 @@ class Trainer:
                 if strategy.should_stop() and not strategy.nodes_differ:
                     self._save()
                     break
-                loop.step = begun + count if count else loop.step  # of servers, too, which take no batches
+                loop.step = begun + count if count else loop.step  # of ranks without batches, too
                 self._end_epoch(validation_data if (loop.epoch + 1) % validation_freq == 0 else None)
                 self._taken, begun = 0, loop.step
                 over = loop.stop_training or reached or loop.epoch + 1 == last
@@ -176,7 +170,7 @@ class Trainer:
             self._taken += 1
             loop.step += 1
             self._call("on_step_end")
-            if self._checkpoints is not None and not self._servers:
+            if self._checkpoints is not None and not self._readers.alone:
                 self._checkpoints.step(loop.step, self._notes)
             if strategy.should_stop() and not strategy.nodes_differ:
                 batches.close()
@@ -193,7 +187,7 @@ class Trainer:
         self.loop.agree()
 
     def _close(self) -> None:
-        """End reading; with parameter servers a worker leaves the pass so."""
+        """End reading. A worker that has its own batches leaves the pass."""
         if hasattr(self._batches, "close"):
             self._batches.close()
 
@@ -203,14 +197,14 @@ class Trainer:
         if self._checkpoints is not None and self.strategy.nodes_differ:
             self._checkpoints.postpone()
         elif self._checkpoints is not None:
-            step = self.strategy.broadcast_object(self.loop.step, self.loop.first)  # workers of servers have their own
+            step = self.strategy.broadcast_object(self.loop.step, self.loop.first)  # readers may have their own
             self._checkpoints.save(step, self._notes(next_epoch))
 
     def _save_epoch(self, over: bool) -> None:
-        """Save behind an epoch where nothing says when else, and behind the last one."""
+        """Save after the last epoch, and after each one where `checkpoints` has no other times."""
         if self._checkpoints is not None and (over or not self._checkpoints.periodic):
             self._save(next_epoch=True)
-        elif self._checkpoints is not None and self._servers:
+        elif self._checkpoints is not None and self._readers.alone:
             self._checkpoints.step(self.loop.step, partial(self._notes, next_epoch=True))
 
     def _notes(self, next_epoch: bool = False) -> dict[str, Any]:
@@ -221,9 +215,9 @@ class Trainer:
         mine = {"taken": self._taken, "position": state}
         return {
             "epoch": loop.epoch + next_epoch,
-            "alone": self._servers,  # whether each reader has batches of its own
-            "dealt": self._dealt(),  # the readers among whom batches are dealt out
-            "readers": self.strategy.all_gather_object(mine) if self._servers else [mine],
+            "alone": self._readers.alone,
+            "dealt": self._readers.dealt(),
+            "readers": self._readers.gather(mine),
             "history": {name: plain_array(values, "Trainer", name).tolist() for name, values in self.history.items()},
             "random": gather_states(self.strategy),
             "rate": loop.rate(),
@@ -232,9 +226,10 @@ class Trainer:
         }
 
     def _go_on(self, notes: dict[str, Any]) -> tuple[int, int, Any]:
-        """Take over notes; return the epoch, how many batches of it this rank has taken, and what `_find` shall find.
+        """Restore the loop from notes, and `_taken`: the batches of the epoch that the first reader has taken.
 
-        What the first rank has taken of it is `_taken`.
+        Returns:
+            The epoch, the number of its batches that this rank has taken, and the position for `_find`.
         """
         loop = self.loop
         loop.step, self.history, loop.stop_training = notes["step"], notes["history"], notes["stopped"]
@@ -243,32 +238,11 @@ class Trainer:
         for callback, state in zip(self._callbacks, notes["callbacks"], strict=False):
             callback.load(state)
         hand_back(self.strategy, notes.get("random", ()))
-        readers, epoch = notes["readers"], notes["epoch"]
-        before = notes["step"] - readers[loop.first if notes["alone"] and self._servers else 0]["taken"]
-        before = before if self._endless else 0  # batches of earlier epochs, of each reader
-        if notes["alone"] == self._servers and (not self._servers or len(readers) == self.strategy.size):
-            mine = readers[self.strategy.rank if self._servers else 0]
-            self._taken = readers[loop.first if self._servers else 0]["taken"]
-            return epoch, mine["taken"], mine["position"] or before + mine["taken"]
-        # Other workers than then: what they have left is dealt out anew.
-        dealt = [readers[index]["taken"] for index in notes.get("dealt") or range(len(readers))]
-        total, past = sum(dealt), before * len(dealt)
-        if dealt != [_dealt_to(index, len(dealt), total) for index in range(len(dealt))]:
-            log.once(logging.WARNING, _NOT_IN_TURN % epoch)
-        count = len(self._dealt())
-        own = (self.strategy.worker_index or 0) // self.strategy.workers_in_sync if self._servers else 0
-        first, skipped = (_dealt_to(one, count, past + total) for one in (0, own))
-        self._taken = first - _dealt_to(0, count, past)
-        if self._servers and self.strategy.is_server:
-            return epoch, 0, 0
-        return epoch, skipped - _dealt_to(own, count, past), skipped
-
-    def _dealt(self) -> list[int]:
-        """Return the rank of each worker, the first of those in sync, which batches are dealt out to in turn."""
-        return list(self.strategy.workers[:: self.strategy.workers_in_sync]) if self._servers else [0]
+        self._taken, taken, position = self._readers.places(notes, self._endless)
+        return notes["epoch"], taken, position
 
     def _find(self, position: Any) -> None:
-        """Put the iterator where it was: at its own position, or behind so many batches."""
+        """Set the iterator to a position: its own state, or a number of batches to skip."""
         if hasattr(self._batches, "restore"):
             known = isinstance(position, dict)
             self._batches.restore(position if known else {**self._batches.state(), "next": position})
@@ -292,8 +266,8 @@ class Trainer:
             ContextError: under parameter servers, whose workers have batches of their own.
             ValueError: there is no predict_step, or no batch.
         """
-        if self._servers:
-            expected, got = "a strategy whose ranks have the same batches", "one of parameter servers"
+        if self._readers.alone:
+            expected, got = "a strategy whose ranks have the same batches", "one whose workers have their own"
             raise ContextError(explain("Trainer.predict", "strategy", expected=expected, got=got))
         rows = [self.strategy.gather(self._run("predict", batch), axis=0) for batch in itertools.islice(data, steps)]
         if not rows:
@@ -314,49 +288,10 @@ class Trainer:
     def _epoch(self, count: int | None) -> Generator[Any, None, None]:
         """Yield the batches of an epoch that are left."""
         wanted = None if count is None else count - self._taken
-        drawn = yield from self._passes(wanted) if self._servers else self._draw(wanted)
+        drawn = yield from self._readers.draw(self._batches, wanted)
         if wanted is not None and drawn < wanted:
             expected, got = f"steps_per_epoch={count} batches in each epoch", f"{drawn} in epoch {self.loop.epoch}"
             raise ValueError(explain("Trainer.fit", "data", expected=expected, got=got, remedy="Repeat the dataset"))
-
-    def _passes(self, wanted: int | None) -> Generator[Any, None, int]:
-        """Draw from the batches of each worker; where it is time to save, all ranks leave the pass and meet."""
-        loop, strategy, checkpoints = self.loop, self.strategy, self._checkpoints
-        drawn, waited = 0, 0.0
-        while True:
-            step, found = loop.step, 0
-            due = None if checkpoints is None else checkpoints.steps_until_due(step)
-            left = None if wanted is None else wanted - drawn
-            arrived = time.monotonic()
-            if strategy.is_server:
-                strategy.serve()
-            else:
-                strategy.resume_pass()  # one that the data outlast
-                try:
-                    found = yield from self._draw(min((n for n in (left, due) if n is not None), default=None))
-                finally:
-                    arrived = time.monotonic()
-                    strategy.suspend_pass()
-            drawn += found
-            if checkpoints is None or due is None:
-                break
-            more = found == due and drawn != wanted
-            if strategy.should_stop():
-                return drawn if wanted is None else wanted  # the data have not ended
-            met = strategy.all_gather_object((more, waited))
-            if not any(more for more, _ in met):
-                break
-            waited = 0.0 if strategy.is_server else time.monotonic() - arrived
-            loop.step = step + due
-            checkpoints.step(loop.step, self._notes, sum(seconds for _, seconds in met) / len(strategy.workers))
-        return wanted if strategy.is_server and wanted is not None else drawn
-
-    def _draw(self, wanted: int | None) -> Generator[Any, None, int]:
-        drawn = 0
-        for batch in itertools.islice(self._batches, wanted):
-            yield batch
-            drawn += 1
-        return drawn
 
     def _call(self, moment: str, *args: Any) -> None:
         for callback in self._callbacks:
@@ -373,8 +308,3 @@ class Trainer:
         length = len(next(iter(self.history.values()), []))
         for name in {**self.history, **logs}:
             self.history.setdefault(name, [float("nan")] * length).append(logs.get(name, float("nan")))
-
-
-def _dealt_to(index: int, count: int, batches: int) -> int:
-    """Return how many of the first batches come to one of those to whom they are dealt out in turn."""
-    return max(0, -(-(batches - index) // count))
