@@ -28,7 +28,14 @@ def build(folder: Path, compiler: str) -> tuple[list[str], list[str], str]:
     source = folder / "source"
     (source / LOOPS).mkdir(parents=True)
     (source / LOOPS / "module.c").write_text(MODULE)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "mpistrat/__init__.py", "mpistrat/base/version.py"):
+    for name in (
+        "setup.py",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "mpistrat/__init__.py",
+        "mpistrat/base/version.py",
+    ):
         shutil.copy(ROOT / name, source / name)
     for name in ("mpistrat/base", LOOPS):
         shutil.copy(ROOT / name / "__init__.py", source / name)
