@@ -27,7 +27,7 @@ from ..comm.packing import Forms, forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
 from .values import beside, call_of, check_out, counted_axis, local_arrays, local_values
 
-__all__ = ["all_gather", "all_to_all", "between", "check_divided", "checked_axis", "reduce_scatter", "reshard"]
+__all__ = ["all_gather", "all_to_all", "between", "check_divided", "checked_axis", "reduce_scatter"]
 
 _FAILED = -1  # in place of a number of bytes
 _POOL = BufferPool(kept=2)
@@ -109,7 +109,13 @@ def _summed_here(topology: Topology, arrays: Sequence[Any], how: Arithmetic) -> 
 
 
 def all_to_all(
-    group: ProcessGroup, function: str, name: str, values: Sequence[Any], splits: Any, axis: int
+    group: ProcessGroup,
+    function: str,
+    name: str,
+    values: Sequence[Any],
+    splits: Any,
+    axis: int,
+    joined: int | None = None,
 ) -> tuple[list[Any], Any]:
     """Return for each value what the local replicas get of it, and the lengths that each got of every one. Collective.
 
@@ -117,27 +123,34 @@ def all_to_all(
         group, function, name, values: see `reduce_scatter`.
         splits: int64 lengths of the parts of the local replica, or a PerReplica of them; None for equal parts.
         axis: the dimension that is cut.
+        joined: the dimension along which parts are concatenated, where all ranks have one replica and arrays of one shape, of which
+            no lengths are exchanged; default `axis`.
 
     Raises:
-        Exception: see `ReplicaContext.all_to_all`.
+        Exception: see `ReplicaContext.all_to_all` and `Mesh.reshard`.
     """
-    topology = group.topology
+    topology, equal = group.topology, joined is not None
     leaves = [[as_array(v, function) for v in local_values(value, group, function, repeat=False)] for value in values]
     axes = [counted_axis(axis, arrays[0].ndim) for arrays in leaves]
-    forms = tuple(_form(arrays, along, function) for arrays, along in zip(leaves, axes, strict=True))
-    how = "equal parts" if splits is None else "splits"
+    forms = tuple(_form(arrays, None if equal else along, function) for arrays, along in zip(leaves, axes, strict=True))
+    how = f"to axis {joined}" if equal else "equal parts" if splits is None else "splits"
     with group.collective(function, name, detail=(how, "axis", axis, *forms)) as call:
+        onto = axes
         for arrays in leaves:
             checked_axis(arrays[0], axis, function)
             check_movable(arrays[0].dtype, function)
+        if joined is not None:
+            onto = [checked_axis(arrays[0], joined, function) for arrays in leaves]
+            if any(before == after for before, after in zip(onto, axes, strict=True)):
+                raise ValueError(explain(function, "new", expected="another dimension than old", got=repr(axis)))
         hosts = [[to_host(array) for array in arrays] for arrays in leaves]
-        came, room, found = _moved(group, call, function, hosts, splits, axes)
+        came, room, found = _moved(group, call, function, hosts, splits, axes, equal)
     results = []
-    for leaf, arrays in enumerate(leaves):
-        if len(leaves) == 1 and axes == [0] and topology.num_replicas == topology.size:  # they lie side by side
+    for leaf, (arrays, along, after) in enumerate(zip(leaves, axes, onto, strict=True)):
+        if len(leaves) == 1 and along == 0 == after and topology.num_replicas == topology.size:  # they lie side by side
             local = [room.view(arrays[0].dtype).reshape(int(came.sum()), *arrays[0].shape[1:])]
         else:
-            local = _joined(topology, [each[leaf] for each in found], came[:, :, leaf], arrays[0].shape, axes[leaf])
+            local = _joined(topology, [each[leaf] for each in found], came[:, :, leaf], arrays[0].shape, along, after)
         results.append(_placed(local, arrays))
     received = [came[:, local].max(axis=1, initial=0) for local in range(topology.num_local_replicas)]
     return results, received[0] if len(received) == 1 else PerReplica(received)
@@ -150,6 +163,7 @@ def _moved(
     leaves: Sequence[Sequence[np.ndarray]],
     splits: Any,
     axes: Sequence[int],
+    equal: bool,
 ) -> tuple[np.ndarray, np.ndarray, list[list[np.ndarray]]]:
     """Return how much comes, as `_received` does, all of it as bytes, and from each rank what comes of each leaf. Collective.
 
@@ -161,10 +175,10 @@ def _moved(
         sent = _lengths(topology, function, leaves, splits, axes)
         parts = [[_part(arrays, sent[:, :, i], axes[i], *ends) for i, arrays in enumerate(leaves)] for ends in ranks]
         largest = max(num_bytes(forms_of(part)) for part in parts)
-    except Exception as error:  # which the others are told with their lengths
+    except Exception as error:  # of which the others learn with their lengths
         failure, largest = error, _FAILED
         sent = np.zeros((topology.num_local_replicas, topology.num_replicas, len(leaves)), np.int64)
-    came, most = _received(group, call, sent, largest)
+    came, most = (sent.swapaxes(0, 1), largest) if equal else _received(group, call, sent, largest)
     if most == _FAILED:
         with together(group.all_gather_text):
             if failure is not None:
@@ -191,8 +205,8 @@ def _part(arrays: Sequence[np.ndarray], lengths: np.ndarray, axis: int, low: int
     return flats[0] if len(flats) == 1 else np.concatenate(flats)
 
 
-def _form(arrays: Sequence[Any], axis: int, function: str) -> tuple[str, ...]:
-    """Return what the arrays of all replicas must share: all but their length along the axis.
+def _form(arrays: Sequence[Any], axis: int | None, function: str) -> tuple[str, ...]:
+    """Return what the arrays of all replicas must share: all but their length along an axis, if one is given.
 
     Raises:
         CollectiveMismatchError: those of the local replicas do not.
@@ -258,7 +272,7 @@ def _received(group: ProcessGroup, call: Call, sent: np.ndarray, largest: int) -
 
 
 def _joined(
-    topology: Topology, flats: Sequence[np.ndarray], came: np.ndarray, shape: tuple[int, ...], axis: int
+    topology: Topology, flats: Sequence[np.ndarray], came: np.ndarray, shape: tuple[int, ...], axis: int, onto: int
 ) -> list[np.ndarray]:
     """Return each local replica's array of a leaf, of what came from each rank: its replicas' parts, for each local one."""
     parts: list[list[np.ndarray]] = [[] for _ in range(came.shape[1])]
@@ -270,63 +284,24 @@ def _joined(
                 size = math.prod(part_shape)
                 parts[local].append(flat[start : start + size].reshape(part_shape))
                 start += size
-    return [np.concatenate(each, axis=axis) for each in parts]
-
-
-# arrays of one shape on all ranks, one replica each
+    return [np.concatenate(each, axis=onto) for each in parts]
 
 
 def all_gather(group: ProcessGroup, function: str, name: str, values: Sequence[Any], axis: int) -> list[Any]:
-    """Return the ranks' arrays concatenated along an axis, of each value. Collective. See `Collectives.all_gather`."""
+    """Return the ranks' arrays, each of one shape, concatenated along an axis. Collective. See `Collectives.all_gather`."""
     arrays = [as_array(value, function) for value in values]
     with group.collective(function, name, *call_of(arrays, f"axis {axis}")) as call:
         axes = [checked_axis(array, axis, function) for array in arrays]
-        hosts = _movable(arrays, function)
+        for array in arrays:
+            check_movable(array.dtype, function)
+        hosts = [to_host(array) for array in arrays]
         rows = gather_rows(group, call, to_bytes(hosts))
-    found = [of_bytes(row, forms_of(hosts)) for row in rows]
-    return _concatenated(rows.reshape(-1), found, axes, arrays)
-
-
-def reshard(group: ProcessGroup, function: str, name: str, values: Sequence[Any], old: int, new: int) -> list[Any]:
-    """Return this rank's parts along one axis of arrays that are split along another. Collective. See `Mesh.reshard`."""
-    arrays, size = [as_array(value, function) for value in values], group.topology.size
-    with group.collective(function, name, *call_of(arrays, f"from axis {old} to {new}")) as call:
-        axes = [checked_axis(array, old, function) for array in arrays]
-        cut = [checked_axis(array, new, function) for array in arrays]
-        for array, before, after in zip(arrays, axes, cut, strict=True):
-            if before == after:
-                raise ValueError(explain(function, "new", expected="another dimension than old", got=repr(new)))
-            check_divided(array, after, size, function)
-        hosts, parts = _movable(arrays, function), []
-        for rank in range(size):
-            lengths = [host.shape[along] // size for host, along in zip(hosts, cut, strict=True)]
-            ends = [(rank * length, (rank + 1) * length) for length in lengths]
-            parts.append([between(*part[:2], *part[2]) for part in zip(hosts, cut, ends, strict=True)])
-        forms = forms_of(parts[0])
-        room, found = _exchanged(group, call, parts, [forms] * size, num_bytes(forms))
-    return _concatenated(room, found, axes, arrays)
-
-
-def _movable(arrays: Sequence[Any], function: str) -> list[np.ndarray]:
-    """Return arrays on the host.
-
-    Raises:
-        TypeError: Python objects or structured arrays.
-    """
-    for array in arrays:
-        check_movable(array.dtype, function)
-    return [to_host(array) for array in arrays]
-
-
-def _concatenated(
-    room: np.ndarray, found: Sequence[Sequence[np.ndarray]], axes: Sequence[int], like: Sequence[Any]
-) -> list[Any]:
-    """Return what came of each value from all ranks, one behind the other; where it lies so already, a view of all bytes."""
-    if axes == [0] and len(like) == 1:
-        first = found[0][0]
-        return [beside(room.view(first.dtype).reshape(len(found) * first.shape[0], *first.shape[1:]), like[0])]
-    whole = (np.concatenate(parts, axis=axis) for parts, axis in zip(zip(*found, strict=True), axes, strict=True))
-    return [beside(result, array) for result, array in zip(whole, like, strict=True)]
+    if axes == [0] and len(arrays) == 1:  # they lie side by side
+        shape = (len(rows) * hosts[0].shape[0], *hosts[0].shape[1:])
+        return [beside(rows.reshape(-1).view(hosts[0].dtype).reshape(shape), arrays[0])]
+    found = zip(*(of_bytes(row, forms_of(hosts)) for row in rows), strict=True)
+    whole = [np.concatenate(parts, axis=along) for parts, along in zip(found, axes, strict=True)]
+    return [beside(result, array) for result, array in zip(whole, arrays, strict=True)]
 
 
 # bytes of several arrays

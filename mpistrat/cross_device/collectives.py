@@ -182,10 +182,10 @@ class Collectives:
 
     def reshard(self, value: Any, old: int, new: int) -> Any:
         """Return a nest with this rank's parts along axis `new` of arrays that are split along axis `old`. Collective."""
-        from .all_to_all import reshard
+        from .all_to_all import all_to_all
 
         leaves, name, _ = self._leaves(value)
-        return _packed_like(value, reshard(self.group, self._called("reshard"), name, leaves, old, new))
+        return _packed_like(value, all_to_all(self.group, self._called("reshard"), name, leaves, None, new, old)[0])
 
     def broadcast(self, value: Any, root: int) -> Any:
         """Return a nest with the arrays of replica `root`. Collective. See `ReplicaContext.broadcast`."""
