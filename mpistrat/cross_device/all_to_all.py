@@ -25,7 +25,7 @@ from ..comm.exchange import all_to_all as equal_parts
 from ..comm.exchange import exchange
 from ..comm.packing import Forms, forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
-from .values import beside, call_of, check_out, counted_axis, local_arrays, local_values
+from .values import Leaves, beside, call_of, check_out, counted_axis, local_arrays, local_values
 
 __all__ = ["all_gather", "all_to_all", "between", "check_divided", "checked_axis", "reduce_scatter"]
 
@@ -36,9 +36,8 @@ _POOL = BufferPool(kept=2)
 def reduce_scatter(
     group: ProcessGroup,
     function: str,
-    name: str,
+    values: Leaves,
     op: ReduceOp,
-    values: Sequence[Any],
     axis: int,
     options: CommunicationOptions | None,
     equal: bool,
@@ -48,9 +47,9 @@ def reduce_scatter(
 
     Args:
         group: the ranks.
-        function, name: the caller, and the label and the form of the nest, for errors.
+        function: the caller, for errors.
+        values: what is reduced.
         op: the reduction.
-        values: for each leaf a PerReplica, or the array of the only local replica.
         axis: the dimension that the replicas divide, the first ones getting one more where it does not divide evenly.
         options: timeout_seconds.
         equal, outs: see `Collectives.reduce_scatter`.
@@ -59,10 +58,10 @@ def reduce_scatter(
         Exception: see `ReplicaContext.reduce_scatter`.
     """
     topology = group.topology
-    leaves = [local_arrays(local_values(value, group, function, repeat=False), function) for value in values]
+    leaves = [local_arrays(local_values(value, group, function, repeat=False), function) for value in values.values]
     forms = tuple((dtype_name(arrays[0].dtype), tuple(arrays[0].shape)) for arrays in leaves)
     timeout = None if options is None else options.timeout_seconds
-    with group.collective(function, name, detail=(op.value, "axis", axis, *forms), timeout=timeout) as call:
+    with group.collective(function, values.name, detail=(op.value, "axis", axis, *forms), timeout=timeout) as call:
         hows = [arithmetic(op, arrays[0].dtype, topology.num_replicas, function) for arrays in leaves]
         axes = [checked_axis(arrays[0], axis, function) for arrays in leaves]
         for arrays, along in zip(leaves, axes, strict=True) if equal else ():
@@ -109,32 +108,28 @@ def _summed_here(topology: Topology, arrays: Sequence[Any], how: Arithmetic) -> 
 
 
 def all_to_all(
-    group: ProcessGroup,
-    function: str,
-    name: str,
-    values: Sequence[Any],
-    splits: Any,
-    axis: int,
-    joined: int | None = None,
+    group: ProcessGroup, function: str, values: Leaves, splits: Any, axis: int, joined: int | None = None
 ) -> tuple[list[Any], Any]:
     """Return for each value what the local replicas get of it, and the lengths that each got of every one. Collective.
 
     Args:
-        group, function, name, values: see `reduce_scatter`.
+        group, function, values: see `reduce_scatter`.
         splits: int64 lengths of the parts of the local replica, or a PerReplica of them; None for equal parts.
         axis: the dimension that is cut.
-        joined: the dimension along which parts are concatenated, where all ranks have one replica and arrays of one shape, of which
-            no lengths are exchanged; default `axis`.
+        joined: the dimension along which parts are concatenated, where all ranks have one replica and arrays of one shape: no
+            lengths are exchanged; default `axis`.
 
     Raises:
         Exception: see `ReplicaContext.all_to_all` and `Mesh.reshard`.
     """
     topology, equal = group.topology, joined is not None
-    leaves = [[as_array(v, function) for v in local_values(value, group, function, repeat=False)] for value in values]
+    leaves = [
+        [as_array(v, function) for v in local_values(value, group, function, repeat=False)] for value in values.values
+    ]
     axes = [counted_axis(axis, arrays[0].ndim) for arrays in leaves]
     forms = tuple(_form(arrays, None if equal else along, function) for arrays, along in zip(leaves, axes, strict=True))
     how = f"to axis {joined}" if equal else "equal parts" if splits is None else "splits"
-    with group.collective(function, name, detail=(how, "axis", axis, *forms)) as call:
+    with group.collective(function, values.name, detail=(how, "axis", axis, *forms)) as call:
         onto = axes
         for arrays in leaves:
             checked_axis(arrays[0], axis, function)
@@ -176,6 +171,8 @@ def _moved(
         parts = [[_part(arrays, sent[:, :, i], axes[i], *ends) for i, arrays in enumerate(leaves)] for ends in ranks]
         largest = max(num_bytes(forms_of(part)) for part in parts)
     except Exception as error:  # of which the others learn with their lengths
+        if equal:
+            raise
         failure, largest = error, _FAILED
         sent = np.zeros((topology.num_local_replicas, topology.num_replicas, len(leaves)), np.int64)
     came, most = (sent.swapaxes(0, 1), largest) if equal else _received(group, call, sent, largest)
@@ -287,10 +284,10 @@ def _joined(
     return [np.concatenate(each, axis=onto) for each in parts]
 
 
-def all_gather(group: ProcessGroup, function: str, name: str, values: Sequence[Any], axis: int) -> list[Any]:
+def all_gather(group: ProcessGroup, function: str, values: Leaves, axis: int) -> list[Any]:
     """Return the ranks' arrays, each of one shape, concatenated along an axis. Collective. See `Collectives.all_gather`."""
-    arrays = [as_array(value, function) for value in values]
-    with group.collective(function, name, *call_of(arrays, f"axis {axis}")) as call:
+    arrays = [as_array(value, function) for value in values.values]
+    with group.collective(function, values.name, *call_of(arrays, f"axis {axis}")) as call:
         axes = [checked_axis(array, axis, function) for array in arrays]
         for array in arrays:
             check_movable(array.dtype, function)

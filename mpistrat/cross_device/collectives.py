@@ -20,6 +20,7 @@ from ..comm.process_group import ProcessGroup
 from .auto import make_cross_device_ops
 from .ops import CrossDeviceOps, called
 from .over_axes import OVER_AXES, Axis
+from .values import Leaves
 
 if TYPE_CHECKING:
     from .nonblocking import CollectiveRequest, NonblockingCollectives
@@ -110,19 +111,22 @@ class Collectives:
                 return value
             if type(value) in PLAIN or not nest.is_nested(value):
                 return as_scalar(self.ops.reduce(op, value, None, self.merged(options), self._label))
-        leaves, name, _ = self._leaves(value)
+        leaves = Leaves.of(value, self._label)
         if out is not None:
             outs = _outs(self._all_reduce, value, out)
-            self.ops.reduce_leaves(op, leaves, self.merged(options), name, outs)
+            self.ops.reduce_leaves(op, leaves, self.merged(options), outs)
             return out
         if axis is None:
-            totals = self.ops.reduce_leaves(op, leaves, self.merged(options), name)
-            return _packed_like(value, [as_scalar(total) for total in totals])
+            totals = self.ops.reduce_leaves(op, leaves, self.merged(options))
+            return nest.pack_like(value, [as_scalar(total) for total in totals])
         over = OVER_AXES[op]
-        plans = [over(leaf, axis, self.group.topology.num_local_replicas) for leaf in leaves]
+        plans = [over(leaf, axis, self.group.topology.num_local_replicas) for leaf in leaves.values]
         between = ReduceOp.SUM if op is ReduceOp.MEAN else op
-        totals = self.ops.reduce_leaves(between, [pack for pack, _ in plans], self.merged(options), name)
-        return _packed_like(value, [as_scalar(finish(total)) for (_, finish), total in zip(plans, totals, strict=True)])
+        packs = leaves._replace(values=[pack for pack, _ in plans])
+        totals = self.ops.reduce_leaves(between, packs, self.merged(options))
+        return nest.pack_like(
+            value, [as_scalar(finish(total)) for (_, finish), total in zip(plans, totals, strict=True)]
+        )
 
     def all_gather(
         self, value: Any, axis: int, options: CommunicationOptions | None = None, *, equal: bool = False
@@ -135,12 +139,12 @@ class Collectives:
         """
         if self.alone:
             return value
-        leaves, name, paths = self._leaves(value)
+        leaves = Leaves.of(value, self._label)
         if equal:
             from .all_to_all import all_gather
 
-            return _packed_like(value, all_gather(self.group, self._called("all_gather"), name, leaves, axis))
-        return _packed_like(value, self.ops.gather_leaves(leaves, axis, self.merged(options), name, paths))
+            return nest.pack_like(value, all_gather(self.group, self._called("all_gather"), leaves, axis))
+        return nest.pack_like(value, self.ops.gather_leaves(leaves, axis, self.merged(options)))
 
     def reduce_scatter(
         self,
@@ -165,10 +169,10 @@ class Collectives:
         op = ReduceOp.parse(reduce_op, function)
         if self.alone:
             return value
-        leaves, name, _ = self._leaves(value)
+        leaves = Leaves.of(value, self._label)
         outs = None if out is None else _outs(function, value, out)
-        parts = reduce_scatter(self.group, function, name, op, leaves, index(axis), self.merged(options), equal, outs)
-        return out if out is not None else _packed_like(value, parts)
+        parts = reduce_scatter(self.group, function, leaves, op, index(axis), self.merged(options), equal, outs)
+        return out if out is not None else nest.pack_like(value, parts)
 
     def all_to_all(self, value: Any, splits: Any, axis: int) -> tuple[Any, Any]:
         """Return a nest with what each local replica receives, and its lengths. Collective. See `ReplicaContext.all_to_all`."""
@@ -176,24 +180,23 @@ class Collectives:
 
         if self.alone:
             return value, splits
-        leaves, name, _ = self._leaves(value)
-        results, lengths = all_to_all(self.group, self._called("all_to_all"), name, leaves, splits, index(axis))
-        return _packed_like(value, results), lengths
+        leaves = Leaves.of(value, self._label)
+        results, lengths = all_to_all(self.group, self._called("all_to_all"), leaves, splits, index(axis))
+        return nest.pack_like(value, results), lengths
 
     def reshard(self, value: Any, old: int, new: int) -> Any:
         """Return a nest with this rank's parts along axis `new` of arrays that are split along axis `old`. Collective."""
         from .all_to_all import all_to_all
 
-        leaves, name, _ = self._leaves(value)
-        return _packed_like(value, all_to_all(self.group, self._called("reshard"), name, leaves, None, new, old)[0])
+        leaves = Leaves.of(value, self._label)
+        return nest.pack_like(value, all_to_all(self.group, self._called("reshard"), leaves, None, new, old)[0])
 
     def broadcast(self, value: Any, root: int) -> Any:
         """Return a nest with the arrays of replica `root`. Collective. See `ReplicaContext.broadcast`."""
         if self.alone:
             return value
-        leaves, name, paths = self._leaves(value)
-        found = self.ops.broadcast_leaves(leaves, root, name, paths)
-        return _packed_like(value, [as_scalar(leaf) for leaf in found])
+        found = self.ops.broadcast_leaves(Leaves.of(value, self._label), root)
+        return nest.pack_like(value, [as_scalar(leaf) for leaf in found])
 
     # started now, waited for later
 
@@ -214,9 +217,8 @@ class Collectives:
         if self.alone:
             kept = copy.deepcopy(value)
             return CollectiveRequest(function, None, (), lambda: kept)
-        leaves, name, _ = self._leaves(value)
-        like = nest.map_structure(lambda leaf: None, value)
-        return start(function, name, leaves, lambda found: _packed_like(like, [*map(as_scalar, found)]))
+        leaves, like = Leaves.of(value, self._label), nest.map_structure(lambda leaf: None, value)
+        return start(function, leaves, lambda found: nest.pack_like(like, [*map(as_scalar, found)]))
 
     # objects, which mpi4py pickles, of ranks
 
@@ -265,13 +267,6 @@ class Collectives:
     def _called(self, operation: str) -> str:
         return called(self._front, operation)
 
-    def _leaves(self, value: Any) -> tuple[list[Any], str, list[str]]:
-        """Return the leaves of a nest, or the value itself, with the name of the call and the path of each leaf."""
-        if not nest.is_nested(value):
-            return [value], self._label, [""]
-        form = nest.form(value)
-        return nest.flatten(value), f"{self._label}: {form}" if self._label else form, nest.paths(value)
-
 
 def check_rank(function: str, group: ProcessGroup, root: Any) -> None:
     """Raise ValueError unless it is the number of a rank of a group."""
@@ -297,10 +292,6 @@ def _outs(function: str, value: Any, out: Any) -> list[np.ndarray]:
         expected, got = f"NumPy arrays in the form of the value, {nest.form(value)}", repr(out)[:60]
         raise ValueError(explain(function, "out", expected=expected, got=got))
     return outs
-
-
-def _packed_like(value: Any, leaves: list[Any]) -> Any:
-    return nest.pack_like(value, leaves) if nest.is_nested(value) else leaves[0]
 
 
 def _loads(buffer: np.ndarray) -> Any:

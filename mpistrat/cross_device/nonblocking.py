@@ -36,7 +36,7 @@ from ..comm.packing import forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
 from ..comm.recorder import RECORDER
 from .flat import on_devices
-from .values import beside, call_of, check_root, local_arrays, local_values, reducible_values
+from .values import Leaves, beside, call_of, check_root, local_arrays, local_values, reducible_values
 
 __all__ = ["CollectiveRequest", "NonblockingCollectives"]
 
@@ -148,39 +148,39 @@ class NonblockingCollectives:
         group.attach(self)
 
     def all_reduce(
-        self, op: ReduceOp, function: str, name: str, values: Sequence[Any], pack: Callable[[list[Any]], Any]
+        self, op: ReduceOp, function: str, leaves: Leaves, pack: Callable[[list[Any]], Any]
     ) -> CollectiveRequest:
         """Start the reduction of values over all replicas; those that are combined in one dtype are one message. Collective.
 
         Args:
             op: the reduction.
-            function, name: the caller, and the label and the form of the nest, for errors.
-            values: for each leaf a PerReplica, or a plain value, as for `CrossDeviceOps.reduce`.
+            function: the caller, for errors.
+            leaves: the values.
             pack: makes the result of the leaves' results.
 
         Raises:
             Exception: see `Strategy.all_reduce_async`.
         """
         group = self._group
-        leaves = [_arrays(value, group, op, function) for value in values]
-        hows = [arithmetic(op, arrays[0].dtype, group.topology.num_replicas, function) for arrays in leaves]
+        values = [_arrays(value, group, op, function) for value in leaves.values]
+        hows = [arithmetic(op, arrays[0].dtype, group.topology.num_replicas, function) for arrays in values]
         for how in hows:
             _check_extremes(how, function)
         requests: list[Any] = []
-        parts: list[Any] = [None] * len(leaves)
-        with group.collective(function, name, *call_of([arrays[0] for arrays in leaves], op.value)) as call:
+        parts: list[Any] = [None] * len(values)
+        with group.collective(function, leaves.name, *call_of([arrays[0] for arrays in values], op.value)) as call:
             for dtype in dict.fromkeys(how.accumulate for how in hows):
                 members = [index for index, how in enumerate(hows) if how.accumulate == dtype]
-                total, low = _POOL.empty(sum(leaves[index][0].size for index in members), dtype), 0
+                total, low = _POOL.empty(sum(values[index][0].size for index in members), dtype), 0
                 for index in members:
-                    high = low + leaves[index][0].size
+                    high = low + values[index][0].size
                     part = parts[index] = total[low:high]
-                    combine(hows[index].ufunc, flatten_all([to_host(array) for array in leaves[index]]), part)
+                    combine(hows[index].ufunc, flatten_all([to_host(array) for array in values[index]]), part)
                     low = high
                 requests += self._post_all_reduce(_sortable(total, hows[members[0]]), hows[members[0]])
 
         def result() -> Any:
-            return pack([_finished(*each) for each in zip(parts, hows, leaves, strict=True)])
+            return pack([_finished(*each) for each in zip(parts, hows, values, strict=True)])
 
         return self._note(CollectiveRequest(call.text, group, requests, result))
 
@@ -196,7 +196,7 @@ class NonblockingCollectives:
         return [comm.Iallreduce(MPI.IN_PLACE, [chunk, datatype], op) for chunk in chunks]
 
     def broadcast(
-        self, root: int, function: str, name: str, values: Sequence[Any], pack: Callable[[list[Any]], Any]
+        self, root: int, function: str, leaves: Leaves, pack: Callable[[list[Any]], Any]
     ) -> CollectiveRequest:
         """Start to send all ranks the arrays of replica `root`, in one message. Collective. See `all_reduce`.
 
@@ -205,16 +205,18 @@ class NonblockingCollectives:
         """
         group = self._group
         check_root(root, group, function)
-        leaves = [local_arrays(local_values(value, group, function), function) for value in values]
-        forms = forms_of([arrays[0] for arrays in leaves])
+        values = [local_arrays(local_values(value, group, function), function) for value in leaves.values]
+        forms = forms_of([arrays[0] for arrays in values])
         for _, dtype in forms:
             check_movable(dtype, function)
         rank, index = group.topology.rank_of_replica(root)
         requests: list[Any] = []
-        with group.collective(function, name, *call_of([arrays[0] for arrays in leaves], f"root {root}")) as call:
+        with group.collective(
+            function, leaves.name, *call_of([arrays[0] for arrays in values], f"root {root}")
+        ) as call:
             packed = np.empty(num_bytes(forms), np.uint8)
             if rank == group.topology.rank:
-                packed[:] = to_bytes([to_host(arrays[index]) for arrays in leaves])
+                packed[:] = to_bytes([to_host(arrays[index]) for arrays in values])
             comm = self._own_comm()
             if comm is not None:
                 from mpi4py import MPI
@@ -224,7 +226,7 @@ class NonblockingCollectives:
 
         def result() -> Any:
             return pack(
-                [beside(found, arrays[0]) for found, arrays in zip(of_bytes(packed, forms), leaves, strict=True)]
+                [beside(found, arrays[0]) for found, arrays in zip(of_bytes(packed, forms), values, strict=True)]
             )
 
         return self._note(CollectiveRequest(call.text, group, requests, result))

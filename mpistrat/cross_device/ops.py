@@ -23,6 +23,7 @@ from ..comm.arrays import array_module
 from ..comm.contract import Collective
 from ..comm.process_group import ProcessGroup
 from .values import (
+    Leaves,
     broadcast_all,
     call_of,
     check_destinations,
@@ -277,18 +278,18 @@ class CrossDeviceOps(ABC):
     def reduce_leaves(
         self,
         op: ReduceOp,
-        leaves: Sequence[Any],
+        leaves: Leaves,
         options: CommunicationOptions | None,
-        name: str,
         outs: Sequence[np.ndarray] | None = None,
     ) -> Sequence[Any]:
         """Return the reduction of each of several values, in one collective; in `outs` if they are given. Collective."""
-        if len(leaves) == 1 and outs is not None and outs[0].nbytes > _COPIED:
-            return [self._reduce(op, leaves[0], None, options, name, outs[0])]
-        if len(leaves) == 1:
-            totals: Sequence[Any] = [self.reduce(op, leaves[0], None, options, name)]
+        values, name = leaves.values, leaves.name
+        if len(values) > 1:
+            totals: Sequence[Any] = self.batch_reduce(op, [(value, None) for value in values], options, name)
+        elif outs is not None and outs[0].nbytes > _COPIED:
+            return [self._reduce(op, values[0], None, options, name, outs[0])]
         else:
-            totals = self.batch_reduce(op, [(leaf, None) for leaf in leaves], options, name)
+            totals = [self.reduce(op, values[0], None, options, name)]
         if outs is None:
             return totals
         for out, total in zip(outs, totals, strict=True):
@@ -310,24 +311,19 @@ class CrossDeviceOps(ABC):
             CollectiveMismatchError: ranks passed another root, shape or dtype.
         """
         check_destinations(destinations, self._called("broadcast"))
-        return on_destination(self.broadcast_leaves([value], root, name, [""], destinations)[0], destinations)
+        return on_destination(self.broadcast_leaves(Leaves([value], name, [""]), root, destinations)[0], destinations)
 
-    def broadcast_leaves(
-        self, leaves: Sequence[Any], root: int, name: str, paths: Sequence[str], destinations: Any = None
-    ) -> list[Any]:
-        """Return what `broadcast` would of each of several values, in one collective. Collective.
-
-        Args:
-            leaves, root, name, destinations: see `broadcast`.
-            paths: where each value is in its nest, for errors.
-        """
+    def broadcast_leaves(self, leaves: Leaves, root: int, destinations: Any = None) -> list[Any]:
+        """Return what `broadcast` would of each of several values, in one collective. Collective."""
         function, group = self._called("broadcast"), self.group
         check_root(root, group, function)
-        arrays = [local_arrays(local_values(leaf, group, function), function) for leaf in leaves]
-        with group.collective(function, name, *call_of([each[0] for each in arrays], f"root {root}")) as self.call:
+        arrays = [local_arrays(local_values(leaf, group, function), function) for leaf in leaves.values]
+        with group.collective(
+            function, leaves.name, *call_of([each[0] for each in arrays], f"root {root}")
+        ) as self.call:
             if type(self).broadcast_implementation is not CrossDeviceOps.broadcast_implementation:
                 return [self.broadcast_implementation(PerReplica(each), destinations, root) for each in arrays]
-            return broadcast_all(group, arrays, root, paths, function)
+            return broadcast_all(group, arrays, root, leaves.paths, function)
 
     def gather(
         self,
@@ -351,27 +347,24 @@ class CrossDeviceOps(ABC):
             ValueError: a scalar, or an axis out of range.
         """
         check_destinations(destinations, self._called("gather"))
-        return on_destination(
-            self.gather_leaves([per_replica_value], axis, options, name, [""], destinations)[0], destinations
-        )
+        leaves = Leaves([per_replica_value], name, [""])
+        return on_destination(self.gather_leaves(leaves, axis, options, destinations)[0], destinations)
 
     def gather_leaves(
-        self,
-        leaves: Sequence[Any],
-        axis: int,
-        options: CommunicationOptions | None,
-        name: str,
-        paths: Sequence[str],
-        destinations: Any = None,
+        self, leaves: Leaves, axis: int, options: CommunicationOptions | None, destinations: Any = None
     ) -> list[Any]:
-        """Return what `gather` would of each of several values, in one collective. Collective. See `broadcast_leaves`."""
+        """Return what `gather` would of each of several values, in one collective. Collective."""
         options = options or _NO_OPTIONS
         ops, function = self.chosen(options), self._called("gather")
         group = ops.group
-        arrays = [to_gather(leaf, group, function, path) for leaf, path in zip(leaves, paths, strict=True)]
-        with group.collective(function, name, detail=("axis", axis), timeout=options.timeout_seconds) as ops.call:
+        arrays = [
+            to_gather(leaf, group, function, path) for leaf, path in zip(leaves.values, leaves.paths, strict=True)
+        ]
+        with group.collective(
+            function, leaves.name, detail=("axis", axis), timeout=options.timeout_seconds
+        ) as ops.call:
             if type(ops).gather_implementation is CrossDeviceOps.gather_implementation:
-                return gather_all(group, arrays, axis, paths, function)
+                return gather_all(group, arrays, axis, leaves.paths, function)
             return [
                 ops.gather_implementation(PerReplica(each), destinations, counted_axis(axis, each[0].ndim), options)
                 for each in arrays

@@ -6,11 +6,12 @@ import itertools
 import math
 import zlib
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arena.arithmetic import Arithmetic, finish
+from ..base import nest
 from ..base.buffers import BufferPool
 from ..base.distributed_values import DistributedValues, Mirrored
 from ..base.errors import CollectiveMismatchError, explain
@@ -21,6 +22,7 @@ from ..comm.packing import forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
 
 __all__ = [
+    "Leaves",
     "beside",
     "broadcast_all",
     "call_of",
@@ -41,6 +43,26 @@ __all__ = [
 ]
 
 _IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)  # what makes the value itself of equal values
+
+
+class Leaves(NamedTuple):
+    """The values of one collective: the leaves of a nest, or one value.
+
+    Attributes:
+        values: of each leaf a PerReplica, or the value of the only local replica.
+        name: which ranks these are, and the form of the nest, for the comparison of the ranks.
+        paths: where each leaf is in the nest, for errors.
+    """
+
+    values: Sequence[Any]
+    name: str
+    paths: Sequence[str]
+
+    @classmethod
+    def of(cls, value: Any, label: str) -> Leaves:
+        """Return the leaves of a nest, or of a value that is none."""
+        form = nest.form(value) if nest.is_nested(value) else ""
+        return cls(nest.flatten(value), ": ".join(filter(None, (label, form))), nest.paths(value))
 
 
 def check_destinations(destinations: Any, function: str) -> None:
