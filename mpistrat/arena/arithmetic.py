@@ -45,8 +45,8 @@ class Arithmetic:
 
 
 @functools.lru_cache(maxsize=256)
-def arithmetic(reduce_op: ReduceOp, dtype: np.dtype, num_replicas: int) -> Arithmetic:
-    """Return how values of a dtype are reduced.
+def arithmetic(reduce_op: ReduceOp, dtype: np.dtype, num_replicas: int, function: str = "reduce") -> Arithmetic:
+    """Return how values of a dtype are reduced. Errors name `function`.
 
     Raises:
         TypeError: values of the dtype cannot be reduced: bool and what is no number; complex ones by SUM and MEAN only.
@@ -55,7 +55,7 @@ def arithmetic(reduce_op: ReduceOp, dtype: np.dtype, num_replicas: int) -> Arith
         >>> arithmetic(ReduceOp.MEAN, np.dtype(np.int8), 4).accumulate.name
         'float64'
     """
-    check_reducible(dtype, "reduce")
+    check_reducible(dtype, function)
     ufunc = _UFUNCS[reduce_op]
     if reduce_op is ReduceOp.MEAN:
         mean = mean_dtype(dtype)
@@ -63,7 +63,7 @@ def arithmetic(reduce_op: ReduceOp, dtype: np.dtype, num_replicas: int) -> Arith
     if dtype.kind == "c" and reduce_op is not ReduceOp.SUM:
         remedy = "Complex numbers have SUM and MEAN only: reduce real and imaginary parts, or absolute values"
         expected = f"real numbers for {reduce_op.value}"
-        raise TypeError(explain("reduce", "value", expected=expected, got=f"dtype {dtype}", remedy=remedy))
+        raise TypeError(explain(function, "value", expected=expected, got=f"dtype {dtype}", remedy=remedy))
     return Arithmetic(accumulation_dtype(dtype), dtype, 1, ufunc)
 
 

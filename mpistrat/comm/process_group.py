@@ -313,15 +313,15 @@ class ProcessGroup:
         self._comm.Allreduce(np.array([value], np.int64), result, MPI.MIN if op == "min" else MPI.MAX)
         return int(result[0])
 
-    def barrier(self, name: str = "", timeout: float | None = None) -> None:
-        """Wait until every rank is here, at most `timeout` seconds. Collective.
+    def barrier(self, name: str = "", timeout: float | None = None, function: str = "barrier") -> None:
+        """Wait until every rank is here, at most `timeout` seconds. Collective. Errors name `function`.
 
         Raises:
             ValueError: a timeout that is not positive.
         """
         if timeout is not None and not timeout > 0:
-            raise ValueError(explain("barrier", "timeout", expected="> 0 seconds", got=repr(timeout)))
-        with self.collective("barrier", name, timeout=timeout):
+            raise ValueError(explain(function, "timeout", expected="> 0 seconds", got=repr(timeout)))
+        with self.collective(function, name, timeout=timeout):
             if self.num_nodes > 1:
                 self._comm.Barrier()
 

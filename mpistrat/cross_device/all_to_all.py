@@ -20,13 +20,14 @@ from ..base.types import ReduceOp
 from ..cluster.topology import Topology
 from ..comm.arrays import as_array, check_movable, dtype_name, to_host
 from ..comm.call import Call
+from ..comm.exchange import all_gather as gather_rows
 from ..comm.exchange import all_to_all as equal_parts
 from ..comm.exchange import exchange
 from ..comm.packing import Forms, forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
-from .values import beside, counted_axis, local_arrays, local_values
+from .values import Leaves, beside, call_of, check_out, counted_axis, local_arrays, local_values
 
-__all__ = ["all_to_all", "reduce_scatter"]
+__all__ = ["all_gather", "all_to_all", "between", "check_divided", "checked_axis", "reduce_scatter"]
 
 _FAILED = -1  # in place of a number of bytes
 _POOL = BufferPool(kept=2)
@@ -34,52 +35,64 @@ _POOL = BufferPool(kept=2)
 
 def reduce_scatter(
     group: ProcessGroup,
+    function: str,
+    values: Leaves,
     op: ReduceOp,
-    values: Sequence[Any],
     axis: int,
     options: CommunicationOptions | None,
-    name: str,
+    equal: bool,
+    outs: Sequence[np.ndarray] | None,
 ) -> list[Any]:
     """Return for each value the local replicas' parts of its reduction. Collective.
 
     Args:
         group: the ranks.
+        function: the caller, for errors.
+        values: what is reduced.
         op: the reduction.
-        values: for each leaf a PerReplica, or the array of the only local replica.
         axis: the dimension that the replicas divide, the first ones getting one more where it does not divide evenly.
         options: timeout_seconds.
-        name: the form of the nest, for the contract.
+        equal, outs: see `Collectives.reduce_scatter`.
 
     Raises:
         Exception: see `ReplicaContext.reduce_scatter`.
     """
-    function, topology = "reduce_scatter", group.topology
-    leaves = [local_arrays(local_values(value, group, function, repeat=False), function) for value in values]
+    topology = group.topology
+    leaves = [local_arrays(local_values(value, group, function, repeat=False), function) for value in values.values]
     forms = tuple((dtype_name(arrays[0].dtype), tuple(arrays[0].shape)) for arrays in leaves)
     timeout = None if options is None else options.timeout_seconds
-    with group.collective(function, name, detail=(op.value, "axis", axis, *forms), timeout=timeout) as call:
-        hows = [arithmetic(op, arrays[0].dtype, topology.num_replicas) for arrays in leaves]
-        axes = [_checked_axis(arrays[0], axis, function) for arrays in leaves]
+    with group.collective(function, values.name, detail=(op.value, "axis", axis, *forms), timeout=timeout) as call:
+        hows = [arithmetic(op, arrays[0].dtype, topology.num_replicas, function) for arrays in leaves]
+        axes = [checked_axis(arrays[0], axis, function) for arrays in leaves]
+        for arrays, along in zip(leaves, axes, strict=True) if equal else ():
+            check_divided(arrays[0], along, topology.num_replicas, function)
         own = [_summed_here(topology, arrays, how) for arrays, how in zip(leaves, hows, strict=True)]
         cuts = [
             [0, *(end for _, end in bounds(array.shape[along], topology.num_replicas))]
             for array, along in zip(own, axes, strict=True)
         ]
         parts = [
-            [_between(array, along, at[low], at[high]) for array, along, at in zip(own, axes, cuts, strict=True)]
+            [between(array, along, at[low], at[high]) for array, along, at in zip(own, axes, cuts, strict=True)]
             for low, high in _replicas_of_ranks(topology)
         ]
         mine = forms_of(parts[topology.rank])
+        for out, how, (shape, _) in zip(outs, hows, mine, strict=True) if outs is not None else ():
+            check_out(out, shape, how.result, function)
         largest = max(num_bytes(forms_of(part)) for part in parts)
         _, found = _exchanged(group, call, parts, [mine] * topology.size, largest)
     results = []
     for index, (how, at) in enumerate(zip(hows, cuts, strict=True)):
-        total = _POOL.empty(math.prod(mine[index][0]), how.accumulate).reshape(mine[index][0])
+        if outs is not None and how.accumulate == how.result:
+            total = outs[index]
+        else:
+            total = _POOL.empty(math.prod(mine[index][0]), how.accumulate).reshape(mine[index][0])
         combine(how.ufunc, [each[index] for each in found], total)
         total = finish(total, how)
+        if outs is not None and total is not outs[index]:
+            outs[index][...] = total
         low = topology.replica_offset
         own_cuts = [cut - at[low] for cut in at[low : low + topology.num_local_replicas + 1]]
-        local = [_between(total, axes[index], *ends) for ends in itertools.pairwise(own_cuts)]
+        local = [between(total, axes[index], *ends) for ends in itertools.pairwise(own_cuts)]
         results.append(_placed(local, leaves[index]))
     return results
 
@@ -95,48 +108,57 @@ def _summed_here(topology: Topology, arrays: Sequence[Any], how: Arithmetic) -> 
 
 
 def all_to_all(
-    group: ProcessGroup,
-    values: Sequence[Any],
-    splits: Any,
-    axis: int,
-    name: str,
+    group: ProcessGroup, function: str, values: Leaves, splits: Any, axis: int, joined: int | None = None
 ) -> tuple[list[Any], Any]:
     """Return for each value what the local replicas get of it, and the lengths that each got of every one. Collective.
 
     Args:
-        group: the ranks.
-        values: for each leaf a PerReplica, or the array of the only local replica.
+        group, function, values: see `reduce_scatter`.
         splits: int64 lengths of the parts of the local replica, or a PerReplica of them; None for equal parts.
         axis: the dimension that is cut.
-        name: the form of the nest, for the contract.
+        joined: the dimension along which parts are concatenated, where all ranks have one replica and arrays of one shape: no
+            lengths are exchanged; default `axis`.
 
     Raises:
-        Exception: see `ReplicaContext.all_to_all`.
+        Exception: see `ReplicaContext.all_to_all` and `Mesh.reshard`.
     """
-    function, topology = "all_to_all", group.topology
-    leaves = [[as_array(v, function) for v in local_values(value, group, function, repeat=False)] for value in values]
+    topology, equal = group.topology, joined is not None
+    leaves = [
+        [as_array(v, function) for v in local_values(value, group, function, repeat=False)] for value in values.values
+    ]
     axes = [counted_axis(axis, arrays[0].ndim) for arrays in leaves]
-    forms = tuple(map(_form, leaves, axes))
-    how = "equal parts" if splits is None else "splits"
-    with group.collective(function, name, detail=(how, "axis", axis, *forms)) as call:
+    forms = tuple(_form(arrays, None if equal else along, function) for arrays, along in zip(leaves, axes, strict=True))
+    how = f"to axis {joined}" if equal else "equal parts" if splits is None else "splits"
+    with group.collective(function, values.name, detail=(how, "axis", axis, *forms)) as call:
+        onto = axes
         for arrays in leaves:
-            _checked_axis(arrays[0], axis, function)
+            checked_axis(arrays[0], axis, function)
             check_movable(arrays[0].dtype, function)
+        if joined is not None:
+            onto = [checked_axis(arrays[0], joined, function) for arrays in leaves]
+            if any(before == after for before, after in zip(onto, axes, strict=True)):
+                raise ValueError(explain(function, "new", expected="another dimension than old", got=repr(axis)))
         hosts = [[to_host(array) for array in arrays] for arrays in leaves]
-        came, room, found = _moved(group, call, hosts, splits, axes)
+        came, room, found = _moved(group, call, function, hosts, splits, axes, equal)
     results = []
-    for leaf, arrays in enumerate(leaves):
-        if len(leaves) == 1 and axes == [0] and topology.num_replicas == topology.size:  # they lie side by side
+    for leaf, (arrays, along, after) in enumerate(zip(leaves, axes, onto, strict=True)):
+        if len(leaves) == 1 and along == 0 == after and topology.num_replicas == topology.size:  # they lie side by side
             local = [room.view(arrays[0].dtype).reshape(int(came.sum()), *arrays[0].shape[1:])]
         else:
-            local = _joined(topology, [each[leaf] for each in found], came[:, :, leaf], arrays[0].shape, axes[leaf])
+            local = _joined(topology, [each[leaf] for each in found], came[:, :, leaf], arrays[0].shape, along, after)
         results.append(_placed(local, arrays))
     received = [came[:, local].max(axis=1, initial=0) for local in range(topology.num_local_replicas)]
     return results, received[0] if len(received) == 1 else PerReplica(received)
 
 
 def _moved(
-    group: ProcessGroup, call: Call, leaves: Sequence[Sequence[np.ndarray]], splits: Any, axes: Sequence[int]
+    group: ProcessGroup,
+    call: Call,
+    function: str,
+    leaves: Sequence[Sequence[np.ndarray]],
+    splits: Any,
+    axes: Sequence[int],
+    equal: bool,
 ) -> tuple[np.ndarray, np.ndarray, list[list[np.ndarray]]]:
     """Return how much comes, as `_received` does, all of it as bytes, and from each rank what comes of each leaf. Collective.
 
@@ -145,13 +167,15 @@ def _moved(
     topology, failure = group.topology, None
     ranks = _replicas_of_ranks(topology)
     try:
-        sent = _lengths(topology, leaves, splits, axes)
+        sent = _lengths(topology, function, leaves, splits, axes)
         parts = [[_part(arrays, sent[:, :, i], axes[i], *ends) for i, arrays in enumerate(leaves)] for ends in ranks]
         largest = max(num_bytes(forms_of(part)) for part in parts)
-    except Exception as error:  # which the others are told with their lengths
+    except Exception as error:  # of which the others learn with their lengths
+        if equal:
+            raise
         failure, largest = error, _FAILED
         sent = np.zeros((topology.num_local_replicas, topology.num_replicas, len(leaves)), np.int64)
-    came, most = _received(group, call, sent, largest)
+    came, most = (sent.swapaxes(0, 1), largest) if equal else _received(group, call, sent, largest)
     if most == _FAILED:
         with together(group.all_gather_text):
             if failure is not None:
@@ -173,13 +197,13 @@ def _part(arrays: Sequence[np.ndarray], lengths: np.ndarray, axis: int, low: int
     for array, own in zip(arrays, lengths, strict=True):
         start = int(own[:low].sum())
         for length in own[low:high].tolist():
-            flats.append(np.ascontiguousarray(_between(array, axis, start, start + length)).reshape(-1))
+            flats.append(np.ascontiguousarray(between(array, axis, start, start + length)).reshape(-1))
             start += length
     return flats[0] if len(flats) == 1 else np.concatenate(flats)
 
 
-def _form(arrays: Sequence[Any], axis: int) -> tuple[str, ...]:
-    """Return what the arrays of all replicas must share: all but their length along the axis.
+def _form(arrays: Sequence[Any], axis: int | None, function: str) -> tuple[str, ...]:
+    """Return what the arrays of all replicas must share: all but their length along an axis, if one is given.
 
     Raises:
         CollectiveMismatchError: those of the local replicas do not.
@@ -191,11 +215,13 @@ def _form(arrays: Sequence[Any], axis: int) -> tuple[str, ...]:
     for index, form in enumerate(forms):
         if form != forms[0]:
             expected, got = f"{forms[0]} as on local replica 0", f"{form} on local replica {index}"
-            raise CollectiveMismatchError(explain("all_to_all", "value", expected=expected, got=got))
+            raise CollectiveMismatchError(explain(function, "value", expected=expected, got=got))
     return forms[0]
 
 
-def _lengths(topology: Topology, leaves: Sequence[Sequence[Any]], splits: Any, axes: Sequence[int]) -> np.ndarray:
+def _lengths(
+    topology: Topology, function: str, leaves: Sequence[Sequence[Any]], splits: Any, axes: Sequence[int]
+) -> np.ndarray:
     """Return how much each local replica sends to each replica of each leaf: int64 (local replicas, replicas, leaves).
 
     Raises:
@@ -209,16 +235,13 @@ def _lengths(topology: Topology, leaves: Sequence[Sequence[Any]], splits: Any, a
         for index, array in enumerate(arrays):
             length = array.shape[axis]
             if given is None:
-                if length % replicas:
-                    remedy = "Give splits, one length for each replica"
-                    expected, got = f"a length that {replicas} replicas divide, along axis {axis}", f"{length}"
-                    raise ValueError(explain("all_to_all", "value", expected=expected, got=got, remedy=remedy))
+                check_divided(array, axis, replicas, function, "Give splits, one length for each replica")
                 found[index, :, leaf] = length // replicas
                 continue
             own = given[index]
             if own.shape != (replicas,) or own.dtype.kind not in "iu" or (own < 0).any() or own.sum() != length:
                 expected = f"{replicas} lengths, one for each replica, that make the {length} along axis {axis}"
-                raise ValueError(explain("all_to_all", "splits", expected=expected, got=f"{own.tolist()}"))
+                raise ValueError(explain(function, "splits", expected=expected, got=f"{own.tolist()}"))
             found[index, :, leaf] = own
     return found
 
@@ -246,7 +269,7 @@ def _received(group: ProcessGroup, call: Call, sent: np.ndarray, largest: int) -
 
 
 def _joined(
-    topology: Topology, flats: Sequence[np.ndarray], came: np.ndarray, shape: tuple[int, ...], axis: int
+    topology: Topology, flats: Sequence[np.ndarray], came: np.ndarray, shape: tuple[int, ...], axis: int, onto: int
 ) -> list[np.ndarray]:
     """Return each local replica's array of a leaf, of what came from each rank: its replicas' parts, for each local one."""
     parts: list[list[np.ndarray]] = [[] for _ in range(came.shape[1])]
@@ -258,7 +281,24 @@ def _joined(
                 size = math.prod(part_shape)
                 parts[local].append(flat[start : start + size].reshape(part_shape))
                 start += size
-    return [np.concatenate(each, axis=axis) for each in parts]
+    return [np.concatenate(each, axis=onto) for each in parts]
+
+
+def all_gather(group: ProcessGroup, function: str, values: Leaves, axis: int) -> list[Any]:
+    """Return the ranks' arrays, each of one shape, concatenated along an axis. Collective. See `Collectives.all_gather`."""
+    arrays = [as_array(value, function) for value in values.values]
+    with group.collective(function, values.name, *call_of(arrays, f"axis {axis}")) as call:
+        axes = [checked_axis(array, axis, function) for array in arrays]
+        for array in arrays:
+            check_movable(array.dtype, function)
+        hosts = [to_host(array) for array in arrays]
+        rows = gather_rows(group, call, to_bytes(hosts))
+    if axes == [0] and len(arrays) == 1:  # they lie side by side
+        shape = (len(rows) * hosts[0].shape[0], *hosts[0].shape[1:])
+        return [beside(rows.reshape(-1).view(hosts[0].dtype).reshape(shape), arrays[0])]
+    found = zip(*(of_bytes(row, forms_of(hosts)) for row in rows), strict=True)
+    whole = [np.concatenate(parts, axis=along) for parts, along in zip(found, axes, strict=True)]
+    return [beside(result, array) for result, array in zip(whole, arrays, strict=True)]
 
 
 # bytes of several arrays
@@ -290,15 +330,22 @@ def _exchanged(
 # small things
 
 
-def _checked_axis(array: Any, axis: int, function: str) -> int:
+def checked_axis(array: Any, axis: int, function: str) -> int:
     """Return an axis of the array, counted from 0; raise ValueError for what is none."""
     if array.ndim == 0:
         remedy = "Give it a dimension: value.reshape(1)"
         raise ValueError(explain(function, "value", expected="at least one dimension", got="a scalar", remedy=remedy))
     if not isinstance(axis, int) or not -array.ndim <= axis < array.ndim:
-        expected = f"-{array.ndim} <= axis < {array.ndim}"
-        raise ValueError(explain(function, "axis", expected=expected, got=repr(axis)))
+        expected = f"-{array.ndim} <= axis < {array.ndim}, a dimension of an array of shape {tuple(array.shape)}"
+        raise ValueError(explain(function, "", expected=expected, got=repr(axis)))
     return axis % array.ndim
+
+
+def check_divided(array: Any, axis: int, count: int, function: str, remedy: str = "") -> None:
+    """Raise ValueError unless a number of replicas divides the length of an array along an axis."""
+    if array.shape[axis] % count:
+        expected, got = f"a length that {count} replicas divide, along axis {axis}", f"{array.shape[axis]}"
+        raise ValueError(explain(function, "value", expected=expected, got=got, remedy=remedy))
 
 
 def _replicas_of_ranks(topology: Topology) -> list[tuple[int, int]]:
@@ -306,7 +353,8 @@ def _replicas_of_ranks(topology: Topology) -> list[tuple[int, int]]:
     return list(itertools.pairwise([0, *itertools.accumulate(topology.replicas_per_rank)]))
 
 
-def _between(array: np.ndarray, axis: int, low: int, high: int) -> np.ndarray:
+def between(array: Any, axis: int, low: int, high: int) -> Any:
+    """Return a part of an array along an axis, a view."""
     return array[(slice(None),) * axis + (slice(low, high),)]
 
 

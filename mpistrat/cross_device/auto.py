@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
+
 from ..arena.reduction import ArenaSum, Consume, GradientArena
 from ..arena.wire import Unsent
 from ..base.distributed_values import PerReplica
@@ -117,6 +119,13 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
         self._warn_of_wire(chosen, per_replica_value.values[0].nbytes, options)
         chosen.call = self.call
         return chosen.reduce_implementation(reduce_op, per_replica_value, destinations, options)
+
+    def reduce_into(
+        self, reduce_op: ReduceOp, arrays: Sequence[Any], out: np.ndarray, options: CommunicationOptions | None
+    ) -> None:
+        chosen = self._choose(arrays[0])
+        chosen.call = self.call
+        chosen.reduce_into(reduce_op, arrays, out, options)
 
     def batch_reduce_implementation(
         self,

@@ -25,8 +25,11 @@ class FlatAllReduce(CrossDeviceOps):
     reduce_ops = tuple(ReduceOp)
 
     @abstractmethod
-    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
-        """Return the reduction of the local replicas' flat arrays, a new array. Collective, inside one."""
+    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic, *, out: np.ndarray | None = None) -> np.ndarray:
+        """Return the reduction of the local replicas' flat arrays, a new array, or `out`. Collective, inside one.
+
+        `out` has the dtype of the result. It may be the memory of the only array. An algorithm may leave it unused.
+        """
 
     def reduce_implementation(
         self,
@@ -37,6 +40,19 @@ class FlatAllReduce(CrossDeviceOps):
     ) -> Any:
         values = per_replica_value.values
         return self._reduce_one(self._sum_flat, values, self.arithmetic(reduce_op, values[0].dtype))
+
+    def reduce_into(
+        self, reduce_op: ReduceOp, arrays: Sequence[Any], out: np.ndarray, options: CommunicationOptions | None
+    ) -> None:
+        if is_gpu(arrays[0]) or not out.flags.c_contiguous or (options is not None and options.wire is not None):
+            super().reduce_into(reduce_op, arrays, out, options)
+            return
+        flat, values = out.reshape(-1), flatten_all(arrays)
+        apart = len(values) > 1 or (flat.ctypes.data, flat.nbytes) != (values[0].ctypes.data, values[0].nbytes)
+        found = [value.copy() if apart and np.may_share_memory(flat, value) else value for value in values]
+        total = self._sum_flat(found, self.arithmetic(reduce_op, values[0].dtype), out=flat)
+        if total is not flat:
+            flat[...] = total
 
     def batch_reduce_implementation(
         self,

@@ -110,18 +110,20 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
 
     # Users' own arrays
 
-    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic, wire: Wire | None = None) -> np.ndarray:
+    def _sum_flat(
+        self, arrays: Sequence[np.ndarray], how: Arithmetic, wire: Wire | None = None, *, out: np.ndarray | None = None
+    ) -> np.ndarray:
         group, encoded = self.group, None
         if wire is not None and arrays[0].nbytes >= LEAST_ENCODED and arrays[0].dtype == np.float32:
             encoded = self._all_reduce_encoded(wire) if how.ufunc is np.add else None
         if group.num_nodes == group.topology.size:  # no ranks share memory
-            return mpi_sum(group.inter, arrays, how, self.results, encoded)
+            return mpi_sum(group.inter, arrays, how, self.results, encoded, out)
         exchange = self._exchanged(arrays[0])
         if exchange is not None:
-            return exchange.sum(arrays, how, self.call)
+            return exchange.sum(arrays, how, self.call, out)
         if self._staged is None:
             self._staged = _StagedSum(group, self.results)
-        return self._staged.sum(arrays, how, self.call, encoded)
+        return self._staged.sum(arrays, how, self.call, encoded, out)
 
     def _all_reduce_encoded(self, wire: Wire) -> EncodedAllReduce | None:
         if self._encoded is None and self.group.inter is not None:
@@ -262,14 +264,19 @@ class _StagedSum:
         self._turn = 0
 
     def sum(
-        self, arrays: Sequence[np.ndarray], how: Arithmetic, call: Any, encoded: EncodedAllReduce | None
+        self,
+        arrays: Sequence[np.ndarray],
+        how: Arithmetic,
+        call: Any,
+        encoded: EncodedAllReduce | None,
+        out: np.ndarray | None,
     ) -> np.ndarray:
-        """Return the reduction of the local replicas' flat arrays, a new array. Collective over all ranks.
+        """Return the reduction of the local replicas' flat arrays, a new array, or `out`. Collective over all ranks.
 
         The barriers compare `call`.
         """
         size = arrays[0].size
-        out = self._results.empty(size, how.result)
+        out = self._results.empty(size, how.result) if out is None else out
         step = self._chunk // how.accumulate.itemsize
         chunks = [(low, min(low + step, size)) for low in range(0, size, step)]
         for turn in range(len(chunks) + 2):
@@ -344,8 +351,10 @@ class _ExchangeSum:
         self._chunk = min(EXCHANGE_CHUNK, self._node.staging()[0].nbytes)
         self.limit = EXCHANGE_BYTES // self._node.size if self._node.size > 2 else sys.maxsize
 
-    def sum(self, arrays: Sequence[np.ndarray], how: Arithmetic, call: Any) -> np.ndarray:
-        """Return the reduction of the local replicas' flat arrays, a new array. Collective on the node.
+    def sum(
+        self, arrays: Sequence[np.ndarray], how: Arithmetic, call: Any, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Return the reduction of the local replicas' flat arrays, a new array, or `out`. Collective on the node.
 
         The barriers compare `call`.
         """
@@ -355,7 +364,7 @@ class _ExchangeSum:
             total = np.empty(size, how.accumulate)
             self._sum_chunk(arrays, total, how.ufunc, call)
             return finish(total, how)
-        out = self._results.empty(size, how.result)
+        out = self._results.empty(size, how.result) if out is None else out
         for low in range(0, size, step):
             chunk = out[low : low + step]
             total = chunk if how.accumulate == how.result else np.empty(chunk.size, how.accumulate)

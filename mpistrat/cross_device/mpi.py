@@ -51,9 +51,9 @@ class MpiAllReduce(FlatAllReduce, implementation=CommunicationImplementation.MPI
             return on_devices(finish(total, how), values)
         return self._reduce_one(self._sum_flat, values, how)
 
-    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
+    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic, *, out: np.ndarray | None = None) -> np.ndarray:
         comm = self.group.topology.comm if self.group.topology.size > 1 else None
-        return mpi_sum(comm, arrays, how, self.results)
+        return mpi_sum(comm, arrays, how, self.results, out=out)
 
 
 def mpi_sum(
@@ -62,14 +62,17 @@ def mpi_sum(
     how: Arithmetic,
     results: BufferPool,
     encoded: EncodedAllReduce | None = None,
+    out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return the reduction of flat arrays over a communicator, a new array. Collective over `comm` (None: no MPI).
+    """Return the reduction of flat arrays over a communicator, a new array, or `out`. Collective over `comm` (None: no MPI).
 
-    By `encoded`, if given, instead of an MPI_Allreduce.
+    By `encoded`, if given, instead of an MPI_Allreduce. `out` may be the memory of the only array.
     """
-    total = results.empty(arrays[0].size, how.accumulate)
+    here = out is not None and how.accumulate == how.result
+    total = out if out is not None and here else results.empty(arrays[0].size, how.accumulate)
     if comm is not None and len(arrays) == 1 and arrays[0].dtype == how.accumulate and encoded is None:
-        all_reduce(comm, total, arrays[0], how.ufunc)
+        in_place = here and np.may_share_memory(total, arrays[0])
+        all_reduce(comm, total, None if in_place else arrays[0], how.ufunc)
     else:
         combine(how.ufunc, arrays, total)
         if encoded is not None:

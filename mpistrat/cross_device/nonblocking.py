@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -26,7 +26,6 @@ from ..cluster.forks import ParentsOnly, refuse_in_children
 from ..comm.arrays import (
     CHUNK_ELEMENTS,
     check_movable,
-    dtype_name,
     is_gpu,
     mpi_datatype,
     mpi_op,
@@ -37,7 +36,7 @@ from ..comm.packing import forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
 from ..comm.recorder import RECORDER
 from .flat import on_devices
-from .values import beside, check_root, local_arrays, local_values, reducible_values
+from .values import Leaves, beside, call_of, check_root, local_arrays, local_values, reducible_values
 
 __all__ = ["CollectiveRequest", "NonblockingCollectives"]
 
@@ -149,39 +148,39 @@ class NonblockingCollectives:
         group.attach(self)
 
     def all_reduce(
-        self, op: ReduceOp, values: Sequence[Any], name: str, pack: Callable[[list[Any]], Any]
+        self, op: ReduceOp, function: str, leaves: Leaves, pack: Callable[[list[Any]], Any]
     ) -> CollectiveRequest:
         """Start the reduction of values over all replicas; those that are combined in one dtype are one message. Collective.
 
         Args:
             op: the reduction.
-            values: for each leaf a PerReplica, or a plain value, as for `CrossDeviceOps.reduce`.
-            name: the form of the nest, for the contract.
+            function: the caller, for errors.
+            leaves: the values.
             pack: makes the result of the leaves' results.
 
         Raises:
             Exception: see `Strategy.all_reduce_async`.
         """
-        function, group = "all_reduce_async", self._group
-        leaves = [_arrays(value, group, op, function) for value in values]
-        hows = [arithmetic(op, arrays[0].dtype, group.topology.num_replicas) for arrays in leaves]
+        group = self._group
+        values = [_arrays(value, group, op, function) for value in leaves.values]
+        hows = [arithmetic(op, arrays[0].dtype, group.topology.num_replicas, function) for arrays in values]
         for how in hows:
             _check_extremes(how, function)
         requests: list[Any] = []
-        parts: list[Any] = [None] * len(leaves)
-        with group.collective(function, name, *_forms([arrays[0] for arrays in leaves], op.value)) as call:
+        parts: list[Any] = [None] * len(values)
+        with group.collective(function, leaves.name, *call_of([arrays[0] for arrays in values], op.value)) as call:
             for dtype in dict.fromkeys(how.accumulate for how in hows):
                 members = [index for index, how in enumerate(hows) if how.accumulate == dtype]
-                total, low = _POOL.empty(sum(leaves[index][0].size for index in members), dtype), 0
+                total, low = _POOL.empty(sum(values[index][0].size for index in members), dtype), 0
                 for index in members:
-                    high = low + leaves[index][0].size
+                    high = low + values[index][0].size
                     part = parts[index] = total[low:high]
-                    combine(hows[index].ufunc, flatten_all([to_host(array) for array in leaves[index]]), part)
+                    combine(hows[index].ufunc, flatten_all([to_host(array) for array in values[index]]), part)
                     low = high
                 requests += self._post_all_reduce(_sortable(total, hows[members[0]]), hows[members[0]])
 
         def result() -> Any:
-            return pack([_finished(*each) for each in zip(parts, hows, leaves, strict=True)])
+            return pack([_finished(*each) for each in zip(parts, hows, values, strict=True)])
 
         return self._note(CollectiveRequest(call.text, group, requests, result))
 
@@ -197,25 +196,27 @@ class NonblockingCollectives:
         return [comm.Iallreduce(MPI.IN_PLACE, [chunk, datatype], op) for chunk in chunks]
 
     def broadcast(
-        self, root: int, values: Sequence[Any], name: str, pack: Callable[[list[Any]], Any]
+        self, root: int, function: str, leaves: Leaves, pack: Callable[[list[Any]], Any]
     ) -> CollectiveRequest:
         """Start to send all ranks the arrays of replica `root`, in one message. Collective. See `all_reduce`.
 
         Raises:
             Exception: see `Strategy.broadcast_async`.
         """
-        function, group = "broadcast_async", self._group
+        group = self._group
         check_root(root, group, function)
-        leaves = [local_arrays(local_values(value, group, function), function) for value in values]
-        forms = forms_of([arrays[0] for arrays in leaves])
+        values = [local_arrays(local_values(value, group, function), function) for value in leaves.values]
+        forms = forms_of([arrays[0] for arrays in values])
         for _, dtype in forms:
             check_movable(dtype, function)
         rank, index = group.topology.rank_of_replica(root)
         requests: list[Any] = []
-        with group.collective(function, name, *_forms([arrays[0] for arrays in leaves], "root", root)) as call:
+        with group.collective(
+            function, leaves.name, *call_of([arrays[0] for arrays in values], f"root {root}")
+        ) as call:
             packed = np.empty(num_bytes(forms), np.uint8)
             if rank == group.topology.rank:
-                packed[:] = to_bytes([to_host(arrays[index]) for arrays in leaves])
+                packed[:] = to_bytes([to_host(arrays[index]) for arrays in values])
             comm = self._own_comm()
             if comm is not None:
                 from mpi4py import MPI
@@ -225,7 +226,7 @@ class NonblockingCollectives:
 
         def result() -> Any:
             return pack(
-                [beside(found, arrays[0]) for found, arrays in zip(of_bytes(packed, forms), leaves, strict=True)]
+                [beside(found, arrays[0]) for found, arrays in zip(of_bytes(packed, forms), values, strict=True)]
             )
 
         return self._note(CollectiveRequest(call.text, group, requests, result))
@@ -274,13 +275,6 @@ class NonblockingCollectives:
     def _unwanted(self) -> list[CollectiveRequest]:
         """What nobody has waited for, which is told."""
         return [request for request in list(self._known) if request.tell_unwanted()]
-
-
-def _forms(arrays: Sequence[Any], *more: Hashable) -> tuple[Any, Any, Hashable]:
-    """Return dtype, shape and detail of a call, for `ProcessGroup.collective`: of one array, or in the detail of several."""
-    if len(arrays) == 1:
-        return arrays[0].dtype, arrays[0].shape, more
-    return None, None, (*more, *((dtype_name(array.dtype), tuple(array.shape)) for array in arrays))
 
 
 def _arrays(value: Any, group: ProcessGroup, op: ReduceOp, function: str) -> list[Any]:

@@ -23,13 +23,16 @@ from ..comm.arrays import array_module
 from ..comm.contract import Collective
 from ..comm.process_group import ProcessGroup
 from .values import (
-    broadcast,
+    Leaves,
+    broadcast_all,
+    call_of,
     check_destinations,
+    check_out,
     check_root,
     checked_slices,
     counted_axis,
     form,
-    gather,
+    gather_all,
     local_arrays,
     local_values,
     on_destination,
@@ -39,13 +42,15 @@ from .values import (
     to_gather,
 )
 
-__all__ = ["IMPLEMENTATIONS", "CrossDeviceOps", "SmallReduction"]
+__all__ = ["IMPLEMENTATIONS", "CrossDeviceOps", "SmallReduction", "called"]
 
 CHUNK = 1 << 22  # elements that an algorithm without arenas of its own reduces at a time
 
 _NO_OPTIONS = CommunicationOptions()
 _NUMBERS = (float, int, np.number)
 _KEPT_PLANS = 1024
+_COPIED = 1 << 17  # bytes up to which results are copied into the caller's array
+_FULL_NAMES = {"reduce": "all_reduce", "batch_reduce": "all_reduce", "gather": "all_gather"}  # a front's
 
 #: The algorithms that a setting can name; each class enters itself: `class X(CrossDeviceOps, implementation=...)`.
 IMPLEMENTATIONS: dict[CommunicationImplementation, type[CrossDeviceOps]] = {}
@@ -76,6 +81,9 @@ class CrossDeviceOps(ABC):
 
     #: Whether an error in the middle of `reduce_arena` leaves messages between nodes under way.
     sends_ahead: bool = False
+
+    #: The class whose methods make the calls, for errors: see `Collectives`. "" for those of a strategy.
+    front: str = ""
 
     _group: ProcessGroup | None = None
     _others: dict[CommunicationImplementation, CrossDeviceOps] | None = None
@@ -170,31 +178,41 @@ class CrossDeviceOps(ABC):
         return self._reduce(op, per_replica_value, destinations, options, name)
 
     def _reduce(
-        self, op: ReduceOp, per_replica_value: Any, destinations: Any, given: CommunicationOptions | None, name: str
+        self,
+        op: ReduceOp,
+        per_replica_value: Any,
+        destinations: Any,
+        given: CommunicationOptions | None,
+        name: str,
+        out: np.ndarray | None = None,
     ) -> Any:
-        """As `reduce`, of a value for which there is no plan. Collective."""
+        """As `reduce`, of a value for which there is no plan, or into an array. Collective."""
         options = given or _NO_OPTIONS
-        ops = self.chosen(options)
-        ops._check_known(op, options, "reduce")
+        ops, function = self.chosen(options), self._called("reduce")
+        ops._check_known(op, options, function)
         group = ops.group
-        if reduced_already(op, per_replica_value, group):
+        if out is None and reduced_already(op, per_replica_value, group):
             return per_replica_value
-        values = reducible_values(per_replica_value, group, op, "reduce")
+        values = reducible_values(per_replica_value, group, op, function)
         if isinstance(values[0], IndexedSlices):
-            return self._reduce_slices(group, op, values, options, name)
-        arrays = local_arrays(values, "reduce")
+            slices = checked_slices(values, op, function)
+            how = arithmetic(op, slices[0].values.dtype, group.topology.num_replicas, function)
+            with group.collective(function, name, detail=(op.value, form(slices[0])), timeout=options.timeout_seconds):
+                return reduce_slices(group, how, slices, function)
+        arrays = local_arrays(values, function)
         first = arrays[0]
-        synchronize, how = ops.entry(arrays, destinations)
-        arithmetic(op, first.dtype, 1)  # refuses what cannot be summed
+        synchronize, way = ops.entry(arrays, destinations)
+        how = arithmetic(op, first.dtype, 1, function)  # refuses what cannot be reduced
+        if out is not None:
+            check_out(out, first.shape, how.result, function)
+        detail = (op.value, type(ops).__name__, way, *_said(options))
+        timeout = options.timeout_seconds
         with group.collective(
-            "reduce",
-            name,
-            first.dtype,
-            first.shape,
-            (op.value, type(ops).__name__, how, *_said(options)),
-            timeout=options.timeout_seconds,
-            synchronize=synchronize,
+            function, name, first.dtype, first.shape, detail, timeout=timeout, synchronize=synchronize
         ) as ops.call:
+            if out is not None:
+                ops.reduce_into(op, arrays, out, options)
+                return out
             result = ops.reduce_implementation(op, PerReplica(arrays), destinations, options)
         if len(arrays) == 1 and not synchronize:
             small = ops.small_reduction(op, first)
@@ -224,36 +242,60 @@ class CrossDeviceOps(ABC):
         Raises:
             Exception: as `reduce`.
         """
-        op = ReduceOp.parse(reduce_op, "batch_reduce")
+        function = self._called("batch_reduce")
+        op = ReduceOp.parse(reduce_op, function)
         options = options or _NO_OPTIONS
         ops = self.chosen(options)
-        ops._check_known(op, options, "batch_reduce")
+        ops._check_known(op, options, function)
         group = ops.group
         dense: list[tuple[PerReplica, Any]] = []
         results: list[Any] = []
         forms: list[Hashable] = []
         for value, destination in value_destination_pairs:
-            check_destinations(destination, "batch_reduce")
-            values = reducible_values(value, group, op, "batch_reduce")
+            check_destinations(destination, function)
+            values = reducible_values(value, group, op, function)
             if isinstance(values[0], IndexedSlices):
-                slices = checked_slices(values, op, "batch_reduce")
+                slices = checked_slices(values, op, function)
                 results.append(slices)
                 forms.append(form(slices[0]))
                 continue
-            arrays = local_arrays(values, "batch_reduce")
-            arithmetic(op, arrays[0].dtype, 1)
+            arrays = local_arrays(values, function)
+            arithmetic(op, arrays[0].dtype, 1, function)
             results.append(None)
             dense.append((PerReplica(arrays), destination))
             forms.append((arrays[0].dtype, arrays[0].shape, ops.entry(arrays, destination)[1]))
         detail = (op.value, type(ops).__name__, options.bytes_per_pack, tuple(forms), *_said(options))
-        with group.collective("batch_reduce", name, detail=detail, timeout=options.timeout_seconds) as ops.call:
+        with group.collective(function, name, detail=detail, timeout=options.timeout_seconds) as ops.call:
             done = iter(ops.batch_reduce_implementation(op, dense, options) if dense else ())
             for index, slices in enumerate(results):
                 if slices is None:
                     results[index] = next(done)
                 else:
-                    results[index] = reduce_slices(group, op, slices, "batch_reduce")
+                    how = arithmetic(op, slices[0].values.dtype, group.topology.num_replicas, function)
+                    results[index] = reduce_slices(group, how, slices, function)
         return [on_destination(result, pair[1]) for result, pair in zip(results, value_destination_pairs, strict=True)]
+
+    def reduce_leaves(
+        self,
+        op: ReduceOp,
+        leaves: Leaves,
+        options: CommunicationOptions | None,
+        outs: Sequence[np.ndarray] | None = None,
+    ) -> Sequence[Any]:
+        """Return the reduction of each of several values, in one collective; in `outs` if they are given. Collective."""
+        values, name = leaves.values, leaves.name
+        if len(values) > 1:
+            totals: Sequence[Any] = self.batch_reduce(op, [(value, None) for value in values], options, name)
+        elif outs is not None and outs[0].nbytes > _COPIED:
+            return [self._reduce(op, values[0], None, options, name, outs[0])]
+        else:
+            totals = [self.reduce(op, values[0], None, options, name)]
+        if outs is None:
+            return totals
+        for out, total in zip(outs, totals, strict=True):
+            check_out(out, total.shape, total.dtype, self._called("reduce"))
+            out[...] = total
+        return outs
 
     def broadcast(self, value: Any, destinations: Any = None, root: int = 0, name: str = "") -> Any:
         """Return the value of one replica, a new array, equal on every rank. Collective.
@@ -268,13 +310,20 @@ class CrossDeviceOps(ABC):
             ValueError: there is no such replica.
             CollectiveMismatchError: ranks passed another root, shape or dtype.
         """
-        check_destinations(destinations, "broadcast")
-        check_root(root, self.group, "broadcast")
-        arrays = local_arrays(local_values(value, self.group, "broadcast"), "broadcast")
-        first = arrays[0]
-        with self.group.collective("broadcast", name, first.dtype, first.shape, ("root", root)) as self.call:
-            result = self.broadcast_implementation(PerReplica(arrays), destinations, root)
-        return on_destination(result, destinations)
+        check_destinations(destinations, self._called("broadcast"))
+        return on_destination(self.broadcast_leaves(Leaves([value], name, [""]), root, destinations)[0], destinations)
+
+    def broadcast_leaves(self, leaves: Leaves, root: int, destinations: Any = None) -> list[Any]:
+        """Return what `broadcast` would of each of several values, in one collective. Collective."""
+        function, group = self._called("broadcast"), self.group
+        check_root(root, group, function)
+        arrays = [local_arrays(local_values(leaf, group, function), function) for leaf in leaves.values]
+        with group.collective(
+            function, leaves.name, *call_of([each[0] for each in arrays], f"root {root}")
+        ) as self.call:
+            if type(self).broadcast_implementation is not CrossDeviceOps.broadcast_implementation:
+                return [self.broadcast_implementation(PerReplica(each), destinations, root) for each in arrays]
+            return broadcast_all(group, arrays, root, leaves.paths, function)
 
     def gather(
         self,
@@ -297,14 +346,29 @@ class CrossDeviceOps(ABC):
                 rank and both shapes, before data moved.
             ValueError: a scalar, or an axis out of range.
         """
-        check_destinations(destinations, "gather")
+        check_destinations(destinations, self._called("gather"))
+        leaves = Leaves([per_replica_value], name, [""])
+        return on_destination(self.gather_leaves(leaves, axis, options, destinations)[0], destinations)
+
+    def gather_leaves(
+        self, leaves: Leaves, axis: int, options: CommunicationOptions | None, destinations: Any = None
+    ) -> list[Any]:
+        """Return what `gather` would of each of several values, in one collective. Collective."""
         options = options or _NO_OPTIONS
-        ops = self.chosen(options)
-        arrays = to_gather(per_replica_value, ops.group)
-        with ops.group.collective("gather", name, detail=("axis", axis), timeout=options.timeout_seconds) as ops.call:
-            counted = counted_axis(axis, arrays[0].ndim)
-            result = ops.gather_implementation(PerReplica(arrays), destinations, counted, options)
-        return on_destination(result, destinations)
+        ops, function = self.chosen(options), self._called("gather")
+        group = ops.group
+        arrays = [
+            to_gather(leaf, group, function, path) for leaf, path in zip(leaves.values, leaves.paths, strict=True)
+        ]
+        with group.collective(
+            function, leaves.name, detail=("axis", axis), timeout=options.timeout_seconds
+        ) as ops.call:
+            if type(ops).gather_implementation is CrossDeviceOps.gather_implementation:
+                return gather_all(group, arrays, axis, leaves.paths, function)
+            return [
+                ops.gather_implementation(PerReplica(each), destinations, counted_axis(axis, each[0].ndim), options)
+                for each in arrays
+            ]
 
     # What algorithms override
 
@@ -336,13 +400,19 @@ class CrossDeviceOps(ABC):
 
     def broadcast_implementation(self, value: PerReplica, destinations: Any, root: int) -> Any:
         """Return the array of global replica `root`, a new one. Collective; all ranks have arrived and agree."""
-        return broadcast(self.group, value.values, root)
+        return broadcast_all(self.group, [value.values], root, [""], self._called("broadcast"))[0]
 
     def gather_implementation(
         self, per_replica_value: PerReplica, destinations: Any, axis: int, options: CommunicationOptions | None
     ) -> Any:
         """Return the concatenated arrays. Collective; all ranks have arrived, and compare the shapes in here."""
-        return gather(self.group, per_replica_value.values, axis)
+        return gather_all(self.group, [per_replica_value.values], axis, [""], self._called("gather"))[0]
+
+    def reduce_into(
+        self, reduce_op: ReduceOp, arrays: Sequence[Any], out: np.ndarray, options: CommunicationOptions | None
+    ) -> None:
+        """Write the reduction of the local replicas' arrays into one, which may be theirs. Collective; all ranks agree."""
+        out[...] = self.reduce_implementation(reduce_op, PerReplica(arrays), None, options)
 
     def reduce_arena(
         self,
@@ -443,18 +513,18 @@ class CrossDeviceOps(ABC):
         if kind not in others:
             cls = IMPLEMENTATIONS[kind]
             other = self if cls is type(self) else cls()
+            other.front = self.front
             other.bind(self.group)
             others[kind] = other
         return others[kind]
 
-    def _reduce_slices(
-        self, group: ProcessGroup, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions, name: str
-    ) -> IndexedSlices:
-        slices = checked_slices(values, op, "reduce")
-        arithmetic(op, slices[0].values.dtype, 1)
-        detail = (op.value, form(slices[0]))
-        with group.collective("reduce", name, detail=detail, timeout=options.timeout_seconds):
-            return reduce_slices(group, op, slices, "reduce")
+    def _called(self, operation: str) -> str:
+        return called(self.front, _FULL_NAMES.get(operation, operation), operation)
+
+
+def called(front: str, operation: str, own: str = "") -> str:
+    """Return the name of an operation for a caller: of a method of `front`, or without one `own`, by default the same."""
+    return f"{front}.{operation}" if front else own or operation
 
 
 def _said(options: CommunicationOptions) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ class OrderedAllReduce(FlatAllReduce):
         nodes = group.topology.node_of
         self._chained = not group.environment.shared_memory or list(nodes) == sorted(nodes)
 
-    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
+    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic, *, out: np.ndarray | None = None) -> np.ndarray:
         size, replicas = arrays[0].size, self.group.topology.num_replicas
         total = np.empty(size, how.accumulate)
         step = max(1, _CHUNK // (replicas * how.accumulate.itemsize))

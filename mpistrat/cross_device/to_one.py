@@ -58,7 +58,7 @@ class ReductionToOneDevice(FlatAllReduce):
         # The function sees one value at a time.
         return [self.reduce_implementation(reduce_op, value) for value, _ in value_destination_pairs]
 
-    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
+    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic, *, out: np.ndarray | None = None) -> np.ndarray:
         group = self.group
         if self.accumulation_fn is not None:
             total = self._accumulate(self.accumulation_fn, arrays, how)

@@ -6,11 +6,12 @@ import itertools
 import math
 import zlib
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arena.arithmetic import arithmetic, finish
+from ..arena.arithmetic import Arithmetic, finish
+from ..base import nest
 from ..base.buffers import BufferPool
 from ..base.distributed_values import DistributedValues, Mirrored
 from ..base.errors import CollectiveMismatchError, explain
@@ -21,15 +22,16 @@ from ..comm.packing import forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
 
 __all__ = [
+    "Leaves",
     "beside",
-    "broadcast",
     "broadcast_all",
+    "call_of",
     "check_destinations",
+    "check_out",
     "check_root",
     "checked_slices",
     "counted_axis",
     "form",
-    "gather",
     "gather_all",
     "local_arrays",
     "local_values",
@@ -41,6 +43,26 @@ __all__ = [
 ]
 
 _IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)  # what makes the value itself of equal values
+
+
+class Leaves(NamedTuple):
+    """The values of one collective: the leaves of a nest, or one value.
+
+    Attributes:
+        values: of each leaf a PerReplica, or the value of the only local replica.
+        name: which ranks these are, and the form of the nest, for the comparison of the ranks.
+        paths: where each leaf is in the nest, for errors.
+    """
+
+    values: Sequence[Any]
+    name: str
+    paths: Sequence[str]
+
+    @classmethod
+    def of(cls, value: Any, label: str) -> Leaves:
+        """Return the leaves of a nest, or of a value that is none."""
+        form = nest.form(value) if nest.is_nested(value) else ""
+        return cls(nest.flatten(value), ": ".join(filter(None, (label, form))), nest.paths(value))
 
 
 def check_destinations(destinations: Any, function: str) -> None:
@@ -131,6 +153,21 @@ def local_arrays(values: Sequence[Any], function: str) -> list[Any]:
     return arrays
 
 
+def call_of(arrays: Sequence[Any], detail: str) -> tuple[Any, Any, Hashable]:
+    """Return dtype, shape and detail of a call, for `ProcessGroup.collective`: of one array, or in the detail of several."""
+    if len(arrays) == 1:
+        return arrays[0].dtype, arrays[0].shape, detail
+    return None, None, (detail, *((dtype_name(array.dtype), tuple(array.shape)) for array in arrays))
+
+
+def check_out(out: np.ndarray, shape: tuple[int, ...], dtype: np.dtype, function: str) -> None:
+    """Raise ValueError unless a result of this shape and dtype can be written into an array."""
+    if out.shape != shape or out.dtype != dtype or not out.flags.writeable:
+        got = f"{out.dtype} {out.shape}{'' if out.flags.writeable else ', read-only'}"
+        expected = f"a writable array {dtype} {tuple(shape)}"
+        raise ValueError(explain(function, "out", expected=expected, got=got))
+
+
 def on_destination(result: Any, destinations: Any) -> Any:
     """Return a result on the device that destinations name, where they name one.
 
@@ -160,44 +197,36 @@ _POOL = BufferPool(kept=2)
 _SMALL = 1 << 16  # bytes on all ranks; up to that several arrays are one message, which costs a copy on either side
 
 
-def to_gather(value: Any, group: ProcessGroup, path: str = "") -> list[Any]:
-    """Return the arrays of the local replicas of a value, or of what lies at a path of a nest.
+def to_gather(value: Any, group: ProcessGroup, function: str, path: str) -> list[Any]:
+    """Return the arrays of the local replicas of what lies at a path of a nest.
 
     Raises:
         TypeError: it has IndexedSlices, or what is no array.
     """
-    values = local_values(value, group, "gather", repeat=False)
+    values = local_values(value, group, function, repeat=False)
     if any(isinstance(each, IndexedSlices) for each in values):
-        raise TypeError(explain("gather", f"value{path}", expected="arrays", got="IndexedSlices"))
-    return [as_array(each, "gather", f"value{path}") for each in values]
+        raise TypeError(explain(function, f"value{path}", expected="arrays", got="IndexedSlices"))
+    return [as_array(each, function, f"value{path}") for each in values]
 
 
-def gather(group: ProcessGroup, values: Sequence[Any], axis: int, function: str = "gather") -> Any:
-    """Return the arrays of all replicas concatenated along an axis, in replica order. Collective, inside one.
+def gather_all(
+    group: ProcessGroup, leaves: Sequence[Sequence[Any]], axis: int, paths: Sequence[str], function: str
+) -> list[Any]:
+    """Return the arrays of all replicas concatenated along an axis, in replica order, of each value. Collective, inside one.
+
+    Small ones are one message.
 
     Args:
         group: the ranks.
-        values: one array for each local replica; lengths along `axis` may differ, the rest may not.
+        leaves: of each value one array for each local replica; lengths along `axis` may differ, the rest may not.
         axis: from 0, or from the end if it is negative.
+        paths: where each value is in the nest, to name in errors.
         function: the public caller to name in errors.
 
     Raises:
         CollectiveMismatchError: on every rank, naming a rank and both shapes, before any data moved.
         ValueError: a scalar, or an axis out of range.
         TypeError: Python objects or structured arrays.
-    """
-    return gather_all(group, [values], axis, [""], function)[0]
-
-
-def gather_all(
-    group: ProcessGroup, leaves: Sequence[Sequence[Any]], axis: int, paths: Sequence[str], function: str = "gather"
-) -> list[Any]:
-    """Return what `gather` would for each of several values, whose small ones are one message. Collective, inside one.
-
-    Args:
-        group, axis, function: see `gather`.
-        leaves: of each value one array for each local replica.
-        paths: where each is in the nest, to name in errors.
     """
     axes = [counted_axis(axis, values[0].ndim) for values in leaves]
     totals = _rank_lengths(group, leaves, axes, paths, function)
@@ -367,19 +396,16 @@ def check_root(root: int, group: ProcessGroup, function: str) -> None:
         raise ValueError(explain(function, "root", expected=f"a replica from 0 to {replicas - 1}", got=repr(root)))
 
 
-def broadcast(group: ProcessGroup, values: Sequence[Any], root: int) -> Any:
-    """Return global replica `root`'s array of those that the local replicas have, a new one. Collective, inside one.
+def broadcast_all(
+    group: ProcessGroup, leaves: Sequence[Sequence[Any]], root: int, paths: Sequence[str], function: str
+) -> list[Any]:
+    """Return global replica `root`'s array of each value, a new one. Collective, inside one. See `gather_all`.
 
     Raises:
         TypeError: Python objects or structured arrays.
     """
-    return broadcast_all(group, [values], root, [""])[0]
-
-
-def broadcast_all(group: ProcessGroup, leaves: Sequence[Sequence[Any]], root: int, paths: Sequence[str]) -> list[Any]:
-    """Return what `broadcast` would for each of several values, whose small ones are one message. Collective, inside one."""
     for values, path in zip(leaves, paths, strict=True):
-        check_movable(values[0].dtype, "broadcast", f"value{path}")
+        check_movable(values[0].dtype, function, f"value{path}")
     rank, index = group.topology.rank_of_replica(root)
     if rank == group.topology.rank:
         hosts = [np.array(to_host(values[index]), order="C") for values in leaves]
@@ -451,19 +477,20 @@ def form(value: IndexedSlices) -> Hashable:
 
 
 def reduce_slices(
-    group: ProcessGroup, reduce_op: ReduceOp, values: Sequence[IndexedSlices], function: str
+    group: ProcessGroup, how: Arithmetic, values: Sequence[IndexedSlices], function: str
 ) -> IndexedSlices:
     """Return the rows and indices of all replicas in replica order; MEAN divides the rows. Collective, inside one.
 
     `values` come from `checked_slices`.
     """
-    rows = gather(group, [value.values for value in values], 0, function)
-    indices = gather(group, [value.indices for value in values], 0, function)
-    how = arithmetic(reduce_op, rows.dtype, group.topology.num_replicas)
+    rows, indices = (
+        gather_all(group, [leaf], 0, [""], function)[0]
+        for leaf in ([value.values for value in values], [value.indices for value in values])
+    )
     return IndexedSlices(_divide(rows, how), indices, values[0].dense_shape)
 
 
-def _divide(rows: Any, how: Any) -> Any:
+def _divide(rows: Any, how: Arithmetic) -> Any:
     if how.divisor == 1:
         return rows
     with on_device_of(rows):

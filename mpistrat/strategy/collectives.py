@@ -10,10 +10,10 @@ from ..base.errors import ContextError, explain
 from ..base.types import ReduceOp
 
 if TYPE_CHECKING:
+    from ..cross_device.collectives import Collectives
     from ..cross_device.nonblocking import CollectiveRequest
     from .extended import StrategyExtended
     from .process_set import ProcessSet
-    from .reductions import Reductions
 
 __all__ = ["RankCollectives"]
 
@@ -42,7 +42,7 @@ class RankCollectives(ABC):
             >>> ms.get_strategy().barrier(name="shards are written")
         """
         self._together("barrier", None, name or "")
-        self._extended.process_group.barrier(name or "", timeout)
+        self._extended.rank_collectives.barrier(name, timeout)
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """Return the root's Python object on every rank. Collective over all ranks, servers too.
@@ -58,9 +58,7 @@ class RankCollectives(ABC):
             ValueError: there is no such rank.
         """
         self._together("broadcast_object")
-        from .objects import broadcast_object
-
-        return broadcast_object(self._extended.process_group, obj, root)
+        return self._extended.rank_collectives.broadcast_object(obj, root)
 
     def all_gather_object(self, obj: Any = None) -> list[Any]:
         """Return every rank's Python object, in order of rank. Collective over all ranks, servers too.
@@ -71,9 +69,7 @@ class RankCollectives(ABC):
             TypeError: on every rank, when one cannot be pickled.
         """
         self._together("all_gather_object")
-        from .objects import all_gather_object
-
-        return all_gather_object(self._extended.process_group, obj)
+        return self._extended.rank_collectives.all_gather_object(obj)
 
     def all_reduce_async(self, reduce_op: ReduceOp | str, value: Any) -> CollectiveRequest:
         """Start the sum, or another reduction, of a value over all replicas, and return what waits for it. Collective.
@@ -104,9 +100,8 @@ class RankCollectives(ABC):
 
         Source: MPI 4.1, section 6.12, nonblocking collective operations.
         """
-        reductions = self._may_start("all_reduce_async")
-        op = ReduceOp.parse(reduce_op, "all_reduce_async")
-        return reductions.all_reduce_async(op, reductions.copies_of_variables(value))
+        started = self._may_start("all_reduce_async")
+        return started.all_reduce_async(reduce_op, self._extended.copies_of_variables(value))
 
     def broadcast_async(self, value: Any, root: int = 0) -> CollectiveRequest:
         """Start to send one replica's value to all, and return what waits for it. Collective. See `all_reduce_async`.
@@ -119,17 +114,16 @@ class RankCollectives(ABC):
             ValueError: there is no such replica.
             CollectiveMismatchError, ContextError: as for `all_reduce_async`.
         """
-        reductions = self._may_start("broadcast_async")
-        return reductions.broadcast_async(reductions.copies_of_variables(value), root)
+        return self._may_start("broadcast_async").broadcast_async(self._extended.copies_of_variables(value), root)
 
-    def _may_start(self, name: str) -> Reductions:
+    def _may_start(self, name: str) -> Collectives:
         """Check that this is no call of one of several replicas in a step, nor in another strategy's."""
         from .contexts import require_one_call, stepping
 
         if not stepping(self):
             self._extended.require_cross(f"Strategy.{name}")
         require_one_call(self, f"Strategy.{name}")
-        return self._extended.reductions
+        return self._extended.collectives
 
     def process_set(self, ranks: Sequence[int]) -> ProcessSet:
         """Return what some of the ranks do together, without the others. Collective over all ranks, those outside too.

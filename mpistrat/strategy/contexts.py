@@ -19,7 +19,8 @@ from ..base.types import ReduceOp
 from ..cluster.cores import limit_new_libraries
 from ..cluster.topology import Topology
 from ..comm.arrays import as_array
-from .reductions import Reductions, read_variables
+from ..cross_device.collectives import Collectives
+from .copies import read_variables
 from .replica_threads import current_rendezvous
 
 if TYPE_CHECKING:
@@ -80,24 +81,24 @@ class ReplicaContext:
     """
 
     __slots__ = (
+        "_collectives",
         "_cross_frame",
         "_device",
         "_index",
-        "_reductions",
         "frame",
         "num_replicas_in_sync",
         "replica_id_in_sync_group",
         "strategy",
     )
 
-    def __init__(self, strategy: Any, index: int, topology: Topology, reductions: Reductions) -> None:
+    def __init__(self, strategy: Any, index: int, topology: Topology, collectives: Collectives) -> None:
         """Describe local replica `index` of the ranks that step together. Strategies make them."""
         self.strategy = strategy
         self.replica_id_in_sync_group = topology.replica_offset + index
         self.num_replicas_in_sync = topology.num_replicas
         self.frame = Frame(strategy, replica=self)
         self._cross_frame = Frame(strategy)
-        self._device, self._reductions = topology.devices[index], reductions
+        self._device, self._collectives = topology.devices[index], collectives
         self._index = index
 
     @property
@@ -185,7 +186,9 @@ class ReplicaContext:
             ...     return ctx.all_reduce("SUM", ctx.replica_id_in_sync_group)  # 0 + 1 + 2 + 3 = 6
         """
         op = ReduceOp.parse(reduce_op, "all_reduce")
-        return self._together(_ALL_REDUCE[op], lambda joined: self._reductions.reduce(op, joined, None, options), value)
+        return self._together(
+            _ALL_REDUCE[op], lambda joined: self._collectives.all_reduce(op, joined, None, options), value
+        )
 
     def all_gather(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the replicas' arrays concatenated along an axis, in replica order, on every replica. Collective.
@@ -200,7 +203,7 @@ class ReplicaContext:
             ValueError: a scalar, or an axis out of range.
         """
         what = f"all_gather on axis {axis}"
-        return self._together(what, lambda joined: self._reductions.gather(joined, axis, options), value)
+        return self._together(what, lambda joined: self._collectives.all_gather(joined, axis, options), value)
 
     def reduce_scatter(
         self, reduce_op: ReduceOp | str, value: Any, axis: int = 0, options: CommunicationOptions | None = None
@@ -228,11 +231,8 @@ class ReplicaContext:
             ...     return ms.get_replica_context().reduce_scatter("SUM", np.arange(5))
         """
         op = ReduceOp.parse(reduce_op, "reduce_scatter")
-
-        def act(joined: Any) -> Any:
-            return self._reductions.reduce_scatter(op, joined, axis, options)
-
-        return self._together(f"reduce_scatter {op.value} on axis {axis}", act, value)
+        what = f"reduce_scatter {op.value} on axis {axis}"
+        return self._together(what, lambda joined: self._collectives.reduce_scatter(op, joined, axis, options), value)
 
     def all_to_all(self, value: Any, splits: Any = None, axis: int = 0) -> Any:
         """Send each replica a part of a value, and return the parts that all of them sent, in replica order. Collective.
@@ -261,10 +261,10 @@ class ReplicaContext:
         """
         if splits is None:
             what = f"all_to_all on axis {axis}"
-            return self._together(what, lambda joined: self._reductions.all_to_all(joined, None, axis)[0], value)
+            return self._together(what, lambda joined: self._collectives.all_to_all(joined, None, axis)[0], value)
         posted = (value, as_array(splits, "all_to_all", "splits"))
         what = f"all_to_all with splits on axis {axis}"
-        return self._together(what, lambda joined: self._reductions.all_to_all(joined[0], joined[1], axis), posted)
+        return self._together(what, lambda joined: self._collectives.all_to_all(joined[0], joined[1], axis), posted)
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Return one replica's value on every replica. Collective.
@@ -277,7 +277,7 @@ class ReplicaContext:
             ValueError: there is no such replica.
         """
         what = f"broadcast from {root}"
-        return self._together(what, lambda joined: self._reductions.broadcast(joined, root), value)
+        return self._together(what, lambda joined: self._collectives.broadcast(joined, root), value)
 
     def rng(self, seed: int, step: int = 0, sample: int | None = None) -> np.random.Generator:
         """Return the random generator of a sample, or of this replica, at a step.

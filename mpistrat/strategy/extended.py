@@ -20,11 +20,12 @@ from ..base.options import CommunicationOptions, LocalSteps
 from ..base.types import ReduceOp
 from ..cluster.topology import Topology
 from ..comm.process_group import ProcessGroup
+from ..cross_device.collectives import PLAIN, Collectives, as_scalar
 from ..cross_device.ops import CrossDeviceOps
 from ..state.optimizer_states import OptimizerStates
 from ..variables import ArenaAllocator, Placement, ShardedVariable, Variable, create_variable, explain_foreign
 from .contexts import ReplicaContext
-from .reductions import Reductions, as_scalar
+from .copies import copies_of_variables
 from .replica_threads import ReplicaThreads, current_rendezvous
 from .tensorflow_names import EXTENDED, OtherNames
 
@@ -64,7 +65,8 @@ class StrategyExtended(OtherNames):
         cross_device_ops: how values of the replicas become one.
         placement: where variables live.
         replicas: the contexts of the local replicas.
-        reductions: what is done with values of all replicas.
+        collectives: those of the replicas that step together.
+        rank_collectives: those of all ranks, for barriers and objects.
         threads: what runs several local replicas; None with one.
         optimizer_states: what the optimizers keep, in files and before they are applied.
         coordination: how a coordinator uses this rank.
@@ -123,9 +125,10 @@ class StrategyExtended(OtherNames):
         self._strategy = strategy
         self._shared = shared
         self.frame = Frame(strategy)
-        replicas, local = self.sync_topology.num_replicas, self.sync_topology.num_local_replicas
-        self.reductions = Reductions(ops, options, replicas, local, is_default)
-        self.replicas = [ReplicaContext(strategy, index, self.sync_topology, self.reductions) for index in range(local)]
+        self.collectives = Collectives(sync_group, ops=ops, options=options, alone=is_default)
+        self.rank_collectives = Collectives(group)
+        local = range(self.sync_topology.num_local_replicas)
+        self.replicas = [ReplicaContext(strategy, index, self.sync_topology, self.collectives) for index in local]
         frames = [replica.frame for replica in self.replicas]
         self.threads = ReplicaThreads(frames) if len(frames) > 1 else None
         self.optimizer_states = OptimizerStates(self.placement)
@@ -144,7 +147,7 @@ class StrategyExtended(OtherNames):
             strategy,
             self.process_group,
             self.cross_device_ops,
-            self.reductions.merged(None),
+            self.collectives.merged(None),
             parameter_devices=placement.arenas.devices,
             distributed=placement.distributed,
             central=placement.arenas.central,
@@ -347,8 +350,8 @@ class StrategyExtended(OtherNames):
         op = ReduceOp.parse(reduce_op, "reduce_to")
         if self.is_default:
             return value
-        value = self.reductions.copies_of_variables(value)
-        return as_scalar(self.cross_device_ops.reduce(op, value, destinations, self.reductions.merged(options)))
+        value = self.copies_of_variables(value)
+        return as_scalar(self.cross_device_ops.reduce(op, value, destinations, self.collectives.merged(options)))
 
     def batch_reduce_to(
         self,
@@ -366,8 +369,8 @@ class StrategyExtended(OtherNames):
         op = ReduceOp.parse(reduce_op, "batch_reduce_to")
         if self.is_default:
             return [value for value, _ in value_destination_pairs]
-        pairs = [(self.reductions.copies_of_variables(value), where) for value, where in value_destination_pairs]
-        totals = self.cross_device_ops.batch_reduce(op, pairs, self.reductions.merged(options))
+        pairs = [(self.copies_of_variables(value), where) for value, where in value_destination_pairs]
+        totals = self.cross_device_ops.batch_reduce(op, pairs, self.collectives.merged(options))
         return [as_scalar(total) for total in totals]
 
     def broadcast_to(self, tensor: Any, destinations: Any = None) -> Any:
@@ -379,6 +382,12 @@ class StrategyExtended(OtherNames):
         return as_scalar(self.cross_device_ops.broadcast(tensor, destinations))
 
     # what the strategy's own files use
+
+    def copies_of_variables(self, value: Any) -> Any:
+        """Return a nest in which each variable became what the local replicas have of it."""
+        if type(value) in PLAIN:
+            return value
+        return copies_of_variables(value, self.sync_topology.num_replicas, self.is_default)
 
     def require_open(self, function: str) -> None:
         """Do nothing unless the strategy was closed.

@@ -13,8 +13,8 @@ from ..base.errors import ContextError, explain
 from ..base.masks import plain_array
 from ..base.underflow import may_underflow
 from ..comm.arrays import array_module, as_array, on_device_of
+from ..cross_device.collectives import as_scalar
 from .contexts import local_replica
-from .reductions import as_scalar
 
 __all__ = [
     "check_loss",

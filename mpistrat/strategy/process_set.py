@@ -18,10 +18,8 @@ from ..base.types import ReduceOp
 from ..cluster.forks import is_child
 from ..comm.dropped import collect_cycles, dropped_by_all
 from ..comm.process_group import ProcessGroup
-from ..cross_device.auto import make_cross_device_ops
+from ..cross_device.collectives import Collectives
 from .contexts import require_one_call
-from .objects import all_gather_object, broadcast_object
-from .reductions import Reductions
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -39,20 +37,19 @@ class _Inner:
 
     Attributes:
         group: the set's ranks, or this rank alone where it is outside.
-        ops: what reduces over them.
+        collectives: theirs.
         kept: whether the program may use the communicator without the set.
         forgotten: whether no reference to the set is left on this rank.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self.group, self.ops = group, make_cross_device_ops()
-        self.ops.bind(group)
+        self.group, self.collectives = group, Collectives(group, "ProcessSet")
         self.kept = self.forgotten = False
 
     def close(self) -> None:
         """Free communicators and memory. Collective over the set."""
         if not (self.group.closed or is_child()):
-            self.ops.close()
+            self.collectives.close()
             self.group.close()
             self.group.topology.close()
 
@@ -122,8 +119,8 @@ class ProcessSet:
         """Hold what this rank has of it. `Strategy.process_set` calls it."""
         self.ranks = ranks
         self._strategy, self._inner, self._group = strategy, inner, inner.group
+        self._collectives = inner.collectives
         self._strategy_rank = strategy.rank
-        self._reductions = Reductions(inner.ops, None, self._group.topology.num_replicas, 1, alone=False)
 
     @property
     def included(self) -> bool:
@@ -155,31 +152,27 @@ class ProcessSet:
         Raises:
             ContextError: outside of the set, or in a step of a rank with several replicas. So do all that follow.
         """
-        self._require("all_reduce")
-        return self._reductions.reduce(ReduceOp.parse(reduce_op, "all_reduce"), value, None, options)
+        return self._made("all_reduce").all_reduce(reduce_op, value, None, options)
 
     def all_reduce_async(self, reduce_op: ReduceOp | str, value: Any) -> CollectiveRequest:
         """Start an `all_reduce`, and return what waits for it. Collective over the set. See `Strategy.all_reduce_async`."""
-        self._require("all_reduce_async")
-        return self._keeping(self._reductions.all_reduce_async(ReduceOp.parse(reduce_op, "all_reduce_async"), value))
+        return self._keeping(self._made("all_reduce_async").all_reduce_async(reduce_op, value))
 
     def all_gather(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the ranks' arrays concatenated along an axis. Collective over the set. See `ReplicaContext.all_gather`."""
-        self._require("all_gather")
-        return self._reductions.gather(value, axis, options)
+        return self._made("all_gather").all_gather(value, axis, options)
 
     def reduce_scatter(
         self, reduce_op: ReduceOp | str, value: Any, axis: int = 0, options: CommunicationOptions | None = None
     ) -> Any:
         """Return this rank's part of a reduction. Collective over the set. See `ReplicaContext.reduce_scatter`."""
-        self._require("reduce_scatter")
-        return self._reductions.reduce_scatter(ReduceOp.parse(reduce_op, "reduce_scatter"), value, axis, options)
+        return self._made("reduce_scatter").reduce_scatter(reduce_op, value, axis, options)
 
     def all_to_all(self, value: Any, splits: Any = None, axis: int = 0) -> Any:
         """Return what all ranks sent to this one. Collective over the set. See `ReplicaContext.all_to_all`."""
-        self._require("all_to_all")
-        given = None if splits is None else plain_array(splits, "all_to_all", "splits")
-        result = self._reductions.all_to_all(value, given, axis)
+        made = self._made("all_to_all")
+        given = None if splits is None else plain_array(splits, "ProcessSet.all_to_all", "splits")
+        result = made.all_to_all(value, given, axis)
         return result[0] if splits is None else result
 
     def broadcast(self, value: Any, root: int) -> Any:
@@ -192,8 +185,7 @@ class ProcessSet:
         Raises:
             ValueError: it is not.
         """
-        self._require("broadcast")
-        return self._reductions.broadcast(value, self._number(root, "broadcast"))
+        return self._made("broadcast").broadcast(value, self._number(root, "broadcast"))
 
     def broadcast_async(self, value: Any, root: int) -> CollectiveRequest:
         """Start a `broadcast`, and return what waits for it. Collective over the set. See `Strategy.broadcast_async`.
@@ -201,8 +193,8 @@ class ProcessSet:
         Raises:
             ValueError: the root is not in the set.
         """
-        self._require("broadcast_async")
-        return self._keeping(self._reductions.broadcast_async(value, self._number(root, "broadcast_async")))
+        made = self._made("broadcast_async")
+        return self._keeping(made.broadcast_async(value, self._number(root, "broadcast_async")))
 
     def broadcast_object(self, obj: Any = None, *, root: int) -> Any:
         """Return one rank's Python object on all. Collective over the set. See `Strategy.broadcast_object`.
@@ -214,25 +206,28 @@ class ProcessSet:
         Raises:
             ValueError: it is not.
         """
-        self._require("broadcast_object")
-        return broadcast_object(self._group, obj, self._number(root, "broadcast_object"))
+        return self._made("broadcast_object").broadcast_object(obj, self._number(root, "broadcast_object"))
 
     def all_gather_object(self, obj: Any = None) -> list[Any]:
         """Return every rank's Python object. Collective over the set. See `Strategy.all_gather_object`."""
-        self._require("all_gather_object")
-        return all_gather_object(self._group, obj)
+        return self._made("all_gather_object").all_gather_object(obj)
 
     def barrier(self, timeout: float | None = None, name: str | None = None) -> None:
         """Wait until every rank of the set is here. Collective over the set. See `Strategy.barrier`."""
-        self._require("barrier")
-        self._group.barrier(name or "", timeout)
+        self._made("barrier").barrier(name, timeout)
 
-    def _require(self, function: str) -> None:
+    def _made(self, function: str) -> Collectives:
+        """Return the collectives of the set, where this rank may make one.
+
+        Raises:
+            ContextError: outside of the set, or in a step of a rank with several replicas.
+        """
         function = f"ProcessSet.{function}"
         if not self.included:
             expected, got = f"a call by {named('rank', self.ranks, most=_SHOWN)}", "one outside of the set"
             raise ContextError(explain(function, "", expected=expected, got=got, rank=self._strategy_rank))
         require_one_call(self._strategy, function)
+        return self._collectives
 
     def _keeping(self, request: CollectiveRequest) -> CollectiveRequest:
         request.owner = self  # which is not forgotten before it is complete

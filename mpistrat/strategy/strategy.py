@@ -20,6 +20,7 @@ from ..cluster.forks import is_child
 from ..cluster.resolvers.resolver import ClusterResolver
 from ..comm.process_group import ProcessGroup
 from ..comm.recorder import RECORDER
+from ..cross_device.over_axes import Axis
 from ..state.checkpoint import Checkpoint
 from ..variables import Variable
 from ..variables.equal import different_weights
@@ -28,7 +29,6 @@ from .contexts import Scope, ValueContext
 from .extended import StrategyExtended
 from .files import Files
 from .preemption import StopAgreement, StopRequest, StopTogether
-from .reductions import Axis
 from .tensorflow_names import STRATEGY, OtherNames
 
 if TYPE_CHECKING:
@@ -293,9 +293,7 @@ class Strategy(RankCollectives, Files, OtherNames):
         if extended.closed:
             extended.require_open("Strategy.reduce")
         context.expect_cross(self, "Strategy.reduce")
-        reductions = extended.reductions
-        value = reductions.copies_of_variables(value)
-        return reductions.reduce(ReduceOp.parse(reduce_op, "reduce"), value, axis, options)
+        return extended.collectives.all_reduce(reduce_op, extended.copies_of_variables(value), axis, options)
 
     def gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Return the replicas' arrays concatenated along an axis, in replica order, equal on every rank. Collective.
@@ -310,9 +308,9 @@ class Strategy(RankCollectives, Files, OtherNames):
             ValueError: a scalar, or an axis out of range.
             ContextError: in a step: use `get_replica_context().all_gather`.
         """
-        self._extended.require_cross("Strategy.gather")
-        reductions = self._extended.reductions
-        return reductions.gather(reductions.copies_of_variables(value), axis, options)
+        extended = self._extended
+        extended.require_cross("Strategy.gather")
+        return extended.collectives.all_gather(extended.copies_of_variables(value), axis, options)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return what each local replica has of a value, in replica order; (value,) of a plain one.

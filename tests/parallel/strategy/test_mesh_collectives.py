@@ -100,7 +100,7 @@ def test_ranks_that_differ_are_told(mesh):
         mesh.all_reduce(np.zeros((4, 6) if first else (6, 4)), "model")
     with pytest.raises(CollectiveMismatchError, match="float32"):
         mesh.all_gather(np.zeros(4, np.float32 if first else np.float64), "model", 0)
-    with pytest.raises(CollectiveMismatchError, match=r"mesh\.reduce_scatter"):
+    with pytest.raises(CollectiveMismatchError, match=r"Mesh\.reduce_scatter"):
         (mesh.reduce_scatter if first else mesh.all_gather)(np.zeros((4, 4)), "model", 0)
     with pytest.raises(CollectiveMismatchError):
         mesh.reshard(np.zeros((4, 4)), "model", 0, 1) if first else mesh.reshard(np.zeros((4, 4)), "model", 1, 0)

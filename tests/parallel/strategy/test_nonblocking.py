@@ -90,7 +90,7 @@ def test_a_late_rank_is_waited_for_without_using_the_core():
             assert request.wait()[-1] == 2
         ring = ms.timeline.trace.RECORDER.ring()
         waits = [ring.names[name] for name in ring.name if ring.names[name][1].startswith("wait of")]
-        assert ("c", "wait of all_reduce_async") in waits
+        assert ("c", "wait of ProcessSet.all_reduce_async") in waits
 
 
 def test_a_program_that_ends_without_waiting(mpi_run):

@@ -232,4 +232,4 @@ def test_no_more_communicators_is_an_error_with_a_remedy(mpi, mpi_run):
 def test_who_is_waited_for_in_which_set(mpi_run):
     result = mpi_run(LATE, 3, timeout=60, env={"MPISTRAT_WARN_AFTER": "1", "MPISTRAT_ABORT_AFTER": "3"})
     assert result.returncode != 0
-    assert "CollectiveTimeoutError: barrier 'process set of ranks 0, 2'" in result.stderr
+    assert "CollectiveTimeoutError: ProcessSet.barrier 'process set of ranks 0, 2'" in result.stderr

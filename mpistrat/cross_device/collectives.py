@@ -1,0 +1,300 @@
+"""The collectives of one group of ranks. Strategies, process sets and meshes hold a `Collectives` and add what is their own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from operator import index
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ..base import nest
+from ..base.agree import as_told, together
+from ..base.errors import explain
+from ..base.options import CommunicationOptions
+from ..base.types import ReduceOp
+from ..comm.process_group import ProcessGroup
+from .auto import make_cross_device_ops
+from .ops import CrossDeviceOps, called
+from .over_axes import OVER_AXES, Axis
+from .values import Leaves
+
+if TYPE_CHECKING:
+    from .nonblocking import CollectiveRequest, NonblockingCollectives
+
+__all__ = ["PLAIN", "Collectives", "as_scalar", "check_rank"]
+
+PLAIN = frozenset({np.ndarray, np.float64, np.float32, float, int})  # a quick test, made before others
+
+
+@final
+class Collectives:
+    """The collectives of a group, which may be one that only its members have made.
+
+    Each method checks its values, compares the call over all ranks (a mismatch raises an error that names them), and moves a nest
+    in one message. Values are PerReplica of the local replicas' arrays, or the array of the only one.
+
+    Args:
+        group: the ranks.
+        front: the class whose methods call this object: "ProcessSet" makes `all_reduce` "ProcessSet.all_reduce" in errors.
+        label: which ranks these are, shown with the name of a call.
+        ops: the algorithm of reductions, bound to the group; default the chooser's, made at its first use.
+        options: defaults of all calls, but for `wire`, which is for steps.
+        alone: True for the default strategy, which returns values as they are.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        front: str = "",
+        label: str = "",
+        *,
+        ops: CrossDeviceOps | None = None,
+        options: CommunicationOptions | None = None,
+        alone: bool = False,
+    ) -> None:
+        self.group, self.alone = group, alone
+        self._front, self._label = front, label
+        self._all_reduce = called(front, "all_reduce", "reduce")
+        self._options = None if options is None else replace(options, wire=None)
+        if ops is not None:
+            self.ops, ops.front = ops, front
+
+    @functools.cached_property
+    def ops(self) -> CrossDeviceOps:
+        """The algorithm of reductions."""
+        ops = make_cross_device_ops()
+        ops.front = self._front
+        ops.bind(self.group)
+        return ops
+
+    @functools.cached_property
+    def _started(self) -> NonblockingCollectives:
+        from .nonblocking import NonblockingCollectives
+
+        return NonblockingCollectives(self.group)
+
+    def close(self) -> None:
+        """Free what the algorithm owns. Collective, before the group is closed."""
+        if "ops" in self.__dict__:
+            self.ops.close()
+
+    def merged(self, options: CommunicationOptions | None) -> CommunicationOptions | None:
+        """Return the options of a call: the defaults, overridden by the caller's."""
+        if options is None or self._options is None:
+            return options or self._options
+        return self._options.merge(options)
+
+    # arrays
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: Axis = None,
+        options: CommunicationOptions | None = None,
+        out: Any = None,
+    ) -> Any:
+        """Return the reduction of a nest over all replicas, and over axes if they are given. Collective. See `Strategy.reduce`.
+
+        Args:
+            reduce_op: a ReduceOp, or its name.
+            value, axis, options: see `Strategy.reduce`.
+            out: arrays of the results' shapes and dtypes, which receive them and are returned; they may be the values' own.
+        """
+        op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.parse(reduce_op, self._all_reduce)
+        if axis is None and out is None:
+            if self.alone:
+                return value
+            if type(value) in PLAIN or not nest.is_nested(value):
+                return as_scalar(self.ops.reduce(op, value, None, self.merged(options), self._label))
+        leaves = Leaves.of(value, self._label)
+        if out is not None:
+            outs = _outs(self._all_reduce, value, out)
+            self.ops.reduce_leaves(op, leaves, self.merged(options), outs)
+            return out
+        if axis is None:
+            totals = self.ops.reduce_leaves(op, leaves, self.merged(options))
+            return nest.pack_like(value, [as_scalar(total) for total in totals])
+        over = OVER_AXES[op]
+        plans = [over(leaf, axis, self.group.topology.num_local_replicas) for leaf in leaves.values]
+        between = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        packs = leaves._replace(values=[pack for pack, _ in plans])
+        totals = self.ops.reduce_leaves(between, packs, self.merged(options))
+        return nest.pack_like(
+            value, [as_scalar(finish(total)) for (_, finish), total in zip(plans, totals, strict=True)]
+        )
+
+    def all_gather(
+        self, value: Any, axis: int, options: CommunicationOptions | None = None, *, equal: bool = False
+    ) -> Any:
+        """Return a nest with the arrays of all replicas concatenated along an axis. Collective. See `Strategy.gather`.
+
+        Args:
+            value, axis, options: see `Strategy.gather`.
+            equal: True where all ranks have one replica and arrays of one shape: no lengths are exchanged.
+        """
+        if self.alone:
+            return value
+        leaves = Leaves.of(value, self._label)
+        if equal:
+            from .all_to_all import all_gather
+
+            return nest.pack_like(value, all_gather(self.group, self._called("all_gather"), leaves, axis))
+        return nest.pack_like(value, self.ops.gather_leaves(leaves, axis, self.merged(options)))
+
+    def reduce_scatter(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None = None,
+        *,
+        equal: bool = False,
+        out: Any = None,
+    ) -> Any:
+        """Return a nest with each local replica's parts of the reductions. Collective. See `ReplicaContext.reduce_scatter`.
+
+        Args:
+            reduce_op, value, axis, options: see `ReplicaContext.reduce_scatter`.
+            equal: True where parts must be of one length.
+            out: arrays of the parts' shapes and dtypes, which receive them and are returned; for one replica a rank.
+        """
+        from .all_to_all import reduce_scatter
+
+        function = self._called("reduce_scatter")
+        op = ReduceOp.parse(reduce_op, function)
+        if self.alone:
+            return value
+        leaves = Leaves.of(value, self._label)
+        outs = None if out is None else _outs(function, value, out)
+        parts = reduce_scatter(self.group, function, leaves, op, index(axis), self.merged(options), equal, outs)
+        return out if out is not None else nest.pack_like(value, parts)
+
+    def all_to_all(self, value: Any, splits: Any, axis: int) -> tuple[Any, Any]:
+        """Return a nest with what each local replica receives, and its lengths. Collective. See `ReplicaContext.all_to_all`."""
+        from .all_to_all import all_to_all
+
+        if self.alone:
+            return value, splits
+        leaves = Leaves.of(value, self._label)
+        results, lengths = all_to_all(self.group, self._called("all_to_all"), leaves, splits, index(axis))
+        return nest.pack_like(value, results), lengths
+
+    def reshard(self, value: Any, old: int, new: int) -> Any:
+        """Return a nest with this rank's parts along axis `new` of arrays that are split along axis `old`. Collective."""
+        from .all_to_all import all_to_all
+
+        leaves = Leaves.of(value, self._label)
+        return nest.pack_like(value, all_to_all(self.group, self._called("reshard"), leaves, None, new, old)[0])
+
+    def broadcast(self, value: Any, root: int) -> Any:
+        """Return a nest with the arrays of replica `root`. Collective. See `ReplicaContext.broadcast`."""
+        if self.alone:
+            return value
+        found = self.ops.broadcast_leaves(Leaves.of(value, self._label), root)
+        return nest.pack_like(value, [as_scalar(leaf) for leaf in found])
+
+    # started now, waited for later
+
+    def all_reduce_async(self, reduce_op: ReduceOp | str, value: Any) -> CollectiveRequest:
+        """Start the reduction of a nest. Collective. See `Strategy.all_reduce_async`."""
+        op = ReduceOp.parse(reduce_op, self._called("all_reduce_async"))
+        return self._start("all_reduce_async", value, lambda *call: self._started.all_reduce(op, *call))
+
+    def broadcast_async(self, value: Any, root: int) -> CollectiveRequest:
+        """Start to send a nest of replica `root`. Collective. See `Strategy.broadcast_async`."""
+        return self._start("broadcast_async", value, lambda *call: self._started.broadcast(root, *call))
+
+    def _start(self, operation: str, value: Any, start: Callable[..., CollectiveRequest]) -> CollectiveRequest:
+        """Start a collective of a nest, which the caller may change at once."""
+        from .nonblocking import CollectiveRequest
+
+        function = self._called(operation)
+        if self.alone:
+            kept = copy.deepcopy(value)
+            return CollectiveRequest(function, None, (), lambda: kept)
+        leaves, like = Leaves.of(value, self._label), nest.map_structure(lambda leaf: None, value)
+        return start(function, leaves, lambda found: nest.pack_like(like, [*map(as_scalar, found)]))
+
+    # objects, which mpi4py pickles, of ranks
+
+    def broadcast_object(self, obj: Any, root: int) -> Any:
+        """Return the object of one rank on all. Collective. See `Strategy.broadcast_object`."""
+        function, group = self._called("broadcast_object"), self.group
+        check_rank(function, group, root)
+        if group.topology.size == 1:
+            return obj
+        here = group.topology.rank == root
+        with group.collective(function, self._label, detail=f"root {root}"):
+            data = self._pickled(function, obj, here)
+            length = np.array([len(data)], np.int64)
+            group.broadcast(length, root)
+            buffer = np.frombuffer(data, np.uint8).copy() if here else np.empty(int(length[0]), np.uint8)
+            group.broadcast(buffer, root)
+        return obj if here else _loads(buffer)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return the objects of all ranks. Collective. See `Strategy.all_gather_object`."""
+        function, group = self._called("all_gather_object"), self.group
+        if group.topology.size == 1:
+            return [obj]
+        with group.collective(function, self._label):
+            pickles = group.all_gather_bytes(self._pickled(function, obj))
+        mine = group.topology.rank
+        return [obj if rank == mine else _loads(np.frombuffer(one, np.uint8)) for rank, one in enumerate(pickles)]
+
+    def _pickled(self, function: str, obj: Any, needed: bool = True) -> bytes:
+        """Return the bytes of an object, or none; an error is raised on all ranks. Collective, inside one."""
+        from mpi4py import MPI
+
+        with together(self.group.all_gather_text, as_told):
+            try:
+                return bytes(MPI.pickle.dumps(obj)) if needed else b""
+            except Exception as error:
+                got = f"on rank {self.group.topology.rank}: {type(error).__name__}: {error}"
+                raise TypeError(explain(function, "obj", expected="an object that can be pickled", got=got)) from None
+
+    def barrier(self, name: str | None, timeout: float | None) -> None:
+        """Wait until every rank is here. Collective. See `Strategy.barrier`."""
+        self.group.barrier(name or "", timeout, self._called("barrier"))
+
+    # names
+
+    def _called(self, operation: str) -> str:
+        return called(self._front, operation)
+
+
+def check_rank(function: str, group: ProcessGroup, root: Any) -> None:
+    """Raise ValueError unless it is the number of a rank of a group."""
+    size = group.topology.size
+    if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < size:
+        raise ValueError(explain(function, "root", expected=f"0 <= root < {size}", got=repr(root)))
+
+
+def as_scalar(value: Any) -> Any:
+    """Return NumPy's scalar for an array without dimensions, anything else as it is.
+
+    Example:
+        >>> type(as_scalar(np.zeros(()))).__name__
+        'float64'
+    """
+    return value[()] if type(value) is np.ndarray and value.ndim == 0 else value
+
+
+def _outs(function: str, value: Any, out: Any) -> list[np.ndarray]:
+    """Return the arrays of the caller that receive the results of a nest, or raise ValueError."""
+    outs = nest.flatten(out)
+    if nest.form(out) != nest.form(value) or not all(isinstance(each, np.ndarray) for each in outs):
+        expected, got = f"NumPy arrays in the form of the value, {nest.form(value)}", repr(out)[:60]
+        raise ValueError(explain(function, "out", expected=expected, got=got))
+    return outs
+
+
+def _loads(buffer: np.ndarray) -> Any:
+    from mpi4py import MPI
+
+    return MPI.pickle.loads(buffer)

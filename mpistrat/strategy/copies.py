@@ -1,0 +1,33 @@
+"""Variables in the values of a step or a collective: each becomes what the replicas have of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..base import nest
+from ..base.distributed_values import Mirrored, PerReplica
+from ..base.types import VariableSynchronization
+from ..variables import SyncOnReadVariable, Variable
+
+__all__ = ["copies_of_variables", "read_variables"]
+
+
+def copies_of_variables(value: Any, replicas: int, alone: bool) -> Any:
+    """Return a nest in which each variable became what the local replicas have of it.
+
+    With one replica in all, an ON_WRITE variable is a value like any other. `alone` is True for the default strategy.
+    """
+    if isinstance(value, SyncOnReadVariable) and value.led:
+        return value.array
+    if isinstance(value, Variable):
+        if value.synchronization is VariableSynchronization.ON_READ and not alone:
+            return PerReplica(value.values)
+        return Mirrored(value.values) if replicas > 1 else value
+    if nest.is_nested(value):
+        return nest.map_structure(lambda leaf: copies_of_variables(leaf, replicas, alone), value)
+    return value
+
+
+def read_variables(value: Any) -> Any:
+    """Return a nest in which each variable became what this replica reads of it."""
+    return nest.map_structure(lambda leaf: leaf.array if isinstance(leaf, Variable) else leaf, value)
