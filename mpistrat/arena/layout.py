@@ -1,4 +1,4 @@
-"""Layouts: which part of an array each rank of a mesh holds, how the whole is had from parts, and what a rank takes of a file."""
+"""Layouts: the box of an array that each rank of a mesh holds, the whole from its boxes, and what a rank takes of a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from ..base.errors import explain
 from ..comm.process_group import ProcessGroup
 
-__all__ = ["DATA", "Grid", "Part", "Receiver", "check_layouts"]
+__all__ = ["DATA", "Box", "Grid", "Part", "Receiver", "check_layouts"]
 
 DATA = "data"  # the axis whose coordinates are replicas
 
@@ -44,6 +44,90 @@ class Receiver(NamedTuple):
             flat[start : start + part.size] = part
 
         return cls([(0, flat.size)], take, finish)
+
+
+@final
+class Box:
+    """A box of a whole array: a range of each dimension, and the places of its elements in the whole, which is flat.
+
+    Attributes:
+        shape: of the whole.
+        ranges: first and last index, exclusive, in each dimension.
+        whole_size, size: numbers of elements.
+        first: the number in the whole of its first element.
+
+    Example:
+        >>> box = Box((3, 4), ((1, 3), (0, 2)))
+        >>> box.first, list(box.spans(0, 12, 0, 4))
+        (4, [(4, 0, 2), (8, 2, 2)])
+    """
+
+    def __init__(self, shape: Sequence[int], ranges: Sequence[tuple[int, int]] | None = None) -> None:
+        """Take ranges of all dimensions, or of the first ones; default: the whole."""
+        given = tuple(ranges or ())
+        self.shape, self.ranges = tuple(shape), given + tuple((0, n) for n in shape[len(given) :])
+        self._lengths = [high - low for low, high in self.ranges]
+        self.whole_size, self.size = math.prod(self.shape), math.prod(self._lengths)
+        self._strides = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
+        self.first = sum(low * stride for (low, _), stride in zip(self.ranges, self._strides, strict=True))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index of the whole array."""
+        return tuple(slice(low, high) for low, high in self.ranges)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether its elements are neighbours in the whole."""
+        return self._starts.size <= 1
+
+    def spans(self, begin: int, end: int, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """Yield where elements [begin, end) of the whole are elements [low, high) of the box: both places, and how many."""
+        starts = self._starts
+        length = self.size // max(starts.size, 1)
+        if not length:
+            return
+        nearest = max(int(np.searchsorted(starts, begin, "right")) - 1, low // length, 0)
+        for number in range(nearest, starts.size):
+            start, mine = int(starts[number]), number * length
+            if start >= end or mine >= high:
+                return
+            skip = max(begin - start, low - mine, 0)
+            count = min(end - start, high - mine, length) - skip
+            if count > 0:
+                yield start + skip, mine + skip, count
+
+    def receiver(self, own: Receiver) -> Receiver:
+        """Return what takes from the whole, of what takes elements of the box.
+
+        It takes all between the first and the last element of a range, and leaves what is not in the box.
+        """
+        if self.contiguous:
+            first = self.first
+            moved = [(first + low, first + high) for low, high in own.ranges]
+            return Receiver(moved, lambda start, flat: own.take(start - first, flat), own.finish)
+        ranges = []
+        for low, high in own.ranges:
+            found = list(self.spans(0, self.whole_size, low, low + 1))
+            found += self.spans(0, self.whole_size, high - 1, high)
+            ranges.append((found[0][0], found[-1][0] + 1))
+
+        def take(start: int, flat: np.ndarray) -> None:
+            for low, high in own.ranges:
+                for at, mine, count in self.spans(start, start + flat.size, low, high):
+                    own.take(mine, flat[at - start : at - start + count])
+
+        return Receiver(ranges, take, own.finish)
+
+    @functools.cached_property
+    def _starts(self) -> np.ndarray:
+        """The place in the whole of each run of elements that are neighbours there, too."""
+        cut = [d for d, (n, whole) in enumerate(zip(self._lengths, self.shape, strict=True)) if n != whole]
+        starts: Any = 0
+        for d in range(max(cut) + 1 if cut else 0):
+            low, count = self.ranges[d][0], self._lengths[d] if d < max(cut) else 1
+            starts = np.add.outer(starts, np.arange(low, low + count) * self._strides[d])
+        return np.array(starts, np.int64).reshape(-1)
 
 
 @final
@@ -80,14 +164,14 @@ class Grid:
 
 @final
 class Part:
-    """The part of a whole array that a rank holds: a slice of each dimension.
+    """The part of a whole array that each rank of a replica holds: a box.
 
     Attributes:
         layout: for each dimension the axis over which it is divided, or None.
         whole_shape: shape of the whole.
         shape: shape of the part, the same on every rank.
-        slices: which part of the whole it is.
         split: whether it is less than all.
+        box: the part of this rank.
     """
 
     def __init__(self, grid: Grid, whole_shape: Sequence[int], layout: Sequence[str | None], name: str) -> None:
@@ -101,13 +185,13 @@ class Part:
         lengths = [grid.sizes.get(axis or "", 1) for axis in self.layout]
         self.shape = tuple(n // cuts for n, cuts in zip(self.whole_shape, lengths, strict=True))
         self.split = self.shape != self.whole_shape
-        self._first: dict[tuple[int, ...], np.ndarray] = {}
+        self._boxes: dict[tuple[int, ...], Box] = {}
+        self.box = self._box(grid.at)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Which part of the whole it is."""
-        lows = (n * c for n, c in zip(self.shape, self._corner(self._grid.at), strict=True))
-        return tuple(slice(low, low + n) for low, n in zip(lows, self.shape, strict=True))
+        """The box as an index of the whole array."""
+        return self.box.slices
 
     @property
     def whole_size(self) -> int:
@@ -126,27 +210,6 @@ class Part:
         ranks = range(self._grid.replica.topology.size)
         return [first.setdefault(self._corner(self._grid.coordinates(rank)), rank) for rank in ranks]
 
-    def receiver(self, own: Receiver) -> Receiver:
-        """Return what takes from the whole, of what takes elements of the part.
-
-        It takes whole rows, from its first element to its last, and leaves what lies between its own.
-        """
-        if not self.split:
-            return own
-        corner = self._corner(self._grid.at)
-        ranges = []
-        for low, high in own.ranges:
-            found = list(self._spans(corner, 0, self.whole_size, low, low + 1))
-            found += self._spans(corner, 0, self.whole_size, high - 1, high)
-            ranges.append((found[0][0], found[-1][0] + 1))
-
-        def take(start: int, flat: np.ndarray) -> None:
-            for low, high in own.ranges:
-                for at, mine, count in self._spans(corner, start, start + flat.size, low, high):
-                    own.take(mine, flat[at - start : at - start + count])
-
-        return Receiver(ranges, take, own.finish)
-
     def elements(self, own: Any, wanted: Sequence[tuple[int, int]]) -> np.ndarray:
         """Return elements of the whole, flat, of which each rank has its part, or all of it. Collective over the replica.
 
@@ -159,13 +222,13 @@ class Part:
         low, high = wanted[rank]
         if own.size == self.whole_size:
             return own[low:high]
-        holders, corners = self.holders, {r: self._corner(self._grid.coordinates(r)) for r in range(len(wanted))}
+        holders, boxes = self.holders, [self._box(self._grid.coordinates(r)) for r in range(len(wanted))]
         sent: list[list[Any]] = [[] for _ in wanted]
         if rank in holders:
             for other, (begin, end) in enumerate(wanted):
-                mine = self._spans(corners[rank], begin, end, 0, own.size)
+                mine = self.box.spans(begin, end, 0, own.size)
                 sent[other] = [own[at : at + count] for _, at, count in mine]
-        places = [list(self._spans(corners[r], low, high, 0, own.size)) if r in holders else [] for r in corners]
+        places = [list(box.spans(low, high, 0, own.size)) if r in holders else [] for r, box in enumerate(boxes)]
         counts = [sum(count for *_, count in spans) for spans in places]
         with group.collective("parts", "", own.dtype, self.whole_shape, self.layout):
             found = _exchanged(group, own.dtype, sent, counts)
@@ -189,35 +252,13 @@ class Part:
         """Return which part it is at some coordinates, in each dimension."""
         return tuple(at[axis] if axis else 0 for axis in self.layout)
 
-    def _spans(
-        self, corner: tuple[int, ...], begin: int, end: int, low: int, high: int
-    ) -> Iterator[tuple[int, int, int]]:
-        """Yield where elements [begin, end) of the whole are elements [low, high) of a part: both places, and how many."""
-        starts = self._starts(corner)
-        length = math.prod(self.shape) // max(starts.size, 1)
-        if not length:
-            return
-        first = max(int(np.searchsorted(starts, begin, "right")) - 1, low // length, 0)
-        for number in range(first, starts.size):
-            start, mine = int(starts[number]), number * length
-            if start >= end or mine >= high:
-                return
-            skip = max(begin - start, low - mine, 0)
-            count = min(end - start, high - mine, length) - skip
-            if count > 0:
-                yield start + skip, mine + skip, count
-
-    def _starts(self, corner: tuple[int, ...]) -> np.ndarray:
-        """Return where in the whole each run of elements begins that are neighbours there, too."""
-        if corner not in self._first:
-            last = max((d for d, n in enumerate(self.shape) if n != self.whole_shape[d]), default=0)
-            starts: Any = 0
-            for d in range(last + 1 if self.split else 0):
-                low, count = corner[d] * self.shape[d], self.shape[d] if d < last else 1
-                starts = np.add.outer(starts, np.arange(low, low + count) * math.prod(self.whole_shape[d + 1 :]))
-            starts = np.array(starts, np.int64)
-            self._first[corner] = starts.reshape(-1)
-        return self._first[corner]
+    def _box(self, at: Mapping[str, int]) -> Box:
+        """Return the box at some coordinates."""
+        corner = self._corner(at)
+        if corner not in self._boxes:
+            ranges = [(n * c, n * c + n) for n, c in zip(self.shape, corner, strict=True)]
+            self._boxes[corner] = Box(self.whole_shape, ranges)
+        return self._boxes[corner]
 
 
 def check_layouts(function: str, layouts: Any, names: Sequence[str]) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 from ..base.errors import explain
 from ..base.masks import plain_array
 from ..data import Dataset, DistributedDataset, InputContext
-from ..state.file import CheckpointFile, key_of, name_of
+from ..state.file import CheckpointFile
+from ..state.list import key_of, name_of
 from ..strategies import strategy_from_environment
 from ..strategy import OneDeviceStrategy, Strategy
 from ..train import Callback, Checkpoints, JSONLogger, Loop, Trainer

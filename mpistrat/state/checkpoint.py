@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -21,17 +20,16 @@ import numpy as np
 
 from ..base import context, log
 from ..base.agree import as_told, together
-from ..base.files import PAGE, replacing
-from ..base.partition import aligned_block
-from ..comm.arrays import accumulation_dtype, to_host
+from ..base.files import replacing
 from ..comm.process_group import ProcessGroup
 from ..comm.recorder import RECORDER
 from ..variables import Placement
 from .extra import agree_extra
-from .file import ArrayForm, FileRange, complete_file, from_rank_0, key_of, ranges_of
+from .file import complete_file, from_rank_0
+from .list import Form, Slice, Writers, entries, name_of, slices_of, variable_entries, wholes
 from .optimizer_states import OptimizerStates
 from .snapshot import Snapshot, Snapshots
-from .writing import Layout, Saving, Slice, check_space
+from .writing import Layout, Saving, check_space
 
 if TYPE_CHECKING:
     from .restore import Restoring
@@ -84,25 +82,19 @@ class Checkpoint:
 
     def prepare(self) -> None:
         """Have memory for copies, as much as they would take now. Collective. See `Strategy.prepare_save`."""
-        _, slices = self._slices(range(self._group.topology.size))
+        _, slices = self._list(range(self._group.topology.size))
         self._reserve(slices)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the variables alone, as safetensors. Collective. See `Strategy.export`."""
-        ranges, rank = ranges_of(self._placement), self._group.topology.rank
-        whole: dict[str, np.ndarray] = {}
-        for variable in self._placement.variables:
-            value, where = variable.gathered(), ranges[variable.name]
-            if rank == 0 and np.shape(value) == where.shape:
-                whole[variable.name] = np.asarray(value)
-            elif rank == 0:
-                array = whole.setdefault(where.name, np.empty(where.shape, variable.dtype))
-                array[where.start : where.start + variable.shape[0]] = value
+        writers = Writers(self._group, self._placement.grid, [0])
+        forms, slices = slices_of(variable_entries(self._placement, writers), writers)
 
         def write() -> dict[str, Any]:
             from .safetensors import write_safetensors
 
-            write_safetensors(Path(path), whole)
+            arrays = {name_of(key.removeprefix("variables/")): array for key, array in wholes(forms, slices).items()}
+            write_safetensors(Path(path), arrays)
             return {}
 
         from_rank_0(self._group, "export", path, write)
@@ -167,7 +159,7 @@ class Checkpoint:
 
             beside = Path(from_rank_0(group, "save", path, create)["beside"])
             writers = self._writers(beside)
-            forms, slices = self._slices(writers)
+            forms, slices = self._list(writers)
             layout = self._layout_of(forms, beside, path)
             kept = self._copied(slices) if keeps else slices
             with group.collective("save", "pieces"):
@@ -186,7 +178,7 @@ class Checkpoint:
             reached = self._group.all_gather_int([os.access(beside, os.W_OK)])[:, 0]
         return [rank for rank, reaches in enumerate(reached) if reaches]
 
-    def _layout_of(self, forms: list[ArrayForm], beside: Path, path: str | os.PathLike[str]) -> Layout:
+    def _layout_of(self, forms: dict[str, Form], beside: Path, path: str | os.PathLike[str]) -> Layout:
         """Return where arrays lie in the file. Collective."""
         if self._layout is None or self._layout.forms != forms:
             own: list[Layout] = []
@@ -232,7 +224,7 @@ class Checkpoint:
         with RECORDER.span("s", "snapshot"):
             self._warn_of_unsaved()
             text = agree_extra(self._group, "", extra)
-            forms, slices = self._slices(range(self._group.topology.size), each_node=True)
+            forms, slices = self._list(range(self._group.topology.size), each_node=True)
             optimizers = [kept.about() for kept in self._states.kept()]
             notes = {"extra": json.loads(text or "{}"), "optimizers": optimizers}
             self._snapshots.take(run, step, forms, slices, notes)
@@ -270,83 +262,7 @@ class Checkpoint:
             )
             log.once(logging.WARNING, f"{what}; {remedy}")
 
-    def _slices(self, writers: Sequence[int], each_node: bool = False) -> tuple[list[ArrayForm], list[Slice]]:
-        """Return the arrays of the file, and this rank's slices of them, each element on one rank. Collective.
-
-        Nodes have equal copies of most: then all writers write a part, with borders at pages of the file. What lies on some
-        rank only is written there; what no other writer reaches comes to rank 0. With `each_node` the ranks of each
-        node have all, among whom it is divided; all are writers.
-        """
-        rank, node = self._group.topology.rank, self._group.node
-        leads = node.rank == 0 if each_node else rank == 0
-        everywhere = len(writers) == self._group.topology.size
-        ranges, store, grid = ranges_of(self._placement), self._placement.store, self._placement.grid
-        served = store is not None and everywhere and not (each_node and self._group.topology.num_nodes > 1)
-        forms: dict[str, ArrayForm] = {}
-        slices: list[Slice] = []
-
-        shares = self._shares([rank] if grid is None else grid.replica_ranks, writers, each_node)
-
-        def block_of(size: int, dtype: np.dtype, other: int) -> tuple[int, int]:
-            """Return which elements a rank writes of what all have."""
-            index, count = shares[other]
-            return aligned_block(size, count, index, PAGE // dtype.itemsize) if count else (0, 0)
-
-        def add(where: FileRange, key: str, dtype: np.dtype, size: int, parts: Iterable[tuple[int, Any]]) -> int:
-            forms.setdefault(key, ArrayForm(key, where.shape, dtype))
-            if grid is not None and where.part is not None:
-                # Each rank of a replica gives its part, and gets what it writes.
-                size = where.part.whole_size
-                wanted = [block_of(size, dtype, other) for other in grid.replica_ranks]
-                own = _flat(next(iter(parts))[1], dtype)
-                parts = [(block_of(size, dtype, rank)[0], where.part.elements(own, wanted))]
-            elif grid is not None and not leads:
-                parts = []
-            slices.extend(Slice(key, where.first + start, _flat(array, dtype)) for start, array in parts)
-            return where.first + size
-
-        for variable in self._placement.variables:
-            where = ranges[variable.name]
-            parts: list[tuple[int, Any]] = []
-            if variable.arena is not None:
-                low, high = (0, variable.size) if where.part else block_of(variable.size, variable.dtype, rank)
-                parts = [(low, variable.arena.values[variable.offset + low : variable.offset + high])]
-            elif served and store is not None and store.keeps(variable):
-                value = store.value_here(variable)
-                parts = [] if value is None else [(0, value)]
-            else:
-                value = variable.gathered()  # of ON_READ variables it is collective
-                parts = [(0, value)] if leads else []
-            add(where, f"variables/{key_of(where.name)}", variable.dtype, variable.size, parts)
-        of_slots = {variable.name: accumulation_dtype(variable.dtype) for variable in self._placement.variables}
-        for index, kept in enumerate(self._states.kept()):
-            covered: dict[tuple[str, str], list[tuple[int, int]]] = {}
-            for part, shape, dtype, slots in kept.slots_here(None if everywhere else writers, leads, each_node):
-                where = ranges.get(part) or FileRange(part, 0, shape)
-                dtype = of_slots.get(part, dtype)
-                for slot, mine in slots.items():
-                    key = f"optimizers/{index}/slots/{key_of(where.name)}/{key_of(slot)}"
-                    end = add(where, key, dtype, math.prod(shape), mine)
-                    covered.setdefault((key, slot), []).append((where.first, end))
-            if leads:  # rows of shards that were never updated
-                for (key, slot), found in covered.items():
-                    form, low = forms[key], 0
-                    for begin, end in [*sorted(found), (form.size, form.size)]:
-                        if begin > low:
-                            slices.append(Slice(key, low, np.full(begin - low, kept.start_of(slot), form.dtype)))
-                        low = end
-        return list(forms.values()), [part for part in slices if part.array.size]
-
-    def _shares(self, ranks: Iterable[int], writers: Sequence[int], each_node: bool) -> dict[int, tuple[int, int]]:
-        """Return which share some ranks write of what all have, and of how many; of none those that are no writers."""
-        group, shares = self._group, {}
-        for rank in ranks:
-            domain = group.topology.node_of[rank] if group.num_nodes == group.topology.num_nodes else rank
-            among = group.ranks_of(domain) if each_node else writers
-            shares[rank] = (among.index(rank), len(among)) if rank in among else (0, 0)
-        return shares
-
-
-def _flat(array: Any, dtype: np.dtype) -> np.ndarray:
-    """Return a slice as the file has it: what a program gave an optimizer may be of another dtype than its slots."""
-    return np.ascontiguousarray(to_host(array), dtype).reshape(-1)
+    def _list(self, ranks: Sequence[int], each_node: bool = False) -> tuple[dict[str, Form], list[Slice]]:
+        """Return the forms of all arrays of the state, and what this rank writes of them. Collective. See `Writers`."""
+        writers = Writers(self._group, self._placement.grid, ranks, each_node)
+        return slices_of(entries(self._placement, self._states, writers), writers)

@@ -18,13 +18,12 @@ import contextlib
 import itertools
 import json
 import logging
-import math
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 
@@ -36,29 +35,22 @@ from ..base.text import printable
 from ..comm.process_group import ProcessGroup
 from ..data.shards.objects import Refused, check_storage, find, find_group
 from ..data.shards.unfailing_file import unfailing
-from ..variables import Part, Placement, Receiver
+from .list import Form, link_of
 
 __all__ = [
-    "ArrayForm",
     "CheckpointFile",
     "DamagedError",
     "Digests",
-    "FileRange",
-    "Form",
     "about_slice",
     "check_digests",
     "complete_file",
     "from_rank_0",
-    "key_of",
-    "name_of",
     "on_all",
-    "ranges_of",
     "stored",
 ]
 
 FORMAT, VERSION = "mpistrat checkpoint", 2
 
-Form = tuple[tuple[int, ...], str]  # shape and dtype
 Digests = dict[str, list[tuple[int, int, str]]]  # of each array's elements [start, stop), in order
 
 _LARGEST = 1 << 62  # above any number of steps
@@ -67,24 +59,6 @@ _REMEDY = "Restore an older file, or another copy of it"
 
 class DamagedError(Exception):
     """The file is not what was saved."""
-
-
-class ArrayForm(NamedTuple):
-    """An array of a file."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return self.size * self.dtype.itemsize
 
 
 def stored(dtype: np.dtype) -> np.dtype:
@@ -109,56 +83,17 @@ def complete_file(path: Path, digests: Digests, optimizers: Sequence[Mapping[str
         if extra is not None:
             text = np.frombuffer(extra.encode(), np.uint8)
             file.create_dataset("extra", data=text)
-            form = ArrayForm("extra", text.shape, text.dtype)
-            digests = {**digests, "extra": [(0, text.size, digest_of_array(text, about_slice(form, 0)))]}
+            head = about_slice("extra", text.shape, 0)
+            digests = {**digests, "extra": [(0, text.size, digest_of_array(text, head))]}
         table = json.dumps({"arrays": digests, "optimizers": plain, "settings": settings}, sort_keys=True).encode()
         file.create_dataset("digests", data=np.frombuffer(table, np.uint8))
         file.attrs["digest"] = digest_of_bytes(table)
         file.attrs["format"], file.attrs["version"] = FORMAT, VERSION
 
 
-def about_slice(form: ArrayForm, start: int) -> str:
+def about_slice(key: str, shape: Sequence[int], start: int) -> str:
     """Return what the digest of a slice says about it, beside its elements."""
-    return f"{form.key} {tuple(map(int, form.shape))} {start}"
-
-
-class FileRange(NamedTuple):
-    """What a variable is of a dataset: all of its own, rows of a ShardedVariable's, or on each rank of a mesh a part."""
-
-    name: str
-    start: int  # row
-    shape: tuple[int, ...]  # of the whole dataset
-    part: Part | None = None
-
-    @property
-    def first(self) -> int:
-        """The number of its first element; of a part the whole's."""
-        return self.start * math.prod(self.shape[1:])
-
-    def receiver(self, own: Receiver) -> Receiver:
-        """Return what takes elements from `first` on, of what takes the variable's."""
-        return own if self.part is None else self.part.receiver(own)
-
-
-def ranges_of(placement: Placement) -> dict[str, FileRange]:
-    """Return where each variable lies, by its name."""
-    found = {v.name: FileRange(v.name, 0, v.shape) for v in placement.variables if v.part is None}
-    found.update((v.name, FileRange(v.name, 0, v.part.whole_shape, v.part)) for v in placement.variables if v.part)
-    for whole in placement.sharded:
-        for part, start in zip(whole.variables, whole.offsets, strict=True):
-            found[part.name] = FileRange(whole.name, start, whole.shape)
-    return found
-
-
-def key_of(name: str) -> str:
-    """Return a name as one link of HDF5, which cuts at slashes and takes "." for the group itself."""
-    quoted = name.replace("%", "%25").replace("/", "%2F")
-    return quoted.replace(".", "%2E") if set(quoted) == {"."} else quoted
-
-
-def name_of(key: str) -> str:
-    """Return the name that `key_of` was given."""
-    return key.replace("%2E", ".").replace("%2F", "/").replace("%25", "%")
+    return f"{key} {tuple(map(int, shape))} {start}"
 
 
 def from_rank_0(
@@ -264,12 +199,7 @@ class CheckpointFile:
                     if dataset is not None:
                         forms[key] = self._form(dataset)
         if self._digests is not None:
-            kept = {
-                key
-                for key in self._digests
-                if (key.startswith("variables/") and key.split("/")[1] in wanted)
-                or (key.startswith("optimizers/") and key.split("/")[3] in wanted)
-            }
+            kept = {key for key in self._digests if key != "extra" and link_of(key) in wanted}
             for key in sorted(kept ^ forms.keys()):
                 _damaged(key, "was saved, but is not there" if key in kept else "is there, but was not saved")
         return forms
@@ -288,10 +218,10 @@ class CheckpointFile:
             array = np.asarray(dataset[()])
             if not array.dtype.isnative:
                 array = array.astype(array.dtype.newbyteorder("="))
-            if form[1] == "bfloat16":
+            if form.dtype == "bfloat16":
                 array = array.view(parse_dtype("bfloat16"))
         if self._digests is not None:
-            self._compare(key, form[0], array)
+            self._compare(key, form.shape, array)
         return array
 
     def places(self, keys: Iterable[str]) -> dict[str, Any] | None:
@@ -331,7 +261,7 @@ class CheckpointFile:
             raise Refused("a dataset that was never written")
         dtype = dataset.dtype
         as_bits = dtype == np.uint16 and dataset.attrs.get("dtype") == "bfloat16"
-        return tuple(map(int, dataset.shape)), "bfloat16" if as_bits else dtype.name
+        return Form(tuple(map(int, dataset.shape)), "bfloat16" if as_bits else dtype.name)
 
     def _bytes(self, key: str) -> np.ndarray:
         with _named(key):
@@ -387,7 +317,7 @@ class CheckpointFile:
     def _compare(self, key: str, shape: tuple[int, ...], array: np.ndarray) -> None:
         assert self._digests is not None
         flat, kept = array.reshape(-1), self._digests.get(key, [])
-        check_digests(key, (shape, array.dtype.name), kept, lambda start, stop: flat[start:stop], range(len(kept)))
+        check_digests(key, Form(shape, array.dtype.name), kept, lambda start, stop: flat[start:stop], range(len(kept)))
 
 
 def check_digests(
@@ -402,17 +332,17 @@ def check_digests(
     Raises:
         DamagedError: it is not as it was saved.
     """
-    array, end = ArrayForm(key, form[0], parse_dtype(form[1])), 0
+    end = 0
     with _named(key):
         for number, (start, stop, digest) in enumerate(kept):
-            if start != end or not start <= stop <= array.size:
+            if start != end or not start <= stop <= form.size:
                 _damaged(key, "is not as it was saved")
             end = stop
             if number in numbers:
-                about = about_slice(array, start)
+                about = about_slice(key, form.shape, start)
                 if digest_of_array(read(start, stop), about, algorithm_of(digest)) != digest:
                     _damaged(key, "is not as it was saved")
-        if end != array.size:
+        if end != form.size:
             _damaged(key, "is not as it was saved")
 
 

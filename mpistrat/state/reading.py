@@ -19,13 +19,13 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from ..arena.values import parse_dtype
 from ..base.files import algorithm_of, digest_of_bytes
 from ..base.partition import block, blocks
 from ..comm.node import STAGING_BYTES
 from ..comm.process_group import ProcessGroup
 from ..variables import Receiver
-from .file import Digests, Form, check_digests, stored
+from .file import Digests, check_digests, stored
+from .list import Form
 
 __all__ = ["FileParts", "Parts", "Taken", "read_own", "send"]
 
@@ -38,22 +38,12 @@ class Taken(NamedTuple):
 
     Attributes:
         key, form: of the array.
-        receivers: each with the number of its first element in the array.
+        receivers: what this rank takes of its elements.
     """
 
     key: str
     form: Form
-    receivers: Sequence[tuple[int, Receiver]]
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.form[0], dtype=np.int64))
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Of the elements."""
-        return parse_dtype(self.form[1])
+    receivers: Sequence[Receiver]
 
 
 class Parts(ABC):
@@ -105,7 +95,7 @@ class FileParts(Parts):
             check_digests(key, form, kept, partial(self.read, key, form), numbers)
 
     def read(self, key: str, form: Form, start: int, stop: int) -> np.ndarray:
-        dtype, offset = parse_dtype(form[1]), self._offsets[key]
+        dtype, offset = form.kind, self._offsets[key]
         if offset is None:
             return np.empty(0, dtype)
         return self._bytes(offset + start * dtype.itemsize, (stop - start) * dtype.itemsize).view(dtype)
@@ -124,10 +114,10 @@ class FileParts(Parts):
 def read_own(parts: Parts, arrays: Sequence[Taken]) -> None:
     """Read what this rank takes of arrays. Local."""
     for key, form, receivers in arrays:
-        step = max(1, _PIECE // stored(parse_dtype(form[1])).itemsize)
-        for first, receiver in receivers:
+        step = max(1, _PIECE // stored(form.kind).itemsize)
+        for receiver in receivers:
             for low, high in blocks(receiver.ranges, step):
-                receiver.take(low, parts.read(key, form, first + low, first + high))
+                receiver.take(low, parts.read(key, form, low, high))
 
 
 def send(
@@ -145,7 +135,7 @@ def send(
     """
     begins = [0]
     for array in arrays:
-        begins.append(begins[-1] + -(-array.size * array.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT)
+        begins.append(begins[-1] + -(-array.form.nbytes // _ALIGNMENT) * _ALIGNMENT)
     stream, node, slices = _Stream(arrays, begins, read), group.node, group.slices
     home = next(index for index in range(group.num_nodes) if root in group.ranks_of(index))
     problem: Exception | None = None
@@ -195,8 +185,8 @@ class _Stream:
             begin, array = self._begins[index], self._arrays[index]
             if begin >= high:
                 break
-            item = array.dtype.itemsize
-            start, stop = max(low, begin), min(high, begin + array.size * item)
+            item = array.form.kind.itemsize
+            start, stop = max(low, begin), min(high, begin + array.form.nbytes)
             if start < stop:
                 found.append((index, start - low, (start - begin) // item, (stop - begin) // item))
         return found
@@ -216,9 +206,10 @@ class _Stream:
         """Give bytes [low, high) to this rank's receivers."""
         for index, at, first, stop in self._inside(low, high):
             array = self._arrays[index]
-            flat = buffer[at : at + (stop - first) * array.dtype.itemsize].view(array.dtype)
-            for begin, receiver in array.receivers:
+            dtype = array.form.kind
+            flat = buffer[at : at + (stop - first) * dtype.itemsize].view(dtype)
+            for receiver in array.receivers:
                 for start, after in receiver.ranges:
-                    start, after = max(begin + start, first), min(begin + after, stop)
+                    start, after = max(start, first), min(after, stop)
                     if start < after:
-                        receiver.take(start - begin, flat[start - first : after - first])
+                        receiver.take(start, flat[start - first : after - first])

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from ..arena.values import parse_dtype
 from ..base import log
 from ..base.errors import explain
 from ..base.text import printable
@@ -28,7 +27,8 @@ from ..optimizers.node_slots import OUTER_MOMENTUM, slots_for
 from ..optimizers.slots import WIRE_RESIDUAL, residual_receiver
 from ..variables import Placement, Receiver
 from .extra import read_extra
-from .file import CheckpointFile, Form, from_rank_0, key_of, name_of, on_all, ranges_of
+from .file import CheckpointFile, from_rank_0, on_all
+from .list import Form, key_of, link_of, locations, name_of
 from .optimizer_states import OptimizerStates
 from .reading import FileParts, Parts, Taken, read_own, send
 from .safetensors import SafetensorsFile, is_safetensors
@@ -58,6 +58,7 @@ class Restoring:
 
     def __init__(self, group: ProcessGroup, placement: Placement, states: OptimizerStates) -> None:
         self._group, self._placement, self._states = group, placement, states
+        self._locations = locations(placement)
 
     def restore(
         self,
@@ -74,11 +75,11 @@ class Restoring:
             opening: what opens the file on the root, where the path does not say it.
             root: the rank that reads.
         """
-        group, ranges = self._group, ranges_of(self._placement)
+        group = self._group
         wanted: dict[str, Form] = {}
         for variable in self._placement.variables:
-            where = ranges[variable.name]
-            wanted[where.name] = where.shape, variable.dtype.name
+            where = self._locations[variable.name]
+            wanted[where.name] = Form(where.box.shape, variable.dtype.name)
         there = _names_there(wanted, names)
         with contextlib.ExitStack() as stack:
             file: StateFile | None = None
@@ -92,8 +93,8 @@ class Restoring:
                 return {**about, "names": opened.names(), "places": opened.places(forms)}
 
             found = from_rank_0(group, "restore", path, look, root)
-            forms: dict[str, Form] = {key: (tuple(shape), dtype) for key, (shape, dtype) in found["forms"].items()}
-            with_slots = {(int(key.split("/")[1]), key.split("/")[3]) for key in forms if key.startswith("optimizers/")}
+            forms = {key: Form(tuple(shape), dtype) for key, (shape, dtype) in found["forms"].items()}
+            with_slots = {(int(key.split("/")[1]), link_of(key)) for key in forms if key.startswith("optimizers/")}
             numbers = self._states.numbers(found["optimizers"], {index for index, _ in with_slots})
             each = zip(numbers, enumerate(found["optimizers"]), strict=True)
             optimizers = {number: {**about, "index": index} for number, (index, about) in each if number is not None}
@@ -200,8 +201,8 @@ class Restoring:
         with_slots: Collection[tuple[int, str]],
     ) -> dict[int, list[Any]]:
         """Return the variables that are taken, but without slots of an optimizer: it had not updated them, by its number."""
-        ranges = ranges_of(self._placement)
-        links = [(variable, key_of(there[ranges[variable.name].name])) for variable in self._placement.variables]
+        where = self._locations
+        links = [(variable, key_of(there[where[variable.name].name])) for variable in self._placement.variables]
         taken = [(variable, link) for variable, link in links if f"variables/{link}" in forms]
         return {
             number: [variable for variable, link in taken if (about["index"], link) not in with_slots]
@@ -210,8 +211,8 @@ class Restoring:
 
     def _finish(self, taking: _Taking, restarted: Mapping[int, Sequence[Any]]) -> None:
         """Give what ranks took whole to what keeps it. Collective."""
-        for _, _, receivers in taking.arrays:
-            for _, receiver in receivers:
+        for array in taking.arrays:
+            for receiver in array.receivers:
                 receiver.finish()
         for number, slots in taking.whole.items():
             self._states.fill(number, slots, restarted[number])
@@ -248,13 +249,12 @@ class Restoring:
 
     def _variables(self, forms: Mapping[str, Form], there: Mapping[str, str]) -> list[Taken]:
         """Return what this rank takes of the variables."""
-        ranges = ranges_of(self._placement)
-        receivers: dict[str, list[tuple[int, Receiver]]] = {}
+        receivers: dict[str, list[Receiver]] = {}
         for variable in self._placement.variables:
-            where = ranges[variable.name]
+            where = self._locations[variable.name]
             key = f"variables/{key_of(there[where.name])}"
             if key in forms:
-                receivers.setdefault(key, []).append((where.first, where.receiver(variable.receiver())))
+                receivers.setdefault(key, []).append(where.box.receiver(variable.receiver()))
         return [Taken(key, forms[key], found) for key, found in receivers.items()]
 
     def _slots(
@@ -265,28 +265,27 @@ class Restoring:
         optimizer: Any,
         there: Mapping[str, str],
         whole: dict[str, Contents],
-    ) -> dict[str, list[tuple[int, Receiver]]]:
+    ) -> dict[str, list[Receiver]]:
         """Return what this rank takes of the slots of an optimizer, by key; those that it takes whole are in `whole`, too."""
-        variables, ranges = (
-            {variable.name: variable for variable in self._placement.variables},
-            ranges_of(self._placement),
-        )
+        variables = {variable.name: variable for variable in self._placement.variables}
         sharded = {each.name: each.variables for each in self._placement.sharded}
         here = {name: own for own, name in there.items()}
         by_link: dict[str, dict[str, str]] = {}  # key of a slot, by link of the variable and name of the slot here
         for key in keys:
             if key in names_here:
-                by_link.setdefault(key.split("/")[3], {})[names_here[key]] = key
-        found: dict[str, list[tuple[int, Receiver]]] = {}
+                by_link.setdefault(link_of(key), {})[names_here[key]] = key
+        found: dict[str, list[Receiver]] = {}
         for link, slots in by_link.items():
             name = here[name_of(link)]
             for variable in sharded.get(name) or (variables[name],):
                 receivers = None if optimizer is None else optimizer.take_slots(variable, slots)
                 if receivers is None:
-                    whole[variable.name], receivers = _whole_slots(variable, {s: forms[k][1] for s, k in slots.items()})
-                where = ranges[variable.name]
+                    whole[variable.name], receivers = _whole_slots(
+                        variable, {s: forms[k].kind for s, k in slots.items()}
+                    )
+                box = self._locations[variable.name].box
                 for slot, receiver in receivers.items():
-                    found.setdefault(slots[slot], []).append((where.first, where.receiver(receiver)))
+                    found.setdefault(slots[slot], []).append(box.receiver(receiver))
         return found
 
     def _strangers(self, optimizers: Mapping[int, Mapping[str, Any]], names_here: Mapping[str, str]) -> dict[int, str]:
@@ -340,11 +339,9 @@ def _change(parts: Parts | None, arrays: Sequence[Taken], problem: Exception | N
         raise OSError(printable(f"{type(error).__name__}: {error}; {left}")) from error
 
 
-def _whole_slots(variable: Any, dtypes: Mapping[str, str]) -> tuple[Contents, dict[str, Receiver]]:
+def _whole_slots(variable: Any, dtypes: Mapping[str, np.dtype]) -> tuple[Contents, dict[str, Receiver]]:
     """Return arrays for the slots of a variable, and what fills them; all but what belongs to its weights. All ranks call it."""
-    kept = {
-        slot: np.empty(variable.shape, parse_dtype(dtype)) for slot, dtype in dtypes.items() if slot != WIRE_RESIDUAL
-    }
+    kept = {slot: np.empty(variable.shape, dtype) for slot, dtype in dtypes.items() if slot != WIRE_RESIDUAL}
     receivers = {slot: Receiver.whole(array) for slot, array in kept.items()}
     if WIRE_RESIDUAL in dtypes:
         receivers[WIRE_RESIDUAL] = residual_receiver(variable)
@@ -367,24 +364,23 @@ class _Misfits:
         self.problems: dict[str, str] = {}
         self._left: set[str] = set()  # links of the variables that stay
         here = {name: own for own, name in there.items()}
-        for name, (shape, dtype) in wanted.items():
+        for name, own in wanted.items():
             link = key_of(there[name])
             form = forms.get(f"variables/{link}")
             called = f"{name!r}" if there[name] == name else f"{name!r}, {there[name]!r} there,"
             if form is None:
                 self._add(f"variables/{link}", link, f"variable {called} is not in it")
-            elif form != (shape, dtype):
-                text = f"variable {called} is {form[1]} {form[0]} in it, here {dtype} {shape}"
+            elif form != own:
+                text = f"variable {called} is {form.dtype} {form.shape} in it, here {own.dtype} {own.shape}"
                 self._add(f"variables/{link}", link, text)
         for key, form in forms.items():
             if key.startswith("optimizers/"):
-                link = key.split("/")[3]
+                link = link_of(key)
                 name = here[name_of(link)]
-                shape, dtype = wanted[name]
-                slot = shape, accumulation_dtype(parse_dtype(dtype)).name
+                slot = Form(wanted[name].shape, accumulation_dtype(wanted[name].kind).name)
                 if form != slot and link not in self._left:
                     self.problems[key] = (
-                        f"{key} is {form[1]} {form[0]} in it, not {slot[1]} {slot[0]} as slots of {name!r}"
+                        f"{key} is {form.dtype} {form.shape} in it, not {slot.dtype} {slot.shape} as slots of {name!r}"
                     )
 
     def _add(self, key: str, link: str, text: str) -> None:
@@ -393,8 +389,7 @@ class _Misfits:
 
     def fits(self, key: str) -> bool:
         """Return whether an array of the file is taken."""
-        parts = key.split("/")
-        return key not in self.problems and parts[1 if parts[0] == "variables" else 3] not in self._left
+        return key not in self.problems and link_of(key) not in self._left
 
 
 def _names_there(wanted: Iterable[str], names: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,8 @@ import numpy as np
 from ..arena.values import parse_dtype
 from ..base.errors import missing_framework
 from ..base.files import replacing
-from .file import DamagedError, Form, key_of, name_of
+from .file import DamagedError
+from .list import Form, key_of, name_of
 
 __all__ = ["SUFFIX", "SafetensorsFile", "is_safetensors", "write_safetensors"]
 
@@ -98,11 +99,11 @@ class SafetensorsFile:
     def _form(self, name: str) -> Form:
         tensor = self._file.get_slice(name)
         kind = tensor.get_dtype()
-        return tuple(tensor.get_shape()), _DTYPES.get(kind, kind)
+        return Form(tuple(tensor.get_shape()), _DTYPES.get(kind, kind))
 
     def read_array(self, key: str, form: Form) -> np.ndarray:
         """Return the values of a variable."""
-        parse_dtype(form[1])  # imports ml_dtypes, so that NumPy knows the name bfloat16 when the library uses it
+        parse_dtype(form.dtype)  # imports ml_dtypes, so that NumPy knows the name bfloat16 when the library uses it
         name = name_of(key.removeprefix("variables/"))
         try:
             return np.asarray(self._file.get_tensor(name))

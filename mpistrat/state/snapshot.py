@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from ..arena.values import parse_dtype
 from ..base.agree import as_told, together
 from ..base.errors import SharedMemoryError
 from ..base.files import PAGE
@@ -35,9 +34,8 @@ from ..base.log import logger
 from ..comm import job_files
 from ..comm.process_group import ProcessGroup
 from ..comm.shared_memory import ENLARGE, map_file
-from .file import ArrayForm, Form
+from .list import Form, Slice, link_of
 from .reading import Parts
-from .writing import Slice
 
 __all__ = ["Snapshot", "SnapshotFile", "Snapshots"]
 
@@ -81,7 +79,7 @@ class SnapshotFile(Parts):
         meta = json.loads(self._memory[_WORD : _WORD + size])
         self.ranks, self.notes_bytes = meta["ranks"], meta["notes"]
         self.arrays: dict[str, tuple[Form, int]] = {
-            key: ((tuple(shape), dtype), start) for key, shape, dtype, start in meta["forms"]
+            key: (Form(tuple(shape), dtype), start) for key, shape, dtype, start in meta["forms"]
         }
         self._buffer, self._notes = 0, dict[str, Any]()
         self._words = np.frombuffer(self._memory, np.int64, 2 * self.ranks, _rounded(_WORD + size))
@@ -90,15 +88,15 @@ class SnapshotFile(Parts):
         self._nbytes = meta["nbytes"]
 
     @classmethod
-    def make(cls, path: Path, forms: Sequence[ArrayForm], ranks: int, notes_bytes: int) -> SnapshotFile:
+    def make(cls, path: Path, forms: Mapping[str, Form], ranks: int, notes_bytes: int) -> SnapshotFile:
         """Make a file; all its memory is there then.
 
         Raises:
             OSError: there is no room.
         """
         table, nbytes = [], 0
-        for form in forms:
-            table.append([form.key, list(form.shape), form.dtype.name, nbytes])
+        for key, form in forms.items():
+            table.append([key, list(form.shape), form.dtype, nbytes])
             nbytes += -(-form.nbytes // PAGE) * PAGE
         meta = json.dumps({"ranks": ranks, "notes": notes_bytes, "nbytes": nbytes, "forms": table}).encode()
         whole = _rounded(_WORD + len(meta)) + _rounded(2 * ranks * _WORD) + 2 * (_rounded(notes_bytes) + nbytes)
@@ -118,8 +116,8 @@ class SnapshotFile(Parts):
 
     def _part(self, buffer: int, key: str, first: int, size: int) -> np.ndarray:
         """Return elements of an array in a buffer."""
-        (_, dtype), start = self.arrays[key]
-        kind = parse_dtype(dtype)
+        form, start = self.arrays[key]
+        kind = form.kind
         at = self._arrays_at + buffer * self._nbytes + start + first * kind.itemsize
         return np.frombuffer(self._memory, kind, size, at)
 
@@ -164,8 +162,7 @@ class SnapshotFile(Parts):
     def forms(self, names: Iterable[str]) -> dict[str, Form]:
         """Return shape and dtype of the variables of these links, where they are there, and of their slots."""
         wanted = set(names)
-        links = {key: key.split("/")[1 if key.startswith("variables/") else 3] for key in self.arrays}
-        return {key: form for key, (form, _) in self.arrays.items() if links[key] in wanted}
+        return {key: form for key, (form, _) in self.arrays.items() if link_of(key) in wanted}
 
     def places(self, keys: Iterable[str]) -> dict[str, Any]:
         """Nothing: other nodes that have the snapshot have all of it."""
@@ -173,7 +170,7 @@ class SnapshotFile(Parts):
 
     def read_array(self, key: str, form: Form) -> np.ndarray:
         """Return an array, as a view."""
-        return self.read(key, form, 0, int(np.prod(form[0], dtype=np.int64))).reshape(form[0])
+        return self.read(key, form, 0, form.size).reshape(form.shape)
 
     def check(self, forms: Mapping[str, Form], index: int, count: int) -> None:
         """Nothing: memory has no digests."""
@@ -223,7 +220,7 @@ class Snapshots:
             self._reached[job_files.STEP] = step
 
     def take(
-        self, run: str, step: int, forms: Sequence[ArrayForm], slices: Sequence[Slice], notes: Mapping[str, Any]
+        self, run: str, step: int, forms: Mapping[str, Form], slices: Sequence[Slice], notes: Mapping[str, Any]
     ) -> None:
         """Keep the state of a run after a step; of all ranks of a node all of it. Collective.
 
@@ -239,7 +236,6 @@ class Snapshots:
         """
         group, node = self._group, self._group.node
         data = json.dumps(dict(notes)).encode()
-        wanted = {form.key: (form.shape, form.dtype.name) for form in forms}
         kept = self._runs.setdefault(run, _Run())
         file = kept.file
         with group.collective("snapshot", "file"):
@@ -251,7 +247,7 @@ class Snapshots:
             file is None
             or not there
             or len(data) + _WORD > file.notes_bytes
-            or {key: form for key, (form, _) in file.arrays.items()} != wanted
+            or {key: form for key, (form, _) in file.arrays.items()} != forms
         ):
             file = self._make(run, kept, forms, max(_LEAST_NOTES, 4 * len(data)))
         buffer = kept.taken % 2
@@ -271,7 +267,7 @@ class Snapshots:
         if kept.taken == 2 and node.rank == 0:  # every node has a whole one of this file
             job_files.remove_older(self._job, file.path)
 
-    def _make(self, run: str, kept: _Run, forms: Sequence[ArrayForm], notes_bytes: int) -> SnapshotFile:
+    def _make(self, run: str, kept: _Run, forms: Mapping[str, Form], notes_bytes: int) -> SnapshotFile:
         group, node = self._group, self._group.node
         kept.serial, kept.taken = kept.serial + 1, 0
 

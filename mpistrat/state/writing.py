@@ -16,10 +16,10 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 
@@ -27,9 +27,10 @@ from ..base.errors import RanksLostError
 from ..base.files import PAGE, digest_of_array
 from ..comm.process_group import ProcessGroup
 from ..data.shards.unfailing_file import unfailing
-from .file import ArrayForm, Digests, about_slice, stored
+from .file import Digests, about_slice, stored
+from .list import Form, Slice
 
-__all__ = ["Layout", "Saving", "Slice", "check_space"]
+__all__ = ["Layout", "Saving", "check_space"]
 
 _PIECE = 16 << 20  # bytes of a digest
 _RECORD = 160  # bytes of a piece in a report, at most
@@ -38,37 +39,29 @@ _PATIENCE = 600.0  # seconds without a report
 _LONGEST_PAUSE = 0.05
 
 
-class Slice(NamedTuple):
-    """Elements of an array that this rank writes."""
-
-    key: str
-    start: int
-    array: np.ndarray  # flat, contiguous
-
-
 @final
 class Layout:
     """Where the arrays of a file lie. It stays the same while names, shapes and dtypes do.
 
     Attributes:
-        forms: the arrays.
+        forms: of the arrays, by key.
         offsets: bytes from the file's start to each; None for those without elements.
         end: the size of the file.
     """
 
     def __init__(
         self,
-        forms: Sequence[ArrayForm],
+        forms: Mapping[str, Form],
         offsets: Sequence[int | None],
         end: int,
         gaps: Sequence[tuple[int, bytes]] = (),
     ) -> None:
         """Take what `made` found. `gaps` is what the file has between the arrays; for rank 0."""
-        self.forms, self.end, self._gaps = list(forms), end, list(gaps)
-        self.offsets = dict(zip((form.key for form in forms), offsets, strict=True))
+        self.forms, self.end, self._gaps = dict(forms), end, list(gaps)
+        self.offsets = dict(zip(forms, offsets, strict=True))
 
     @classmethod
-    def made(cls, path: Path, forms: Sequence[ArrayForm]) -> Layout:
+    def made(cls, path: Path, forms: Mapping[str, Form]) -> Layout:
         """Have HDF5 lay out arrays in a file, without writing them.
 
         Names and forms come first, then the arrays, each at a page. HDF5 aligns only the arrays, or it would give each name pages
@@ -85,21 +78,23 @@ class Layout:
             properties.set_layout(h5py.h5d.CONTIGUOUS)
             properties.set_alloc_time(h5py.h5d.ALLOC_TIME_LATE)
             properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-            for form in forms:
-                kind = h5py.h5t.py_create(stored(form.dtype), logical=True)
+            for key, form in forms.items():
+                kind = h5py.h5t.py_create(stored(form.kind), logical=True)
                 space = h5py.h5s.create_simple(form.shape) if form.shape else h5py.h5s.create(h5py.h5s.SCALAR)
                 dataset = h5py.Dataset(h5py.h5d.create(file.id, None, kind, space, properties))
-                file[form.key] = dataset
-                if stored(form.dtype) != form.dtype:
-                    dataset.attrs["dtype"] = form.dtype.name
+                file[key] = dataset
+                if stored(form.kind) != form.kind:
+                    dataset.attrs["dtype"] = form.dtype
                 check()
         with unfailing(path, "r+", alignment_threshold=1, alignment_interval=PAGE) as (file, check):
             offsets: list[int | None] = []
-            for form in forms:
-                offsets.append(_allocated(h5py.h5d.open(file.id, form.key.encode())) if form.size else None)
+            for key, form in forms.items():
+                offsets.append(_allocated(h5py.h5d.open(file.id, key.encode())) if form.size else None)
                 check()
         end = -(-path.stat().st_size // PAGE) * PAGE
-        arrays = sorted((at, at + form.nbytes) for at, form in zip(offsets, forms, strict=True) if at is not None)
+        arrays = sorted(
+            (at, at + form.nbytes) for at, form in zip(offsets, forms.values(), strict=True) if at is not None
+        )
         gaps, low = [], 0
         with path.open("rb") as raw:
             for begin, after in [*arrays, (end, end)]:
@@ -200,7 +195,7 @@ class Saving:
 
     def _write_slices(self) -> None:
         layout, records = self._layout, []
-        index_of = {form.key: index for index, form in enumerate(layout.forms)}
+        index_of = {key: index for index, key in enumerate(layout.forms)}
         descriptor = os.open(self._beside, os.O_WRONLY | os.O_CLOEXEC)
         try:
             if not self._rank:
@@ -209,11 +204,11 @@ class Saving:
                 offset = layout.offsets[part.key]
                 if offset is None:
                     continue
-                form, step = layout.forms[index_of[part.key]], max(1, _PIECE // part.array.itemsize)
+                form, step = layout.forms[part.key], max(1, _PIECE // part.array.itemsize)
                 for low in range(0, part.array.size, step):
                     piece, start = part.array[low : low + step], part.start + low
                     _write(descriptor, piece.view(np.uint8).data, offset + start * piece.itemsize)
-                    digest = digest_of_array(piece, about_slice(form, start))
+                    digest = digest_of_array(piece, about_slice(part.key, form.shape, start))
                     records.append((index_of[part.key], start, start + piece.size, digest))
             os.fsync(descriptor)
         finally:
@@ -285,13 +280,14 @@ class Saving:
         return json.loads(body) if f"{zlib.crc32(body):08x}".encode() == head[12:20] else None
 
     def _digests(self, records: Sequence[Any]) -> Digests:
-        digests: Digests = {form.key: [] for form in self._layout.forms}
+        keys = list(self._layout.forms)
+        digests: Digests = {key: [] for key in keys}
         for index, start, stop, digest in sorted(records):
-            digests[self._layout.forms[index].key].append((start, stop, digest))
-        for form in self._layout.forms:
-            ends = [0, *(stop for _, stop, _ in digests[form.key])]
-            if [start for start, _, _ in digests[form.key]] != ends[:-1] or ends[-1] != form.size:
-                raise RuntimeError(f"{form.key} was not written once by the ranks: {digests[form.key]}")
+            digests[keys[index]].append((start, stop, digest))
+        for key, form in self._layout.forms.items():
+            ends = [0, *(stop for _, stop, _ in digests[key])]
+            if [start for start, _, _ in digests[key]] != ends[:-1] or ends[-1] != form.size:
+                raise RuntimeError(f"{key} was not written once by the ranks: {digests[key]}")
         return digests
 
     # all ranks

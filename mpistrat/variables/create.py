@@ -253,4 +253,4 @@ def _receiver(target: Target, part: Part | None) -> Receiver:
         array[start : start + flat.size] = move_like(flat, array)
 
     own = Receiver([(low, high)] if low < high else [], take)
-    return own if part is None else part.receiver(own)
+    return own if part is None else part.box.receiver(own)

@@ -278,7 +278,7 @@ HOP = re.compile(r"^\| (\d+) \| `([\w/]+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
 
 def test_the_walks_lead_through_the_code():
     walks = WALK.findall((ROOT / "docs" / "walks.md").read_text())
-    assert len(walks) == 7
+    assert len(walks) == 9
     for hops, table in walks:
         steps = HOP.findall(table)
         assert [int(number) for number, _, _ in steps] == list(range(1, int(hops) + 1)), "count the hops anew"

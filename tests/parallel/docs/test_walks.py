@@ -68,6 +68,15 @@ def variable(path) -> Recorder:
     return recorder
 
 
+def checkpoint(path) -> Recorder:
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            ms.Variable(np.zeros(10), name="weights")
+        with Recorder() as recorder:
+            strategy.save(path / "weights.h5")
+    return recorder
+
+
 def push(path) -> Recorder:
     """Of the worker the push alone; of the server all that it does."""
     recorder = Recorder()
@@ -87,7 +96,7 @@ def push(path) -> Recorder:
 
 PROGRAMS = {
     "A gradient becomes weights": gradient, "A batch": batch, "A push": push, "A reduction": reduction,
-    "The same reduction again": repeated_reduction, "A variable": variable,
+    "The same reduction again": repeated_reduction, "A variable": variable, "A checkpoint": checkpoint,
 }  # fmt: skip
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from mpistrat.comm import job_files
 from mpistrat.comm.monitor import leftovers
-from mpistrat.state.file import ArrayForm
+from mpistrat.state.list import Form, Slice
 from mpistrat.state.snapshot import SnapshotFile
-from mpistrat.state.writing import Slice
 
 KEY, RUN = "0123456789abcdef", "/scratch/run"
 RANKS, SIZE = 2, 6
@@ -27,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 
 def made(generation=0, serial=1, first=0):
     path = job_files.path_of(KEY, RUN, generation, serial, first)
-    return SnapshotFile.make(path, [ArrayForm("variables/w", (SIZE,), np.dtype("float64"))], RANKS, 4096)
+    return SnapshotFile.make(path, {"variables/w": Form((SIZE,), "float64")}, RANKS, 4096)
 
 
 def part(rank, step):
@@ -69,7 +68,7 @@ def states(buffers=2, words_first=False):
                 last,
                 stops == tuple(lengths),
                 step,
-                step > 0 and again.read_array("variables/w", ((SIZE,), "float64")),
+                step > 0 and again.read_array("variables/w", Form((SIZE,), "float64")),
                 again,
             )
             file.path.unlink()
@@ -139,9 +138,7 @@ def test_a_requeued_job_takes_back_the_memory_of_its_earlier_starts_at_once(fold
     monkeypatch.setenv("SLURM_JOB_ID", "4712")
     another = job_files.new_key()
     for key in (first, beside, another):
-        SnapshotFile.make(
-            job_files.path_of(key, RUN, 0, 1, 0), [ArrayForm("variables/w", (SIZE,), np.dtype("float64"))], 1, 100
-        )
+        SnapshotFile.make(job_files.path_of(key, RUN, 0, 1, 0), {"variables/w": Form((SIZE,), "float64")}, 1, 100)
     assert len({first, beside, another}) == 3
     assert job_files.sweep(beside) == []  # a second command of the same start may use it
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
@@ -177,7 +174,7 @@ def test_a_node_without_the_supervisor_remembers_its_generation(folder):
 def test_a_run_does_not_see_another_one(folder):
     for run, step in (("/scratch/fold-0", 7), ("/scratch/fold-1", 3)):
         file = SnapshotFile.make(
-            job_files.path_of(KEY, run, 0, 1, 0), [ArrayForm("variables/w", (SIZE,), np.dtype("float64"))], 1, 4096
+            job_files.path_of(KEY, run, 0, 1, 0), {"variables/w": Form((SIZE,), "float64")}, 1, 4096
         )
         file.write_notes(0, b'{"extra": null, "optimizers": []}')
         file.end(0, 0, step)

@@ -1,0 +1,266 @@
+"""The state of a job as one list: the name of each array, the box of it that this rank has, and its elements.
+
+`entries` makes the list of all variables and of what optimizers keep. A file, a snapshot in memory and an export are written
+from it, in flat slices: `Writers` says which rank writes which elements of what several ranks have. `locations` says the same
+of variables for a restore, whose ranks take boxes of other layouts. An array need not be a variable's: whoever has an array
+and its box can put an entry into the list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from ..arena.layout import Box, Grid, Part
+from ..arena.values import parse_dtype
+from ..base.files import PAGE
+from ..base.partition import aligned_block
+from ..comm.arrays import accumulation_dtype, to_host
+from ..comm.process_group import ProcessGroup
+from ..variables import Placement
+from .optimizer_states import Kept, OptimizerStates
+
+__all__ = [
+    "Entry",
+    "Form",
+    "Location",
+    "Slice",
+    "Writers",
+    "entries",
+    "key_of",
+    "link_of",
+    "locations",
+    "name_of",
+    "slices_of",
+    "variable_entries",
+    "wholes",
+]
+
+
+class Form(NamedTuple):
+    """The shape and the dtype of a whole array. The dtype is a name, since files may have one that NumPy lacks."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def kind(self) -> np.dtype:
+        """The dtype."""
+        return parse_dtype(self.dtype)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.size * self.kind.itemsize
+
+
+class Slice(NamedTuple):
+    """Elements of an array that this rank writes."""
+
+    key: str
+    start: int
+    array: np.ndarray  # flat, contiguous
+
+
+class Entry(NamedTuple):
+    """An array of the state, and what this rank has of it.
+
+    Attributes:
+        key: the array's name in files.
+        dtype: of its elements.
+        box: the part of the whole array.
+        parts: elements of the box that this rank has: the number of the first one, and a flat array.
+        everywhere: whether all ranks have the box; else each element is on one rank.
+        part: how the ranks of a replica divide the whole, each of which has a box; None where they do not.
+    """
+
+    key: str
+    dtype: np.dtype
+    box: Box
+    parts: Sequence[tuple[int, Any]]
+    everywhere: bool = False
+    part: Part | None = None
+
+
+class Location(NamedTuple):
+    """Where a variable lies: all of an array, rows of a ShardedVariable, or on each rank of a mesh a box.
+
+    Attributes:
+        name: of the array.
+        box: the variable in it.
+        part: how the ranks of a replica divide the array; None where they do not.
+    """
+
+    name: str
+    box: Box
+    part: Part | None = None
+
+
+def locations(placement: Placement) -> dict[str, Location]:
+    """Return where each variable lies, by its name."""
+    found = {}
+    for variable in placement.variables:
+        part = variable.part
+        found[variable.name] = Location(variable.name, Box(variable.shape) if part is None else part.box, part)
+    for whole in placement.sharded:
+        for shard, start in zip(whole.variables, whole.offsets, strict=True):
+            found[shard.name] = Location(whole.name, Box(whole.shape, [(start, start + shard.shape[0])]))
+    return found
+
+
+def entries(placement: Placement, states: OptimizerStates, writers: Writers) -> Iterator[Entry]:
+    """Yield all variables, and the slots of all optimizers. Collective: take each one's slices before the next."""
+    yield from variable_entries(placement, writers)
+    for index, kept in enumerate(states.kept()):
+        yield from _slot_entries(placement, index, kept, writers)
+
+
+def variable_entries(placement: Placement, writers: Writers) -> Iterator[Entry]:
+    """Yield all variables. Collective."""
+    found, store = locations(placement), placement.store
+    for variable in placement.variables:
+        where, dtype = found[variable.name], variable.dtype
+        key = f"variables/{key_of(where.name)}"
+        if variable.arena is not None:
+            own = variable.arena.values[variable.offset : variable.offset + variable.size]
+            yield Entry(key, dtype, where.box, [(0, own)], True, where.part)
+        elif store is not None and writers.reach_servers and store.keeps(variable):
+            value = store.value_here(variable)
+            yield Entry(key, dtype, where.box, [] if value is None else [(0, value)])
+        else:
+            value = variable.gathered()  # of ON_READ variables it is collective
+            yield Entry(key, dtype, where.box, [(0, value)] if writers.leads else [])
+
+
+def _slot_entries(placement: Placement, index: int, kept: Kept, writers: Writers) -> Iterator[Entry]:
+    """Yield the slots of an optimizer; the first rank has those of shards that were never updated. Collective."""
+    found = locations(placement)
+    of_slots = {variable.name: accumulation_dtype(variable.dtype) for variable in placement.variables}
+    covered: dict[str, list[tuple[int, int]]] = {}
+    forms: dict[str, tuple[str, np.dtype, Box]] = {}
+    ranks = None if writers.all else writers.ranks
+    for name, shape, dtype, slots in kept.slots_here(ranks, writers.leads, writers.each_node):
+        where = found.get(name) or Location(name, Box(shape))
+        for slot, parts in slots.items():
+            key = f"optimizers/{index}/slots/{key_of(where.name)}/{key_of(slot)}"
+            whole = placement.grid is not None and where.part is None  # every rank of a replica has it
+            entry = Entry(key, of_slots.get(name, dtype), where.box, parts, part=where.part)
+            yield entry._replace(parts=[]) if whole and not writers.leads else entry
+            forms.setdefault(key, (slot, entry.dtype, Box(where.box.shape)))
+            first, size = (where.box.first, math.prod(shape)) if where.part is None else (0, where.part.whole_size)
+            covered.setdefault(key, []).append((first, first + size))
+    for key, (slot, dtype, box) in forms.items() if writers.leads else ():
+        low = 0
+        for begin, end in [*sorted(covered[key]), (box.size, box.size)]:
+            if begin > low:
+                yield Entry(key, dtype, box, [(low, np.full(begin - low, kept.start_of(slot), dtype))])
+            low = end
+
+
+@final
+class Writers:
+    """The ranks that write, and the elements that each writes of what several have.
+
+    Nodes have equal copies of most: then all writers write a share, with borders at pages of the file. What lies on some rank
+    only is written there; what no other writer reaches comes to the first one.
+
+    Attributes:
+        ranks: those that write.
+        each_node: whether the ranks of each node write all, divided among them.
+        leads: whether this rank writes what is not divided: rank 0, or the first of each node.
+        all: whether all ranks write.
+        reach_servers: whether each parameter server writes its own variables.
+    """
+
+    def __init__(self, group: ProcessGroup, grid: Grid | None, ranks: Sequence[int], each_node: bool = False) -> None:
+        topology = group.topology
+        self.ranks, self.each_node, self._rank = ranks, each_node, topology.rank
+        self.leads = group.node.rank == 0 if each_node else topology.rank == 0
+        self.all = len(ranks) == topology.size
+        self.reach_servers = self.all and not (each_node and topology.num_nodes > 1)
+        self._replica = [topology.rank] if grid is None else grid.replica_ranks
+        self._shares: dict[int, tuple[int, int]] = {}
+        for rank in self._replica:
+            domain = topology.node_of[rank] if group.num_nodes == topology.num_nodes else rank
+            among = group.ranks_of(domain) if each_node else ranks
+            self._shares[rank] = (among.index(rank), len(among)) if rank in among else (0, 0)
+
+    def slices(self, entry: Entry) -> list[Slice]:
+        """Return what this rank writes of an entry. Collective over a replica that divides the array."""
+        key, dtype, box, parts, everywhere, part = entry
+        if part is not None:  # each rank of the replica gives its box, and gets what it writes
+            wanted = [self._share(part.whole_size, dtype, rank) for rank in self._replica]
+            start, _ = self._share(part.whole_size, dtype, self._rank)
+            return [Slice(key, start, _flat(part.elements(_flat(parts[0][1], dtype), wanted), dtype))]
+        if everywhere:
+            low, high = self._share(box.size, dtype, self._rank)
+            parts = [(low, array[low:high]) for _, array in parts]
+        flat = [(first, _flat(array, dtype)) for first, array in parts]
+        if box.contiguous:
+            return [Slice(key, box.first + first, array) for first, array in flat]
+        return [
+            Slice(key, start, array[mine - first : mine - first + count])
+            for first, array in flat
+            for start, mine, count in box.spans(0, box.whole_size, first, first + array.size)
+        ]
+
+    def _share(self, size: int, dtype: np.dtype, rank: int) -> tuple[int, int]:
+        """Return which elements a rank writes of what all have."""
+        index, count = self._shares[rank]
+        return aligned_block(size, count, index, PAGE // dtype.itemsize) if count else (0, 0)
+
+
+def slices_of(found: Iterable[Entry], writers: Writers) -> tuple[dict[str, Form], list[Slice]]:
+    """Return the forms of all arrays of a list, and what this rank writes, each element on one rank. Collective."""
+    forms: dict[str, Form] = {}
+    slices: list[Slice] = []
+    for entry in found:
+        forms.setdefault(entry.key, Form(entry.box.shape, entry.dtype.name))
+        slices += (one for one in writers.slices(entry) if one.array.size)
+    return forms, slices
+
+
+def wholes(forms: dict[str, Form], slices: Iterable[Slice]) -> dict[str, np.ndarray]:
+    """Return whole arrays by key, of slices that have all their elements: views where one slice has them."""
+    found: dict[str, np.ndarray] = {}
+    for key, start, array in slices:
+        form = forms[key]
+        if array.size == form.size:
+            found[key] = array.reshape(form.shape)
+        else:
+            whole = found.setdefault(key, np.empty(form.shape, form.kind))
+            whole.reshape(-1)[start : start + array.size] = array
+    return {key: found.get(key, np.empty(form.shape, form.kind)) for key, form in forms.items()}
+
+
+def _flat(array: Any, dtype: np.dtype) -> np.ndarray:
+    """Return elements as files have them: a program may have given an optimizer slots of another dtype."""
+    return np.ascontiguousarray(to_host(array), dtype).reshape(-1)
+
+
+# names
+
+
+def key_of(name: str) -> str:
+    """Return a name as one link of HDF5, which cuts at slashes and takes "." for the group itself."""
+    quoted = name.replace("%", "%25").replace("/", "%2F")
+    return quoted.replace(".", "%2E") if set(quoted) == {"."} else quoted
+
+
+def name_of(key: str) -> str:
+    """Return the name that `key_of` was given."""
+    return key.replace("%2E", ".").replace("%2F", "/").replace("%25", "%")
+
+
+def link_of(key: str) -> str:
+    """Return the link of the variable that an array in files is, or is a slot of."""
+    words = key.split("/")
+    return words[1 if words[0] == "variables" else 3]
