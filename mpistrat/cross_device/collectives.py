@@ -41,7 +41,7 @@ class Collectives:
         group: the ranks.
         front: the class whose methods call this object: "ProcessSet" makes `all_reduce` "ProcessSet.all_reduce" in errors.
         label: which ranks these are, shown with the name of a call.
-        ops: the algorithm of reductions, bound to the group; default the chooser's, made at its first use.
+        ops: the algorithm of reductions, bound to the group; default the chooser's.
         options: defaults of all calls, but for `wire`, which is for steps.
         alone: True for the default strategy, which returns values as they are.
     """
@@ -60,16 +60,10 @@ class Collectives:
         self._front, self._label = front, label
         self._all_reduce = called(front, "all_reduce", "reduce")
         self._options = None if options is None else replace(options, wire=None)
-        if ops is not None:
-            self.ops, ops.front = ops, front
-
-    @functools.cached_property
-    def ops(self) -> CrossDeviceOps:
-        """The algorithm of reductions."""
-        ops = make_cross_device_ops()
-        ops.front = self._front
-        ops.bind(self.group)
-        return ops
+        self.ops = make_cross_device_ops() if ops is None else ops
+        self.ops.front = front
+        if ops is None:
+            self.ops.bind(group)
 
     @functools.cached_property
     def _started(self) -> NonblockingCollectives:
@@ -79,8 +73,7 @@ class Collectives:
 
     def close(self) -> None:
         """Free what the algorithm owns. Collective, before the group is closed."""
-        if "ops" in self.__dict__:
-            self.ops.close()
+        self.ops.close()
 
     def merged(self, options: CommunicationOptions | None) -> CommunicationOptions | None:
         """Return the options of a call: the defaults, overridden by the caller's."""

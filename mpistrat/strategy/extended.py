@@ -126,7 +126,7 @@ class StrategyExtended(OtherNames):
         self._shared = shared
         self.frame = Frame(strategy)
         self.collectives = Collectives(sync_group, ops=ops, options=options, alone=is_default)
-        self.rank_collectives = Collectives(group)
+        self.rank_collectives = self.collectives if sync_group is group else Collectives(group)
         local = range(self.sync_topology.num_local_replicas)
         self.replicas = [ReplicaContext(strategy, index, self.sync_topology, self.collectives) for index in local]
         frames = [replica.frame for replica in self.replicas]
