@@ -2,10 +2,10 @@
 
 from .job import Array, Job, Preemption
 from .render import render
-from .schedulers import SCHEDULERS, Scheduler, submit
+from .schedulers import SCHEDULERS, BatchSystem, submit
 from .site import SiteProfile, read_site, site_names
 
 __all__ = [
-    "SCHEDULERS", "Array", "Job", "Preemption", "Scheduler", "SiteProfile", "read_site", "render", "site_names",
+    "SCHEDULERS", "Array", "Job", "Preemption", "BatchSystem", "SiteProfile", "read_site", "render", "site_names",
     "submit",
 ]  # fmt: skip

@@ -9,12 +9,12 @@ from typing import final
 
 from ..base.errors import JobError, explain
 
-__all__ = ["LAUNCHERS", "SCHEDULERS", "Scheduler", "submit"]
+__all__ = ["LAUNCHERS", "SCHEDULERS", "BatchSystem", "submit"]
 
 
 @final
 @dataclass(frozen=True)
-class Scheduler:
+class BatchSystem:
     """A batch system.
 
     Attributes:
@@ -45,7 +45,7 @@ _SLURM = """
 """
 
 SCHEDULERS = {
-    "slurm": Scheduler(
+    "slurm": BatchSystem(
         "SLURM",
         ("sbatch", "--parsable"),
         "sbatch FILE",
@@ -55,7 +55,7 @@ SCHEDULERS = {
         "SLURM_ARRAY_TASK_ID",
         frozenset(_SLURM.split()),
     ),
-    "pbs": Scheduler(
+    "pbs": BatchSystem(
         "PBS",
         ("qsub",),
         "qsub FILE",
@@ -65,7 +65,7 @@ SCHEDULERS = {
         "PBS_ARRAY_INDEX",
         frozenset({"-l", "-W", "-p"}),
     ),
-    "lsf": Scheduler(
+    "lsf": BatchSystem(
         "LSF",
         ("bsub",),
         "bsub < FILE",
@@ -75,7 +75,7 @@ SCHEDULERS = {
         "LSB_JOBINDEX",
         frozenset({"-alloc_flags", "-core_isolation", "-U", "-w"}),
     ),
-    "flux": Scheduler(
+    "flux": BatchSystem(
         "Flux",
         ("flux", "batch"),
         "flux batch FILE",

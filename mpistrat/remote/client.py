@@ -17,11 +17,12 @@ from typing import Any, NoReturn, final
 
 from ..base.errors import ClosedError, ClusterError, explain
 from ..base.text import encoded
+from .channel import Kind, Message
 from .registry import Reduced, dumps, loads, loads_error, token
 from .scheduler import Scheduler
 from .session import COORDINATOR
 from .values import ClosureCancelledError, RemoteValue, RemoteValueStatus, Stub
-from .zmq import ClientSocket, Kind, Message
+from .zmq import JOB, ClientSocket
 
 __all__ = ["RemoteCluster", "connect"]
 
@@ -78,7 +79,7 @@ class RemoteCluster(Scheduler):
         self.coordinator._finish()
         try:
             self._socket.send(
-                Kind.HELLO, 0, encoded(f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}")
+                JOB, Kind.HELLO, 0, encoded(f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}")
             )
             self._wait(lambda: self.num_workers > 0, end - monotonic(), "the answer of the job")
         except TimeoutError:
@@ -133,7 +134,7 @@ class RemoteCluster(Scheduler):
     def cancel(self) -> None:
         """Cancel the functions that wait; those that run end. Their `get` raises ClosureCancelledError."""
         with self._lock:
-            self._open().send(Kind.CANCEL)
+            self._open().send(JOB, Kind.CANCEL)
 
     def shutdown(self) -> None:
         """End the job's `mpistrat serve`, on all its ranks."""
@@ -158,7 +159,7 @@ class RemoteCluster(Scheduler):
             ending, self._socket = self._socket, None
             if ending is not None:
                 with contextlib.suppress(ClosedError):
-                    ending.send(kind)
+                    ending.send(JOB, kind)
                 ending.close()
 
     def _open(self) -> ClientSocket:
@@ -185,7 +186,7 @@ class RemoteCluster(Scheduler):
         socket = self._open()
         if self._dropped:
             numbers = [self._dropped.popleft() for _ in range(len(self._dropped))]
-            socket.send(Kind.FORGET, 0, dumps(numbers, _nothing))
+            socket.send(JOB, Kind.FORGET, 0, dumps(numbers, _nothing))
         call = (fn, tuple(args), dict(kwargs or {}), *more)
         data = dumps(call, self._reduce, getattr(fn, "__qualname__", "a function"))
         made = self._request(kind, data)
@@ -195,7 +196,7 @@ class RemoteCluster(Scheduler):
     def _request(self, kind: Kind, data: bytes) -> RemoteValue:
         """Send a message, and return the value that its answer will finish."""
         made = RemoteValue(self, next(self._numbers))
-        self._open().send(kind, made._number, data)
+        self._open().send(JOB, kind, made._number, data)
         self._values[made._number] = made
         return made
 
@@ -224,10 +225,10 @@ class RemoteCluster(Scheduler):
     def _take(self, seconds: float) -> None:
         """Take all messages that are there; wait for the first for so many seconds."""
         with self._lock:
-            message = self._open().receive(seconds)
-            while message is not None:
-                self._note(message)
-                message = self._open().receive(0)
+            while messages := self._open().poll(seconds):
+                for message in messages:
+                    self._note(message)
+                seconds = 0.0
 
     def _note(self, message: Message) -> None:
         if message.kind == Kind.WELCOME:
@@ -235,7 +236,7 @@ class RemoteCluster(Scheduler):
         elif message.kind == Kind.REFUSED:
             got = message.payload.decode(errors="replace")
             raise ClusterError(explain("connect", "", expected="a job that is free", got=got))
-        elif message.kind in (Kind.DONE, Kind.VALUE, Kind.FAILED):
+        elif message.kind in (Kind.DONE, Kind.RESULT, Kind.FAILED):
             self._finish(message)
 
     def _finish(self, message: Message) -> None:

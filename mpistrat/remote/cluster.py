@@ -24,7 +24,7 @@ from ..optimizers import optimizer as optimizers
 from ..strategy.assemble import PARAMETER_SERVER
 from ..strategy.extended import Coordination
 from .dispatcher import Dispatcher
-from .mpi import Channel
+from .mpi import MpiChannel
 from .registry import ObjectRegistry, dumps, load_cloudpickle, loads
 from .worker import Commands, WorkerLoop, command_of, get_current_worker_index
 
@@ -75,7 +75,7 @@ class Cluster(Coordination):
         self._flush: Callable[[], None] = led.flush
         with group.collective("ClusterCoordinator"):
             self._comm: Any = group.topology.comm.Dup()
-        channel, rank = Channel(self._comm), group.topology.rank
+        channel, rank = MpiChannel(self._comm), group.topology.rank
         if rank == self.chief:
             others = [*self.workers, *roles[1]]
             self.dispatcher = Dispatcher(group, channel, self.workers, self._unpack)

@@ -15,7 +15,8 @@ from ..base.errors import CollectiveTimeoutError, PeerExitError
 from ..base.text import error_text
 from ..base.waiting import Backoff
 from ..comm.process_group import ProcessGroup
-from .mpi import Channel, Kind, Message, pack_call
+from .channel import Kind, Message, pack_call
+from .mpi import MpiChannel
 from .registry import loads_error
 from .values import ClosureCancelledError, RemoteValue, RemoteValueStatus
 
@@ -155,7 +156,7 @@ class Dispatcher:
     def __init__(
         self,
         group: ProcessGroup,
-        channel: Channel,
+        channel: MpiChannel,
         workers: Sequence[int],
         unpack: Callable[[bytes], Any],
     ) -> None:
@@ -311,7 +312,7 @@ class Dispatcher:
     def _tell(self, ranks: Iterable[int], kind: Kind, extra: int = 0, data: bytes = b"") -> None:
         with self.lock:
             for rank in sorted(ranks):
-                self._channel.send(rank, kind, 0, extra, data)
+                self._channel.send(rank, kind, 0, data, extra)
 
     # driving
 
@@ -410,16 +411,16 @@ class Dispatcher:
         worker.since = worker.since or monotonic()
         worker.calls[worker.sent] = closure
         inputs = [(value._number, value._data or b"") for value in closure.inputs]
-        self._channel.send(worker.rank, Kind.CALL, worker.sent, worker.answered, pack_call(inputs, closure.data))
+        self._channel.send(worker.rank, Kind.CALL, worker.sent, pack_call(inputs, closure.data), worker.answered)
 
     def _receive(self) -> bool:
         messages = self._channel.poll()
         for message in messages:
-            worker = self._alive.get(message.rank)
+            worker = self._alive.get(message.peer)
             if message.kind == Kind.HELLO:
-                self._serving.add(message.rank)
+                self._serving.add(message.peer)
             if message.kind == Kind.BYE:
-                self.listeners.discard(message.rank)
+                self.listeners.discard(message.peer)
             elif worker is not None:
                 worker.serves = True
                 if message.kind == Kind.HELLO:

@@ -12,10 +12,10 @@ from ..base.errors import ClosedError, explain
 from ..base.text import encoded, traceback_text
 from ..cluster.world import is_loss
 from ..variables import ShardedVariable, Variable
+from .channel import Channel, Kind, Message
 from .coordinator import ClusterCoordinator
 from .registry import Reduced, dumps_error, dumps_result, loads, plain
 from .values import ClosureCancelledError, RemoteValue, RemoteValueStatus
-from .zmq import Kind, Message, ServerSocket
 
 __all__ = ["COORDINATOR", "serve"]
 
@@ -25,7 +25,7 @@ _ERROR = 1 << 24  # bytes of an error that is sent as it is; of a larger one the
 _LOOK = 2.0  # seconds between two looks after the client
 
 
-def serve(coordinator: ClusterCoordinator, socket: ServerSocket) -> None:
+def serve(coordinator: ClusterCoordinator, channel: Channel) -> None:
     """Serve one client after the other until one ends the job. For the chief.
 
     A client that leaves, or is not there any more, takes along what it has waiting; variables and optimizers stay.
@@ -37,11 +37,11 @@ def serve(coordinator: ClusterCoordinator, socket: ServerSocket) -> None:
     late: deque[Message] = deque()  # of clients that want to begin; what another has sent before may end its session
     look = 0.0
     while True:
-        message = socket.receive(0 if late else _BUSY if session is not None and session.waits else _IDLE)
-        if message is None and late:
-            session = _begin(coordinator, socket, session, late.popleft())
-        if message is not None:
-            if session is None or message.sender != session.client:
+        messages = channel.poll(0 if late else _BUSY if session is not None and session.waits else _IDLE)
+        if late and not messages:
+            session = _begin(coordinator, channel, session, late.popleft())
+        for message in messages:
+            if session is None or message.peer != session.client:
                 late.append(message)
             elif message.kind == Kind.END:
                 session.leave()
@@ -55,7 +55,7 @@ def serve(coordinator: ClusterCoordinator, socket: ServerSocket) -> None:
             session.tell()
             if monotonic() > look:
                 look = monotonic() + _LOOK
-                if not socket.send(session.client, Kind.ALIVE):
+                if not channel.send(session.client, Kind.ALIVE):
                     log.logger.warning(
                         "mpistrat serve: the client %s is gone; what it had waiting is cancelled", session.who
                     )
@@ -66,20 +66,20 @@ def serve(coordinator: ClusterCoordinator, socket: ServerSocket) -> None:
 
 
 def _begin(
-    coordinator: ClusterCoordinator, socket: ServerSocket, session: _Session | None, message: Message
+    coordinator: ClusterCoordinator, channel: Channel, session: _Session | None, message: Message
 ) -> _Session | None:
     """Take a new client, unless there is one."""
     if message.kind != Kind.HELLO:
-        socket.send(message.sender, Kind.REFUSED, 0, b"this client's session has ended")
-    elif session is not None and socket.send(session.client, Kind.ALIVE):
-        socket.send(message.sender, Kind.REFUSED, 0, encoded(f"the job serves another client, {session.who}"))
+        channel.send(message.peer, Kind.REFUSED, 0, b"this client's session has ended")
+    elif session is not None and channel.send(session.client, Kind.ALIVE):
+        channel.send(message.peer, Kind.REFUSED, 0, encoded(f"the job serves another client, {session.who}"))
     else:
         if session is not None:
             session.leave()
         who = message.payload.decode(errors="replace")
         log.logger.info("mpistrat serve: %s", who)
-        session = _Session(coordinator, socket, message.sender, who)
-        socket.send(message.sender, Kind.WELCOME, coordinator.num_workers)
+        session = _Session(coordinator, channel, message.peer, who)
+        channel.send(message.peer, Kind.WELCOME, coordinator.num_workers)
     return session
 
 
@@ -88,13 +88,13 @@ class _Session:
     """What a client has in the job.
 
     Attributes:
-        client: who it is to the socket.
+        client: the peer.
         who: the same, for people.
     """
 
-    def __init__(self, coordinator: ClusterCoordinator, socket: ServerSocket, client: bytes, who: str) -> None:
+    def __init__(self, coordinator: ClusterCoordinator, channel: Channel, client: bytes, who: str) -> None:
         self.client, self.who = client, who
-        self._coordinator, self._socket = coordinator, socket
+        self._coordinator, self._channel = coordinator, channel
         self._things: dict[int, Any] = {COORDINATOR: coordinator}  # by the client's numbers; RemoteValues of functions
         self._waiting: dict[RemoteValue, int] = {}
         self._ended: deque[RemoteValue] = deque()  # that the coordinator's thread adds to
@@ -164,7 +164,7 @@ class _Session:
     def _fetch(self, message: Message) -> None:
         thing = self._things[loads(message.payload, self._resolve)]
         value = self._coordinator.fetch(thing)
-        self._send(Kind.VALUE, message.number, dumps_result(value, _reduce))
+        self._send(Kind.RESULT, message.number, dumps_result(value, _reduce))
 
     def _forget(self, message: Message) -> None:
         for number in loads(message.payload, self._resolve):
@@ -184,7 +184,7 @@ class _Session:
         self._send(Kind.FAILED, number, dumps_error(error, text[-_ERROR:], _reduce, self._resolve, _ERROR))
 
     def _send(self, kind: Kind, number: int, payload: bytes = b"") -> None:
-        self._socket.send(self.client, kind, number, payload)
+        self._channel.send(self.client, kind, number, payload)
 
 
 def _reduce(thing: Any) -> Reduced | None:

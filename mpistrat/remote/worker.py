@@ -23,7 +23,8 @@ from ..optimizers import Optimizer
 from ..optimizers.definition import Definition, definition_of, make_defined
 from ..strategy.show_config import show_config
 from ..variables import create_variable
-from .mpi import Channel, Kind, Message, unpack_call
+from .channel import Kind, Message, unpack_call
+from .mpi import MpiChannel
 from .registry import ObjectRegistry, dumps_error, dumps_result, loads
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class WorkerLoop:
     def __init__(
         self,
         group: ProcessGroup,
-        channel: Channel,
+        channel: MpiChannel,
         chief: int,
         index: int,
         registry: ObjectRegistry,
@@ -188,7 +189,7 @@ class WorkerLoop:
             kind, microseconds, data = self._answers[message.number]
             with self._lock:
                 self._busy = False
-                self._channel.send(self._chief, kind, message.number, microseconds, data)
+                self._channel.send(self._chief, kind, message.number, data, microseconds)
             self._finish_sending()
 
     def _forget(self, number: int) -> None:

@@ -10,7 +10,6 @@ Source: CurveZMQ, https://rfc.zeromq.org/spec/26/; ZMTP, https://rfc.zeromq.org/
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import os
 import secrets
@@ -19,12 +18,14 @@ import stat
 import struct
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 from ..base.errors import ClosedError, ClusterError, MissingDependencyError, explain
+from .channel import Message
 
-__all__ = ["LARGEST", "ClientSocket", "Kind", "Message", "ServerSocket", "read_connection_file"]
+__all__ = ["JOB", "LARGEST", "ClientSocket", "ServerSocket", "read_connection_file"]
 
+JOB: Final = b""  # the only peer of a client
 LARGEST: Final = 1 << 30  # bytes of a message
 _ROOM: Final = 256  # bytes that encryption adds to one, at most
 _HEAD = struct.Struct("<Bq")
@@ -36,37 +37,9 @@ _EXPECTED: Final = "your own file, which nobody else may read"
 _LINGER = 1_000  # milliseconds that the last messages may take to leave
 
 
-class Kind(enum.IntEnum):
-    """What a message is; the number is that of the thing it is about."""
-
-    HELLO = 1  # of a client: who it is
-    SCHEDULE = 2  # have a worker call a function
-    CALL = 3  # have the chief call a function
-    FETCH = 4  # send the value
-    FORGET = 5  # numbers of values that nobody has any more
-    CANCEL = 6  # what waits
-    LEAVE = 7  # the client goes
-    END = 8  # the job shall end
-    WELCOME = 16  # of the job: what there is
-    REFUSED = 17  # why the client cannot be served, or not any longer
-    DONE = 18
-    FAILED = 19  # (exception or None, text)
-    VALUE = 20
-    ALIVE = 21
-
-
-class Message(NamedTuple):
-    """A message as it arrived; `sender` is empty at the client."""
-
-    sender: bytes
-    kind: int
-    number: int
-    payload: bytes
-
-
 @final
 class ServerSocket:
-    """The chief's end: writes the file with the keys, and removes it at the end.
+    """The chief's `Channel`, whose peers are clients: writes the file with the keys, and removes it at the end.
 
     Args:
         path: of the file, which must not exist; only its owner may read it.
@@ -112,17 +85,17 @@ class ServerSocket:
             self.close()
             raise
 
-    def receive(self, seconds: float) -> Message | None:
-        """Return the next message, None if none comes in so many seconds."""
+    def poll(self, seconds: float = 0.0) -> list[Message]:
+        """Return the next message in a list; an empty one if none arrives within `seconds`."""
         if not self._socket.poll(int(seconds * 1000)):
-            return None
+            return []
         frames = self._socket.recv_multipart()
         if len(frames) != 3 or len(frames[1]) != _HEAD.size:
-            return Message(frames[0], 0, 0, b"")
+            return [Message(frames[0], 0, 0, 0, b"")]
         kind, number = _HEAD.unpack(frames[1])
-        return Message(frames[0], kind, number, frames[2])
+        return [Message(frames[0], kind, number, 0, frames[2])]
 
-    def send(self, to: bytes, kind: Kind, number: int = 0, payload: bytes = b"") -> bool:
+    def send(self, peer: bytes, kind: int, number: int = 0, payload: bytes = b"") -> bool:
         """Send a message to a client; return whether the client is still there.
 
         Raises:
@@ -135,7 +108,7 @@ class ServerSocket:
             expected, got = f"at most {LARGEST} bytes", f"{len(payload)}"
             raise ValueError(explain("RemoteValue.get", "", expected=expected, got=got, remedy=remedy))
         try:
-            self._socket.send_multipart([to, _HEAD.pack(kind, number), payload])
+            self._socket.send_multipart([peer, _HEAD.pack(kind, number), payload])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
@@ -154,7 +127,7 @@ class ServerSocket:
 
 @final
 class ClientSocket:
-    """The client's end.
+    """The client's `Channel`, whose only peer is `JOB`.
 
     Args:
         path: the file that the job has written.
@@ -185,8 +158,8 @@ class ClientSocket:
         self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(self._address)
 
-    def receive(self, seconds: float) -> Message | None:
-        """Return the next message, None if none comes in so many seconds.
+    def poll(self, seconds: float = 0.0) -> list[Message]:
+        """Return the next message in a list; an empty one if none arrives within `seconds`.
 
         Raises:
             ClosedError: the job is there no longer.
@@ -198,13 +171,13 @@ class ClientSocket:
                 remedy = f"The job on {self._host} has ended, or cannot be reached"
                 raise ClosedError(explain("connect", "", expected="a job that serves", got=got, remedy=remedy))
             if monotonic() >= end:
-                return None
+                return []
         head, payload = self._socket.recv_multipart()
         kind, number = _HEAD.unpack(head)
-        return Message(b"", kind, number, payload)
+        return [Message(JOB, kind, number, 0, payload)]
 
-    def send(self, kind: Kind, number: int = 0, payload: bytes = b"") -> None:
-        """Send a message.
+    def send(self, peer: bytes, kind: int, number: int = 0, payload: bytes = b"") -> bool:
+        """Send a message, and return True: `poll` reports a job that has ended.
 
         Raises:
             ValueError: it is too large.
@@ -214,6 +187,7 @@ class ClientSocket:
             expected, got = f"at most {LARGEST} bytes with all that it refers to", f"{len(payload)}"
             raise ValueError(explain("connect", "function", expected=expected, got=got, remedy=remedy))
         self._socket.send_multipart([_HEAD.pack(kind, number), payload])
+        return True
 
     def close(self) -> None:
         """Leave."""

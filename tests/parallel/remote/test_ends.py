@@ -174,8 +174,9 @@ with c:
 def test_a_chief_that_serves_clients_ends_with_its_last_worker(mpi_run):
     program = """
 class Door:
-    def receive(self, seconds):
+    def poll(self, seconds):
         time.sleep(seconds)
+        return []
 
 if c.is_chief:
     from mpistrat.remote.session import serve

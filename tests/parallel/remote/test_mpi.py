@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from mpistrat.remote.mpi import CHUNK, FIRST, Channel, Kind, pack_call
+from mpistrat.remote.channel import Kind, pack_call
+from mpistrat.remote.mpi import CHUNK, FIRST, MpiChannel
 from mpistrat.remote.registry import ObjectRegistry, dumps, loads
 from mpistrat.remote.worker import WorkerLoop
 from tests.harness.coordinators import BareStrategy
@@ -26,17 +27,17 @@ def gathered(channel, count, seconds=20):
 def test_messages_of_any_length():
     strategy = BareStrategy()
     comm = strategy.topology.comm.Dup()
-    channel = Channel(comm)
+    channel = MpiChannel(comm)
     sizes = [0, 1, FIRST - 1, FIRST, FIRST + 1, FIRST + CHUNK, FIRST + CHUNK + 1, 3 * CHUNK, 5]
     payloads = [np.random.default_rng(n).integers(0, 256, n, np.uint8).tobytes() for n in sizes]
     for rank in range(comm.size):
         if rank != comm.rank:
             for number, payload in enumerate(payloads):
-                channel.send(rank, comm.rank, number, -number, payload)
+                channel.send(rank, comm.rank, number, payload, -number)
     messages = gathered(channel, (comm.size - 1) * len(sizes))
     for rank in range(comm.size):
         if rank != comm.rank:
-            mine = [m for m in messages if m.rank == rank]
+            mine = [m for m in messages if m.peer == rank]
             assert [(m.kind, m.number, m.extra) for m in mine] == [(rank, n, -n) for n in range(len(sizes))]
             assert [m.payload for m in mine] == payloads
     while channel.sending():
@@ -59,7 +60,7 @@ def seen_numbers(registry):
 def test_222_calls_and_20_duplicates_run_once_each():
     strategy = BareStrategy()
     comm = strategy.topology.comm.Dup()
-    channel, registry = Channel(comm), ObjectRegistry(strategy)
+    channel, registry = MpiChannel(comm), ObjectRegistry(strategy)
     if comm.rank:
         loop = WorkerLoop(
             strategy.extended.process_group,
@@ -82,15 +83,15 @@ def test_222_calls_and_20_duplicates_run_once_each():
         for rank in range(1, comm.size):
             for number in range(1, 223):
                 answered = 150 if number > 160 else 0
-                channel.send(rank, Kind.CALL, number, answered, call(log_number, number))
+                channel.send(rank, Kind.CALL, number, call(log_number, number), answered)
                 if number in duplicates:
-                    channel.send(rank, Kind.CALL, number, answered, call(log_number, number))
-            channel.send(rank, Kind.CALL, 100, 150, call(log_number, 100))  # nobody waits for it any more
-            channel.send(rank, Kind.CALL, 223, 150, call(seen_numbers))
+                    channel.send(rank, Kind.CALL, number, call(log_number, number), answered)
+            channel.send(rank, Kind.CALL, 100, call(log_number, 100), 150)  # nobody waits for it any more
+            channel.send(rank, Kind.CALL, 223, call(seen_numbers), 150)
             channel.send(rank, Kind.END)
         messages = gathered(channel, (comm.size - 1) * (1 + 222 + 20 + 1 + 1))
         for rank in range(1, comm.size):
-            hello, *answers, seen, bye = [m for m in messages if m.rank == rank]
+            hello, *answers, seen, bye = [m for m in messages if m.peer == rank]
             assert (hello.kind, bye.kind) == (Kind.HELLO, Kind.BYE)
             assert {m.kind for m in answers} == {Kind.RESULT}
             numbers = [m.number for m in answers]

@@ -13,8 +13,9 @@ import pytest
 import mpistrat as ms
 from mpistrat.remote import session
 from mpistrat.remote import zmq as transport
+from mpistrat.remote.channel import Kind
 from mpistrat.remote.session import serve
-from mpistrat.remote.zmq import ClientSocket, Kind, ServerSocket, read_connection_file
+from mpistrat.remote.zmq import JOB, ClientSocket, ServerSocket, read_connection_file
 
 pytest.importorskip("zmq")
 pytest.importorskip("cloudpickle")
@@ -153,13 +154,13 @@ def test_who_comes_after_one_that_vanished_is_served_at_once(chief, tmp_path):
 def test_a_job_does_not_wait_for_a_client_that_does_not_look(tmp_path):
     server = ServerSocket(tmp_path / "serve.json", "127.0.0.1")
     client = ClientSocket(tmp_path / "serve.json", 10)
-    client.send(Kind.HELLO)
-    sender = server.receive(10).sender
+    client.send(JOB, Kind.HELLO)
+    (message,) = server.poll(10)
     sent = []
 
     def tell():
         for number in range(80_000):
-            sent.append(server.send(sender, Kind.DONE, number))
+            sent.append(server.send(message.peer, Kind.DONE, number))
 
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()

@@ -17,7 +17,8 @@ import pytest
 import mpistrat as ms
 from mpistrat.errors import ClosedError, ClusterError
 from mpistrat.remote import zmq as transport
-from mpistrat.remote.zmq import ClientSocket, Kind, Message, ServerSocket, read_connection_file
+from mpistrat.remote.channel import Kind, Message
+from mpistrat.remote.zmq import JOB, ClientSocket, ServerSocket, read_connection_file
 
 zmq = pytest.importorskip("zmq")
 
@@ -42,21 +43,20 @@ def greeting_arrives(server, tmp_path) -> bool:
     """Whether the client that has the file still gets through, and is answered."""
     client = ClientSocket(tmp_path / "serve.json", 10)
     try:
-        client.send(Kind.HELLO, 7, b"me")
+        client.send(JOB, Kind.HELLO, 7, b"me")
         end = time.monotonic() + 10
         while time.monotonic() < end:
-            message = server.receive(0.1)
-            if message is not None:
-                assert message[1:] == (Kind.HELLO, 7, b"me")
-                assert server.send(message.sender, Kind.WELCOME, 3, b"x" * 100_000)
-                return client.receive(10) == Message(b"", Kind.WELCOME, 3, b"x" * 100_000)
+            for message in server.poll(0.1):
+                assert message[1:] == (Kind.HELLO, 7, 0, b"me")
+                assert server.send(message.peer, Kind.WELCOME, 3, b"x" * 100_000)
+                return client.poll(10) == [Message(JOB, Kind.WELCOME, 3, 0, b"x" * 100_000)]
         return False
     finally:
         client.close()
 
 
 def nothing_comes(server, seconds=0.0) -> bool:
-    return server.receive(seconds) is None
+    return not server.poll(seconds)
 
 
 def test_the_file_is_its_owners_alone_and_goes_with_the_job(tmp_path):
@@ -134,18 +134,18 @@ def test_a_file_is_not_followed_nor_believed(tmp_path, server):
 def test_a_client_sees_that_the_job_ends(tmp_path):
     server = ServerSocket(tmp_path / "serve.json", "127.0.0.1")
     client = ClientSocket(tmp_path / "serve.json", 10)
-    client.send(Kind.HELLO)
-    assert server.receive(10).kind == Kind.HELLO
+    client.send(JOB, Kind.HELLO)
+    assert server.poll(10)[0].kind == Kind.HELLO
     server.close()
     with pytest.raises(ClosedError, match="expected a job that serves, got no connection"):
-        client.receive(20)
+        client.poll(20)
     client.close()
 
 
 def test_a_job_sees_that_its_client_is_gone(server, tmp_path):
     client = ClientSocket(tmp_path / "serve.json", 10)
-    client.send(Kind.HELLO)
-    sender = server.receive(10).sender
+    client.send(JOB, Kind.HELLO)
+    sender = server.poll(10)[0].peer
     assert server.send(sender, Kind.ALIVE)
     client.close()
     end = time.monotonic() + 10
@@ -301,8 +301,8 @@ def test_what_was_recorded_of_a_connection_is_nothing_in_another(server, tmp_pat
     other.write_text(json.dumps(through))
     other.chmod(0o600)
     client = ClientSocket(other, 10)
-    client.send(Kind.SCHEDULE, 5, b"once")
-    assert server.receive(10)[1:] == (Kind.SCHEDULE, 5, b"once")
+    client.send(JOB, Kind.SCHEDULE, 5, b"once")
+    assert server.poll(10)[0][1:] == (Kind.SCHEDULE, 5, 0, b"once")
     client.close()
     thread.join(10)
     assert len(recorded) > 300 and b"once" not in recorded  # encrypted
@@ -330,13 +330,13 @@ def test_a_message_larger_than_the_limit_is_not_sent_and_ends_a_connection(serve
     client = ClientSocket(tmp_path / "serve.json", 10)
     monkeypatch.setattr(transport, "LARGEST", 1000)
     with pytest.raises(ValueError, match="expected at most 1000 bytes"):
-        client.send(Kind.CALL, 0, b"x" * 1001)
+        client.send(JOB, Kind.CALL, 0, b"x" * 1001)
     client.close()
     small = ServerSocket(tmp_path / "small.json", "127.0.0.1")
     monkeypatch.setattr(transport, "LARGEST", 1 << 30)
     client = ClientSocket(tmp_path / "small.json", 10)
-    client.send(Kind.CALL, 0, b"x" * 1300)
-    assert small.receive(0.5) is None
+    client.send(JOB, Kind.CALL, 0, b"x" * 1300)
+    assert not small.poll(0.5)
     client.close()
     small.close()
 
