@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ...base.errors import explain
 from ..files.hdf5 import HDF5Rows
 from ..nodes.batch import Batches
-from ..nodes.node import UNKNOWN, Node
+from ..nodes.node import UNKNOWN, Below, Node
 from ..nodes.order import Reindexed, Shard, options_of, with_shard
 from ..nodes.stage import InputRows, Stage
 from ..options import AutoShardPolicy
@@ -227,11 +227,8 @@ class FileShard(InputRows):
         file = np.searchsorted(self._starts, positions, side="right") - 1
         return positions + (self._first - self._starts[:-1])[file]
 
-    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        return self._source.gather(epochs, self._rows(positions))
-
-    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        self._source.expect(epochs, self._rows(positions))
+    def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
+        return [(self._source, (epochs, self._rows(positions)), None)]
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
         starts = self._source.chunk_starts()

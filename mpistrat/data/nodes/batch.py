@@ -18,7 +18,7 @@ from ..buffers import RowBuffers
 from ..options import number_of_calls
 from ..spec import ArraySpec, empty_rows, is_ragged, row_count, stack_rows, unstack_rows
 from .nested import as_rows
-from .node import INFINITE, UNKNOWN, Addresses, Batching, Node, Part, ReadPlan, rows_of_parts
+from .node import INFINITE, UNKNOWN, Addresses, Batching, Below, Node, Part, rows_of_parts
 from .padding import FUNCTION, Padding
 from .stage import Stage, cut_chunks
 
@@ -86,9 +86,6 @@ class Batches(Stage):
         if batch and not self._batching.drop_remainder:
             yield self._stack(batch)
 
-    def chunk_starts(self) -> None:
-        return None
-
     def resized(self, size: int) -> Node:
         """The same stage with batches of another size."""
         batching, *settings = self._settings
@@ -116,15 +113,10 @@ class Batched(Batches):
             self._checked = True
         return spec
 
-    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+    def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
         if not self._checked:
             _ = self.row_spec  # raises for ragged rows
-        return self._parent.gather(epochs, positions)
-
-    def read_plan(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
-        if not self._checked:
-            _ = self.row_spec  # raises for ragged rows
-        return self._parent.read_plan(epochs, positions)
+        return super().below(epochs, positions)
 
     def _stack(self, rows: list[Any]) -> Any:
         return stack_rows(rows, self.row_spec, self._buffers)
@@ -176,12 +168,6 @@ class Ragged(Batches):
 
     _function = "ragged_batch"
 
-    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        return self._parent.gather(epochs, positions)
-
-    def read_plan(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
-        return self._parent.read_plan(epochs, positions)
-
     def _stack(self, rows: list[Any]) -> Any:
         return stack_rows(rows, self.row_spec, self._buffers)
 
@@ -225,22 +211,12 @@ class Unbatched(Stage):
         return min(self._parent.cardinality() * size, rows)
 
     def locate(self, epoch: int, position: int) -> Addresses:
-        return self._rows_below().locate(epoch, position)
-
-    def gather(self, epochs: NDArray[Any], positions: NDArray[Any]) -> Any:
-        return self._rows_below().gather(epochs, positions)
-
-    def _rows_below(self) -> Node:
         if self._rows is None:
             raise NotImplementedError(f"{self.describe()} reads in order")
-        return self._rows
+        return self._rows.locate(epoch, position)
 
-    def locality(self, epochs: NDArray[Any], positions: NDArray[Any]) -> NDArray[Any] | None:
-        return self._rows_below().locality(epochs, positions)
-
-    def expect(self, epochs: NDArray[Any], positions: NDArray[Any]) -> None:
-        if self._rows is not None:
-            self._rows.expect(epochs, positions)
+    def below(self, epochs: NDArray[Any], positions: NDArray[Any]) -> list[Below]:
+        return [] if self._rows is None else [(self._rows, (epochs, positions), None)]
 
     def chunk_starts(self) -> NDArray[Any] | None:
         return cut_chunks(self._rows.chunk_starts(), 0, self.cardinality()) if self._rows is not None else None

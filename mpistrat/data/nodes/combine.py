@@ -14,7 +14,7 @@ from ...base import nest
 from ...base.errors import explain
 from ..buffers import RowBuffers
 from ..spec import row_count
-from .node import INFINITE, UNKNOWN, Addresses, Node
+from .node import INFINITE, NO_ROWS, UNKNOWN, Addresses, Below, Node
 from .stage import Combined, cut_chunks, one_address
 
 __all__ = ["Concatenate", "Join", "Joined", "Zipped", "compare_specs", "total"]
@@ -60,11 +60,10 @@ class Zipped(Combined):
         rows = counts.pop()
         return np.full(rows, epoch, np.int64), position * self._batching.size + np.arange(rows)
 
-    def _gathers(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Iterator[tuple[Node, Addresses]]:
-        """What each dataset is asked for."""
+    def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
         if self._batching is None:
-            yield from ((parent, (epochs, positions)) for parent in self._parents)
-            return
+            return [(parent, (epochs, positions), None) for parent in self._parents]
+        below: list[Below] = []
         numbers, places = np.divmod(positions, self._batching.size)
         keys, key_of = np.unique(np.stack([epochs, numbers]), axis=1, return_inverse=True)
         for parent in self._parents:
@@ -73,18 +72,11 @@ class Zipped(Combined):
                 located = np.stack(parent.locate(int(keys[0, key]), int(keys[1, key])))
                 here = key_of.reshape(-1) == key
                 own[:, here] = located[:, places[here]]
-            yield parent, (own[0], own[1])
+            below.append((parent, (own[0], own[1]), None))
+        return below
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        return self._pack([parent.gather(*addresses) for parent, addresses in self._gathers(epochs, positions)])
-
-    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        found = (parent.locality(*addresses) for parent, addresses in self._gathers(epochs, positions))
-        return next((numbers for numbers in found if numbers is not None), None)
-
-    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        for parent, addresses in self._gathers(epochs, positions):
-            parent.expect(*addresses)
+        return self._pack([parent.gather(*addresses) for parent, addresses, _ in self.below(epochs, positions)])
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
         rows = self.cardinality()
@@ -217,38 +209,34 @@ class Joined(Combined):
         epochs, positions = self._parents[which].locate(own, inside)
         return epochs * len(self._parents) + which, positions
 
+    def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
+        which, own, inside = self._choices(epochs, positions)
+        below: list[Below] = []
+        for number in np.unique(which) if which.size else range(len(self._parents)):
+            places = np.flatnonzero(which == number)
+            below.append((self._parents[number], (own[places], inside[places]), places))
+        return below
+
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         _ = self.row_spec  # raises where the datasets do not match
-        which, own, inside = self._choices(epochs, positions)
-        numbers = np.unique(which)
-        if numbers.size <= 1:
-            return self._parents[int(numbers[0]) if numbers.size else 0].gather(own, inside)
+        below = self.below(epochs, positions)
+        if len(below) == 1 or not positions.size:
+            parent, addresses, _ = below[0]
+            return parent.gather(*addresses)
         out: list[NDArray[Any]] = []
-        for number in numbers:
-            places = np.flatnonzero(which == number)
-            rows = nest.flatten(self._parents[number].gather(own[places], inside[places]))
+        for parent, addresses, places in below:
+            rows = nest.flatten(parent.gather(*addresses))
             if not out:
-                out = [self._buffers.empty(i, (which.size, *leaf.shape[1:]), leaf.dtype) for i, leaf in enumerate(rows)]
+                shapes = [(positions.size, *leaf.shape[1:]) for leaf in rows]
+                out = [self._buffers.empty(i, shapes[i], leaf.dtype) for i, leaf in enumerate(rows)]
             for whole, leaf in zip(out, rows, strict=True):
                 whole[places] = leaf
         return nest.pack_like(self._parents[0].row_spec, out)
 
     def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        which, own, inside = self._choices(epochs, positions)
-        out = np.empty(positions.size, np.int64)
-        for number, parent in enumerate(self._parents):
-            places = np.flatnonzero(which == number)
-            found = parent.locality(own[places], inside[places])
-            if found is None:
-                return None  # whichever rows these are: an order must not depend on that
-            out[places] = found
-        return out
-
-    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        which, own, inside = self._choices(epochs, positions)
-        for number in np.unique(which):
-            places = np.flatnonzero(which == number)
-            self._parents[number].expect(own[places], inside[places])
+        if any(parent.locality(*NO_ROWS) is None for parent in self._parents):
+            return None  # whichever rows these are: an order must not depend on that
+        return super().locality(epochs, positions)
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
         starts = [parent.chunk_starts() for parent in self._parents]

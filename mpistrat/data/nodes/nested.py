@@ -12,7 +12,7 @@ from ...base import nest
 from ...base.errors import explain
 from ...base.text import counted
 from ..spec import batch_spec, row_count, stack_rows
-from .node import Addresses, Node
+from .node import Addresses, Below, Node
 from .stage import Stage, one_address
 
 __all__ = ["as_rows"]
@@ -62,6 +62,9 @@ class _Nested(Stage):
     def locate(self, epoch: int, position: int) -> Addresses:
         return one_address(epoch, position)
 
+    def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
+        return []  # batches are located one by one
+
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         addresses = zip(epochs.tolist(), positions.tolist(), strict=True)
         rows = [self._checked(self._parent.gather(*self._parent.locate(*address)), address[1]) for address in addresses]
@@ -85,15 +88,6 @@ class _Nested(Stage):
             remedy = "Pass drop_remainder=True to the first batch or to window, or use padded_batch."
             raise ValueError(explain(self._function, "", expected=expected, got=got, remedy=remedy))
         return batch
-
-    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        """Nothing: batches are located one by one."""
-
-    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        return None
-
-    def chunk_starts(self) -> None:
-        return None
 
     def keep(self, rows: int) -> None:
         batching = self._parent.batching

@@ -1,8 +1,8 @@
 """The protocol of nodes, the sources and operators of a chain of datasets: what they are, and how they are read.
 
-Most chains are random access. A row is addressed by (epoch, position); a node translates addresses into those of the
-node below, and the source gathers rows. So no node holds data, any part of any batch of any epoch can be read by
-itself, and each rank of a job reads its own rows only.
+Most chains are random access. A row is addressed by (epoch, position). A node translates addresses into those of the
+nodes below (`below`), and the source gathers rows. So no node holds data, any part of any batch of any epoch can be read
+by itself, and each rank of a job reads its own rows only.
 
 What cannot know its elements before it has made those in front (a generator, a filter) reads in order: from there on
 each rank makes every element and keeps its own rows, and going to a position means making all that precede it.
@@ -16,7 +16,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INFINITE",
+    "NO_ROWS",
     "UNKNOWN",
     "Addresses",
     "Batching",
+    "Below",
     "Node",
     "Outcome",
     "Part",
@@ -46,7 +48,10 @@ UNKNOWN = -2  # tf.data.UNKNOWN_CARDINALITY
 Addresses = tuple[NDArray[np.int64], NDArray[np.int64]]  # epochs and positions, one of each a row
 Outcome = tuple[Any, Exception | None]  # an element, or the error that is raised instead of it
 Part = Callable[[int], tuple[int, int]]  # which rows of a batch of so many are ours
-ReadPlan = tuple["Node", NDArray[np.int64], NDArray[np.int64]]  # who makes rows, and their addresses there
+ReadPlan = tuple["Node", NDArray[np.int64], NDArray[np.int64]]  # the node that makes rows, and their addresses there
+# A node below, addresses there, and the places of these rows among those asked for; None where each is in its own place.
+Below = tuple["Node", Addresses, NDArray[np.int64] | None]
+NO_ROWS: Addresses = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 @dataclass(frozen=True)
@@ -171,25 +176,42 @@ class Node(ABC):
         own, ends = rows_of_parts(np.cumsum([0, *counts[:-1]], dtype=np.int64), counts, part)
         return (epochs[own], positions[own]), counts, ends
 
-    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        """Return the rows at addresses that `locate` gave, stacked along a first axis."""
-        raise NotImplementedError(f"{self.describe()} reads in order")
+    def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
+        """Return the rows of other nodes that the rows at some addresses are made of; nothing for a source.
 
-    def read_plan(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
-        """Return the node below that makes the rows at some addresses, and their addresses there.
-
-        Gathering there gives the same: nodes that only put rows into another order forward the question.
+        Also nothing where those rows are found only as they are read: hints end there.
         """
-        return self, epochs, positions
+        return []
 
-    # Hints: what is cheap to read, and what will be read.
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        """Return the rows at addresses that `locate` gave, stacked along a first axis.
+
+        A node that makes rows, or joins them, has a `gather` of its own; others return those of the node below.
+        """
+        below = self.below(epochs, positions)
+        if not below:
+            raise NotImplementedError(f"{self.describe()} reads in order")
+        ((parent, addresses, _),) = below
+        return parent.gather(*addresses)
+
+    @final
+    def read_plan(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
+        """Return the node that makes the rows at some addresses, and their addresses there: gathering there gives the same."""
+        if type(self).gather is not Node.gather:
+            return self, epochs, positions
+        ((parent, addresses, _),) = self.below(epochs, positions)
+        return parent.read_plan(*addresses)
+
+    # Hints: which rows are cheap to read, and which will be read.
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
         """Return where the chunks that are read as a whole begin, as row numbers, or None.
 
         Behind them stands the number of rows. None means that single rows are cheap to read.
         """
-        return None
+        below = self.below(*NO_ROWS)
+        starts = below[0][0].chunk_starts() if len(below) == 1 else None
+        return starts if starts is not None and self.batching is None else None
 
     def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Return a number in [0, LOCALITIES) for each row, near for rows of the same chunks, or None.
@@ -197,13 +219,26 @@ class Node(ABC):
         A batch whose rows are sorted by it can be cut into parts that need few chunks each. It depends on an address
         only, and is None for all of them where no shuffle puts the rows of chunks apart.
         """
-        return None
+        numbers = None
+        for parent, addresses, places in self.below(epochs, positions):
+            found = parent.locality(*addresses)
+            if found is None:
+                continue
+            if places is None:
+                return found
+            numbers = np.empty(positions.size, np.int64) if numbers is None else numbers
+            numbers[places] = found
+        return numbers
 
-    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:  # noqa: B027
-        """Take note that the rows at these addresses will be gathered soon: a source may read ahead."""
+    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        """Announce that the rows at these addresses will be gathered soon: a source may read ahead."""
+        for parent, addresses, _ in self.below(epochs, positions):
+            parent.expect(*addresses)
 
-    def keep(self, rows: int) -> None:  # noqa: B027
-        """Take note that rows are read in windows of so many: a source keeps them decoded."""
+    def keep(self, rows: int) -> None:
+        """Announce that rows are read in windows of this size: a source keeps them decoded."""
+        for parent in self.parents:
+            parent.keep(rows)
 
     # State.
 

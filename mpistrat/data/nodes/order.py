@@ -15,7 +15,7 @@ from ...base.errors import explain
 from ..options import SHARD_HINT, Options
 from ..permutation import localities, permute
 from ..stats import StageStats
-from .node import INFINITE, UNKNOWN, Addresses, Node, ReadPlan, Traits
+from .node import INFINITE, UNKNOWN, Addresses, Below, Node, Traits
 from .stage import SameElements, Stage, cut_chunks, one_address
 
 __all__ = [
@@ -231,8 +231,9 @@ class Reordered(Stage):
     def _addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:
         """Which elements below stand at some positions."""
 
-    def _below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:
-        return self._addresses(epochs, positions) if self.batching is None else (epochs, positions)
+    def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
+        addresses = self._addresses(epochs, positions) if self.batching is None else (epochs, positions)
+        return [(self._parent, addresses, None)]
 
     def locate(self, epoch: int, position: int) -> Addresses:
         here = one_address(epoch, position)
@@ -240,15 +241,6 @@ class Reordered(Stage):
             return here
         epochs, positions = self._addresses(*here)
         return self._parent.locate(int(epochs[0]), int(positions[0]))
-
-    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        return self._parent.gather(*self._below(epochs, positions))
-
-    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        return self._parent.locality(*self._below(epochs, positions))
-
-    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        self._parent.expect(*self._below(epochs, positions))
 
 
 @final
@@ -271,9 +263,6 @@ class Reindexed(Reordered):
 
     def _addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:
         return self.order.addresses(epochs, positions, self._parent.cardinality())
-
-    def read_plan(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
-        return self._parent.read_plan(*self._below(epochs, positions))
 
     def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
         if isinstance(self.order, Shuffle) and self.batching is None and self._parent.chunk_starts() is not None:

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...base.arguments import integer
 from ...base.errors import explain
 from ..buffers import RowBuffers
 from ..spec import stack_rows
 from .batch import Batched, Unbatched, require_one_shape
-from .node import Addresses, Batching, Node, ReadPlan
+from .node import Addresses, Batching, Node
 from .stage import Stage
 
 __all__ = ["CycledBatches", "rebatch"]
@@ -65,9 +64,6 @@ class CycledBatches(Stage):
         positions = np.arange(self._first(position), stop if rows < 0 else min(stop, rows), dtype=np.int64)
         return np.full(positions.size, epoch, np.int64), positions
 
-    def read_plan(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
-        return self._parent.read_plan(epochs, positions)
-
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         rows = self._parent.elements(epoch, self._first(start))
         for position in itertools.count(start):
@@ -76,9 +72,6 @@ class CycledBatches(Stage):
             if not batch or (self._drop_remainder and len(batch) < size):
                 return
             yield stack_rows(batch, self.row_spec, self._buffers)
-
-    def chunk_starts(self) -> None:
-        return None
 
     def describe(self) -> str:
         return f"rebatch({list(self._sizes)}, drop_remainder={self._drop_remainder})"

@@ -18,7 +18,7 @@ from ...base.arguments import integer
 from ...base.errors import explain
 from ..permutation import DEFAULT_SEED, BlockOrder, random_words
 from ..spec import ArraySpec
-from .node import Addresses, Node, ReadPlan
+from .node import Addresses, Below, Node
 from .order import Reindexed, Reordered, Shuffle, ShuffleSettings
 from .stage import InOrder, Stage
 
@@ -150,20 +150,8 @@ class Shuffled(Stage):
     def locate(self, epoch: int, position: int) -> Addresses:
         return self._chosen.locate(epoch, position)
 
-    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        return self._chosen.gather(epochs, positions)
-
-    def read_plan(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
-        return self._chosen.read_plan(epochs, positions)
-
-    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        return self._chosen.locality(epochs, positions)
-
-    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        self._chosen.expect(epochs, positions)
-
-    def chunk_starts(self) -> NDArray[np.int64] | None:
-        return self._chosen.chunk_starts()
+    def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
+        return [(self._chosen, (epochs, positions), None)]
 
     def describe(self) -> str:
         return self._chosen.describe()

@@ -14,7 +14,7 @@ from ...base.errors import explain
 from ...base.masks import plain_array
 from ..feed.batches import LookAhead, successive_batches
 from ..spec import unstack_rows
-from .node import Addresses, Batching, Node, Outcome, Part, ReadPlan, Traits
+from .node import Addresses, Batching, Below, Node, Outcome, Part, Traits
 
 __all__ = ["Combined", "InOrder", "InputRows", "SameElements", "Stage", "cut_chunks", "gather_rows", "one_address"]
 
@@ -158,27 +158,12 @@ class Stage(_Readable):
     def locate(self, epoch: int, position: int) -> Addresses:
         return self._parent.locate(epoch, position)
 
-    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        return self._parent.gather(epochs, positions)
-
-    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        return self._parent.locality(epochs, positions)
-
-    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        self._parent.expect(epochs, positions)
-
-    def chunk_starts(self) -> NDArray[np.int64] | None:
-        return self._parent.chunk_starts()
-
-    def keep(self, rows: int) -> None:
-        self._parent.keep(rows)
+    def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
+        return [(self._parent, (epochs, positions), None)]
 
 
 class SameElements(Stage):
     """A node over one parent with the very same elements: a setting of the whole chain."""
-
-    def read_plan(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
-        return self._parent.read_plan(epochs, positions)
 
     def locate_range(self, epoch: int, start: int, stop: int) -> tuple[Addresses, list[int]]:
         return self._parent.locate_range(epoch, start, stop)
@@ -200,8 +185,8 @@ class InOrder(Stage):
     def random_access(self) -> bool:
         return False
 
-    def chunk_starts(self) -> None:
-        return None
+    def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
+        return []
 
 
 class Combined(_Readable):
@@ -218,10 +203,6 @@ class Combined(_Readable):
     @property
     def batching(self) -> Batching | None:
         return self._batching
-
-    def keep(self, rows: int) -> None:
-        for parent in self._parents:
-            parent.keep(rows)
 
 
 def _common_batching(function: str, parents: Sequence[Node]) -> Batching | None:

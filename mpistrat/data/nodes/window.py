@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ...base import nest
 from ...base.arguments import integer
 from ..spec import DatasetSpec, batch_spec
-from .node import Addresses, Node
+from .node import Addresses, Below, Node
 from .order import Order, Reindexed, Shard, Skip, Take
 from .sources import Held
 from .stage import Stage, one_address
@@ -97,6 +97,9 @@ class Windows(Stage):
     def locate(self, epoch: int, position: int) -> Addresses:
         return one_address(epoch, position)
 
+    def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
+        return []  # a window reads when it is read itself
+
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         spec = self.row_spec
         columns = [np.empty(positions.size, object) for _ in nest.flatten(spec)]
@@ -137,15 +140,6 @@ class Windows(Stage):
                     held.popleft()
                 elif next(below, held) is held:
                     return
-
-    def chunk_starts(self) -> None:
-        return None
-
-    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        return None
-
-    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        pass
 
     def describe(self) -> str:
         shown = f"{self._size}, shift={self._shift}, stride={self._stride}, drop_remainder={self._drop_remainder}"

@@ -15,7 +15,7 @@ from ...base import nest
 from ...base.agree import together
 from ...base.errors import explain
 from ..nodes.batch import refuse_batches
-from ..nodes.node import Addresses, Node
+from ..nodes.node import Addresses, Below, Node
 from ..nodes.stage import Stage, one_address
 from ..spec import ArraySpec
 from .files import PathLike, manifest_path
@@ -80,14 +80,8 @@ class Snapshot(Stage):
     def locate(self, epoch: int, position: int) -> Addresses:
         return one_address(epoch, position)
 
-    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        return self._rows().gather(epochs, positions)
-
-    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        self._rows().expect(epochs, positions)
-
-    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        return None
+    def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
+        return [(self._rows(), (epochs, positions), None)]
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
         return None if self._stored is None else self._stored.chunk_starts()

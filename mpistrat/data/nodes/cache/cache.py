@@ -16,7 +16,7 @@ from ....base.text import decimal_size
 from ...memory_limit import available_memory, require_memory
 from ...spec import is_ragged
 from ...stats import StageStats
-from ..node import Addresses, Node, Traits
+from ..node import Addresses, Below, Node, Traits
 from ..stage import InOrder, Stage
 from .fill import Claims, FilledMemory, node_memory
 from .job import job_memory
@@ -165,20 +165,14 @@ class Cached(Stage):
         numbers = self._rows().numbers(position)
         return np.full(numbers.size, epoch, np.int64), numbers
 
+    def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
+        return []  # one rank reads a missing row, and which one shows when it is gathered
+
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         return self._open().take(positions)
 
-    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        """Nothing: what is missing is read by one rank, and who that is shows when it is gathered."""
-
-    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        return None
-
-    def chunk_starts(self) -> None:
-        return None
-
     def keep(self, rows: int) -> None:
-        """Nothing: chunks are read once, whole."""
+        """Do nothing: chunks are read once, whole."""
 
     def bind(self, group: ProcessGroup) -> Node:
         """Make the memory that the ranks share. Collective, except for scope "rank"."""
