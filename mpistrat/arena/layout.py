@@ -52,7 +52,6 @@ class Box:
 
     Attributes:
         shape: of the whole.
-        ranges: first and last index, exclusive, in each dimension.
         whole_size, size: numbers of elements.
         first: the number in the whole of its first element.
 
@@ -62,24 +61,25 @@ class Box:
         (4, [(4, 0, 2), (8, 2, 2)])
     """
 
-    def __init__(self, shape: Sequence[int], ranges: Sequence[tuple[int, int]] | None = None) -> None:
-        """Take ranges of all dimensions, or of the first ones; default: the whole."""
-        given = tuple(ranges or ())
-        self.shape, self.ranges = tuple(shape), given + tuple((0, n) for n in shape[len(given) :])
-        self._lengths = [high - low for low, high in self.ranges]
-        self.whole_size, self.size = math.prod(self.shape), math.prod(self._lengths)
-        self._strides = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
-        self.first = sum(low * stride for (low, _), stride in zip(self.ranges, self._strides, strict=True))
+    def __init__(self, shape: Sequence[int], ranges: Sequence[tuple[int, int]] = ()) -> None:
+        """Take ranges of all dimensions, or of the first ones."""
+        self.shape, self._given = tuple(shape), tuple(ranges)
+        self.first, self.whole_size = 0, math.prod(self.shape)
+        self.size, stride = self.whole_size, self.whole_size
+        for (low, high), length in zip(self._given, self.shape, strict=False):
+            stride //= max(length, 1)
+            self.first += low * stride
+            self.size = self.size // max(length, 1) * (high - low)
 
     @property
-    def slices(self) -> tuple[slice, ...]:
-        """The box as an index of the whole array."""
-        return tuple(slice(low, high) for low, high in self.ranges)
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """First and last index, exclusive, in each dimension."""
+        return self._given + tuple((0, length) for length in self.shape[len(self._given) :])
 
     @property
     def contiguous(self) -> bool:
         """Whether its elements are neighbours in the whole."""
-        return self._starts.size <= 1
+        return not self._given or self._starts.size <= 1
 
     def spans(self, begin: int, end: int, low: int, high: int) -> Iterator[tuple[int, int, int]]:
         """Yield where elements [begin, end) of the whole are elements [low, high) of the box: both places, and how many."""
@@ -122,11 +122,12 @@ class Box:
     @functools.cached_property
     def _starts(self) -> np.ndarray:
         """The place in the whole of each run of elements that are neighbours there, too."""
-        cut = [d for d, (n, whole) in enumerate(zip(self._lengths, self.shape, strict=True)) if n != whole]
+        cut = [d for d, (low, high) in enumerate(self._given) if high - low != self.shape[d]]
         starts: Any = 0
         for d in range(max(cut) + 1 if cut else 0):
-            low, count = self.ranges[d][0], self._lengths[d] if d < max(cut) else 1
-            starts = np.add.outer(starts, np.arange(low, low + count) * self._strides[d])
+            low, high = self._given[d]
+            rows = np.arange(low, high if d < max(cut) else low + 1)
+            starts = np.add.outer(starts, rows * math.prod(self.shape[d + 1 :]))
         return np.array(starts, np.int64).reshape(-1)
 
 
@@ -191,7 +192,7 @@ class Part:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The box as an index of the whole array."""
-        return self.box.slices
+        return tuple(slice(low, high) for low, high in self.box.ranges)
 
     @property
     def whole_size(self) -> int:

@@ -26,7 +26,7 @@ from ..comm.recorder import RECORDER
 from ..variables import Placement
 from .extra import agree_extra
 from .file import complete_file, from_rank_0
-from .list import Form, Slice, Writers, entries, name_of, slices_of, variable_entries, wholes
+from .list import Form, Slice, Writers, entries, locations, name_of, slices_of, variable_entries, wholes
 from .optimizer_states import OptimizerStates
 from .snapshot import Snapshot, Snapshots
 from .writing import Layout, Saving, check_space
@@ -88,7 +88,7 @@ class Checkpoint:
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the variables alone, as safetensors. Collective. See `Strategy.export`."""
         writers = Writers(self._group, self._placement.grid, [0])
-        forms, slices = slices_of(variable_entries(self._placement, writers), writers)
+        forms, slices = slices_of(variable_entries(self._placement, locations(self._placement), writers), writers)
 
         def write() -> dict[str, Any]:
             from .safetensors import write_safetensors

@@ -8,8 +8,9 @@ and its box can put an entry into the list.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -118,14 +119,16 @@ def locations(placement: Placement) -> dict[str, Location]:
 
 def entries(placement: Placement, states: OptimizerStates, writers: Writers) -> Iterator[Entry]:
     """Yield all variables, and the slots of all optimizers. Collective: take each one's slices before the next."""
-    yield from variable_entries(placement, writers)
+    found = locations(placement)
+    yield from variable_entries(placement, found, writers)
+    dtypes = {variable.name: accumulation_dtype(variable.dtype) for variable in placement.variables}
     for index, kept in enumerate(states.kept()):
-        yield from _slot_entries(placement, index, kept, writers)
+        yield from _slot_entries(placement, found, dtypes, index, kept, writers)
 
 
-def variable_entries(placement: Placement, writers: Writers) -> Iterator[Entry]:
-    """Yield all variables. Collective."""
-    found, store = locations(placement), placement.store
+def variable_entries(placement: Placement, found: Mapping[str, Location], writers: Writers) -> Iterator[Entry]:
+    """Yield all variables, by their locations. Collective."""
+    store = placement.store
     for variable in placement.variables:
         where, dtype = found[variable.name], variable.dtype
         key = f"variables/{key_of(where.name)}"
@@ -140,28 +143,31 @@ def variable_entries(placement: Placement, writers: Writers) -> Iterator[Entry]:
             yield Entry(key, dtype, where.box, [(0, value)] if writers.leads else [])
 
 
-def _slot_entries(placement: Placement, index: int, kept: Kept, writers: Writers) -> Iterator[Entry]:
+def _slot_entries(
+    placement: Placement,
+    found: Mapping[str, Location],
+    dtypes: Mapping[str, np.dtype],
+    index: int,
+    kept: Kept,
+    writers: Writers,
+) -> Iterator[Entry]:
     """Yield the slots of an optimizer; the first rank has those of shards that were never updated. Collective."""
-    found = locations(placement)
-    of_slots = {variable.name: accumulation_dtype(variable.dtype) for variable in placement.variables}
-    covered: dict[str, list[tuple[int, int]]] = {}
-    forms: dict[str, tuple[str, np.dtype, Box]] = {}
+    covered: dict[tuple[str, str, np.dtype, tuple[int, ...]], list[tuple[int, int]]] = {}
     ranks = None if writers.all else writers.ranks
     for name, shape, dtype, slots in kept.slots_here(ranks, writers.leads, writers.each_node):
-        where = found.get(name) or Location(name, Box(shape))
+        whole_name, box, part = found.get(name) or Location(name, Box(shape))
+        dtype = dtypes.get(name, dtype)
+        none = placement.grid is not None and part is None and not writers.leads  # every rank of a replica has it
+        first, size = (box.first, math.prod(shape)) if part is None else (0, part.whole_size)
         for slot, parts in slots.items():
-            key = f"optimizers/{index}/slots/{key_of(where.name)}/{key_of(slot)}"
-            whole = placement.grid is not None and where.part is None  # every rank of a replica has it
-            entry = Entry(key, of_slots.get(name, dtype), where.box, parts, part=where.part)
-            yield entry._replace(parts=[]) if whole and not writers.leads else entry
-            forms.setdefault(key, (slot, entry.dtype, Box(where.box.shape)))
-            first, size = (where.box.first, math.prod(shape)) if where.part is None else (0, where.part.whole_size)
-            covered.setdefault(key, []).append((first, first + size))
-    for key, (slot, dtype, box) in forms.items() if writers.leads else ():
+            key = f"optimizers/{index}/slots/{key_of(whole_name)}/{key_of(slot)}"
+            yield Entry(key, dtype, box, [] if none else parts, part=part)
+            covered.setdefault((key, slot, dtype, box.shape), []).append((first, first + size))
+    for (key, slot, dtype, shape), ranges in covered.items() if writers.leads else ():
         low = 0
-        for begin, end in [*sorted(covered[key]), (box.size, box.size)]:
+        for begin, end in [*sorted(ranges), (math.prod(shape),) * 2]:
             if begin > low:
-                yield Entry(key, dtype, box, [(low, np.full(begin - low, kept.start_of(slot), dtype))])
+                yield Entry(key, dtype, Box(shape), [(low, np.full(begin - low, kept.start_of(slot), dtype))])
             low = end
 
 
@@ -203,12 +209,11 @@ class Writers:
         if everywhere:
             low, high = self._share(box.size, dtype, self._rank)
             parts = [(low, array[low:high]) for _, array in parts]
-        flat = [(first, _flat(array, dtype)) for first, array in parts]
         if box.contiguous:
-            return [Slice(key, box.first + first, array) for first, array in flat]
+            return [Slice(key, box.first + first, _flat(array, dtype)) for first, array in parts]
         return [
             Slice(key, start, array[mine - first : mine - first + count])
-            for first, array in flat
+            for first, array in ((first, _flat(array, dtype)) for first, array in parts)
             for start, mine, count in box.spans(0, box.whole_size, first, first + array.size)
         ]
 
@@ -223,7 +228,8 @@ def slices_of(found: Iterable[Entry], writers: Writers) -> tuple[dict[str, Form]
     forms: dict[str, Form] = {}
     slices: list[Slice] = []
     for entry in found:
-        forms.setdefault(entry.key, Form(entry.box.shape, entry.dtype.name))
+        if entry.key not in forms:
+            forms[entry.key] = Form(entry.box.shape, _dtype_name(entry.dtype))
         slices += (one for one in writers.slices(entry) if one.array.size)
     return forms, slices
 
@@ -239,6 +245,12 @@ def wholes(forms: dict[str, Form], slices: Iterable[Slice]) -> dict[str, np.ndar
             whole = found.setdefault(key, np.empty(form.shape, form.kind))
             whole.reshape(-1)[start : start + array.size] = array
     return {key: found.get(key, np.empty(form.shape, form.kind)) for key, form in forms.items()}
+
+
+@functools.cache
+def _dtype_name(dtype: np.dtype) -> str:
+    """Return NumPy's name of a dtype, which NumPy forms anew each time."""
+    return dtype.name
 
 
 def _flat(array: Any, dtype: np.dtype) -> np.ndarray:
