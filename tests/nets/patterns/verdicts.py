@@ -6,12 +6,15 @@ import re
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import mpistrat
 from tests.nets.patterns.documented import DIFFERENCES
 
+PACKAGE = f"{Path(mpistrat.__file__).parent}/"
 # The form of mpistrat.errors.explain, and of errors of several ranks: "function: argument: what is wrong"
 FORM = re.compile(r"^(ranks? [\d, -]+: )?`?[\w.]+(\(\))?`?( \w+)?: \S")
 # On the rank that meets it: an error of one rank that the others only notice is no clear error of all.
@@ -30,9 +33,9 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         frames = traceback.extract_tb(error.__traceback__)
-        last = frames[-1].filename.replace("\\", "/") if frames else ""
+        last = frames[-1].filename if frames else ""
         place = " < ".join(f"{frame.filename[-50:]}:{frame.lineno}" for frame in reversed(frames[-3:]))
-        ours = type(error).__module__.startswith("mpistrat") or ("/mpistrat/" in last and "/tests/" not in last)
+        ours = type(error).__module__.startswith("mpistrat") or last.startswith(PACKAGE)
         return cls(type(error).__name__, str(error), ours, place)
 
     @property
