@@ -19,7 +19,7 @@ from ..base.errors import ClosedError, ClusterError, explain
 from ..base.text import encoded
 from .channel import Kind, Message
 from .registry import Reduced, dumps, loads, loads_error, token
-from .scheduler import Scheduler
+from .scheduler import Call, FunctionScheduler
 from .session import COORDINATOR
 from .values import ClosureCancelledError, RemoteValue, RemoteValueStatus, Stub
 from .zmq import JOB, ClientSocket
@@ -56,7 +56,7 @@ def connect(file: str | os.PathLike[str], *, timeout: float = 60.0) -> RemoteClu
 
 
 @final
-class RemoteCluster(Scheduler):
+class RemoteCluster(FunctionScheduler):
     """The ranks of a job that serves. `ms.connect` makes it.
 
     Attributes:
@@ -167,11 +167,9 @@ class RemoteCluster(Scheduler):
             raise ClosedError("RemoteCluster: the connection was closed")
         return self._socket
 
-    def _schedule(
-        self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, worker: int | None, priority: float
-    ) -> RemoteValue:
+    def _schedule(self, call: Call, worker: int | None, priority: float) -> RemoteValue:
         with self._lock:
-            made = self._send(Kind.SCHEDULE, fn, args, kwargs, worker, priority)
+            made = self._send(Kind.SCHEDULE, *call, worker, priority)
             self._pending.add(made._number)
             self._scheduled += 1
         return made

@@ -16,7 +16,7 @@ from .cluster import Cluster, check_workers
 from .dispatcher import FIRST, Closure, Dispatcher
 from .executor import CoordinatorExecutor
 from .registry import dumps
-from .scheduler import Scheduler, same
+from .scheduler import Call, FunctionScheduler, same
 from .values import PerWorkerValues, RemoteValue, Stub
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ QUEUE_SIZE = 10_000
 
 
 @final
-class ClusterCoordinator(Scheduler):
+class ClusterCoordinator(FunctionScheduler):
     """Runs functions on the workers of a ParameterServerStrategy (TF: tf.distribute.coordinator.ClusterCoordinator).
 
     The same program runs on every rank, and creating the coordinator is collective over all of them. The chief
@@ -97,13 +97,9 @@ class ClusterCoordinator(Scheduler):
     def _raise_error(self) -> None:
         self._dispatcher("schedule").raise_error()
 
-    def _schedule(
-        self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, worker: int | None, priority: float
-    ) -> RemoteValue:
+    def _schedule(self, call: Call, worker: int | None, priority: float) -> RemoteValue:
         self._check_worker(worker)
-        return self._submit(
-            self._dispatcher("schedule"), "schedule", fn, args, kwargs, worker=worker, priority=priority
-        )
+        return self._submit(self._dispatcher("schedule"), "schedule", *call, worker=worker, priority=priority)
 
     def submit(
         self,

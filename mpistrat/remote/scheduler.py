@@ -10,10 +10,12 @@ from typing import Any
 from ..base import nest
 from .values import RemoteValue
 
-__all__ = ["Scheduler"]
+__all__ = ["Call", "FunctionScheduler", "same"]
+
+Call = tuple[Callable[..., Any], Sequence[Any], "Mapping[str, Any] | None"]  # a function, args, kwargs
 
 
-class Scheduler(ABC):
+class FunctionScheduler(ABC):
     """Has workers run functions: a ClusterCoordinator on the chief of a job, a RemoteCluster outside of the job."""
 
     def __init__(self) -> None:
@@ -49,7 +51,7 @@ class Scheduler(ABC):
             2
         """
         self._raise_error()
-        return self._schedule(fn, args, kwargs, worker, priority)
+        return self._schedule((fn, args, kwargs), worker, priority)
 
     @abstractmethod
     def join(self) -> None:
@@ -110,9 +112,7 @@ class Scheduler(ABC):
         """Raise what a scheduled function raised, once."""
 
     @abstractmethod
-    def _schedule(
-        self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, worker: int | None, priority: float
-    ) -> RemoteValue: ...
+    def _schedule(self, call: Call, worker: int | None, priority: float) -> RemoteValue: ...
 
     @abstractmethod
     def _make_on_workers(self, fn: Callable[..., Any], args: tuple[Any, ...], function: str) -> Any:

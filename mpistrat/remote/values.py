@@ -33,7 +33,7 @@ class Stub(ABC):
     """A value that is on other ranks. A function that refers to it gets the value itself.
 
     Args:
-        scheduler: the `Scheduler` that made it.
+        scheduler: the `FunctionScheduler` that made it.
         number: its number there.
     """
 
