@@ -101,7 +101,7 @@ def test_groups_of_a_program_that_makes_many_are_told_apart(mpi_tmp_path, monkey
         strategy.barrier()
         found = {}
         for event in read(path):
-            if event["name"].startswith("barrier") and event["name"].endswith(f"{more:4}'"):
+            if "barrier" in event["name"] and event["name"].endswith(f"{more:4}'"):
                 found.setdefault(event["name"].split()[-2], set()).add(event["args"]["group"])
         assert found["all"] == {0} and len(found) == 5
         assert len(set.union(*found.values())) == 5 and all(len(groups) == 1 for groups in found.values()), found
@@ -125,7 +125,7 @@ def test_a_slow_rank_is_named(many_groups):
         found = ms.timeline.times(strategy, seconds)
         assert [one.rank for one in found] == list(range(strategy.size))
         slow, others = found[1], [one for one in found if one.rank != 1]
-        assert slow.last >= 17 and slow.compared >= 18
+        assert slow.last >= 17 and slow.compared >= 17  # of 20 steps; the window may cut the first and the last ones
         assert slow.cost >= 17 * 0.004 * len(others)
         assert all(one.last <= 3 for one in others)
         assert slow.compute > 0.5 and all(one.waiting > 0.5 for one in others)
