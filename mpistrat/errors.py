@@ -1,41 +1,4 @@
 """`ms.errors`: the errors that mpistrat raises."""
 
-from .base.errors import (
-    BatchError,
-    ClosedError,
-    ClusterError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    ContextError,
-    DeviceError,
-    JobError,
-    LaunchError,
-    LayoutError,
-    MissingDependencyError,
-    MpistratError,
-    PeerExitError,
-    RanksLostError,
-    ShardError,
-    SharedMemoryError,
-    explain,
-)
-
-__all__ = [
-    "BatchError",
-    "ClosedError",
-    "ClusterError",
-    "CollectiveMismatchError",
-    "CollectiveTimeoutError",
-    "ContextError",
-    "DeviceError",
-    "JobError",
-    "LaunchError",
-    "LayoutError",
-    "MissingDependencyError",
-    "MpistratError",
-    "PeerExitError",
-    "RanksLostError",
-    "ShardError",
-    "SharedMemoryError",
-    "explain",
-]
+from .base.errors import *  # noqa: F403 - the names of its __all__
+from .base.errors import __all__ as __all__

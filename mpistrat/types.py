@@ -1,17 +1,4 @@
 """`ms.types`: the closed vocabularies, such as ReduceOp."""
 
-from .base.types import (
-    CommunicationImplementation,
-    IndexedSlices,
-    ReduceOp,
-    VariableAggregation,
-    VariableSynchronization,
-)
-
-__all__ = [
-    "CommunicationImplementation",
-    "IndexedSlices",
-    "ReduceOp",
-    "VariableAggregation",
-    "VariableSynchronization",
-]
+from .base.types import *  # noqa: F403 - the names of its __all__
+from .base.types import __all__ as __all__

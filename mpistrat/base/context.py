@@ -253,7 +253,7 @@ def cache_variable_reads() -> Iterator[None]:
 
     Writes go to the server, and reads inside do not see them, not even this rank's own. The next such context reads anew. Rows
     that `sparse_read` gets before the whole variable was read are not kept. Variables that are no further away than this node's
-    memory are read as ever.
+    memory are read as usual.
 
     Raises:
         ValueError: in another one.

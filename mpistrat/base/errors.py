@@ -72,7 +72,7 @@ class PeerExitError(MpistratError, RuntimeError):
     """A rank left the program while others were waiting for it in a collective.
 
     Attributes:
-        status: what it called sys.exit with, and the job's exit status where nobody catches this; 0 where it did not.
+        status: the argument of its sys.exit, 0 without one: the job's exit status if the program does not catch this error.
     """
 
     def __init__(self, text: str, status: int = 0) -> None:
@@ -81,7 +81,7 @@ class PeerExitError(MpistratError, RuntimeError):
 
 
 class RanksLostError(MpistratError, RuntimeError):
-    """Ranks died, and MPI goes on without them; `ms.survive` catches it, and calls the program's function again."""
+    """Ranks died, and MPI continues without them. `ms.survive` catches this error and calls the program's function again."""
 
 
 class SharedMemoryError(MpistratError, MemoryError):

@@ -19,7 +19,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "job", nargs="?", type=int, metavar="JOB",
         help="the process of `mpistrat run --restarts`; default the only one of yours on this machine",
     )  # fmt: skip
-    parser.add_argument("ranks", type=int, metavar="N", help="how many ranks go on")
+    parser.add_argument("ranks", type=int, metavar="N", help="the new number of ranks")
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
@@ -36,15 +36,15 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         return PROBLEM
     job_files.ask_for_size(jobs[args.job], args.ranks)
     os.kill(args.job, job_files.RESIZE)
-    print(f"the job goes on with {counted(args.ranks, 'rank')} when its ranks have stopped")
+    print(f"the job continues with {counted(args.ranks, 'rank')} when its ranks have stopped")
     return DONE
 
 
 COMMAND = Command(
-    summary="have a running job go on with another number of ranks",
+    summary="continue a running job with another number of ranks",
     text="""\
-Have a job that `mpistrat run --restarts` started go on with more ranks, or fewer. Its ranks are told to stop, as before a
-time limit: a program that saves then, and ends with status 42 (ms.RESTART_EXIT_CODE), goes on where it was. Results are
+Continue a job that `mpistrat run --restarts` started with more ranks, or fewer. Its ranks get the signal to stop, as before a
+time limit: a program that then saves and ends with status 42 (ms.RESTART_EXIT_CODE) resumes where it was. Results are
 those of the same global batches.""",
     examples=("mpistrat resize 4", "mpistrat resize 12345 2"),
     arguments=_arguments,

@@ -1,8 +1,8 @@
 """Compare the numbers of two nights to the last bit: did a change that should change no number change one?
 
-    python tests/nets/nightly.py --only differential --part 0.1 --seed 7 --output before ...   (on the old commit)
-    python tests/nets/nightly.py --only differential --part 0.1 --seed 7 --output after ...    (on the new one)
-    python tests/nets/same_bits.py before/nets.jsonl after/nets.jsonl
+    python -m tests.nets.nightly --only differential --part 0.1 --seed 7 --output before ...   (on the old commit)
+    python -m tests.nets.nightly --only differential --part 0.1 --seed 7 --output after ...    (on the new one)
+    python -m tests.nets.same_bits before/nets.jsonl after/nets.jsonl
 
 Each record of the net "differential" has a digest of the weights, slots and counters of each rank. The exit status is 1 if a case
 has other digests. A case that trains on parameter servers sums in the order of arrival: give the old night twice, then the cases

@@ -14,6 +14,7 @@ import pytest
 
 import mpistrat as ms
 from tests.harness.house_rules import COUNTS, RULES, circles, exceptions, found, imported_by_text, limits, scoped
+from tests.harness.walks import walks
 from tests.launch.launcher import ROOT
 
 PACKAGE = ROOT / "mpistrat"
@@ -272,16 +273,11 @@ def test_files_that_the_architecture_names_are_there():
     assert len(named) > 80 and not missing, missing
 
 
-WALK = re.compile(r"^## [^\n]*: (\d+) hops$\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-HOP = re.compile(r"^\| (\d+) \| `([\w/]+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
-
-
 def test_the_walks_lead_through_the_code():
-    walks = WALK.findall((ROOT / "docs" / "walks.md").read_text())
-    assert len(walks) == 9
-    for hops, table in walks:
-        steps = HOP.findall(table)
-        assert [int(number) for number, _, _ in steps] == list(range(1, int(hops) + 1)), "count the hops anew"
-        for _, file, name in steps:
-            defined = {".".join(scope.names) for _, scope in scoped(PACKAGE / file)}
-            assert name in defined, f"docs/walks.md: {file} has no {name}"
+    found = walks()
+    assert len(found) == 9
+    for title, (count, hops) in found.items():
+        assert [hop.number for hop in hops] == list(range(1, count + 1)), f"{title}: count the hops anew"
+        for hop in hops:
+            defined = {".".join(scope.names) for _, scope in scoped(PACKAGE / hop.file)}
+            assert hop.name in defined, f"docs/walks.md: {hop.file} has no {hop.name}"
