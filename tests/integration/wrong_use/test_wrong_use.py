@@ -165,9 +165,10 @@ SAME = {
 }
 
 
-def told(texts: list[str]) -> list[str]:
-    """What each rank was told: what it printed itself, and what another one printed with its number."""
-    found = list(texts)
+def told(texts: list[str], on_node: int = 1) -> list[str]:
+    """What each rank was told: what it printed itself, what another one printed with its number, and what the first rank of its
+    node printed for all `on_node` of them."""
+    found = [text if rank % on_node == 0 else texts[rank - rank % on_node] + text for rank, text in enumerate(texts)]
     for text in texts:
         for words in re.findall(r"\(the same on ranks? ([-\d, ]+)\)", text):
             for low, _, high in (part.partition("-") for part in words.split(", ")):
@@ -176,9 +177,9 @@ def told(texts: list[str]) -> list[str]:
     return found
 
 
-def _check(result, wrong: Wrong) -> None:
+def _check(result, wrong: Wrong, on_node: int = 1) -> None:
     assert result.returncode != 0, str(result)
-    for rank, text in enumerate(told(result.err)[: 1 if wrong.leaves else None]):
+    for rank, text in enumerate(told(result.err, on_node)[: 1 if wrong.leaves else None]):
         for words in wrong.says:
             assert re.search(words, text), f"rank {rank} does not say {words!r}\n{result}"
     assert not wrong.traceback or "Traceback" in result.stderr, str(result)
@@ -311,7 +312,7 @@ def test_wrong_use_over_two_hosts(mpi_run, hosts, name: str) -> None:
     wrong = {**DISAGREE, **LEFT}[name]
     env = {"MPISTRAT_ABORT_AFTER": "3", **wrong.env}
     result = mpi_run(SETUP + wrong.program, 4, timeout=60, hosts=hosts, env=env)
-    _check(result, wrong)
+    _check(result, wrong, on_node=2)
 
 
 # Who of the four ranks, of which two share a host, fails; the others wait inside MPI or sleep.
