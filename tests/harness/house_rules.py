@@ -52,6 +52,12 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(tree(path)))
 
 
+def forget() -> None:
+    """Give back the memory of all trees."""
+    tree.cache_clear()
+    nodes.cache_clear()
+
+
 @functools.cache
 def files(folder: Path = PACKAGE) -> tuple[Path, ...]:
     return tuple(sorted(folder.rglob("*.py")))

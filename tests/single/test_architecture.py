@@ -13,7 +13,19 @@ from pathlib import Path
 import pytest
 
 import mpistrat as ms
-from tests.harness.house_rules import COUNTS, RULES, circles, exceptions, found, imported_by_text, limits, scoped
+from tests.harness.house_rules import (
+    COUNTS,
+    RULES,
+    circles,
+    exceptions,
+    forget,
+    found,
+    imported_by_text,
+    limits,
+    nodes,
+    scoped,
+    tree,
+)
 from tests.harness.walks import walks
 from tests.launch.launcher import ROOT
 
@@ -46,6 +58,13 @@ ALLOWED = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_trees_afterwards() -> Iterator[None]:
+    """Millions of nodes slow each garbage collection of the tests that follow."""
+    yield
+    forget()
+
+
 def folder_of(path: Path) -> str:
     parts = path.relative_to(PACKAGE).parts
     return parts[0] if len(parts) > 1 else ""
@@ -63,7 +82,7 @@ def imports(path: Path) -> list[tuple[int, tuple[str, ...]]]:
 
 def _imports(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
     package = ("mpistrat", *path.relative_to(PACKAGE).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if text := imported_by_text(node):
             yield node.lineno, tuple(text.split("."))
         if isinstance(node, ast.Import):
@@ -88,7 +107,7 @@ def front_doors() -> frozenset[str]:
 
     doors = set()
     for path in PACKAGE.glob("*.py"):
-        body = ast.parse(path.read_text()).body
+        body = tree(path).body
         above = any(name[0] == "mpistrat" and len(name) > 1 and name[1] in FLOORS for _, name in imports(path))
         if path.stem in ("__init__", "__main__") or (above and all(map(plain, body))):
             doors.add(path.stem)
@@ -200,11 +219,11 @@ def test_python_is_started_by_path_alone():
     }  # the program that the user names, as plain Python
     wrong = []
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             words = node.elts if isinstance(node, (ast.List, ast.Tuple)) else []
             starts = any(
                 (isinstance(word, ast.Constant) and word.value in ("-m", "-c", "-P", "-I"))
-                or ast.unparse(word) == "sys.executable"
+                or (isinstance(word, ast.Attribute) and ast.unparse(word) == "sys.executable")
                 for word in words
             )
             if starts and where(path) not in users_own | {"mpistrat/base/programs.py"}:
@@ -236,7 +255,7 @@ def test_what_is_collective_says_so():
     silent = [
         f"{where(path)}:{node.lineno} {node.name}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef) and enters_a_collective(node)
         if "ollective" not in (text := ast.get_docstring(node) or "") and (text or node.name[0] != "_")
     ]
