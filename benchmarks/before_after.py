@@ -1,11 +1,12 @@
-"""Steps of PyTorch, JAX and Keras with this tree's package and with that of another tree, by turns.
+"""Steps, sums, batches and pushes with this tree's package and with that of another tree, in turns.
 
     git worktree add ../before COMMIT && cp mpistrat/base/loops/*.so ../before/mpistrat/base/loops/
     .venv-frameworks/bin/python benchmarks/before_after.py ../before --output benchmarks/results/today
 
-The ranks start anew for each measurement: a pair is one start with each package, in random order. Batches come from a
-distributed dataset, in equal parts. A ratio is the median over the pairs; its limits are those of 95 % by order statistics,
-which assume nothing about the times.
+The ranks start anew for each measurement: a pair is one start with each package, in random order. "core" is this package
+alone: steps of its Adam, `Strategy.reduce`, batches of a shuffled dataset, and pushes of one worker to one server. The
+others are steps of PyTorch and JAX and fits of Keras; their batches come from a distributed dataset, in equal parts. A
+ratio is the median over the pairs; its limits are those of 95 % by order statistics, which assume nothing about the times.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FRAMEWORKS = ("torch", "jax", "keras-torch", "keras-jax")
+FRAMEWORKS = ("core", "torch", "jax", "keras-torch", "keras-jax")
 ROWS, STEPS = 16, 4  # of a global batch; of a dataset
 WIDTHS = {"MLP, 4.2 M": (1024,) * 5, "MLP, 24 K": (64, 128, 96, 32, 10)}
 ROUNDS, FIT = 7, 50  # timed ones; steps of a fit of Keras
@@ -120,20 +121,31 @@ def ratio(before: list[float], after: list[float]) -> tuple[float, float, float]
 
 def measure(framework: str) -> None:
     """Print the seconds of a framework's steps, on the slowest rank, as JSON. Collective."""
-    import harness
 
     import mpistrat as ms
 
     strategy = ms.MultiWorkerMirroredStrategy()
+    if framework == "core":
+        seconds = {name: each(strategy.comm, step, [None], calls) for name, step, calls in core(ms, strategy)}
+        seconds |= pushes(ms, strategy.comm)
+        report(ms, strategy, seconds, [])
+        return
     make = {"torch": torch_step, "jax": jax_step}.get(framework, keras_fit)
     seconds = {}
     for name, optimizer, calls in (("MLP, 4.2 M", "adam", 20), ("MLP, 24 K", "adam", 150), ("MLP, 24 K", "sgd", 150)):
         step, batches = make(ms, strategy, WIDTHS[name], optimizer)
         steps = FIT if make is keras_fit else 1  # of a call
         seconds[f"{name}, {optimizer}"] = each(strategy.comm, step, batches, max(1, calls // steps)) / steps
-    machine = harness.machine(
-        strategy.comm, {"torch": ["torch"], "jax": ["jax", "optax"]}.get(framework, ["keras", "torch", "jax"])
+    report(
+        ms, strategy, seconds, {"torch": ["torch"], "jax": ["jax", "optax"]}.get(framework, ["keras", "torch", "jax"])
     )
+
+
+def report(ms: Any, strategy: Any, seconds: dict[str, float], libraries: list[str]) -> None:
+    """Print the seconds of each operation, the machine and the package as JSON on rank 0, and close the strategy. Collective."""
+    import harness
+
+    machine = harness.machine(strategy.comm, libraries)
     if strategy.comm.rank == 0:
         print(json.dumps({"machine": machine, "seconds": seconds, "package": str(Path(ms.__file__).resolve().parent)}))
     strategy.close()
@@ -153,6 +165,62 @@ def each(comm: Any, step: Step, batches: list[Any], calls: int) -> float:
         if number:
             times.append((time.perf_counter() - begun) / calls)
     return harness.largest(comm, statistics.median(times))
+
+
+def core(ms: Any, strategy: Any) -> Iterator[tuple[str, Step, int]]:
+    """Yield name, function and calls a round of the operations of all ranks. Collective."""
+    import numpy as np
+
+    for name, shapes, calls in (
+        ("step, 4.2 M, Adam", [(1 << 20,)] * 4, 20),
+        ("step, 24 K, Adam", [(64, 128), (128,), (128, 96), (96,), (96, 32), (32,)], 200),
+    ):
+        with strategy.scope():
+            variables = [ms.Variable(np.zeros(shape, np.float32)) for shape in shapes]
+            adam = ms.optimizers.Adam(1e-3)
+        gradients = [np.full(shape, 1e-3, np.float32) for shape in shapes]
+
+        def update(adam: Any = adam, variables: Any = variables, gradients: Any = gradients) -> None:
+            adam.apply_gradients(list(zip(gradients, variables, strict=True)))
+
+        yield name, lambda _, update=update: strategy.run(update), calls
+    for name, count, calls in (("8 B", 1, 1000), ("64 KB", 1 << 13, 300), ("4 MB", 1 << 19, 20)):
+        value = np.ones(count)
+        yield f"reduce, {name}", lambda _, value=value: strategy.reduce("SUM", value, axis=None), calls
+    for rows, calls in ((2, 1000), (128, 400)):
+        chain = ms.data.Dataset.range(1_000_000).shuffle(seed=1).batch(rows).repeat()
+        batches = iter(strategy.distribute_dataset(chain))
+        yield f"batch of {rows} rows", lambda _, batches=batches: next(batches), calls
+
+
+def pushes(ms: Any, world: Any) -> dict[str, float]:
+    """Return the seconds of a push to the server on the last rank, waited for at the end of a round. Collective."""
+    import numpy as np
+    from mpi4py import MPI
+
+    found = {}
+    for name, count, calls in (("4 KB", 1 << 10, 300), ("4 MB", 1 << 20, 20)):
+        sgd = ms.optimizers.SGD(1.0)
+        strategy = ms.ParameterServerStrategy(num_ps=1, comm=world)
+        with strategy.scope():
+            variable = ms.Variable(np.zeros(count, np.float32), name="v")
+        seconds = 0.0
+        if strategy.is_server:
+            strategy.serve()
+        else:
+            variable.grad[...] = 1
+
+            def push(
+                _: object, sgd: Any = sgd, v: Any = variable, strategy: Any = strategy, calls: int = calls
+            ) -> None:
+                for _ in range(calls):
+                    strategy.run(lambda: sgd.apply_gradients([(v.grad, v)]))
+                strategy.flush()
+
+            seconds = each(MPI.COMM_SELF, push, [None], 1) / calls
+        strategy.close()
+        found[f"push, {name}"] = world.allreduce(seconds, MPI.MAX)
+    return found
 
 
 def drawn(ms: Any, strategy: Any, width: int) -> list[Any]:

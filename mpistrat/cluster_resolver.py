@@ -1,31 +1,8 @@
-"""`ms.cluster_resolver`: who the tasks of a cluster are, asked of TF_CONFIG, SLURM, MPI, a cloud or the program."""
+"""`ms.cluster_resolver`: find the tasks of a cluster by TF_CONFIG, SLURM, MPI, a cloud or the program's own description."""
 
-from .cluster import (
-    ClusterResolver,
-    ClusterSpec,
-    GCEClusterResolver,
-    KubernetesClusterResolver,
-    KubernetesExecutableLocation,
-    MPIClusterResolver,
-    SageMakerClusterResolver,
-    SimpleClusterResolver,
-    SlurmClusterResolver,
-    TFConfigClusterResolver,
-    UnionClusterResolver,
-    UnionResolver,
-)
+from .cluster import ClusterSpec
+from .cluster import resolvers as _resolvers
+from .cluster.resolvers import *  # noqa: F403 - the names of its __all__
 
-__all__ = [
-    "ClusterResolver",
-    "ClusterSpec",
-    "GCEClusterResolver",
-    "KubernetesClusterResolver",
-    "KubernetesExecutableLocation",
-    "MPIClusterResolver",
-    "SageMakerClusterResolver",
-    "SimpleClusterResolver",
-    "SlurmClusterResolver",
-    "TFConfigClusterResolver",
-    "UnionClusterResolver",
-    "UnionResolver",
-]
+__all__ = ["ClusterSpec"]
+__all__ += _resolvers.__all__

@@ -2,7 +2,7 @@
 
 Each line is a public name of mpistrat, as in `ms.NAME`, perhaps with options of autodoc behind it: `Variable inherited-members`.
 `members=a,b` shows these alone, `no-members` none. A signature may follow a name, ` -- text` a
-constant, which has no docstring.
+constant, which has no docstring. `MODULE.*` stands for the names of a module that are no other spellings and not at the top.
 """
 
 from __future__ import annotations
@@ -22,6 +22,15 @@ from sphinx.util.docutils import SphinxDirective
 import mpistrat
 
 LINE = re.compile(r"(?P<name>[\w.]+)(?P<signature>\(.*\))?(?P<options>(?: [\w=,-]+)*?)(?: -- (?P<text>.*))?")
+
+
+def expanded(line: str) -> list[str]:
+    """The lines that a line with `.*` stands for; of another line this one."""
+    if not line.endswith(".*"):
+        return [line]
+    module = attrgetter(line[:-2])(mpistrat)
+    own = [name for name in module.__all__ if getattr(module, name).__name__ == name and name not in mpistrat.__all__]
+    return [f"{line[:-2]}.{name}" for name in own]
 
 
 def entry(name: str, signature: str, options: list[str], text: str) -> list[str]:
@@ -54,7 +63,7 @@ class Api(SphinxDirective):
     has_content = True
 
     def run(self) -> list[nodes.Node]:
-        found = [LINE.fullmatch(line.strip()) for line in self.content if line.strip()]
+        found = [LINE.fullmatch(line) for text in self.content for line in expanded(text.strip()) if line]
         if None in found:
             raise self.error("expected lines such as: NAME, NAME option, NAME(signature), NAME -- text")
         matches = [match for match in found if match]

@@ -7,30 +7,9 @@ from typing import TYPE_CHECKING
 from ..base.lazy import lazy
 
 if TYPE_CHECKING:
-    from .resolvers.gce import GCEClusterResolver
-    from .resolvers.kubernetes import KubernetesClusterResolver, KubernetesExecutableLocation
-    from .resolvers.mpi import MPIClusterResolver
-    from .resolvers.resolver import ClusterResolver, SimpleClusterResolver, UnionClusterResolver, UnionResolver
-    from .resolvers.sagemaker import SageMakerClusterResolver
-    from .resolvers.slurm import SlurmClusterResolver
-    from .resolvers.tf_config import TFConfigClusterResolver
     from .spec import ClusterSpec
     from .topology import Topology
 else:
     __getattr__, __dir__ = lazy(__name__)
 
-__all__ = [
-    "ClusterResolver",
-    "ClusterSpec",
-    "GCEClusterResolver",
-    "KubernetesClusterResolver",
-    "KubernetesExecutableLocation",
-    "MPIClusterResolver",
-    "SageMakerClusterResolver",
-    "SimpleClusterResolver",
-    "SlurmClusterResolver",
-    "TFConfigClusterResolver",
-    "Topology",
-    "UnionClusterResolver",
-    "UnionResolver",
-]
+__all__ = ["ClusterSpec", "Topology"]

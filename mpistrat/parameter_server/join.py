@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from ..base.errors import explain
-from ..cluster import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
+from ..cluster import ClusterSpec
+from ..cluster.resolvers import ClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
 from ..cluster.topology import check_comm, running_mpi
 from ..remote.cluster import Cluster, learn_settings, with_joined
 from .strategy import ParameterServerStrategy

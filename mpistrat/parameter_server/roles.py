@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, final
 from ..base import log
 from ..base.errors import ClusterError, explain
 from ..base.options import CommunicationOptions
-from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, Topology
+from ..cluster import Topology
+from ..cluster.resolvers import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver
 from ..cluster.resolvers.tf_config import warn_unused
 from ..cluster.spec import validate
 from ..cluster.tasks import own_task, ranks_by_task

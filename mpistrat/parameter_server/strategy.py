@@ -10,8 +10,8 @@ from ..base.errors import ContextError, explain
 from ..base.options import CommunicationOptions, RunOptions
 from ..base.text import counted
 from ..base.waiting import CEILING
-from ..cluster import ClusterResolver
 from ..cluster.forks import is_child, refusal
+from ..cluster.resolvers import ClusterResolver
 from ..cluster.topology import Topology, check_comm, running_mpi
 from ..comm.process_group import ProcessGroup
 from ..cross_device.ops import CrossDeviceOps

@@ -1,4 +1,4 @@
-"""What every resolver promises. A new resolver adds one line to RESOLVERS."""
+"""The contract of all cluster resolvers. A new resolver adds one entry to RESOLVERS."""
 
 import json
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from mpistrat.cluster_resolver import (
 )
 
 CLUSTER = {"worker": ["a:1", "b:1"], "ps": ["c:1"]}
+TF_CONFIG = {"TF_CONFIG": json.dumps({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}})}
 SLURM = {
     "SLURM_PROCID": "1",
     "SLURM_STEP_NUM_TASKS": "3",
@@ -66,27 +67,32 @@ def gce():
     return GCEClusterResolver("project", "zone", "group", 1, task_id=1, rpc_layer="", service=service)
 
 
-# Each describes two workers and, where its source can tell, a parameter server, and says that this process is worker 1.
-RESOLVERS = {
-    "simple": lambda: SimpleClusterResolver(ClusterSpec(CLUSTER), "b:1", "worker", 1),
-    "tf_config": TFConfigClusterResolver,
-    "slurm": lambda: SlurmClusterResolver({"worker": 2, "ps": 1}),
-    "union": lambda: UnionResolver(
+def union():
+    return UnionResolver(
         SimpleClusterResolver(ClusterSpec({"worker": CLUSTER["worker"]}), "b:1", "worker", 1),
         SimpleClusterResolver(ClusterSpec({"ps": CLUSTER["ps"]})),
-    ),
-    "kubernetes": kubernetes,
-    "gce": gce,
-    "sagemaker": SageMakerClusterResolver,
+    )
+
+
+# The environment variables that a resolver reads, and a function that makes it. It must describe two workers and, where its
+# source can, a parameter server, and this process must be worker 1.
+RESOLVERS = {
+    "simple": ({}, lambda: SimpleClusterResolver(ClusterSpec(CLUSTER), "b:1", "worker", 1)),
+    "tf_config": (TF_CONFIG, TFConfigClusterResolver),
+    "slurm": (SLURM, lambda: SlurmClusterResolver({"worker": 2, "ps": 1})),
+    "union": ({}, union),
+    "kubernetes": ({}, kubernetes),
+    "gce": ({}, gce),
+    "sagemaker": (SAGEMAKER, SageMakerClusterResolver),
 }
 
 
 @pytest.fixture(params=RESOLVERS)
 def make(request, monkeypatch):
-    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}}))
-    for name, value in {**SLURM, **SAGEMAKER}.items():
+    variables, function = RESOLVERS[request.param]
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    return RESOLVERS[request.param]
+    return function
 
 
 def check_contract(make):

@@ -16,7 +16,7 @@ import mpistrat as ms
 from tests.harness.house_rules import FRAMEWORKS, modules
 from tests.launch.launcher import ROOT
 
-LAZY = ("mpistrat", "mpistrat.cluster", "mpistrat.data", "mpistrat.train")
+LAZY = ("mpistrat", "mpistrat.cluster.resolvers", "mpistrat.data", "mpistrat.train")
 
 IMPORT = "import mpistrat as ms"
 TRAIN = """

@@ -25,7 +25,7 @@ EXTENDED = """
 REPLICA = "all_gather all_reduce devices merge_call num_replicas_in_sync replica_id_in_sync_group strategy"
 RESOLVERS = """
     ClusterResolver ClusterSpec GCEClusterResolver KubernetesClusterResolver KubernetesExecutableLocation
-    MPIClusterResolver SageMakerClusterResolver SimpleClusterResolver SlurmClusterResolver TFConfigClusterResolver
+    SimpleClusterResolver SlurmClusterResolver TFConfigClusterResolver
     UnionClusterResolver UnionResolver
 """
 COORDINATOR = """

@@ -1,1 +1,32 @@
-"""Who the tasks of a cluster are: the sources of its description."""
+"""Cluster resolvers: each finds the tasks of a job, and this one of them. `ms.cluster_resolver` has all names of this file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...base.lazy import lazy
+
+if TYPE_CHECKING:
+    from .gce import GCEClusterResolver
+    from .kubernetes import KubernetesClusterResolver, KubernetesExecutableLocation
+    from .mpi import MPIClusterResolver
+    from .resolver import ClusterResolver, SimpleClusterResolver, UnionClusterResolver, UnionResolver
+    from .sagemaker import SageMakerClusterResolver
+    from .slurm import SlurmClusterResolver
+    from .tf_config import TFConfigClusterResolver
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "ClusterResolver",
+    "GCEClusterResolver",
+    "KubernetesClusterResolver",
+    "KubernetesExecutableLocation",
+    "MPIClusterResolver",
+    "SageMakerClusterResolver",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfigClusterResolver",
+    "UnionClusterResolver",
+    "UnionResolver",
+]

@@ -22,9 +22,18 @@ def listed():
 def documented():
     """The names that the pages of the reference document."""
     texts = [path.read_text() for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]
-    return [
-        re.findall(r"[\w.]+", line)[0] for text in texts for block in BLOCK.findall(text) for line in block.splitlines()
-    ]
+    lines = [line.strip() for text in texts for block in BLOCK.findall(text) for line in block.splitlines()]
+    return [name for line in lines for name in named(line)]
+
+
+def named(line):
+    """The names that a line of a block documents: `MODULE.*` those of a module that are no other spellings and not at the top."""
+    name = re.findall(r"[\w.]+", line)[0]
+    if not line.endswith(".*"):
+        return [name]
+    module = attrgetter(name[:-1])(ms)
+    own = [inner for inner in module.__all__ if getattr(module, inner).__name__ == inner and inner not in ms.__all__]
+    return [f"{name}{inner}" for inner in own]
 
 
 def public(module=ms, prefix=""):
