@@ -23,8 +23,8 @@ from ..optimizers import Optimizer
 from ..optimizers import optimizer as optimizers
 from ..strategy.assemble import PARAMETER_SERVER
 from ..strategy.extended import Coordination
+from .channel import MpiChannel
 from .dispatcher import Dispatcher
-from .mpi import MpiChannel
 from .registry import ObjectRegistry, dumps, load_cloudpickle, loads
 from .worker import Commands, WorkerLoop, command_of, get_current_worker_index
 

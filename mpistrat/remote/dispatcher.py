@@ -15,10 +15,9 @@ from ..base.errors import CollectiveTimeoutError, PeerExitError
 from ..base.text import error_text
 from ..base.waiting import Backoff
 from ..comm.process_group import ProcessGroup
-from .channel import Kind, Message, pack_call
-from .mpi import MpiChannel
+from .channel import Kind, Message, MpiChannel, pack_call
 from .registry import loads_error
-from .values import ClosureCancelledError, RemoteValue, RemoteValueStatus
+from .scheduler import ClosureCancelledError, RemoteValue, RemoteValueStatus
 
 __all__ = ["FIRST", "Closure", "ClosureQueue", "Dispatcher"]
 

@@ -51,8 +51,8 @@ class Restoring:
         placement: Placement,
         states: OptimizerStates,
         path: str,
-        opening: Callable[[], SnapshotFile] | None = None,
-        root: int = 0,
+        opening: Callable[[], SnapshotFile] | None,
+        root: int,
     ) -> None:
         """Take what is restored.
 

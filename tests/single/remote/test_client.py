@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.remote import session
+from mpistrat.remote import client as session
 from mpistrat.remote import zmq as transport
 from mpistrat.remote.channel import Kind
-from mpistrat.remote.session import serve
+from mpistrat.remote.client import serve
 from mpistrat.remote.zmq import JOB, ClientSocket, ServerSocket, read_connection_file
 
 pytest.importorskip("zmq")
