@@ -24,7 +24,7 @@ from .atomic_reads import SeqLockWriter
 from .service import PassWait, Rounds, Service
 from .version_buffers import PrivateBuffers, SnapshotBuffers, VersionBuffers
 
-__all__ = ["Server"]
+__all__ = ["VariableServer"]
 
 _PUSH, _COMMIT, _ENDS_STEP = MessageKind.PUSH, MessageKind.COMMIT, MessageKind.ENDS_STEP
 _MOST_KEPT = 16  # pushes of a worker that are taken and not applied; further ones are not taken, which holds it back
@@ -72,12 +72,12 @@ class _Held:
         self._lock.release()
 
     def lend(self) -> tuple[int, np.ndarray]:
-        """Do what `Server.lend` is for."""
+        """Do what `VariableServer.lend` is for."""
         version = self.words[self.word]
         return version >> 1, self._buffers.lend(version)
 
     def enter_replacing(self) -> tuple[np.ndarray, np.ndarray]:
-        """Begin what `Server.replacing` is for."""
+        """Begin what `VariableServer.replacing` is for."""
         self._lock.acquire()
         try:
             if self._buffers.open():
@@ -136,7 +136,7 @@ class _Replacing:
 
 
 @final
-class Server(Rounds):
+class VariableServer(Rounds):
     """The variables of one server, and its service. `ParameterServers` makes it.
 
     From `start` to `stop` a thread takes what workers push, calls the handler, and answers reads, whatever the program does
