@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ..base import loops
+from ..base.cores import count_node_cores
 from ..base.text import counted
 from ..base.version import __version__
-from ..cluster.cores import count_node_cores
 
 __all__ = ["caption", "layout", "machine", "version"]
 

@@ -10,11 +10,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ..base.agree import gather_text
+from ..base.cores import available_cores, threads_per_core, usable_cores
+from ..base.devices import gpu_identities
 from ..base.environment import Environment
 from ..base.errors import ClusterError
 from ..base.text import ranges
-from ..cluster.cores import available_cores, threads_per_core, usable_cores
-from ..cluster.devices import gpu_identities
 from ..cluster.launcher_variables import lone_rank
 from ..cluster.launchers import imported_library
 from ..cluster.pmi import pmi2_remedy

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import keras
 
 from ..base import context
+from ..base.devices import parse
 from ..base.errors import LayoutError, check_framework, explain
-from ..cluster.devices import parse
 from .guard import guard
 from .link import ModelLink, subclass
 from .model import DistributedModel

@@ -21,9 +21,9 @@ from typing import IO, Any, NamedTuple, final
 from ..base import nest
 from ..base.arguments import integer
 from ..base.errors import LaunchError, explain
+from ..base.lazy import load_cloudpickle
 from ..base.programs import isolated, program
 from ..base.text import named
-from ..remote.registry import load_cloudpickle
 from . import end_with_parent
 from .launched import STACKS
 from .plan import Start, plan

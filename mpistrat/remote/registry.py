@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ..base import log
 from ..base.errors import MissingDependencyError, explain
+from ..base.lazy import load_cloudpickle
 from ..base.text import binary_size, error_text, traceback_text
 from ..cluster.world import is_loss
 from ..lookup import StaticHashTable
@@ -35,7 +36,6 @@ __all__ = [
     "dumps",
     "dumps_error",
     "dumps_result",
-    "load_cloudpickle",
     "loads",
     "loads_error",
     "plain",
@@ -192,21 +192,6 @@ Resolver = Callable[[str, int], Any]
 
 _LARGE = 16 << 20  # bytes of a function with its arguments that are worth a warning
 _resolver: ContextVar[Resolver | None] = ContextVar("mpistrat_tokens", default=None)
-
-
-def load_cloudpickle(function: str = "ClusterCoordinator") -> Any:
-    """Return the module cloudpickle, which a function needs.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-    """
-    try:
-        import cloudpickle
-    except ImportError as error:
-        remedy = "Install it on every node: pip install 'mpistrat[coordinator]'"
-        expected, got = "the package cloudpickle, which carries functions to the workers", "none"
-        raise MissingDependencyError(explain(function, "", expected=expected, got=got, remedy=remedy)) from error
-    return cloudpickle
 
 
 @functools.cache

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, final
 
 from ..base import context
 from ..base.agree import gather_text, together
+from ..base.devices import default_devices
 from ..base.errors import ClusterError, explain
 from ..base.options import CommunicationOptions, LocalSteps
 from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver
-from ..cluster.devices import default_devices
 from ..cluster.resolvers.tf_config import warn_unused
 from ..cluster.spec import worker_count
 from ..cluster.tasks import own_task, ranks_by_task

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from mpistrat.cluster.cores import Quota
+from mpistrat.base.cores import Quota
 from mpistrat.cluster.launchers import Launcher, MPILibrary
 from mpistrat.doctor import launching, libraries, pair, process
 from mpistrat.doctor.finding import Finding
