@@ -21,7 +21,7 @@ __all__ = ["FOR_PMI2", "render"]
 
 FOR_PMI2 = MappingProxyType(
     {"MPIR_CVAR_CH4_NETMOD": "ofi"}
-)  # as cluster/pmi.py says of an MPI that may be a wheel's MPICH
+)  # as cluster/launcher_variables.py says of an MPI that may be a wheel's MPICH
 
 
 class _Shell(str):

@@ -22,8 +22,8 @@ from ..base.files import read_whole
 from ..batch_jobs import SCHEDULERS, Array, BatchJob, Preemption, SiteProfile, read_site, render, site_names, submit
 from ..batch_jobs.plan import launcher_of
 from ..batch_jobs.schedulers import LAUNCHERS
+from ..cluster.launcher_variables import fitting_pmi, offered_pmis, srun_environment, unset_variable
 from ..cluster.launchers import MPILibrary, loaded_library
-from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
 from .command import DONE, Command
 from .terminal import strategy_name
 

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 from ..base.lazy import lazy
 
 if TYPE_CHECKING:
-    from .resolvers.gce import GCEClusterResolver
-    from .resolvers.kubernetes import KubernetesClusterResolver, KubernetesExecutableLocation
+    from .resolvers.clouds import (
+        GCEClusterResolver,
+        KubernetesClusterResolver,
+        KubernetesExecutableLocation,
+        SageMakerClusterResolver,
+    )
     from .resolvers.mpi import MPIClusterResolver
     from .resolvers.resolver import ClusterResolver, SimpleClusterResolver, UnionClusterResolver, UnionResolver
-    from .resolvers.sagemaker import SageMakerClusterResolver
     from .resolvers.slurm import SlurmClusterResolver
     from .resolvers.tf_config import TFConfigClusterResolver
     from .spec import ClusterSpec

@@ -15,9 +15,8 @@ from ..base.devices import gpu_identities
 from ..base.environment import Environment
 from ..base.errors import ClusterError
 from ..base.text import ranges
-from ..cluster.launcher_variables import lone_rank
+from ..cluster.launcher_variables import lone_rank, pmi2_remedy
 from ..cluster.launchers import imported_library
-from ..cluster.pmi import pmi2_remedy
 from ..cluster.resolvers.tf_config import TFConfigClusterResolver
 from ..cluster.topology import Topology
 from ..comm.gpu import nccl_available

@@ -14,10 +14,15 @@ from ..base.devices import count_gpus
 from ..base.errors import ClusterError, explain
 from ..base.programs import isolated
 from ..base.text import counted
-from ..cluster.allocation import Allocation
-from ..cluster.launcher_variables import RANK_VARIABLES, launched_size
-from ..cluster.launchers import USER, MPILibrary, choose_launcher, find_launchers, loaded_library, mismatch
-from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
+from ..cluster.launcher_variables import (
+    RANK_VARIABLES,
+    fitting_pmi,
+    launched_size,
+    offered_pmis,
+    srun_environment,
+    unset_variable,
+)
+from ..cluster.launchers import USER, Allocation, MPILibrary, choose_launcher, find_launchers, loaded_library, mismatch
 from ..cluster.world import UNSAFE
 from . import pass_words, rank_output
 

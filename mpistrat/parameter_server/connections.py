@@ -12,12 +12,21 @@ from ..base.errors import ClosedError, LayoutError, explain
 from ..base.waiting import CEILING
 from ..comm.process_group import ProcessGroup
 from ..comm.shared_memory import free_space
-from .layout import Address, MailboxLayout, VariableSpec, aligned
+from .layout import (
+    HALVES,
+    Address,
+    MailboxLayout,
+    ServerMemory,
+    SharedMemory,
+    Staging,
+    VariableSpec,
+    aligned,
+    area_bytes,
+)
 from .report import ParameterServerStats, combine, of_server, of_worker
 from .roles import register_role
 from .server.server import VariableServer
 from .wire.choice import choose
-from .wire.memory import HALVES, ServerMemory, SharedMemory, Staging, area_bytes
 from .wire.message_port import MessagePort
 from .wire.messages import MessageTransport
 from .wire.transport import Pair, Transport

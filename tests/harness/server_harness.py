@@ -5,11 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.parameter_server.layout import LINE, Address, MailboxLayout, VariableSpec, aligned
+from mpistrat.parameter_server.layout import (
+    LINE,
+    Address,
+    MailboxLayout,
+    ServerMemory,
+    SharedMemory,
+    VariableSpec,
+    aligned,
+)
 from mpistrat.parameter_server.operations import Operation, pack
 from mpistrat.parameter_server.server.server import VariableServer
 from mpistrat.parameter_server.wire.fragments import Fragment, MessageKind
-from mpistrat.parameter_server.wire.memory import ServerMemory, SharedMemory
 from mpistrat.parameter_server.wire.transport import FOR_GOOD, Port
 
 

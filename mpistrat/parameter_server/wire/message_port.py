@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ...comm.mailbox import Mailbox
-from ..layout import LINE
-from .fragments import Fragment, MessageKind
-from .memory import SharedMemory
+from ..layout import LINE, SharedMemory
+from .fragments import Fragment, MessageKind, Pieces
 from .messages import ACKNOWLEDGE, DATA, PAYLOAD, REPLY, REQUEST, SHORT
-from .pieces import Pieces
 from .transport import Port, flat_bytes
 
 if TYPE_CHECKING:

@@ -10,10 +10,9 @@ import numpy as np
 
 from ...base import loops
 from ...comm.window import Window
-from ..layout import LINE, Address
+from ..layout import HALVES, LINE, Address, SharedMemory
 from ..server.atomic_reads import HeldSnapshot, SeqLockReader
 from .fragments import Assembly, Fragment, MessageKind, cut
-from .memory import HALVES, SharedMemory
 from .transport import Pair, Port, Transport
 
 if TYPE_CHECKING:

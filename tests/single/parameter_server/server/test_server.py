@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.parameter_server.layout import Address, MailboxLayout, VariableSpec
+from mpistrat.parameter_server.layout import Address, MailboxLayout, ServerMemory, SharedMemory, VariableSpec
 from mpistrat.parameter_server.server.server import VariableServer
 from mpistrat.parameter_server.wire.fragments import Fragment, MessageKind
-from mpistrat.parameter_server.wire.memory import ServerMemory, SharedMemory
 from mpistrat.parameter_server.wire.transport import Port
 
 
