@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.base.text import duration
-from mpistrat.bench import machine as about
-from mpistrat.bench.machine import version
+from mpistrat.bench import result as about
 from mpistrat.bench.measure import Operation, largest, medians, pair, total
+from mpistrat.bench.result import version
 
 __all__ = [
     "ALONE", "OURS", "Operation", "addresses", "arguments", "comm_nodes", "duration", "gloo", "largest", "machine",

@@ -51,8 +51,7 @@ def measure(path: str, hosts: int, calibrates: bool, seconds: float) -> None:
     from mpi4py import MPI
 
     from mpistrat.bench import constants
-    from mpistrat.bench.machine import machine
-    from mpistrat.bench.result import Setting
+    from mpistrat.bench.result import Setting, machine
 
     world = MPI.COMM_WORLD
     found: dict[str, Any] = {}
@@ -69,8 +68,7 @@ def measure(path: str, hosts: int, calibrates: bool, seconds: float) -> None:
 def compare(documents: list[dict[str, Any]], measured: dict[tuple[int, int], dict[str, Any]]) -> list[list[str]]:
     """Return a line for each held-out step: predicted, measured, and how far off."""
     from mpistrat.base.text import duration
-    from mpistrat.bench.plan import predict
-    from mpistrat.bench.plan_machine import Machine
+    from mpistrat.bench.plan import Machine, predict
 
     machine = Machine.read([each for each in documents if each["machine"]["nodes"] == 1])
     rows = []

@@ -13,9 +13,9 @@ from typing import Any
 from before_after import ratio
 
 from mpistrat.base.text import counted
-from mpistrat.bench import machine
-from mpistrat.bench.machine import layout as title
+from mpistrat.bench import result as machine
 from mpistrat.bench.plot import colour, finish, new_figure
+from mpistrat.bench.result import layout as title
 
 COLUMNS = 3
 FORMS = {"float32": "#7f7f7f", "bfloat16": "#1f77b4", "int8": "#d62728"}  # of numbers between nodes

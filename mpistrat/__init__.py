@@ -67,8 +67,10 @@ if TYPE_CHECKING:
     from .cross_device.ordered import OrderedAllReduce
     from .cross_device.to_one import ReductionToOneDevice
     from .data import InputContext, InputOptions, InputReplicationMode
-    from .launcher.launch import launch  # for programs that are no ranks
-    from .launcher.multi_process_runner import MultiProcessRunner
+    from .launcher.multi_process_runner import (
+        MultiProcessRunner,
+        launch,  # for programs that are no ranks
+    )
     from .launcher.survive import survive
     from .parameter_server.strategy import ParameterServerStrategy
     from .remote.client import connect

@@ -2,9 +2,8 @@
 
 from .parameter_server.join import Server
 from .remote.client import RemoteCluster
-from .remote.coordinator import ClusterCoordinator
-from .remote.executor import CoordinatorExecutor
-from .remote.values import (
+from .remote.coordinator import ClusterCoordinator, CoordinatorExecutor
+from .remote.scheduler import (
     ClosureCancelledError,
     PerWorkerValues,
     RemoteError,

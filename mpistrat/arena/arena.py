@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ..base import files, partition
+from ..base.devices import parse
 from ..base.errors import DeviceError, SharedMemoryError, explain
-from ..cluster.devices import parse
 from ..comm.arrays import accumulation_dtype, import_cupy
 from ..comm.process_group import ProcessGroup
 from ..comm.shared_memory import free_space

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from ..base.arguments import check_range
+from ..base.devices import parse
 from ..base.distributed_values import DistributedValues, Mirrored
 from ..base.errors import explain
 from ..base.files import with_zero_padding
 from ..base.text import is_utf8
 from ..base.underflow import may_underflow
-from ..cluster.devices import parse
 from ..comm.arrays import array_module, as_array, import_cupy, is_gpu, on_device_of, to_host
 
 __all__ = [

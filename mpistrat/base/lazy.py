@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["lazy"]
+__all__ = ["lazy", "load_cloudpickle"]
 
 
 def lazy(
@@ -87,3 +87,20 @@ def _homes(package: str) -> dict[str, tuple[str, str | None]]:
                     home = (parent, alias.name) if node.module else (f"{parent}.{alias.name}", None)
                     homes[alias.asname or alias.name] = home
     return homes
+
+
+def load_cloudpickle(function: str = "ClusterCoordinator") -> Any:
+    """Return the module cloudpickle, which a function needs.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        import cloudpickle
+    except ImportError as error:
+        from .errors import MissingDependencyError, explain
+
+        remedy = "Install it on every node: pip install 'mpistrat[coordinator]'"
+        expected, got = "the package cloudpickle, which carries functions to the workers", "none"
+        raise MissingDependencyError(explain(function, "", expected=expected, got=got, remedy=remedy)) from error
+    return cloudpickle

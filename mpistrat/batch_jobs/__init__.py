@@ -1,11 +1,11 @@
-"""Batch jobs: a `Job`, at a site, becomes a script that can be submitted."""
+"""Batch jobs: a `BatchJob`, at a site, becomes a script that can be submitted."""
 
-from .job import Array, Job, Preemption
+from .job import Array, BatchJob, Preemption
 from .render import render
 from .schedulers import SCHEDULERS, BatchSystem, submit
 from .site import SiteProfile, read_site, site_names
 
 __all__ = [
-    "SCHEDULERS", "Array", "Job", "Preemption", "BatchSystem", "SiteProfile", "read_site", "render", "site_names",
+    "SCHEDULERS", "Array", "BatchJob", "Preemption", "BatchSystem", "SiteProfile", "read_site", "render", "site_names",
     "submit",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from .job import Array, Job, Preemption
+from .job import Array, BatchJob, Preemption
 from .render import render
 from .site import SiteProfile, read_site
 
@@ -15,7 +15,7 @@ __all__ = ["EXAMPLES", "main"]
 
 _SITE = dataclasses.replace(read_site("generic"), venv=".venv")
 _PROGRAM = ("train.py", "--epochs", "10")
-_CPU = Job(program=_PROGRAM, name="train", nodes=2, ranks_per_node=4, cpus_per_rank=8)
+_CPU = BatchJob(program=_PROGRAM, name="train", nodes=2, ranks_per_node=4, cpus_per_rank=8)
 _GPU = dataclasses.replace(_CPU, nodes=4, gpus_per_node=4, time="02:00:00")
 _SERVERS = dataclasses.replace(_CPU, strategy="parameter_server", num_ps=2)
 _ARRAY = Array("0-9%4", index_argument="seed", output_argument="output", output_folder="results")
@@ -27,7 +27,7 @@ def _under(scheduler: str) -> SiteProfile:
     return dataclasses.replace(_SITE, scheduler=scheduler)
 
 
-EXAMPLES: dict[str, tuple[Job, SiteProfile]] = {
+EXAMPLES: dict[str, tuple[BatchJob, SiteProfile]] = {
     "slurm-cpu.sh": (_CPU, _SITE),
     "slurm-cpu-mpirun.sh": (_CPU, _MPIRUN),
     "slurm-gpu.sh": (_GPU, _SITE),

@@ -9,7 +9,7 @@ from ..base.environment import STRATEGIES
 from ..base.errors import explain
 from .checks import check_fit, chosen, matching, text, whole
 
-__all__ = ["Array", "Job", "Preemption"]
+__all__ = ["Array", "BatchJob", "Preemption"]
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+@-]{0,63}"
 _MOST_TEXT = 1 << 16  # characters of a program with its arguments; an operating system takes a few times as many
@@ -79,7 +79,7 @@ class Preemption:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class BatchJob:
     """What runs, with which strategy, on how many nodes and ranks, for how long.
 
     Args:
@@ -110,7 +110,7 @@ class Job:
         LayoutError: the strategy does not fit the ranks; naming those that do.
 
     Example:
-        >>> Job(program=("train.py", "--epochs", "10"), nodes=4, ranks_per_node=4).ranks
+        >>> BatchJob(program=("train.py", "--epochs", "10"), nodes=4, ranks_per_node=4).ranks
         16
     """
 

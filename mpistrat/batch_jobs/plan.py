@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..base.errors import explain
-from .job import Job
+from .job import BatchJob
 from .schedulers import SCHEDULERS
 from .site import SiteProfile
 
@@ -15,12 +15,12 @@ def launcher_of(site: SiteProfile) -> str:
     return SCHEDULERS[site.scheduler].launchers[0] if site.launcher == "auto" else site.launcher
 
 
-def gpus_per_rank(job: Job) -> int:
+def gpus_per_rank(job: BatchJob) -> int:
     """Return how many GPUs of its node each rank has."""
     return job.gpus_per_node // job.ranks_per_node
 
 
-def check(job: Job, site: SiteProfile) -> None:
+def check(job: BatchJob, site: SiteProfile) -> None:
     """Raise unless the site's batch system can do what the job asks for.
 
     Raises:
@@ -61,7 +61,7 @@ def _check_mpi(site: SiteProfile, launcher: str) -> None:
         raise _error("mpi", f"one of {', '.join(legal)} with launcher {launcher}", site.mpi)
 
 
-def _check_restarts(job: Job, site: SiteProfile, launcher: str) -> None:
+def _check_restarts(job: BatchJob, site: SiteProfile, launcher: str) -> None:
     name = "restarts" if job.restarts else "survive"
     for got, fits in (
         (SCHEDULERS[site.scheduler].title, site.scheduler == "slurm"),
@@ -74,7 +74,7 @@ def _check_restarts(job: Job, site: SiteProfile, launcher: str) -> None:
             raise _error(name, "a job of SLURM that `mpistrat run` can start as it finds it, without an image", got)
 
 
-def _check_stage(job: Job, site: SiteProfile) -> None:
+def _check_stage(job: BatchJob, site: SiteProfile) -> None:
     for expected, got, fits in (
         ("a virtual environment, which works wherever it lies", site.conda or job.container or site.python, site.venv),
         ("the Python of that environment", site.python, "/" not in site.python),
@@ -86,7 +86,7 @@ def _check_stage(job: Job, site: SiteProfile) -> None:
             raise _error("stage", expected, got)
 
 
-def _check_gpus(job: Job, site: SiteProfile) -> None:
+def _check_gpus(job: BatchJob, site: SiteProfile) -> None:
     servers = 0 if job.ps_nodes else job.num_ps  # on the nodes of the workers, and without a GPU
     if job.gpus_per_node and job.ranks_per_node * job.nodes - servers > job.gpus_per_node * job.nodes:
         got = f"{job.ranks_per_node} ranks on each node"

@@ -12,7 +12,7 @@ from typing import Any
 from ..base.environment import RESTART_EXIT_CODE
 from ..base.errors import MissingDependencyError
 from ..base.text import counted
-from .job import Job
+from .job import BatchJob
 from .plan import check, gpus_per_rank, launcher_of
 from .schedulers import SCHEDULERS
 from .site import SiteProfile
@@ -21,14 +21,14 @@ __all__ = ["FOR_PMI2", "render"]
 
 FOR_PMI2 = MappingProxyType(
     {"MPIR_CVAR_CH4_NETMOD": "ofi"}
-)  # as cluster/pmi.py says of an MPI that may be a wheel's MPICH
+)  # as cluster/launcher_variables.py says of an MPI that may be a wheel's MPICH
 
 
 class _Shell(str):
     """Text that is right as it is: a template's own, words that are quoted already, a comment."""
 
 
-def render(job: Job, site: SiteProfile, for_pmi2: Mapping[str, str] = FOR_PMI2) -> str:
+def render(job: BatchJob, site: SiteProfile, for_pmi2: Mapping[str, str] = FOR_PMI2) -> str:
     """Return the batch script of a job at a site.
 
     Args:
@@ -41,8 +41,8 @@ def render(job: Job, site: SiteProfile, for_pmi2: Mapping[str, str] = FOR_PMI2) 
         MissingDependencyError: without jinja2.
 
     Example:
-        >>> from mpistrat.batch_jobs import Job, SiteProfile, render
-        >>> script = render(Job(program=("train.py", "a file"), nodes=4), SiteProfile())
+        >>> from mpistrat.batch_jobs import BatchJob, SiteProfile, render
+        >>> script = render(BatchJob(program=("train.py", "a file"), nodes=4), SiteProfile())
         >>> "#SBATCH --nodes=4" in script, "program=(python train.py 'a file')" in script
         (True, True)
     """
@@ -114,7 +114,7 @@ def _reasons(site: SiteProfile) -> Callable[[str, str], _Shell]:
     return reason
 
 
-def _program(job: Job, site: SiteProfile) -> tuple[str, ...]:
+def _program(job: BatchJob, site: SiteProfile) -> tuple[str, ...]:
     """The words that each rank runs."""
     words = job.program
     if job.module:
@@ -134,14 +134,14 @@ def _for_pmi2(site: SiteProfile, wanted: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _exported(job: Job, site: SiteProfile) -> list[str]:
+def _exported(job: BatchJob, site: SiteProfile) -> list[str]:
     """The variables that a launcher must be told to hand on."""
     roles = ["MPISTRAT_NUM_PS"] if job.num_ps else []
     names = ["MPISTRAT_STRATEGY", *roles, "OMP_NUM_THREADS", "PYTHONUNBUFFERED", *site.variables]
     return list(dict.fromkeys(names))
 
 
-def _what(job: Job, launcher: str) -> str:
+def _what(job: BatchJob, launcher: str) -> str:
     """The first comment: what kind of job this is."""
     ranks = f"{counted(job.ranks, 'rank')}"
     if job.num_ps:

@@ -5,20 +5,355 @@ as it has ranks, and all its cores work. Between N nodes go 2 (N - 1) / N gradie
 updates 1/N of the parameters, whose slots it has, in rounds of 1 MiB or more; on more nodes, and for few parameters, each
 node updates all, by all-reduces of 1 MiB, 2 log2 N messages each.
 The model knows no NUMA borders, no contention in switches and no noise: predictions are ranges.
+
+The constants of a machine, from which `plan` predicts: those of the files of `mpistrat bench` that tell each best.
+
+What a node takes for a parameter: the sum of its gradients and its update, by ranks and by the size of a core's part.
+
+All cores of a node work, whatever the ranks: compiled loops use those that no rank has. One rank on all of them was measured,
+in memory of its own, and all ranks at once, in memory that they share, whose pages may be smaller. Each gradient more has
+just been written by another rank.
+
+What travels between nodes in a step, and how often messages wait for each other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, final
 
+import numpy as np
+
+from ..arena.arena import LEAST_PIECE
+from ..arena.pieces import round_size
+from ..arena.reduction import NETWORK_CHUNK
+from ..base.errors import explain
+from ..strategy.assemble import MOST_NODES
+from . import constants as of
 from .measure import Spread
-from .plan_machine import Machine
-from .plan_network import WORD, is_divided, traffic
 
-__all__ = ["Prediction", "layouts", "predict"]
+__all__ = [
+    "WORD",
+    "Crowded",
+    "Machine",
+    "NodeCosts",
+    "PartCost",
+    "Prediction",
+    "Traffic",
+    "is_divided",
+    "layouts",
+    "predict",
+    "traffic",
+]
+
+
+class PartCost(NamedTuple):
+    """Seconds of a node for a parameter, on parts of some size.
+
+    Attributes:
+        size: parameters for each core.
+        alone: update, by one rank, without its gradient.
+        together: the same by several ranks.
+        gradient: each gradient.
+    """
+
+    size: int
+    alone: Spread
+    together: Spread
+    gradient: Spread
+
+
+@final
+@dataclass(frozen=True)
+class NodeCosts:
+    """What was measured on a node.
+
+    Attributes:
+        cores, ranks: a node's, when it was measured.
+        threaded: whether a rank's loops use all cores that it has, as compiled ones do.
+        parts: by ascending size.
+    """
+
+    cores: int
+    ranks: int
+    threaded: bool
+    parts: Sequence[PartCost]
+
+    @classmethod
+    def read(cls, values: Mapping[str, Spread], cores: int, ranks: int, threaded: bool) -> NodeCosts:
+        """Return the costs that the constants of a file tell.
+
+        Raises:
+            ValueError: they are not there.
+        """
+        parts = []
+        for label, size in of.PARTS.items():
+            names = [of.name_of(what, label) for what in (of.ALONE, of.TOGETHER, of.GRADIENT)]
+            if all(name in values for name in names):
+                alone, together, gradient = (values[name] for name in names)
+                parts.append(_part(size, alone, together, gradient, ranks))
+        if not parts:
+            expected = "constants of at most as many ranks as cores, by this version of mpistrat bench"
+            remedy = f"mpistrat run -n {cores} -m mpistrat bench --only constants --json bench.json"
+            raise ValueError(
+                explain("Machine.read", "document", expected=expected, got="a file without", remedy=remedy)
+            )
+        return cls(cores, ranks, threaded, parts)
+
+    def seconds_a_parameter(self, parameters: float, cores: int, ranks: int, updated: float) -> Spread:
+        """Return what a node takes for a parameter.
+
+        On as many cores as were measured it is known, but for more ranks than were measured of loops that use one core each.
+        Other cores come with another memory: where that is the limit, they are as fast, and else the faster the more there are.
+
+        Args:
+            parameters: of the model.
+            cores: of the node.
+            ranks: of the node, each of which has a gradient.
+            updated: the part of the parameters that the node updates; it sums gradients of all.
+        """
+        part = parameters / (cores if self.threaded else min(ranks, cores))
+        sizes = [cost.size for cost in self.parts]
+        above = next((index for index, size in enumerate(sizes) if size >= part), len(sizes) - 1)
+        low, high = self.parts[max(above - 1, 0)], self.parts[above]
+        share = 1.0
+        if low.size < high.size:
+            share = min(max(math.log(part / low.size) / math.log(high.size / low.size), 0.0), 1.0)
+        ends = [self._on_part(cost, cores, ranks, updated) for cost in (low, high)]
+        median, least, most = (a + (b - a) * share for a, b in zip(*ends, strict=True))
+        return median, least, most
+
+    def _on_part(self, cost: PartCost, cores: int, ranks: int, updated: float) -> Spread:
+        update, busy = self._update(cost, cores, ranks)
+        median, least, most = (one * updated + more * ranks for one, more in zip(update, cost.gradient, strict=True))
+        ratio = busy / (cores if self.threaded else min(ranks, cores))
+        return median * math.sqrt(ratio), least * min(ratio, 1.0), most * max(ratio, 1.0)
+
+    def _update(self, cost: PartCost, cores: int, ranks: int) -> tuple[Spread, int]:
+        """Return the seconds of the update of a parameter, and by how many cores."""
+        if self.threaded:
+            return cost.alone if ranks == 1 else cost.together, self.cores
+        busy = min(ranks, cores, self.ranks)
+        # One core each: as quick as so many, up to what all at once are allowed by the memory.
+        median, least, most = (max(a / busy, b) for a, b in zip(cost.alone, cost.together, strict=True))
+        return (median, least, most), busy
+
+
+def _part(size: int, alone: Spread, together: Spread, gradient: Spread, ranks: int) -> PartCost:
+    """Return the costs of a node out of seconds of a million parameters: of the rank, alone, and of each of all."""
+    each = _scaled(gradient, 1 / ranks / of.MILLION)
+    one, all_ = _scaled(alone, 1 / of.MILLION), _scaled(together, 1 / ranks / of.MILLION)
+    return PartCost(size, _less(one, each), _less(all_, _scaled(each, min(ranks, 2))), each)
+
+
+def _scaled(spread: Spread, factor: float) -> Spread:
+    median, least, most = (value * factor for value in spread)
+    return median, least, most
+
+
+def _less(spread: Spread, other: Spread) -> Spread:
+    """Return what is left without the other; quartiles remain as far apart as they are together with the other's."""
+    median, least, most = (max(one - less, 0.0) for one, less in zip(spread, other, strict=True))
+    return median, least, most
+
+
+WORD = 4  # bytes of a float32
+
+
+class Traffic(NamedTuple):
+    """What travels in a step.
+
+    Attributes:
+        wire: bytes that a node sends, while it receives as many.
+        rounds: that follow each other.
+        messages: of a round, one after the other, where each waits for the one before.
+    """
+
+    wire: float
+    rounds: int
+    messages: float
+
+
+def is_divided(parameters: float, nodes: int, ranks: int) -> bool:
+    """Return whether each node updates a piece: where they are few enough, and pieces large enough."""
+    return 1 < nodes <= MOST_NODES and parameters * WORD >= LEAST_PIECE * ranks * nodes
+
+
+def traffic(parameters: float, nodes: int, ranks: int) -> Traffic:
+    """Return what travels in a step between several nodes."""
+    divided = is_divided(parameters, nodes, ranks)
+    round_bytes = round_size(nodes, np.dtype(np.float32)) * nodes * WORD if divided else NETWORK_CHUNK
+    rounds = math.ceil(parameters / ranks * WORD / round_bytes)
+    messages = 2.0 * (nodes - 1) if divided else 2 * math.log2(nodes)
+    return Traffic(2 * (nodes - 1) / nodes * parameters * WORD, rounds, messages)
+
+
+_ASSUMED = (
+    0.25,
+    0.0,
+    0.5,
+)  # of the time of sums and update, that ranks lose that share cores, where it was not measured
+_QUICKEST = 1e13  # bytes a second of a network that is hidden altogether
+
+
+class Crowded(NamedTuple):
+    """What ranks lose that share cores.
+
+    Attributes:
+        ranks: of the node.
+        fixed: a step on few parameters.
+        steps: seconds that sums and update should have taken, and those that were lost besides; in ascending order.
+    """
+
+    ranks: int
+    fixed: Spread
+    steps: list[tuple[float, Spread]]
+
+
+@final
+@dataclass(frozen=True)
+class Machine:
+    """The constants of a node and of what connects nodes; seconds, bytes.
+
+    Attributes:
+        cores: of a node.
+        memory: bytes of a node.
+        node: what sums and updates take, and on what it was measured.
+        fixed_on_a_node, fixed_over_nodes: ranks in all, and what a step takes on them without parameters.
+        latency: of a message between nodes.
+        network: bytes a second that a node sends while it receives as many: the median, least and most; zeros where it
+            was neither measured nor told.
+        adds: whether these are of the time that the network adds to a step, as measured; else part of it may be hidden.
+        crowded: what was measured with more ranks than cores, if it was.
+    """
+
+    cores: int
+    memory: float
+    node: NodeCosts
+    fixed_on_a_node: tuple[int, Spread]
+    fixed_over_nodes: tuple[int, Spread]
+    latency: float
+    network: Spread
+    adds: bool = True
+    crowded: Crowded | None = None
+
+    @classmethod
+    def read(cls, documents: Sequence[Mapping[str, Any]]) -> Machine:
+        """Return the constants of what `mpistrat bench --json` has written on some layouts.
+
+        Costs of a node are those of the layout with the most ranks that had a core each, on one node if there is such a one;
+        the network is that of a layout of several nodes, and what ranks lose that share cores that of one with more.
+
+        Raises:
+            ValueError: the constants are not in a file, or in none of ranks that had a core each.
+        """
+        runs = [_BenchRun.of(document) for document in documents]
+        fitting = [run for run in runs if run.each <= run.cores] or runs
+        base = max(fitting, key=lambda run: (run.nodes == 1, run.each))
+        wide = max(fitting, key=lambda run: (run.nodes > 1, -run.nodes * run.each))
+        latency, network = wide.network() if wide.nodes > 1 else (0.0, (0.0, 0.0, 0.0))
+        machine = cls(
+            cores=base.cores,
+            memory=base.memory,
+            node=base.costs(),
+            fixed_on_a_node=(base.each, base.values[of.FIXED]),
+            fixed_over_nodes=(wide.nodes * wide.each, wide.values[of.FIXED]),
+            latency=latency,
+            network=network,
+        )
+        crowded = max(runs, key=lambda run: (run.nodes == 1, run.each / run.cores))
+        if crowded.nodes > 1 or crowded.each <= crowded.cores:
+            return machine
+        return machine.with_crowded(crowded.each, crowded.values)
+
+    def with_crowded(self, ranks: int, values: Mapping[str, Spread]) -> Machine:
+        """Return this one with what so many ranks on one node lost in steps that were measured."""
+        lost, fixed = [], values[of.FIXED]
+        for label, size in of.CROWDED.items():
+            step = values.get(of.name_of(of.STEP, label))
+            if step is not None:
+                count = size * ranks
+                should = count * self.seconds_a_parameter(count, ranks, 1.0)[0]
+                median, least, most = (max(each - should - fixed[0], 0.0) for each in step)
+                lost.append((should, (median, least, most)))
+        return replace(self, crowded=Crowded(ranks, fixed, sorted(lost)))
+
+    def lost(self, seconds: float, ranks: int) -> Spread:
+        """Return what so many ranks lose that share cores, in a step whose sums and update should take so many seconds.
+
+        Ranks without a core wait for one, and the others for them: that grows with the step, from the largest measured one on
+        in proportion. Of other numbers of ranks than were measured, some divide better among the cores, and some worse.
+        """
+        if self.crowded is None or not self.crowded.steps:
+            median, least, most = (seconds * share for share in _ASSUMED)
+            return median, least, most
+        steps, more = self.crowded.steps, 1.0
+        above = next((index for index, (known, _) in enumerate(steps) if known >= seconds), len(steps))
+        if above == len(steps):
+            known, ends = steps[-1][0], (steps[-1][1], steps[-1][1])
+            share, more = 0.0, seconds / known
+        elif not above:
+            share, ends = 0.0, (steps[0][1], steps[0][1])
+        else:
+            (low, first), (high, last) = steps[above - 1 : above + 1]
+            share, ends = (seconds - low) / (high - low), (first, last)
+        median, least, most = (more * (a + (b - a) * share) for a, b in zip(*ends, strict=True))
+        return (median, least, most) if ranks == self.crowded.ranks else (median, 0.0, 2 * most)
+
+    def seconds_a_parameter(self, parameters: float, ranks: int, updated: float) -> Spread:
+        """Return what a node takes for a parameter of a model, of whose parameters it updates a part."""
+        return self.node.seconds_a_parameter(parameters, self.cores, ranks, updated)
+
+
+class _BenchRun(NamedTuple):
+    """What one file of `mpistrat bench` has."""
+
+    nodes: int
+    each: int  # ranks of a node
+    cores: int
+    memory: float
+    values: Mapping[str, Spread]
+    threaded: bool
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> _BenchRun:
+        about, found = document.get("machine", {}), document.get("benchmarks", {}).get("constants")
+        if found is None:
+            remedy = "mpistrat run -n 4 -m mpistrat bench --only constants --only step --json bench.json"
+            expected, got = "a file of mpistrat bench with constants", "one without"
+            raise ValueError(explain("Machine.read", "document", expected=expected, got=got, remedy=remedy))
+        values = {name: tuple(map(each.__getitem__, of.COLUMNS)) for name, each in found["values"].items()}
+        nodes = int(about["nodes"])
+        memory = float(about["memory_gib"]) * 2**30
+        threaded = bool(about.get("compiled_loops", False))
+        return cls(nodes, int(about["ranks"]) // nodes, int(about["cores"]), memory, values, threaded)
+
+    def costs(self) -> NodeCosts:
+        """Return what a node takes for a parameter."""
+        return NodeCosts.read(self.values, self.cores, self.each, self.threaded)
+
+    def network(self) -> tuple[float, Spread]:
+        """Return the seconds of a message, and the bytes a second of a node, from how much longer a step over nodes takes.
+
+        Raises:
+            ValueError: such a step is not in the file.
+        """
+        ping, rates = self.values[of.PING][0], []
+        for label, size in of.NETWORK_PART.items():
+            step = self.values.get(of.name_of(of.STEP, label))
+            if step is None:
+                expected, got = "a step over nodes, by this version of mpistrat bench", "a file without"
+                raise ValueError(explain("Machine.read", "document", expected=expected, got=got))
+            count = size * self.each
+            updated = 1 / self.nodes if is_divided(count, self.nodes, self.each) else 1.0
+            node = count * self.costs().seconds_a_parameter(count, self.cores, self.each, updated)[0]
+            sent = traffic(count, self.nodes, self.each)
+            besides = node + self.values[of.FIXED][0] + sent.rounds * ping
+            rates = [sent.wire / max(seconds - besides, sent.wire / _QUICKEST) for seconds in step]
+        return ping, (rates[0], rates[2], rates[1])
+
 
 _SLOTS = 2  # of Adam
 _OWN = 0.08  # of what is measured, that steps differ from it by themselves

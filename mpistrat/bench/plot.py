@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import explain
-from .machine import caption, layout
-from .result import Result
+from .result import Result, caption, layout
 
 if TYPE_CHECKING:
     from .plan import Prediction

@@ -10,9 +10,8 @@ from typing import Any
 
 from ..data.memory_limit import available_memory
 from . import all_reduce, constants, hdf5_input, training_step, window
-from .machine import machine
 from .measure import largest
-from .result import Result, Setting
+from .result import Result, Setting, machine
 
 __all__ = ["BENCHMARKS", "Report", "run"]
 

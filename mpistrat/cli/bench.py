@@ -14,9 +14,8 @@ from typing import Any
 from ..base.agree import Ranks
 from ..base.errors import explain
 from ..bench import BENCHMARKS, Report, run
-from ..bench.machine import caption, layout
 from ..bench.plot import draw
-from ..bench.result import Result
+from ..bench.result import Result, caption, layout
 from ..cluster.topology import check_comm, running_mpi
 from .command import DONE, Command
 from .terminal import check_folders, console, draw_or_tell

@@ -19,11 +19,11 @@ from ..base.agree import Ranks
 from ..base.environment import STRATEGIES
 from ..base.errors import ClusterError
 from ..base.files import read_whole
-from ..batch_jobs import SCHEDULERS, Array, Job, Preemption, SiteProfile, read_site, render, site_names, submit
+from ..batch_jobs import SCHEDULERS, Array, BatchJob, Preemption, SiteProfile, read_site, render, site_names, submit
 from ..batch_jobs.plan import launcher_of
 from ..batch_jobs.schedulers import LAUNCHERS
+from ..cluster.launcher_variables import fitting_pmi, offered_pmis, srun_environment, unset_variable
 from ..cluster.launchers import MPILibrary, loaded_library
-from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
 from .command import DONE, Command
 from .terminal import strategy_name
 
@@ -43,7 +43,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--submit", action="store_true", help="give it to the batch system, and print the job's id")
     where.add_argument("--json", action="store_true", help="print JSON: the script, where it is, the job's id")
 
-    size = functools.partial(_add, parser.add_argument_group("how much"), Job)
+    size = functools.partial(_add, parser.add_argument_group("how much"), BatchJob)
     size("nodes", "N", "nodes")
     size("ranks_per_node", "N", "ranks of each (one for each GPU, else 1)")
     size("cpus_per_rank", "N", "cores and threads of each rank")
@@ -56,8 +56,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     kinds.add_argument(
         "--strategy", type=strategy_name, choices=STRATEGIES, help="(multi_worker_mirrored; with --ps parameter_server)"
     )
-    kind(Job, "num_ps", "N", "parameter servers: the last N of the ranks", "--ps")
-    kind(Job, "ps_nodes", "N", "nodes only for the servers, besides --nodes: a heterogeneous job")
+    kind(BatchJob, "num_ps", "N", "parameter servers: the last N of the ranks", "--ps")
+    kind(BatchJob, "ps_nodes", "N", "nodes only for the servers, besides --nodes: a heterogeneous job")
     kind(Array, "indices", "0-9%2", "one job for each index; behind %% how many at a time", "--array")
     kind(Array, "index_argument", "NAME", "the program gets --NAME INDEX")
     kind(Array, "output_argument", "NAME", "the program gets --NAME FOLDER/INDEX")
@@ -67,14 +67,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     kind(Preemption, "notice", "SECONDS", "before the time limit")
     kind(Preemption, "max_restarts", "N", "how often it is requeued")
-    kind(Job, "restarts", "N", "start the ranks again when one dies or a node is lost, N times at most")
+    kind(BatchJob, "restarts", "N", "start the ranks again when one dies or a node is lost, N times at most")
     kinds.add_argument(
         "--survive", action="store_true", default=None, help="... in place, if a program of ms.survive can"
     )
-    kind(Job, "container", "IMAGE", "run in this image")
-    kind(Job, "stage", "FOLDER", "copy the virtual environment there on each node first: /tmp, /dev/shm")
+    kind(BatchJob, "container", "IMAGE", "run in this image")
+    kind(BatchJob, "stage", "FOLDER", "copy the virtual environment there on each node first: /tmp, /dev/shm")
 
-    queue = functools.partial(_add, parser.add_argument_group("for the batch system"), Job)
+    queue = functools.partial(_add, parser.add_argument_group("for the batch system"), BatchJob)
     queue("name", "NAME", "of the job (that of the program)", dest="job_name")
     queue("partition", "NAME", "where it runs", "--partition", "--queue")
     queue("account", "NAME", "who pays")
@@ -158,7 +158,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     return DONE
 
 
-def _job(args: argparse.Namespace) -> Job:
+def _job(args: argparse.Namespace) -> BatchJob:
     if args.program is None:
         raise ValueError("mpistrat job: expected a program, got none. Put it behind the options")
     name = args.job_name or _name(args.program)
@@ -167,7 +167,7 @@ def _job(args: argparse.Namespace) -> Job:
     said: dict[str, Any] = {"ranks_per_node": max(args.gpus_per_node or 0, 1)}
     if args.num_ps:
         said["strategy"] = "parameter_server"
-    said |= _given(args, Job) | {"program": (args.program, *args.words), "name": name}
+    said |= _given(args, BatchJob) | {"program": (args.program, *args.words), "name": name}
     if args.indices:
         if not args.index_argument or not args.output_argument:
             raise ValueError(
@@ -177,7 +177,7 @@ def _job(args: argparse.Namespace) -> Job:
         said["array"] = Array(**{**_given(args, Array), "output_folder": args.output_folder or name})
     if args.preemptible:
         said["preemption"] = Preemption(**_given(args, Preemption))
-    return Job(**said)
+    return BatchJob(**said)
 
 
 def _refuse(option: str, given: object, args: argparse.Namespace, *parts: str) -> None:

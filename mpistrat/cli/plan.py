@@ -14,8 +14,7 @@ from typing import Any
 from ..base.agree import Ranks
 from ..base.files import read_whole
 from ..base.text import counted, decimal_size, duration
-from ..bench.plan import Prediction, layouts, predict
-from ..bench.plan_machine import Machine
+from ..bench.plan import Machine, Prediction, layouts, predict
 from ..bench.plot import draw_plan
 from ..bench.training_step import OURS, SIZES
 from .command import DONE, WRONG_USE, Command

@@ -20,7 +20,7 @@ from ..base.environment import STRATEGIES
 from ..base.errors import ClusterError, explain
 from ..base.programs import isolated
 from ..base.text import named, printable
-from ..cluster.allocation import Allocation, allocation_of_job
+from ..cluster.launchers import Allocation, allocation_of_job
 from ..comm.monitor import leftovers
 from ..launcher.plan import MOST_RANKS, Start, plan
 from ..launcher.standby import environment_with, words_of

@@ -41,8 +41,8 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
             complain(explain("mpistrat serve", "", expected=expected, got=got, remedy=remedy))
         return WRONG_USE
     from ..parameter_server.strategy import ParameterServerStrategy
+    from ..remote.client import serve
     from ..remote.coordinator import ClusterCoordinator
-    from ..remote.session import serve
     from ..remote.zmq import ServerSocket
 
     with ParameterServerStrategy(num_ps=args.ps) as strategy, ClusterCoordinator(strategy) as coordinator:

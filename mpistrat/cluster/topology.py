@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ..base.agree import as_told, gather_text, together
+from ..base.cores import count_node_cores, usable_cores
+from ..base.devices import check_devices, default_devices
 from ..base.errors import ClusterError, ContextError, DeviceError, LayoutError, explain
 from ..base.partition import block
 from ..base.text import printable
-from .cores import count_node_cores, usable_cores
-from .devices import check_devices, default_devices
 from .forks import is_child, refusal
 from .launcher_variables import check_launcher, check_size
 from .no_rank import is_no_rank

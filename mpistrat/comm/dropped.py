@@ -38,7 +38,7 @@ def dropped_by_all(exchange: Exchange, mine: Iterable[int]) -> list[int]:
     return sorted(set.intersection(*(set(json.loads(text)) for text in every)))
 
 
-class _Group(Protocol):
+class _DroppedGroup(Protocol):
     topology: Topology
 
     @property
@@ -57,7 +57,7 @@ class Dropped:
     """
 
     def __init__(self) -> None:
-        self.groups: dict[tuple[tuple[int, ...], int], _Group] = {}
+        self.groups: dict[tuple[tuple[int, ...], int], _DroppedGroup] = {}
         self._made: Counter[tuple[int, ...]] = Counter()
 
     def number(self, comm: Any) -> tuple[tuple[int, ...], int]:

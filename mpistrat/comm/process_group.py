@@ -25,9 +25,9 @@ from .call import describe
 from .contract import Collective, Comparison
 from .dropped import DROPPED
 from .monitor import abort, exit_report
+from .monitor.group_monitor import Watchdog
 from .monitor.rank_monitor import RankMonitor, monitored
 from .monitor.survey import Nodes
-from .monitor.watchdog import Watchdog
 from .node import Node
 from .recorder import RECORDER
 

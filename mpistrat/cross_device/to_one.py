@@ -8,10 +8,10 @@ from typing import Any, final
 import numpy as np
 
 from ..arena.arithmetic import Arithmetic, finish
+from ..base.devices import canonical
 from ..base.distributed_values import PerReplica
 from ..base.options import CommunicationOptions
 from ..base.types import ReduceOp
-from ..cluster.devices import canonical
 from ..comm.arrays import mpi_datatype
 from .flat import FlatAllReduce
 

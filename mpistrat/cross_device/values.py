@@ -13,10 +13,10 @@ import numpy as np
 from ..arena.arithmetic import Arithmetic, finish
 from ..base import nest
 from ..base.buffers import BufferPool
+from ..base.devices import parse
 from ..base.distributed_values import DistributedValues, Mirrored
 from ..base.errors import CollectiveMismatchError, explain
 from ..base.types import IndexedSlices, ReduceOp
-from ..cluster.devices import parse
 from ..comm.arrays import array_module, as_array, check_movable, dtype_name, import_cupy, is_gpu, on_device_of, to_host
 from ..comm.packing import forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 
+from ..cluster.launcher_variables import fitting_pmi, offered_pmis, pmi2_remedy, unset_variable, wanted_pmis
 from ..cluster.launchers import (
     USER,
     Launcher,
@@ -15,7 +16,6 @@ from ..cluster.launchers import (
     find_launchers,
     mismatch,
 )
-from ..cluster.pmi import fitting_pmi, offered_pmis, pmi2_remedy, unset_variable, wanted_pmis
 from .finding import Finding, ok, problem, warning
 
 __all__ = ["TOO_LONG", "check_launchers", "is_root"]

@@ -107,7 +107,7 @@ def main() -> None:
     versions = h5py.version
     report(h5py=[versions.version, versions.hdf5_version, bool(h5py.get_config().mpi)], libmpi=_mpi_files())
     step("asking CuPy for GPUs")
-    from ..cluster.devices import gpu_identities
+    from ..base.devices import gpu_identities
 
     gpus, reason = gpu_identities()
     report(gpus=[list(gpu) for gpu in gpus], no_gpu=reason)

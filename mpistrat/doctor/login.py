@@ -1,21 +1,63 @@
-"""The doctor on a login node: one process, which itself starts no MPI and imports nothing that may crash."""
+"""The doctor on a login node: one process, which itself starts no MPI and imports nothing that may crash.
+
+Two ranks, started once by the launcher that fits: what `mpistrat doctor --ranks` finds on them, in the visit of a machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+import subprocess
+from collections.abc import Collection, Mapping
 
 from ..base.errors import ClusterError
-from ..cluster.launchers import MPILibrary, choose_launcher, find_launchers, loaded_library
-from .finding import Finding, problem
+from ..cluster.launchers import Launcher, MPILibrary, choose_launcher, find_launchers, loaded_library
+from .finding import Finding, ok, problem, worst
 from .folders import check_shared_folder
-from .launching import check_launchers
+from .launching import check_launchers, is_root
 from .libraries import check_gpus, check_hdf5, check_loops
 from .mpi import alone, check_library, check_start
-from .pair import check_pair
-from .probe import Probe
+from .probe import Probe, command, last_line
 from .process import check_cores, check_interpreter, check_limits
 
-__all__ = ["NEEDS", "check_login"]
+__all__ = [
+    "NEEDS",
+    "check_login",
+    "check_pair",
+]
+
+
+_NAME = "two ranks"
+_MEETING = 10.0  # seconds beyond the time limit of the ranks' own visit, in which it should have ended
+# What one process cannot see. Whatever else the two find, the visit of the machine says, or depends on how many ranks there are.
+_SHOWN = ("launch", "MPI start", "ranks", "all-reduce", "shared memory", "one-sided calls")
+
+
+def check_pair(library: MPILibrary, launcher: Launcher, env: Mapping[str, str], limit: float) -> Finding:
+    """Return what two ranks find in at most `limit` seconds."""
+    own = ["--oversubscribe", *["--allow-run-as-root"] * is_root()] if library.family == "openmpi" else []
+    doctor = command("mpistrat", "doctor", "--ranks", "--json", "--time-limit", f"{limit:g}")
+    words = [*launcher.command, *own, "-n", "2"]
+    start = f"{' '.join(words)} mpistrat doctor --ranks"
+    remedy = f"In a job, not on a login node, it may work. See what it prints: {start}"
+    try:
+        done = subprocess.run(
+            [*words, *doctor], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=limit + _MEETING,
+        )  # fmt: skip
+        findings = [Finding(**one) for one in json.loads(done.stdout[done.stdout.find("{") :])["findings"]]
+    except subprocess.TimeoutExpired:
+        return problem(_NAME, f"{start} did not return in {limit + _MEETING:g} s", remedy)
+    except (ValueError, KeyError, TypeError):
+        said = last_line(done.stderr) or last_line(done.stdout)
+        return problem(_NAME, f"{start} ended with exit status {done.returncode}: {said}", remedy)
+    else:
+        bad = [one for one in findings if one.status != "OK" and one.name in _SHOWN]
+        if bad:
+            what = "; ".join(f"{one.name}: {one.what}" for one in bad)
+            return Finding(_NAME, worst(bad), what, ". ".join(one.remedy for one in bad))
+        seen = [one.what for one in findings if one.name in ("ranks", "all-reduce")]
+        return ok(_NAME, f"{' '.join(words)}: {'; '.join(seen)}")
+
 
 NEEDS = ("gpu", "nccl", "cuda-aware-mpi", "parallel-hdf5")
 

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..base.cores import THREAD_VARIABLES, available_cores, cpu_quota
 from ..base.text import ranges
 from ..base.version import __version__
-from ..cluster.cores import THREAD_VARIABLES, available_cores, cpu_quota
 from .finding import Finding, ok, warning
 
 __all__ = ["blas_threads", "check_cores", "check_interpreter", "check_limits", "open_files", "versions"]

@@ -10,14 +10,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ..base.agree import gather_text
+from ..base.cores import available_cores, threads_per_core, usable_cores
+from ..base.devices import gpu_identities
 from ..base.environment import Environment
 from ..base.errors import ClusterError
 from ..base.text import ranges
-from ..cluster.cores import available_cores, threads_per_core, usable_cores
-from ..cluster.devices import gpu_identities
-from ..cluster.launcher_variables import lone_rank
+from ..cluster.launcher_variables import lone_rank, pmi2_remedy
 from ..cluster.launchers import imported_library
-from ..cluster.pmi import pmi2_remedy
 from ..cluster.resolvers.tf_config import TFConfigClusterResolver
 from ..cluster.topology import Topology
 from ..comm.gpu import nccl_available

@@ -6,10 +6,18 @@ docstring says why. Beneath is `ms.train.Trainer`.
 
 from __future__ import annotations
 
-from .estimator import Estimator
-from .exporters import BestExporter, Exporter, FinalExporter, LatestExporter
-from .roles import split_evaluator
-from .specs import EstimatorSpec, EvalSpec, ModeKeys, RunConfig, TrainSpec
+from .estimator import Estimator, split_evaluator
+from .specs import (
+    BestExporter,
+    EstimatorSpec,
+    EvalSpec,
+    Exporter,
+    FinalExporter,
+    LatestExporter,
+    ModeKeys,
+    RunConfig,
+    TrainSpec,
+)
 from .train_and_evaluate import train_and_evaluate
 
 __all__ = [

@@ -12,8 +12,7 @@ from ..base.files import replacing
 from ..base.log import logger
 from ..cluster.rendezvous import wait_for_ranks
 from ..train import Callback, EarlyStopping, Loop, Trainer
-from .estimator import Estimator
-from .roles import evaluator_elsewhere
+from .estimator import Estimator, evaluator_elsewhere
 from .specs import EvalSpec, ModeKeys, TrainSpec
 
 __all__ = ["train_and_evaluate"]

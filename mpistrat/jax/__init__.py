@@ -16,8 +16,7 @@ else:
     check_framework("mpistrat.jax", "jax", _.__version__, "0.6", "older versions keep the memory of deleted arrays")
 
 from .apply import apply
-from .arrays import current
-from .assign import assign
+from .arrays import assign, current
 from .distribute import distribute
 from .gradients import grad, value_and_grad
 from .random import key

@@ -13,8 +13,8 @@ from ..base import context, global_batch
 from ..base.errors import BatchError, explain
 from ..base.masks import plain_array
 from ..comm.arrays import accumulation_dtype
-from ..frameworks.foreign import write_share
 from ..optimizers import Optimizer
+from ..optimizers.foreign import write_share
 from ..strategy.contexts import in_step, local_replica
 from ..strategy.loss import summed_replicas, weight_of_pass
 from .arrays import JaxLink, flatten, link_of, memory_of, names_of, release

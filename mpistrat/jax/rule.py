@@ -17,8 +17,8 @@ import optax
 from ..arena.reduction import BLOCK
 from ..base.errors import explain
 from ..comm.arrays import accumulation_dtype, is_gpu
-from ..frameworks.foreign import ForeignRule, WholeRule
 from ..optimizers import Optimizer
+from ..optimizers.foreign import ForeignRule, WholeRule
 from ..optimizers.rule import Block, UpdateRun
 from ..optimizers.whole_state import StateArray, require_whole
 from ..variables import Variable

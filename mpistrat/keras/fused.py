@@ -20,7 +20,7 @@ from .. import optimizers
 from ..arena.arena import ALIGNMENT_BYTES, ArenaAllocator
 from ..arena.reduction import BLOCK
 from ..base import partition
-from ..frameworks.foreign import write_share
+from ..optimizers.foreign import write_share
 from ..optimizers.rule import BlockUpdate
 from ..optimizers.slots import owners
 from .link import ModelLink

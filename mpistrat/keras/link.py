@@ -21,7 +21,7 @@ from ..base.distributed_values import PerReplica
 from ..base.errors import BatchError, CollectiveMismatchError, by_rank, explain
 from ..base.text import named
 from ..comm.process_group import ProcessGroup
-from ..frameworks.foreign import write_share
+from ..optimizers.foreign import write_share
 from ..strategy.loss import summed_replicas, weight_of_pass
 
 __all__ = ["ModelLink", "subclass"]

@@ -1,4 +1,7 @@
-"""`ms.MultiProcessRunner`: a function on ranks that a program starts, which is none of them; what each does, and killing one."""
+"""`ms.MultiProcessRunner`: a function on ranks that a program starts, which is none of them; what each does, and killing one.
+
+`ms.launch`: call a function on several ranks of this machine, from a notebook or any program that runs as one process.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,19 @@ from typing import IO, Any, NamedTuple, final
 from ..base import nest
 from ..base.arguments import integer
 from ..base.errors import LaunchError, explain
+from ..base.lazy import load_cloudpickle
 from ..base.programs import isolated, program
 from ..base.text import named
-from ..remote.registry import load_cloudpickle
 from . import end_with_parent
 from .launched import STACKS
 from .plan import Start, plan
 
-__all__ = ["MultiProcessRunner", "RankResult"]
+__all__ = [
+    "MultiProcessRunner",
+    "RankResult",
+    "launch",
+]
+
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 _LOOK = 0.02  # seconds between two looks for what a rank has written
@@ -338,3 +346,42 @@ def _sent_whole(parts: Sequence[Any], cloudpickle: Any) -> Iterator[None]:
 def _is_found(package: str) -> bool:
     """Return whether an import would find a package, also one that was installed to be edited, which is on no path."""
     return any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
+
+
+def launch(
+    f: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    ranks: int | None = None,
+    timeout: float | None = None,
+) -> list[Any]:
+    """Call a function on each of some ranks of this machine, and return what each has returned, by rank.
+
+    For notebooks and tests: the ranks are processes of their own, which end with the call; this process is none of them. They get
+    the function and its arguments as they are now, by cloudpickle, and what they print comes here. In a SLURM job they are
+    on all of its nodes, as by `mpistrat run`. `ms.MultiProcessRunner` also has what each rank printed, and kills one.
+
+    Args:
+        f: makes the strategy, and does all that uses it. What it returns must be picklable.
+        args, kwargs: its arguments.
+        ranks: how many; default one for each GPU, without GPUs for each core.
+        timeout: seconds after which all ranks are ended.
+
+    Raises:
+        LaunchError: a rank failed, with its traceback; or returned what cannot be pickled.
+        TimeoutError: they took longer.
+        ClusterError: no launcher fits the MPI that mpi4py loads.
+        MissingDependencyError: cloudpickle is not installed.
+        TypeError, ValueError: `ranks` is not an integer ≥ 1.
+        ValueError: this process is a rank already.
+
+    Example:
+        >>> def train():  # doctest: +SKIP
+        ...     with ms.MultiWorkerMirroredStrategy() as strategy:
+        ...         return strategy.rank, strategy.reduce("SUM", 1)
+        >>> ms.launch(train, ranks=2)  # doctest: +SKIP
+        [(0, 2), (1, 2)]
+    """
+    with MultiProcessRunner(f, args, kwargs, ranks=ranks) as runner:
+        return [result.return_value for result in runner.join(timeout)]

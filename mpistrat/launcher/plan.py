@@ -9,15 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..base.cores import THREAD_VARIABLES, usable_cores
+from ..base.devices import count_gpus
 from ..base.errors import ClusterError, explain
 from ..base.programs import isolated
 from ..base.text import counted
-from ..cluster.allocation import Allocation
-from ..cluster.cores import THREAD_VARIABLES, usable_cores
-from ..cluster.devices import count_gpus
-from ..cluster.launcher_variables import RANK_VARIABLES, launched_size
-from ..cluster.launchers import USER, MPILibrary, choose_launcher, find_launchers, loaded_library, mismatch
-from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
+from ..cluster.launcher_variables import (
+    RANK_VARIABLES,
+    fitting_pmi,
+    launched_size,
+    offered_pmis,
+    srun_environment,
+    unset_variable,
+)
+from ..cluster.launchers import USER, Allocation, MPILibrary, choose_launcher, find_launchers, loaded_library, mismatch
 from ..cluster.world import UNSAFE
 from . import pass_words, rank_output
 

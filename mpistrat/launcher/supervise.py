@@ -22,7 +22,7 @@ from ..base.environment import RANK_PROCESS, RESTART_EXIT_CODE, STANDBY
 from ..base.errors import MpistratError
 from ..base.programs import isolated
 from ..base.text import counted, printable
-from ..cluster.allocation import allocation_of_job
+from ..cluster.launchers import allocation_of_job
 from ..comm import job_files
 from ..comm.monitor import leftovers
 from ..state.snapshot import SnapshotFile

@@ -12,12 +12,21 @@ from ..base.errors import ClosedError, LayoutError, explain
 from ..base.waiting import CEILING
 from ..comm.process_group import ProcessGroup
 from ..comm.shared_memory import free_space
-from .layout import Address, MailboxLayout, VariableSpec, aligned
+from .layout import (
+    HALVES,
+    Address,
+    MailboxLayout,
+    ServerMemory,
+    SharedMemory,
+    Staging,
+    VariableSpec,
+    aligned,
+    area_bytes,
+)
 from .report import ParameterServerStats, combine, of_server, of_worker
 from .roles import register_role
-from .server.server import Server
+from .server.server import VariableServer
 from .wire.choice import choose
-from .wire.memory import HALVES, ServerMemory, SharedMemory, Staging, area_bytes
 from .wire.message_port import MessagePort
 from .wire.messages import MessageTransport
 from .wire.transport import Pair, Transport
@@ -75,7 +84,7 @@ class ParameterServers:
         with group.collective("ParameterServers", detail=(self.workers, self.servers, transport)):
             self.choice = choose(group, self.workers, self.servers, transport or group.environment.transport)
         log.once(logging.INFO, "parameter servers: " + self.describe())
-        self.server: Server | None = None
+        self.server: VariableServer | None = None
         self._threads = _several_threads()
         self.transports: list[Transport] = []
         self._used = self._room = [0] * len(self.servers)
@@ -115,7 +124,7 @@ class ParameterServers:
     def _open_ports(self, index: int, back_off: float) -> None:
         by_messages = list(self.choice.workers_by("messages", index))
         by_windows = sorted(set(range(len(self.workers))).difference(by_messages))
-        server = self.server = Server(
+        server = self.server = VariableServer(
             self.group, index, self.workers, self._memory, by_windows, self._comm.Iprobe, back_off, self._threads,
         )  # fmt: skip
         if by_windows:

@@ -175,5 +175,5 @@ class Push(NamedTuple):
 
 
 # What a server does with pushes. A handler that returns False has kept the push for later: it counts as applied when
-# `Server.acknowledge` is called.
+# `VariableServer.acknowledge` is called.
 Handler = Callable[[Push], Any]

@@ -8,8 +8,8 @@ import numpy as np
 
 from ..arena.values import as_flat, zeros
 from ..base.arguments import tensorflow_names
+from ..base.devices import parse
 from ..base.types import IndexedSlices
-from ..cluster.devices import parse
 from ..variables.kinds import OnWriteVariable
 from ..variables.placement import Description, Placement
 from ..variables.scatter import row_numbers

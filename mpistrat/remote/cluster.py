@@ -17,15 +17,16 @@ import numpy as np
 
 from ..base.agree import as_told, gather_bytes, gather_text, together
 from ..base.errors import ClusterError, ContextError, LayoutError, explain
+from ..base.lazy import load_cloudpickle
 from ..base.text import named
 from ..cluster.rendezvous import add_check, remove_check, wait_for_ranks
 from ..optimizers import Optimizer
 from ..optimizers import optimizer as optimizers
 from ..strategy.assemble import PARAMETER_SERVER
 from ..strategy.extended import Coordination
+from .channel import MpiChannel
 from .dispatcher import Dispatcher
-from .mpi import MpiChannel
-from .registry import ObjectRegistry, dumps, load_cloudpickle, loads
+from .registry import ObjectRegistry, dumps, loads
 from .worker import Commands, WorkerLoop, command_of, get_current_worker_index
 
 if TYPE_CHECKING:

@@ -15,10 +15,9 @@ from ..base.errors import CollectiveTimeoutError, PeerExitError
 from ..base.text import error_text
 from ..base.waiting import Backoff
 from ..comm.process_group import ProcessGroup
-from .channel import Kind, Message, pack_call
-from .mpi import MpiChannel
+from .channel import Kind, Message, MpiChannel, pack_call
 from .registry import loads_error
-from .values import ClosureCancelledError, RemoteValue, RemoteValueStatus
+from .scheduler import ClosureCancelledError, RemoteValue, RemoteValueStatus
 
 __all__ = ["FIRST", "Closure", "ClosureQueue", "Dispatcher"]
 
@@ -109,7 +108,7 @@ class ClosureQueue:
 
 
 @final
-class _Worker:
+class _ServingWorker:
     """What the chief knows of a worker."""
 
     def __init__(self, index: int, rank: int) -> None:
@@ -164,7 +163,7 @@ class Dispatcher:
 
         self.lock = threading.RLock()
         self._group, self._channel, self._unpack = group, channel, unpack
-        self._workers = [_Worker(index, rank) for index, rank in enumerate(workers)]
+        self._workers = [_ServingWorker(index, rank) for index, rank in enumerate(workers)]
         self._alive = {worker.rank: worker for worker in self._workers}
         self.listeners: set[int] = set()
         self._serving: set[int] = set()
@@ -402,7 +401,7 @@ class Dispatcher:
             else:
                 return
 
-    def _start_on(self, worker: _Worker, closure: Closure) -> None:
+    def _start_on(self, worker: _ServingWorker, closure: Closure) -> None:
         start, closure.start = closure.start, None
         if start is not None and not start():
             self._abort(closure, ClosureCancelledError(f"{closure.what} was cancelled"))
@@ -431,7 +430,7 @@ class Dispatcher:
                     self._take(worker, message)
         return bool(messages)
 
-    def _take(self, worker: _Worker, message: Message) -> None:
+    def _take(self, worker: _ServingWorker, message: Message) -> None:
         closure = worker.calls.pop(message.number, None)
         if closure is None:
             return
@@ -442,7 +441,7 @@ class Dispatcher:
         else:
             self._abort(closure, loads_error(message.payload, self._unpack))
 
-    def _take_back(self, worker: _Worker, number: int) -> None:
+    def _take_back(self, worker: _ServingWorker, number: int) -> None:
         """Put a call that waits behind a long one back into the queue, or cancel it with those that waited there."""
         closure = worker.calls.pop(number, None)
         worker.seconds = FIRST
@@ -510,7 +509,7 @@ class Dispatcher:
                 worker.warned = True
                 log.logger.warning("%s does not serve after %g s: %s", worker.name, environment.warn_after, _MUST_SERVE)
 
-    def _lose(self, worker: _Worker, why: str = "left the program") -> None:
+    def _lose(self, worker: _ServingWorker, why: str = "left the program") -> None:
         del self._alive[worker.rank]
         self.listeners.discard(worker.rank)
         self._channel.give_up(worker.rank)

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any, final
 
 from ..base import log
 from ..base.errors import MissingDependencyError, explain
-from ..base.text import binary_size, error_text
+from ..base.lazy import load_cloudpickle
+from ..base.text import binary_size, error_text, traceback_text
+from ..cluster.world import is_loss
 from ..lookup import StaticHashTable
 from ..optimizers import Optimizer
 from ..optimizers import optimizer as optimizers
 from ..variables import Variable
 from ..variables.sharded import ShardedVariable
-from .values import PerWorkerValues, RemoteError, RemoteTraceback, RemoteValue
+from .scheduler import PerWorkerValues, RemoteError, RemoteTraceback, RemoteValue
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
@@ -34,10 +36,10 @@ __all__ = [
     "dumps",
     "dumps_error",
     "dumps_result",
-    "load_cloudpickle",
     "loads",
     "loads_error",
     "plain",
+    "text_of_failure",
     "token",
 ]
 
@@ -192,21 +194,6 @@ _LARGE = 16 << 20  # bytes of a function with its arguments that are worth a war
 _resolver: ContextVar[Resolver | None] = ContextVar("mpistrat_tokens", default=None)
 
 
-def load_cloudpickle(function: str = "ClusterCoordinator") -> Any:
-    """Return the module cloudpickle, which a function needs.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-    """
-    try:
-        import cloudpickle
-    except ImportError as error:
-        remedy = "Install it on every node: pip install 'mpistrat[coordinator]'"
-        expected, got = "the package cloudpickle, which carries functions to the workers", "none"
-        raise MissingDependencyError(explain(function, "", expected=expected, got=got, remedy=remedy)) from error
-    return cloudpickle
-
-
 @functools.cache
 def _pickler() -> Any:
     cloudpickle = load_cloudpickle()
@@ -288,6 +275,18 @@ def dumps_result(value: Any, reduce: Reducer) -> bytes:
         return dumps(value, reduce)
     except KeyboardInterrupt as error:
         raise TypeError(error_text(error)) from error
+
+
+def text_of_failure(error: BaseException, where: str) -> str:
+    """Return the text of an exception that a call raised: the rank, and the traceback from the function on.
+
+    Raises:
+        BaseException: the exception itself, if it ends this rank's program too: Ctrl-C, or lost ranks.
+    """
+    if isinstance(error, KeyboardInterrupt) or is_loss(error):
+        raise error
+    trace = error.__traceback__
+    return f"{where}:\n{traceback_text(error, trace if trace is None else trace.tb_next or trace)}"
 
 
 def dumps_error(error: BaseException, text: str, reduce: Reducer, resolver: Resolver, most: int | None = None) -> bytes:

@@ -15,7 +15,7 @@ import numpy as np
 from ..arena.values import initial_array, parse_dtype
 from ..base import log
 from ..base.errors import ContextError, PeerExitError, explain
-from ..base.text import error_text, traceback_text
+from ..base.text import error_text
 from ..base.waiting import Backoff, Deadline, PeerWait
 from ..cluster.world import is_loss
 from ..comm.process_group import ProcessGroup
@@ -23,9 +23,8 @@ from ..optimizers import Optimizer
 from ..optimizers.definition import Definition, definition_of, make_defined
 from ..strategy.show_config import show_config
 from ..variables import create_variable
-from .channel import Kind, Message, unpack_call
-from .mpi import MpiChannel
-from .registry import ObjectRegistry, dumps_error, dumps_result, loads
+from .channel import Kind, Message, MpiChannel, unpack_call
+from .registry import ObjectRegistry, dumps_error, dumps_result, loads, text_of_failure
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
@@ -218,20 +217,13 @@ class WorkerLoop:
                 self._flush()  # before the result is sent: it has been written by then
                 kind, answer = Kind.RESULT, dumps_result(result, self._registry.reduce_result)
         except BaseException as error:  # SystemExit, too: this rank's program goes on without the function
-            if isinstance(error, KeyboardInterrupt) or is_loss(error):
-                raise
-            kind, answer = Kind.FAILED, self._failure(error)
+            text = text_of_failure(error, f"worker {self.index} (rank {self._group.topology.rank})")
+            log.logger.info("a scheduled function failed: %s", text)
+            registry = self._registry
+            kind, answer = Kind.FAILED, dumps_error(error, text, registry.reduce_result, registry.resolve)
         finally:
             _running = None
         return kind, int((monotonic() - start) * 1e6), answer
-
-    def _failure(self, error: BaseException) -> bytes:
-        where = f"worker {self.index} (rank {self._group.topology.rank})"
-        trace = error.__traceback__
-        own = trace.tb_next if trace is not None and trace.tb_next is not None else trace  # without the line above
-        text = f"{where}:\n{traceback_text(error, own)}"
-        log.logger.info("a scheduled function failed: %s", text)
-        return dumps_error(error, text, self._registry.reduce_result, self._registry.resolve)
 
 
 def command_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:

@@ -28,7 +28,7 @@ from .extra import agree_extra
 from .file import complete_file, from_rank_0
 from .list import Form, Slice, Writers, entries, locations, name_of, slices_of, variable_entries, wholes
 from .optimizer_states import OptimizerStates
-from .snapshot import Snapshot, Snapshots
+from .snapshot import Snapshot, SnapshotFile, Snapshots
 from .writing import Layout, Saving, check_space
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Checkpoint:
         self.end()
         self._warn_of_unsaved()
         with RECORDER.span("s", "restore"):
-            return self._restoring().restore(path, names, strict)
+            return self._restoring(os.fspath(path), None, 0).restore(names, strict)
 
     def close(self) -> None:
         """Nothing: the strategy has called `end`, for as long as ranks could meet."""
@@ -168,9 +168,8 @@ class Checkpoint:
             with contextlib.suppress(BaseException):
                 replacement.__exit__(type(error), error, error.__traceback__)
             raise
-        block = Saving.block_of(pieces)
         complete = partial(complete_file, beside, optimizers=optimizers, extra=text)
-        return Saving(group, target, beside, layout, kept, writers, block, complete, replacement, began)
+        return Saving(target, group, beside, layout, kept, writers, pieces, complete, replacement, began)
 
     def _writers(self, beside: Path) -> list[int]:
         """Return the ranks that reach the file: all, where the folder is on a file system of all nodes. Collective."""
@@ -240,13 +239,13 @@ class Checkpoint:
     def restore_snapshot(self, snapshot: Snapshot) -> dict[str, Any]:
         """Restore a state from memory; return what was added. Collective."""
         with RECORDER.span("s", "restore"):
-            words = f"the snapshot of step {snapshot.step}"
-            return self._restoring().restore(words, {}, True, partial(self._snapshots.open, snapshot), snapshot.root)
+            opening = partial(self._snapshots.open, snapshot)
+            return self._restoring(f"the snapshot of step {snapshot.step}", opening, snapshot.root).restore({}, True)
 
-    def _restoring(self) -> Restoring:
+    def _restoring(self, path: str, opening: Callable[[], SnapshotFile] | None, root: int) -> Restoring:
         from .restore import Restoring
 
-        return Restoring(self._group, self._placement, self._states)
+        return Restoring(self._group, self._placement, self._states, path, opening, root)
 
     def _warn_of_unsaved(self) -> None:
         """Log the variables that no file has: those made outside of every scope."""

@@ -225,7 +225,7 @@ class CheckpointFile:
         return array
 
     def places(self, keys: Iterable[str]) -> dict[str, Any] | None:
-        """Return where arrays lie in the file, for `FileParts`; None where only this reader can tell."""
+        """Return where arrays lie in the file, for `FileSlices`; None where only this reader can tell."""
         dataset, digest = find(self._file, "digests"), self._file.attrs.get("digest")
         if self._digests is None or dataset is None or dataset.id.get_offset() is None:
             return None

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint's arrays, for ranks that take them: read by each rank itself, or sent by the one that reads.
+"""Elements of a checkpoint's arrays: each rank reads those that it takes, or the root reads all and sends them.
 
 Where all ranks find the file that the root has opened, no values are sent: the ranks of a node compare its digests together,
 and then each reads the elements that it takes. Else the root reads, and every node gets each element once: through
@@ -12,10 +12,10 @@ import json
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 
@@ -27,27 +27,14 @@ from ..variables import Receiver
 from .file import Digests, check_digests, stored
 from .list import Form
 
-__all__ = ["FileParts", "Parts", "Taken", "read_own", "send"]
+__all__ = ["FileSlices", "SliceReader", "read_own", "send"]
 
 _ALIGNMENT = 64  # bytes, of arrays in what is sent
 _PIECE = 16 << 20  # bytes that are read at a time
 
 
-class Taken(NamedTuple):
-    """An array of a file, and what this rank takes of it.
-
-    Attributes:
-        key, form: of the array.
-        receivers: what this rank takes of its elements.
-    """
-
-    key: str
-    form: Form
-    receivers: Sequence[Receiver]
-
-
-class Parts(ABC):
-    """What a rank reads the parts from that it takes."""
+class SliceReader(ABC):
+    """Reads slices of arrays on each rank."""
 
     @abstractmethod
     def check(self, forms: Mapping[str, Form], index: int, count: int) -> None:
@@ -59,7 +46,7 @@ class Parts(ABC):
 
 
 @final
-class FileParts(Parts):
+class FileSlices(SliceReader):
     """The file of a checkpoint without HDF5, by what its reader has found: `CheckpointFile.places`.
 
     Raises:
@@ -84,7 +71,7 @@ class FileParts(Parts):
         os.close(self._descriptor)
 
     def check(self, forms: Mapping[str, Form], index: int, count: int) -> None:
-        """See `Parts.check`. Raises DamagedError, too."""
+        """See `SliceReader.check`. Raises DamagedError, too."""
         pieces = [(key, number) for key in forms for number in range(len(self._digests[key]))]
         ends = np.cumsum([self._digests[key][number][1] - self._digests[key][number][0] for key, number in pieces])
         low, high = block(int(ends[-1]) if pieces else 0, count, index)
@@ -111,36 +98,44 @@ class FileParts(Parts):
         return data
 
 
-def read_own(parts: Parts, arrays: Sequence[Taken]) -> None:
+Receivers = Mapping[str, Sequence[Receiver]]  # what this rank takes of each array, by key
+
+
+def read_own(reader: SliceReader, forms: Mapping[str, Form], receivers: Receivers) -> None:
     """Read what this rank takes of arrays. Local."""
-    for key, form, receivers in arrays:
-        step = max(1, _PIECE // stored(form.kind).itemsize)
-        for receiver in receivers:
+    for key, takers in receivers.items():
+        step = max(1, _PIECE // stored(forms[key].kind).itemsize)
+        for receiver in takers:
             for low, high in blocks(receiver.ranges, step):
-                receiver.take(low, parts.read(key, form, low, high))
+                receiver.take(low, reader.read(key, forms[key], low, high))
 
 
 def send(
-    group: ProcessGroup, root: int, read: Callable[[str, Form], np.ndarray] | None, arrays: Sequence[Taken]
+    group: ProcessGroup,
+    root: int,
+    read: Callable[[str, Form], np.ndarray] | None,
+    forms: Mapping[str, Form],
+    receivers: Receivers,
 ) -> Exception | None:
-    """Send arrays from the rank that has them to all nodes, whose ranks take their parts. Collective.
+    """Send arrays from the root to all nodes, whose ranks take their elements. Collective.
 
-    Where the root cannot read, it returns why; what ranks take from there on means nothing.
+    If the root cannot read, it returns the error; what ranks take from there on means nothing.
 
     Args:
         group: the ranks.
-        root: who reads.
+        root: the rank that reads.
         read: returns an array, on the root.
-        arrays: the same on all ranks, but for what they take.
+        forms: of the arrays.
+        receivers: by the keys of the arrays that are sent, the same on all ranks and in the same order.
     """
     begins = [0]
-    for array in arrays:
-        begins.append(begins[-1] + -(-array.form.nbytes // _ALIGNMENT) * _ALIGNMENT)
-    stream, node, slices = _Stream(arrays, begins, read), group.node, group.slices
+    for key in receivers:
+        begins.append(begins[-1] + -(-forms[key].nbytes // _ALIGNMENT) * _ALIGNMENT)
+    stream, node, slices = _Stream(forms, receivers, begins, read), group.node, group.slices
     home = next(index for index in range(group.num_nodes) if root in group.ranks_of(index))
     problem: Exception | None = None
     room = min(STAGING_BYTES, max(1, -(-begins[-1] // (slices * _ALIGNMENT))) * _ALIGNMENT)  # 0 bytes take no round
-    with group.collective("restore", "values", detail=(len(arrays), begins[-1])) as call:
+    with group.collective("restore", "values", detail=(len(receivers), begins[-1])) as call:
         for base in range(0, begins[-1], room * slices):
             buffers = node.staging()  # of an odd number of barriers, so that the next ones are the others
             cuts = [(low, min(low + room, begins[-1])) for low in range(base, base + room * slices, room)]
@@ -170,45 +165,51 @@ def _broadcast(group: ProcessGroup, data: np.ndarray, home: int) -> None:
 
 @final
 class _Stream:
-    """Arrays one behind the other, each from a multiple of 64 bytes on."""
+    """Arrays one after the other, each from a multiple of 64 bytes on."""
 
     def __init__(
-        self, arrays: Sequence[Taken], begins: Sequence[int], read: Callable[[str, Form], np.ndarray] | None
+        self,
+        forms: Mapping[str, Form],
+        receivers: Receivers,
+        begins: Sequence[int],
+        read: Callable[[str, Form], np.ndarray] | None,
     ) -> None:
-        self._arrays, self._begins, self._read = arrays, begins, read
-        self._held: tuple[int, np.ndarray] | None = None
+        self._keys, self._forms, self._receivers, self._begins, self._read = (
+            list(receivers),
+            forms,
+            receivers,
+            begins,
+            read,
+        )
+        self._cached: tuple[str, np.ndarray] | None = None
 
-    def _inside(self, low: int, high: int) -> list[tuple[int, int, int, int]]:
-        """Return the arrays of some bytes: index, the place of its elements in them, and which elements: [first, stop)."""
-        found = []
-        for index in range(max(bisect_right(self._begins, low) - 1, 0), len(self._arrays)):
-            begin, array = self._begins[index], self._arrays[index]
+    def _inside(self, low: int, high: int) -> Iterator[tuple[str, Form, int, int, int]]:
+        """Yield the arrays of some bytes: key, form, the place of its elements in them, and which elements: [first, stop)."""
+        for index in range(max(bisect_right(self._begins, low) - 1, 0), len(self._keys)):
+            begin, key = self._begins[index], self._keys[index]
             if begin >= high:
                 break
-            item = array.form.kind.itemsize
-            start, stop = max(low, begin), min(high, begin + array.form.nbytes)
+            form = self._forms[key]
+            item = form.kind.itemsize
+            start, stop = max(low, begin), min(high, begin + form.nbytes)
             if start < stop:
-                found.append((index, start - low, (start - begin) // item, (stop - begin) // item))
-        return found
+                yield key, form, start - low, (start - begin) // item, (stop - begin) // item
 
     def fill(self, buffer: np.ndarray, low: int, high: int) -> None:
         """Write bytes [low, high) into a buffer."""
         assert self._read is not None
-        for index, at, first, stop in self._inside(low, high):
-            if self._held is None or self._held[0] != index:
-                self._held = None  # before another one is read
-                array = self._arrays[index]
-                self._held = index, np.ascontiguousarray(self._read(array.key, array.form)).reshape(-1)
-            part = self._held[1][first:stop].view(np.uint8)
+        for key, form, at, first, stop in self._inside(low, high):
+            if self._cached is None or self._cached[0] != key:
+                self._cached = None  # before another one is read
+                self._cached = key, np.ascontiguousarray(self._read(key, form)).reshape(-1)
+            part = self._cached[1][first:stop].view(np.uint8)
             buffer[at : at + part.size] = part
 
     def take(self, buffer: np.ndarray, low: int, high: int) -> None:
         """Give bytes [low, high) to this rank's receivers."""
-        for index, at, first, stop in self._inside(low, high):
-            array = self._arrays[index]
-            dtype = array.form.kind
-            flat = buffer[at : at + (stop - first) * dtype.itemsize].view(dtype)
-            for receiver in array.receivers:
+        for key, form, at, first, stop in self._inside(low, high):
+            flat = buffer[at : at + (stop - first) * form.kind.itemsize].view(form.kind)
+            for receiver in self._receivers[key]:
                 for start, after in receiver.ranges:
                     start, after = max(start, first), min(after, stop)
                     if start < after:

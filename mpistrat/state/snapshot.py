@@ -35,7 +35,7 @@ from ..comm import job_files
 from ..comm.process_group import ProcessGroup
 from ..comm.shared_memory import ENLARGE, map_file
 from .list import Form, Slice, link_of
-from .reading import Parts
+from .reading import SliceReader
 
 __all__ = ["Snapshot", "SnapshotFile", "Snapshots"]
 
@@ -53,7 +53,7 @@ class Snapshot(NamedTuple):
 
 
 @final
-class SnapshotFile(Parts):
+class SnapshotFile(SliceReader):
     """A file of snapshots of this node, read as `CheckpointFile` reads its own.
 
     Attributes:

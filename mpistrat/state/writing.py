@@ -16,7 +16,8 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -116,58 +117,37 @@ class Layout:
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Saving:
     """A file that is being written, as `Strategy.begin_save` returns it.
 
     Attributes:
-        path: what it is called when it is complete.
-        seconds: how long it took until this rank's part was written, on rank 0 until it was complete; 0 before.
+        path: the name of the complete file.
+        seconds: how long it took until this rank's slices were written, on rank 0 until it was complete; 0 before.
         then: called on rank 0 when it is complete.
     """
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        path: Path,
-        beside: Path,
-        layout: Layout,
-        slices: Sequence[Slice],
-        writers: Sequence[int],
-        block: int,
-        complete: Callable[[Digests], None],
-        replacement: contextlib.ExitStack,
-        began: float,
-    ) -> None:
-        """Take what all ranks have agreed on.
+    path: Path
+    _group: ProcessGroup
+    _beside: Path  # the name of the file until it is complete
+    _layout: Layout
+    _slices: Sequence[Slice]  # of this rank
+    _writers: Collection[int]  # ranks
+    _pieces: int  # in a report, at most
+    _complete: Callable[[Digests], None]  # adds all else to the file, on rank 0
+    _replacement: contextlib.ExitStack  # gives the file its name when it is left, on rank 0
+    _began: float  # when the save was called, by the monotonic clock
+    then: Callable[[], None] | None = None
+    seconds: float = field(default=0.0, init=False)
 
-        Args:
-            group: the ranks.
-            path: what the file will be called.
-            beside: what it is called until it is complete.
-            layout: where the arrays lie.
-            slices: this rank's part of them.
-            writers: the ranks that write.
-            block: bytes of a report.
-            complete: adds what else is in the file, given the digests; on rank 0.
-            replacement: gives the file its name when it is left; on rank 0.
-            began: when the save was asked for, by the monotonic clock.
-        """
-        self.path = path
-        self._group, self._beside, self._layout, self._slices = group, beside, layout, slices
-        self._writers, self._block, self._complete, self._replacement = list(writers), block, complete, replacement
-        self._rank = group.topology.rank
-        self.seconds, self._began = 0.0, began
-        self._error: BaseException | None = None  # what this rank met
+    def __post_init__(self) -> None:
+        self._rank = self._group.topology.rank
+        self._block = -(-(_HEAD + _RECORD * (self._pieces + 2)) // PAGE) * PAGE  # bytes of a report
+        self._error: BaseException | None = None  # of this rank
         self._unreported = ""  # an error that rank 0 cannot know of
-        self._lost = ""  # ... as it was told later
+        self._lost = ""  # those of all ranks, once they have been exchanged
         self._thread: threading.Thread | None = None
         self._outcome: str | None = None
-        self.then: Callable[[], None] | None = None
-
-    @staticmethod
-    def block_of(pieces: int) -> int:
-        """Return how many bytes a report of so many pieces needs, whole pages."""
-        return -(-(_HEAD + _RECORD * (pieces + 2)) // PAGE) * PAGE
 
     def start(self) -> None:
         """Write in a thread."""
@@ -194,7 +174,7 @@ class Saving:
         self.seconds = time.monotonic() - self._began
 
     def _write_slices(self) -> None:
-        layout, records = self._layout, []
+        layout, records = self._layout, list[Any]()
         index_of = {key: index for index, key in enumerate(layout.forms)}
         descriptor = os.open(self._beside, os.O_WRONLY | os.O_CLOEXEC)
         try:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar, final
 from ..arena.wire import wire_named
 from ..base import log, loops
 from ..base.agree import together
+from ..base.cores import loop_threads, set_blas_threads
+from ..base.devices import check_devices, parse
 from ..base.environment import Environment
 from ..base.errors import (
     ClusterError,
@@ -25,8 +27,6 @@ from ..base.errors import (
 )
 from ..base.options import CommunicationOptions, LocalSteps
 from ..base.text import counted
-from ..cluster.cores import loop_threads, set_blas_threads
-from ..cluster.devices import check_devices, parse
 from ..cluster.topology import Topology
 from ..comm.monitor import abort
 from ..comm.process_group import ProcessGroup

@@ -12,11 +12,11 @@ import numpy as np
 
 from ..base import context, nest, random
 from ..base.context import Frame
+from ..base.cores import limit_new_libraries
 from ..base.distributed_values import PerReplica, regroup, select_replica
 from ..base.errors import ContextError, explain
 from ..base.options import CommunicationOptions
 from ..base.types import ReduceOp
-from ..cluster.cores import limit_new_libraries
 from ..cluster.topology import Topology
 from ..comm.arrays import as_array
 from ..cross_device.collectives import Collectives

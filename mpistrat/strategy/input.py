@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..base.agree import same, together
+from ..base.devices import parse
 from ..base.errors import CollectiveMismatchError, by_rank, explain
 from ..base.global_batch import Ledger
-from ..cluster.devices import parse
 from ..comm.draws import Draws
 from ..comm.gpu import DeviceCopy
 from ..comm.monitor.rank_monitor import user_line

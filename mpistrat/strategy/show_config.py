@@ -11,9 +11,9 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from ..base import loops
+from ..base.cores import usable_cores
 from ..base.environment import Environment
 from ..base.text import counted
-from ..cluster.cores import usable_cores
 from ..cross_device.auto import Chooser
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, final
 
 from ..base import context
 from ..base.agree import gather_text, together
+from ..base.devices import default_devices
 from ..base.errors import ClusterError, explain
 from ..base.options import CommunicationOptions, LocalSteps
-from ..cluster.devices import default_devices
 from ..cluster.resolvers import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver
 from ..cluster.resolvers.tf_config import warn_unused
 from ..cluster.spec import worker_count

@@ -9,8 +9,7 @@ import numpy as np
 
 from ..comm.process_group import ProcessGroup
 from ..comm.recorder import RECORDER, Ring
-from .clocks import clock_offset
-from .trace import process_group_of
+from .trace import clock_offset, process_group_of
 
 __all__ = ["RankTimes", "shares", "times"]
 

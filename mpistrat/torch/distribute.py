@@ -10,8 +10,8 @@ import torch
 
 from ..arena.layout import check_layouts
 from ..base import context
+from ..base.devices import parse
 from ..base.errors import explain
-from ..cluster.devices import parse
 from ..strategy.loss import check_loss
 from .module import divide_gradients, link_of, put_into
 from .optimizer import distribute_optimizer

@@ -1,17 +1,21 @@
-"""A torch.optim optimizer whose step sums over the replicas and updates in one pass; its state is divided over the ranks."""
+"""A torch.optim optimizer whose step sums over the replicas and updates in one pass; its state is divided over the ranks.
+
+Sums that start in the middle of a backward pass: buckets of parameters, for which `Optimizer.begin` is called.
+"""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, final
 
 import numpy as np
 import torch
 from torch.optim import optimizer as base
 
-from ..base import context
+from ..base import context, log
 from ..base.errors import explain
 from ..comm.arrays import accumulation_dtype
 from ..strategy.contexts import in_step, local_replica
@@ -19,11 +23,97 @@ from ..strategy.loss import summed_replicas
 from ..variables import Variable
 from ..variables.sharded import each_variable
 from .module import TorchLink, check_parameters, link_of
-from .overlap import Overlap
 from .rule import StepsTaken, TorchRule, slots_of
 from .tensors import array_of, tensor_of
 
-__all__ = ["TorchOptimizer", "distribute_optimizer"]
+__all__ = [
+    "Overlap",
+    "TorchOptimizer",
+    "distribute_optimizer",
+]
+
+
+_BUCKET_BYTES = 25 << 20  # as DDP's
+_REMEDY = "Call backward in the function that strategy.run runs"
+
+
+@final
+class Overlap:
+    """The buckets of a module's parameters, the last ones first, as a backward pass reaches them.
+
+    A bucket is begun when all its gradients are there and those before it were begun, so the order is the same on all ranks.
+    """
+
+    def __init__(self, rule: Any, strategy: Any, links: Sequence[TorchLink]) -> None:
+        """Make buckets, where sums can start early: on several nodes with one replica a rank; else there are none."""
+        self._rule, self._strategy = rule, strategy
+        self._buckets: list[list[TorchLink]] = []
+        extended = strategy.extended
+        placement = extended.placement
+        if placement.store is None and len(extended.replicas) == 1 and placement.group.num_nodes > 1:
+            self._fill([link for link in reversed(links) if link.gradient is not None])
+        self._versions: dict[TorchLink, int] = {}  # of what was begun
+        self._reset()
+
+    def _fill(self, links: Sequence[TorchLink]) -> None:
+        room = 0
+        for link in links:
+            if room <= 0:
+                self._buckets.append([])
+                room = _BUCKET_BYTES
+            self._buckets[-1].append(link)
+            room -= link.variable.size * link.variable.dtype.itemsize
+            link.noted = self._note
+
+    def _reset(self) -> None:
+        self._versions.clear()
+        self._next, self._missing = 0, [set(bucket) for bucket in self._buckets]
+
+    @torch.compiler.disable
+    def _note(self, link: TorchLink) -> None:
+        """Note that a backward pass has completed a gradient. Collective, where it is the last one of a bucket."""
+        if self._next == len(self._buckets) or not self._rule.begun.early:
+            return
+        for missing in self._missing[self._next :]:
+            missing.discard(link)
+        while self._next < len(self._buckets) and not self._missing[self._next]:
+            bucket = self._buckets[self._next]
+            self._next += 1
+            variables = [each.variable for each in bucket]
+            in_step(self._strategy, lambda: self._rule.begin(variables), "backward", _REMEDY)  # noqa: B023
+            self._versions.update((each, _version(each)) for each in bucket)
+
+    def settle(self) -> None:
+        """Have the step that follows take what was begun, or sum again where a gradient was changed since. Collective."""
+        if not self._versions:
+            self._reset()
+            return
+        final = all(_version(link) == version for link, version in self._versions.items())
+        group = self._strategy.extended.process_group
+        with group.collective("begin: final"):
+            final = bool(group.agree(int(final)))
+        if not final:
+            self._rule.begun.forget()
+            why = (
+                "gradients were changed after the backward pass that computed them, as by a second one before the step"
+            )
+            log.once(logging.INFO, f"ms.torch: sums wait for optimizer.step(): {why}")
+        if not final or not self._rule.begun.able:
+            self._stop()
+        self._reset()
+
+    def _stop(self) -> None:
+        for bucket in self._buckets:
+            for link in bucket:
+                link.noted = None
+        self._buckets = []
+
+
+def _version(link: TorchLink) -> int:
+    """Return the number of changes of a gradient; -1 where the program has replaced it."""
+    if link.gradient is None or link.parameter.grad is not link.shown:
+        return -1
+    return link.gradient._version
 
 
 class _OptimizerState(defaultdict[Any, Any]):

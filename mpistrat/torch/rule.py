@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..base.errors import explain
-from ..frameworks.foreign import ForeignRule
+from ..optimizers.foreign import ForeignRule
 from ..optimizers.gradients import pairs_of
 from ..optimizers.rule import Block
 from ..optimizers.settings import as_attribute, check_groups, group_settings

@@ -19,7 +19,7 @@ import torch
 from ..base import log
 from ..base.errors import explain
 from ..comm.arrays import accumulation_dtype
-from ..frameworks.foreign import WholeRule
+from ..optimizers.foreign import WholeRule
 from ..optimizers.whole_state import StateArray
 from ..variables import Variable
 from .tensors import array_of, tensor_of

@@ -1,15 +1,30 @@
-"""Checkpoints of a run in one folder: when to save, which files to keep, and the newest that can be read."""
+"""Checkpoints of a run in one folder: when to save, which files to keep, and the newest that can be read.
+
+The states of random generators that a program has beside `ms.rng`: Python's, NumPy's global one, PyTorch's on the CPU.
+
+Claims of folders: only one run at a time writes checkpoints into a folder.
+
+Rank 0 locks a file in the folder. The lock ends with its process, however that ends, so it does not hinder a run that is started
+again. Programs that only read the folder need no claim. Where the file system has no locks, nothing is checked.
+"""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import errno
+import fcntl
+import json
 import os
+import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
+
+import numpy as np
 
 from ..base.arguments import integer
 from ..base.environment import RESTART_EXIT_CODE
@@ -18,10 +33,178 @@ from ..base.files import remove_dead
 from ..base.log import logger
 from ..state.extra import has_state
 from ..state.writing import Saving
-from .folder_claim import FolderClaim
-from .random_states import gather_states, hand_back
 
-__all__ = ["Checkpoints", "checkpoints_iterator"]
+__all__ = [
+    "Checkpoints",
+    "FolderClaim",
+    "checkpoints_iterator",
+    "gather_states",
+    "get_states",
+    "hand_back",
+    "set_states",
+]
+
+
+_RANKS = 256  # up to so many the states are saved, 5 KB each
+
+
+def gather_states(strategy: Any) -> list[dict[str, Any]]:
+    """Return the states of all ranks; none where these are very many. Collective."""
+    return list(strategy.all_gather_object(get_states())) if strategy.size <= _RANKS else []
+
+
+def hand_back(strategy: Any, states: Sequence[Mapping[str, Any]]) -> None:
+    """Let each rank go on from its states among those of `gather_states`; on another number of ranks it does nothing."""
+    if len(states) == strategy.size:
+        set_states(states[strategy.rank])
+
+
+def get_states() -> dict[str, Any]:
+    """Return this process's states, as what JSON can hold: some kilobytes.
+
+    Example:
+        >>> states, number = get_states(), np.random.rand()
+        >>> set_states(states)
+        >>> np.random.rand() == number
+        True
+    """
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - the one that programs use
+    states: dict[str, Any] = {
+        "python": [version, _text(np.array(words, np.uint32)), gauss],
+        "numpy": [str(name), _text(np.asarray(keys)), int(position), int(has_gauss), float(cached)],
+    }
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        states["torch"] = _text(torch.get_rng_state().numpy())
+    return states
+
+
+def set_states(states: Mapping[str, Any]) -> None:
+    """Let the generators go on from states that `get_states` returned."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(_array(words, np.uint32).tolist()), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, _array(keys, np.uint32), *rest))  # noqa: NPY002
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and "torch" in states:
+        torch.set_rng_state(torch.from_numpy(_array(states["torch"], np.uint8)))
+
+
+def _text(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _array(text: str, dtype: Any) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype).copy()
+
+
+_NAME = ".owner"
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_LONGEST_CLAIM = 4096  # bytes of the file
+_claims: dict[tuple[int, int], FolderClaim] = {}  # of this process, by device and inode of the folder
+
+
+@final
+class FolderClaim:
+    """The claim of a strategy on a folder; rank 0 has the lock. It is an attachment of the group of ranks, and ends with it."""
+
+    def __init__(self, strategy: Any, folder: Path) -> None:
+        self._strategy, self._folder, self._group = strategy, folder, strategy.extended.process_group
+        self._taken, self._descriptor, self._key = False, -1, (0, 0)
+
+    def take(self) -> Path:
+        """Make the strategy the only one that writes into the folder, which is made if it is not there. Collective.
+
+        Return rank 0's path of the folder: a relative path may name another folder on other ranks.
+
+        Where the same process had claimed it for another strategy, the newer one has it from now on.
+
+        Raises:
+            ValueError: on every rank, if another run writes into it.
+        """
+        claim = (self._try(), self._folder) if self._strategy.rank == 0 else None
+        owner, folder = self._strategy.broadcast_object(claim)
+        if owner:
+            expected, got = "a folder that no other run writes into", f"one that {owner} uses"
+            remedy = "Give each run a folder of its own, or end the other run. To read its files is no conflict"
+            raise ValueError(explain("Checkpoints", str(self._folder), expected=expected, got=got, remedy=remedy))
+        if not self._taken:
+            self._group.attach(self)
+        self._taken = True
+        return Path(folder)
+
+    def _try(self) -> str:
+        """Take the lock; return the owner of the folder in words, "" where that is this strategy. Local."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            status = self._folder.stat()
+            self._key = status.st_dev, status.st_ino
+            known = _claims.get(self._key)
+            if known is not None and known._group is self._group:
+                return ""
+            if known is not None and self._taken:
+                return f"a newer strategy of process {os.getpid()}"
+            if known is not None:
+                self._descriptor, known._descriptor = known._descriptor, -1
+                _claims[self._key] = self
+                return ""
+            descriptor = os.open(self._folder / _NAME, _FLAGS, 0o666)
+        except OSError:  # saving raises it, if the folder cannot be written
+            return ""
+        # Not flock: children of this process, such as workers of a DataLoader, would hold it after its end.
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = _read(descriptor)
+            os.close(descriptor)
+            held = error.errno in (errno.EAGAIN, errno.EACCES)
+            return "" if not held or self._succeeds(owner) else _words(owner)
+        self._descriptor, _claims[self._key] = descriptor, self
+        environment = self._group.environment
+        about = {"host": os.uname().nodename, "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        about |= {"job": environment.job, "generation": environment.generation}
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(about).encode(), 0)
+        return ""
+
+    def _succeeds(self, owner: dict[str, Any]) -> bool:
+        """Return whether an owner is this job before it was started again, of which a process has not ended yet."""
+        environment = self._group.environment
+        generation = owner.get("generation")
+        same = bool(environment.job) and owner.get("job") == environment.job
+        return same and isinstance(generation, int) and generation < environment.generation
+
+    def close(self) -> None:
+        """Give the folder back. Local."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            _claims.pop(self._key, None)
+
+    def leave(self) -> Callable[[], None] | None:
+        """Nothing: the lock ends with the process."""
+        return None
+
+    def abandon(self) -> None:
+        """Give the folder back. Local."""
+        self.close()
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    try:
+        found = json.loads(os.pread(descriptor, _LONGEST_CLAIM, 0))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _words(owner: dict[str, Any]) -> str:
+    if "process" not in owner:
+        return "another process"
+    return f"process {owner['process']} on {owner.get('host')}, since {owner.get('since')},"
+
 
 _POLL_SECONDS = 1.0  # between looks at a folder
 _SHARE = 0.01  # of the time, that snapshots take at most

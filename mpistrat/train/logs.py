@@ -1,4 +1,7 @@
-"""What a loop writes and shows: files of results, TensorBoard's, a bar. One rank does, in loops of your own, too."""
+"""What a loop writes and shows: files of results, TensorBoard's, a bar. One rank does, in loops of your own, too.
+
+Errors of what records a run, such as a log or a tracker: the first one is a warning, and training continues.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,62 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any, final
 
-from ..base.errors import MissingDependencyError, explain
+from ..base.errors import MissingDependencyError, MpistratError, explain
 from ..base.files import replacing
 from ..base.global_batch import global_batch_size
 from ..base.log import logger
 from ..base.terminal import progress_bar, reaches_terminal
-from ..base.text import displayable, encoded
+from ..base.text import displayable, encoded, error_text
 from ..timeline import save
 from .callbacks import Callback, Logs, Loop, is_number, plain
-from .warn_once import WarnOnce
 
-__all__ = ["CSVLogger", "JSONLogger", "Progress", "TensorBoard", "Timeline"]
+__all__ = [
+    "CSVLogger",
+    "JSONLogger",
+    "Progress",
+    "TensorBoard",
+    "Timeline",
+    "WarnOnce",
+]
+
+
+@final
+class WarnOnce:
+    """A context that may be entered again and again: the first error in it is logged, later ones are skipped.
+
+    Example:
+        >>> recording = WarnOnce("the log", OSError)
+        >>> for _ in range(2):
+        ...     with recording:
+        ...         raise OSError("no space left on device")
+    """
+
+    def __init__(self, what: str, *kinds: type[Exception]) -> None:
+        """Take the errors that do not leave the context.
+
+        Args:
+            what: the record, for the warning.
+            kinds: the classes of errors; others are raised, and all of this package, such as a collective's that timed out.
+        """
+        self._what, self._kinds, self._warned = what, kinds, False
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None or not isinstance(error, self._kinds) or isinstance(error, MpistratError):
+            return False
+        if not self._warned:
+            self._warned = True
+            text = "%s: %s; training continues, and later errors of it are not reported"
+            logger.warning(text, self._what, error_text(error))
+        return True
+
 
 _SPEED = "samples_per_second"  # a result of `Monitor`
 _SHOWN = 0.1  # seconds between two changes of the bar

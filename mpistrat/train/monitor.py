@@ -28,9 +28,8 @@ from ..base.text import counted, duration, encoded
 from ..base.version import __version__
 from ..timeline import times
 from .callbacks import Callback, Logs, Loop, is_number, plain
-from .logs import JSONLogger, Progress, TensorBoard
+from .logs import JSONLogger, Progress, TensorBoard, WarnOnce
 from .run_page import RunRecord, page
-from .warn_once import WarnOnce
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -35,7 +35,7 @@ def test_pushes_are_exact(transport):
 @pytest.mark.parametrize("largest", [0, 1 << 26], ids=["in parts", "staged"])
 def test_large_pushes_are_exact(transport, largest, monkeypatch):
     """Pushes of many parts, or that lie whole where windows can hold them, of workers at the same time."""
-    monkeypatch.setattr("mpistrat.parameter_server.wire.memory.LARGEST_AREA", largest)
+    monkeypatch.setattr("mpistrat.parameter_server.layout.LARGEST_AREA", largest)
     with parameter_servers(transport, [((7, 1001), F4)], chunk_bytes=4096) as ps:
         check_exact(ps, 60)
 

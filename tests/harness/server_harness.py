@@ -5,11 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.parameter_server.layout import LINE, Address, MailboxLayout, VariableSpec, aligned
+from mpistrat.parameter_server.layout import (
+    LINE,
+    Address,
+    MailboxLayout,
+    ServerMemory,
+    SharedMemory,
+    VariableSpec,
+    aligned,
+)
 from mpistrat.parameter_server.operations import Operation, pack
-from mpistrat.parameter_server.server.server import Server
+from mpistrat.parameter_server.server.server import VariableServer
 from mpistrat.parameter_server.wire.fragments import Fragment, MessageKind
-from mpistrat.parameter_server.wire.memory import ServerMemory, SharedMemory
 from mpistrat.parameter_server.wire.transport import FOR_GOOD, Port
 
 
@@ -53,7 +60,7 @@ class ServerHarness:
             used += LINE + aligned(max(spec.nbytes, 1))
         slab = ServerMemory(group, None, [0], [used], False, False, "variables")
         memory = SharedMemory(self._layout, self._mailbox, addresses, [slab])
-        self.server = Server(group, 0, [0] * workers, memory, [], lambda: 0, 1e-3, threads=False)
+        self.server = VariableServer(group, 0, [0] * workers, memory, [], lambda: 0, 1e-3, threads=False)
         self.server.add_port(Silent(), range(workers))
         for index, v in enumerate(variables):
             with self.server.writing(index) as array:

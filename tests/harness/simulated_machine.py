@@ -2,7 +2,7 @@
 
 import os
 
-from mpistrat.cluster.cores import THREAD_VARIABLES
+from mpistrat.base.cores import THREAD_VARIABLES
 from mpistrat.cluster.launchers import Launcher, MPILibrary
 from mpistrat.launcher import plan as run
 

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 from ...base.lazy import lazy
 
 if TYPE_CHECKING:
-    from .gce import GCEClusterResolver
-    from .kubernetes import KubernetesClusterResolver, KubernetesExecutableLocation
+    from .clouds import (
+        GCEClusterResolver,
+        KubernetesClusterResolver,
+        KubernetesExecutableLocation,
+        SageMakerClusterResolver,
+    )
     from .mpi import MPIClusterResolver
     from .resolver import ClusterResolver, SimpleClusterResolver, UnionClusterResolver, UnionResolver
-    from .sagemaker import SageMakerClusterResolver
     from .slurm import SlurmClusterResolver
     from .tf_config import TFConfigClusterResolver
 else:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, final
 
+from ...base.devices import count_gpus
 from ...base.errors import ClusterError, explain
-from ..devices import count_gpus
 from ..spec import ClusterSpec
 
 __all__ = [

@@ -126,7 +126,7 @@ class Answer(NamedTuple):
         return cls._make((monotonic(), *json.loads(data)))
 
 
-class Failure(NamedTuple):
+class FailedCall(NamedTuple):
     """How and when a collective failed on a rank, and whether it did before data moved."""
 
     time: float
@@ -180,7 +180,7 @@ class RankMonitor:
         self.refusal: Exception | None = None
         self.on_flags = False
         self.left: dict[int, Left] = {}
-        self.failures: dict[int, Failure] = {}
+        self.failures: dict[int, FailedCall] = {}
         self.recent: Callable[[int], str] = lambda number: ""
         self.raw: tuple[float, str] | None = None
         self.stop = False
@@ -207,7 +207,7 @@ class RankMonitor:
             if len(self.failures) >= _FAILURES:
                 self.failures.pop(next(iter(self.failures)))
             text = error_text(error)[:_SHOWN]
-            self.failures[self.current[2]] = Failure(monotonic(), text, on_entry)
+            self.failures[self.current[2]] = FailedCall(monotonic(), text, on_entry)
 
     def failed(self, about: int) -> int:
         """Return that collective if it failed here, else the last one that failed on entry; 0 for none."""
@@ -257,7 +257,7 @@ class RankMonitor:
         known = self.recent(about)
         before = RECORDER.history()
         failed = self.failed(about)
-        failure = self.failures.get(failed, Failure(now, "", False))
+        failure = self.failures.get(failed, FailedCall(now, "", False))
         more = about, fingerprint(known) if known else 0, failed, now - failure.time
         words = at, before, failure.error
         if current is not None:

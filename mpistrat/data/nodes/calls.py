@@ -20,9 +20,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, final
 
 from ...base import partition
+from ...base.cores import usable_cores
 from ...base.errors import explain
 from ...cluster import no_rank
-from ...cluster.cores import usable_cores
 from ..options import AUTOTUNE
 from ..stats import StageStats
 

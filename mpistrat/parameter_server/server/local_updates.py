@@ -13,8 +13,8 @@ import numpy as np
 
 from ...arena.reduction import BLOCK
 from ...base import loops
+from ...base.cores import available_cores
 from ...base.errors import explain
-from ...cluster.cores import available_cores
 from ...comm.arrays import accumulation_dtype, as_array, as_buffer
 from ...optimizers.rule import BlockUpdate
 

@@ -15,7 +15,7 @@ from ...arena.values import as_flat, read_only
 from ...base.errors import CollectiveMismatchError, MpistratError, explain
 from ...comm.arrays import accumulation_dtype
 from ..operations import Operation, Push, apply_operation, unpack
-from .server import Server
+from .server import VariableServer
 
 __all__ = ["SynchronousUpdates", "Updater", "Updates"]
 
@@ -64,7 +64,7 @@ class Updates:
         variable: returns what is known of a variable, by number: an object with a `constraint`, for the updaters.
     """
 
-    def __init__(self, server: Server, find: Callable[[int], Updater], variable: Callable[[int], Any]) -> None:
+    def __init__(self, server: VariableServer, find: Callable[[int], Updater], variable: Callable[[int], Any]) -> None:
         self._server, self._find, self._variable = server, find, variable
         self._variables: dict[int, Any] = {}
         self._steps: list[dict[int, tuple[Updater, int]]] = [{} for _ in server.applied]
@@ -230,7 +230,7 @@ class SynchronousUpdates:
 
     def __init__(
         self,
-        server: Server,
+        server: VariableServer,
         find: Callable[[int], Updater],
         variable: Callable[[int], Any],
         backup_workers: int = 0,
@@ -241,7 +241,7 @@ class SynchronousUpdates:
         self.dropped = [0] * len(server.applied)
         self._server, self._backup_workers = server, backup_workers
         self._updates = Updates(server, find, variable)
-        self._workers = [_Worker() for _ in server.applied]
+        self._workers = [_WorkerPushes() for _ in server.applied]
         self._kept = False  # whether a step waits for this server's program
         self._completed: dict[int, int] = {}  # steps, by key of the optimizer
         self._versions: dict[tuple[int, int], int] = {}  # of a variable after the last step, by that key and its number
@@ -269,7 +269,7 @@ class SynchronousUpdates:
             self._complete()
         return kept and not self._kept
 
-    def _take(self, worker: _Worker, push: Push, copied: bool) -> bool:
+    def _take(self, worker: _WorkerPushes, push: Push, copied: bool) -> bool:
         """Apply a push, or keep it for its step. Return False for a commit."""
         operation, key = unpack(push.what)
         if push.variable < 0:
@@ -313,7 +313,7 @@ class SynchronousUpdates:
             )
         return False
 
-    def _apply(self, key: int, workers: list[_Worker]) -> bool:
+    def _apply(self, key: int, workers: list[_WorkerPushes]) -> bool:
         begun = self._updates.begin(key, [self._workers.index(worker) for worker in workers])
         if begun is None:
             return False
@@ -332,7 +332,7 @@ class SynchronousUpdates:
             self._resume(worker)
         return True
 
-    def _resume(self, worker: _Worker) -> None:
+    def _resume(self, worker: _WorkerPushes) -> None:
         """Acknowledge a commit, and go on with what the worker pushed after it."""
         key, done = worker.committed, worker.number
         assert key is not None
@@ -358,7 +358,7 @@ class SynchronousUpdates:
             self._resume(worker)
         return bool(late)
 
-    def _is_late(self, worker: _Worker) -> bool:
+    def _is_late(self, worker: _WorkerPushes) -> bool:
         key = worker.committed
         if key is None or worker.began.get(key, 0) >= self._completed.get(key, 0):
             return False
@@ -385,7 +385,7 @@ class SynchronousUpdates:
 
 
 @final
-class _Worker:
+class _WorkerPushes:
     """What is kept of a worker's pushes.
 
     Attributes:

@@ -9,8 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from ...base.buffers import BufferPool
-from ..layout import Address
-from ..wire.memory import ServerMemory
+from ..layout import Address, ServerMemory
 
 __all__ = ["PrivateBuffers", "SnapshotBuffers", "VersionBuffers"]
 

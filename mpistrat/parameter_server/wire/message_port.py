@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ...comm.mailbox import Mailbox
-from ..layout import LINE
-from .fragments import Fragment, MessageKind
-from .memory import SharedMemory
+from ..layout import LINE, SharedMemory
+from .fragments import Fragment, MessageKind, Pieces
 from .messages import ACKNOWLEDGE, DATA, PAYLOAD, REPLY, REQUEST, SHORT
-from .pieces import Pieces
 from .transport import Port, flat_bytes
 
 if TYPE_CHECKING:
-    from ..server.server import Server
+    from ..server.server import VariableServer
 
 __all__ = ["MessagePort"]
 
@@ -46,7 +44,7 @@ class MessagePort(Port):
 
     def __init__(
         self,
-        server: Server,
+        server: VariableServer,
         ranks: Mapping[int, int],
         memory: SharedMemory,
         comm: Any,
@@ -58,7 +56,7 @@ class MessagePort(Port):
         self._layout, self._memory = memory.layout, memory.mailbox
         self._worker_of = dict(ranks)
         self._workers = {
-            worker: _Worker(worker, comm, rank, memory.layout.chunk_bytes) for rank, worker in ranks.items()
+            worker: _WorkerMessages(worker, comm, rank, memory.layout.chunk_bytes) for rank, worker in ranks.items()
         }
         self._owed: set[int] = set()  # workers to be told what was taken and applied
         self._spare: list[np.ndarray] = []
@@ -117,7 +115,7 @@ class MessagePort(Port):
             moved = True
         return moved
 
-    def _move(self, worker: _Worker) -> bool:
+    def _move(self, worker: _WorkerMessages) -> bool:
         """Let a worker's large messages get on. Return whether they did."""
         moved = bool(worker.sending) and worker.sending.look()
         moved = (bool(worker.arriving) and worker.arriving.look()) or moved
@@ -125,7 +123,7 @@ class MessagePort(Port):
             self._got_on = monotonic()
         return moved
 
-    def _take_from(self, worker: _Worker) -> bool:
+    def _take_from(self, worker: _WorkerMessages) -> bool:
         """Take what has come of a worker. Return whether anything has."""
         arrived, moved = None if worker.arriving else worker.fragment, False
         if arrived is not None:
@@ -143,7 +141,7 @@ class MessagePort(Port):
             moved = True
         return moved
 
-    def _next(self, worker: _Worker) -> Fragment | None:
+    def _next(self, worker: _WorkerMessages) -> Fragment | None:
         """Return a worker's next request; None if it has none yet, or a push that is not to be taken yet."""
         if not worker.coming or not worker.coming[0][0].Test():
             return None
@@ -151,7 +149,7 @@ class MessagePort(Port):
         worker.refused = fragment.kind not in _OTHERS and not self._server.accepts(worker.number)
         return None if worker.refused else fragment
 
-    def _begin_next(self, worker: _Worker) -> None:
+    def _begin_next(self, worker: _WorkerMessages) -> None:
         """Begin to receive the payload of a worker's next request, if it has a large one."""
         fragment = self._next(worker)
         if fragment is not None and fragment.nbytes < fragment.total:
@@ -159,7 +157,7 @@ class MessagePort(Port):
             worker.begin(fragment)
             self._got_on = monotonic()
 
-    def _take(self, worker: _Worker, fragment: Fragment, payload: np.ndarray) -> None:
+    def _take(self, worker: _WorkerMessages, fragment: Fragment, payload: np.ndarray) -> None:
         worker.taken += 1
         if fragment.kind in _QUESTIONS:
             self._reply(worker, *self._find(fragment, payload))
@@ -196,7 +194,7 @@ class MessagePort(Port):
             return version, flat_bytes(rows)
         return 0, flat_bytes(self._server.clocks())
 
-    def _reply(self, worker: _Worker, number: int, data: np.ndarray) -> None:
+    def _reply(self, worker: _WorkerMessages, number: int, data: np.ndarray) -> None:
         short = data if data.nbytes <= SHORT else data[:0]
         reply = np.zeros(LINE + short.nbytes, np.uint8)
         reply[:LINE].view(np.int64)[:3] = number, worker.taken, self._server.applied[worker.number]
@@ -208,7 +206,7 @@ class MessagePort(Port):
 
 
 @final
-class _Worker:
+class _WorkerMessages:
     """What is on its way to and from a worker.
 
     Attributes:

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from ..layout import LINE, Address
-from .fragments import Fragment, MessageKind
-from .pieces import Pieces
+from .fragments import Fragment, MessageKind, Pieces
 from .transport import Pair, Transport, flat_bytes
 
 __all__ = ["ACKNOWLEDGE", "DATA", "PAYLOAD", "REPLY", "REQUEST", "SHORT", "MessageTransport"]

@@ -10,14 +10,13 @@ import numpy as np
 
 from ...base import loops
 from ...comm.window import Window
-from ..layout import LINE, Address
+from ..layout import HALVES, LINE, Address, SharedMemory
 from ..server.atomic_reads import HeldSnapshot, SeqLockReader
 from .fragments import Assembly, Fragment, MessageKind, cut
-from .memory import HALVES, SharedMemory
 from .transport import Pair, Port, Transport
 
 if TYPE_CHECKING:
-    from ..server.server import Server
+    from ..server.server import VariableServer
 
 __all__ = ["OneSidedTransport", "SharedWindowTransport", "WindowPort"]
 
@@ -215,7 +214,7 @@ class WindowPort(Port):
         memory: with this rank's segments.
     """
 
-    def __init__(self, server: Server, workers: Sequence[int], memory: SharedMemory) -> None:
+    def __init__(self, server: VariableServer, workers: Sequence[int], memory: SharedMemory) -> None:
         layout = memory.layout
         self._accepts, self._server, self._deliver = server.accepts, server.index, server.deliver
         self._mailbox, self._stagings = memory.mailbox, memory.stagings

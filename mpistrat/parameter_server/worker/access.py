@@ -16,7 +16,7 @@ from ...comm.process_group import ProcessGroup
 from ...comm.recorder import RECORDER
 from ..connections import ParameterServers
 from ..operations import Operation, apply_operation, pack, sum_duplicate_rows
-from ..server.server import Server
+from ..server.server import VariableServer
 from ..wire.transport import FINISHED
 
 __all__ = ["Access", "ServerAccess", "WorkerAccess"]
@@ -409,7 +409,7 @@ class WorkerAccess(Access):
 class ServerAccess(Access):
     """A server's way to its own variables. Those of other servers are out of its reach."""
 
-    def __init__(self, server: Server, servers: ParameterServers) -> None:
+    def __init__(self, server: VariableServer, servers: ParameterServers) -> None:
         super().__init__(servers)
         self._server = server
 

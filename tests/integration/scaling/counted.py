@@ -20,7 +20,7 @@ import mpistrat as ms
 from mpistrat.base.waiting import wait_until
 from mpistrat.comm import process_group
 from mpistrat.comm.monitor import group_monitor
-from mpistrat.comm.monitor.watchdog import Watchdog
+from mpistrat.comm.monitor.group_monitor import Watchdog
 
 VARIABLES, STEPS = 8, 32
 counter = ctypes.CDLL(os.environ["LD_PRELOAD"])

@@ -8,7 +8,7 @@ PROGRAM = """
 import os
 import numpy as np
 import mpistrat as ms
-from mpistrat.cluster.cores import count_cores
+from mpistrat.base.cores import count_cores
 from threadpoolctl import threadpool_info
 with ms.MultiWorkerMirroredStrategy() as strategy:
     threads = {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}

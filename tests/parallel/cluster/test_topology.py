@@ -6,8 +6,8 @@ import subprocess
 import numpy as np
 import pytest
 
+from mpistrat.base.cores import available_cores, usable_cores
 from mpistrat.cluster import Topology
-from mpistrat.cluster.cores import available_cores, usable_cores
 from mpistrat.errors import ClusterError, DeviceError, LayoutError
 
 
@@ -253,7 +253,7 @@ def test_roles_by_explicit_ranks():
 def test_quotas_of_several_groups_on_a_node_add_up(monkeypatch):
     from mpi4py import MPI
 
-    from mpistrat.cluster import cores
+    from mpistrat.base import cores
 
     world = MPI.COMM_WORLD
     cpus = list(range(40 * world.rank, 40 * world.rank + 40))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import h5py
 import numpy as np
 import pytest
@@ -77,6 +79,28 @@ def checkpoint(path) -> Recorder:
     return recorder
 
 
+def torch_step(path) -> Recorder:
+    import torch
+
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            model = torch.nn.Linear(100, 10)
+            model, optimizer = ms.torch.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+        recorder = Recorder()
+
+        def step(recorded):
+            optimizer.zero_grad()
+            model(torch.ones(4, 100)).sum().backward()
+            if not recorded:
+                return optimizer.step()
+            with recorder:
+                return optimizer.step()
+
+        for recorded in (False, True):
+            strategy.run(step, args=(recorded,))
+    return recorder
+
+
 def push(path) -> Recorder:
     """Of the worker the push alone; of the server all that it does."""
     recorder = Recorder()
@@ -104,13 +128,26 @@ PROGRAMS = {
 @pytest.mark.parametrize("where", ["one node", "several nodes"])
 @pytest.mark.parametrize("title", PROGRAMS)
 def test_an_operation_takes_its_walk(title, where, monkeypatch, mpi_tmp_path):
-    from mpi4py import MPI
-
     if where == "several nodes":
         set_layout("nodes", monkeypatch)
     monkeypatch.setenv("MPISTRAT_TRANSPORT", "messages")
-    functions = PROGRAMS[title](mpi_tmp_path).functions()
-    _, hops = WALKS[title]
+    check(title, where, PROGRAMS[title](mpi_tmp_path))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("where", ["one node", "several nodes"])
+@pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed: make test-frameworks")
+def test_a_step_of_frameworks_takes_its_walk(where, monkeypatch, mpi_tmp_path):
+    if where == "several nodes":
+        set_layout("nodes", monkeypatch)
+    check("A step of PyTorch", where, torch_step(mpi_tmp_path))
+
+
+def check(title, where, recorder):
+    """Compare the functions that an operation called with its walk."""
+    from mpi4py import MPI
+
+    functions, (_, hops) = recorder.functions(), WALKS[title]
     on_server = MPI.COMM_WORLD.rank == 1
     places = ("", where, "rank 0") if MPI.COMM_WORLD.rank == 0 else ("", where)
     if title == "A push":

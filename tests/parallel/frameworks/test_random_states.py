@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpistrat.train.random_states import get_states, set_states
+from mpistrat.train.checkpoints import get_states, set_states
 
 torch = pytest.importorskip("torch")
 

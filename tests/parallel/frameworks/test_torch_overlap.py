@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 import mpistrat as ms  # noqa: E402
 from mpistrat.arena import early  # noqa: E402
 from mpistrat.optimizers import begun  # noqa: E402
-from mpistrat.torch import overlap  # noqa: E402
+from mpistrat.torch import optimizer as overlap  # noqa: E402
 
 pytestmark = pytest.mark.ranks(2, 4)
 WIDTH = 512

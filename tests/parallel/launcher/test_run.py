@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.cluster.cores import usable_cores
+from mpistrat.base.cores import usable_cores
 from tests.launch.launcher import job_environment
 
 PROGRAM = """

@@ -179,7 +179,7 @@ class Door:
         return []
 
 if c.is_chief:
-    from mpistrat.remote.session import serve
+    from mpistrat.remote.client import serve
     try:
         serve(c, Door())
     except ms.errors.PeerExitError as error:

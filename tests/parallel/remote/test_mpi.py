@@ -6,8 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from mpistrat.remote.channel import Kind, pack_call
-from mpistrat.remote.mpi import CHUNK, FIRST, MpiChannel
+from mpistrat.remote.channel import CHUNK, FIRST, Kind, MpiChannel, pack_call
 from mpistrat.remote.registry import ObjectRegistry, dumps, loads
 from mpistrat.remote.worker import WorkerLoop
 from tests.harness.coordinators import BareStrategy

@@ -9,7 +9,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.state import restore
 from mpistrat.state.file import CheckpointFile
-from mpistrat.state.reading import FileParts
+from mpistrat.state.reading import FileSlices
 from mpistrat.state.restore import Restoring
 
 SHAPE = (301, 217)
@@ -155,7 +155,7 @@ def test_a_file_that_cannot_be_read_any_more_is_told_on_all_ranks(mpi_tmp_path, 
     expected = saved(mpi_tmp_path / "x.h5")[0]
     monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", shared)
     fails = MPI.COMM_WORLD.rank == (0 if sent else MPI.COMM_WORLD.size - 1)
-    reader, name = (CheckpointFile, "read_array") if sent else (FileParts, "read")
+    reader, name = (CheckpointFile, "read_array") if sent else (FileSlices, "read")
     whole, compare = getattr(reader, name), Restoring._compare
     compared = []
 

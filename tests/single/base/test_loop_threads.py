@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpistrat.base import loops
-from mpistrat.cluster import cores
+from mpistrat.base import cores, loops
 from mpistrat.comm.arrays import as_buffer
 from mpistrat.optimizers.rule import Around
 from tests.single.base.test_loops import assert_same_bits, compiled, errors_of, numbers

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mpistrat.batch_jobs import SCHEDULERS, Array, Job, Preemption, SiteProfile, read_site, render
+from mpistrat.batch_jobs import SCHEDULERS, Array, BatchJob, Preemption, SiteProfile, read_site, render
 from mpistrat.batch_jobs.plan import launcher_of
 from mpistrat.cli.main import main
 
@@ -55,7 +55,7 @@ def value(random: random.Random) -> str:
     return "".join(random.choice(FRAGMENTS) for _ in range(random.choice((1, 1, 1, 2, 3))))
 
 
-def make(random: random.Random) -> tuple[str, Job, SiteProfile]:
+def make(random: random.Random) -> tuple[str, BatchJob, SiteProfile]:
     """A job of some kind at some site with one hostile value, and where that is.
 
     Raises:
@@ -107,10 +107,10 @@ def make(random: random.Random) -> tuple[str, Job, SiteProfile]:
             site["modules"] = ("gcc",)
     if array is not None:
         job["array"] = Array(**array)
-    return where, Job(**job), SiteProfile(**site)
+    return where, BatchJob(**job), SiteProfile(**site)
 
 
-def words_of(job: Job, site: SiteProfile) -> list[str]:
+def words_of(job: BatchJob, site: SiteProfile) -> list[str]:
     """What the launcher must be given to run."""
     words = list(job.program)
     if job.module:
@@ -162,7 +162,7 @@ def run_batch(scripts: list[str], folder: Path) -> dict[int, list[list[str]]]:
     return calls
 
 
-def check_script(job: Job, site: SiteProfile, script: str, calls: list[list[str]]) -> None:
+def check_script(job: BatchJob, site: SiteProfile, script: str, calls: list[list[str]]) -> None:
     names = [call[0] for call in calls]
     assert "failed" not in names
     command = {"srun": "srun", "openmpi": "mpirun", "jsrun": "jsrun", "flux": "flux"}.get(launcher_of(site), "mpiexec")
@@ -186,7 +186,7 @@ def test_ten_thousand_values(tmp_path, seed):
     source = random.Random(seed)
     refused = 0
     written: dict[str, int] = {}
-    batch: list[tuple[Job, SiteProfile, str]] = []
+    batch: list[tuple[BatchJob, SiteProfile, str]] = []
 
     def flush() -> None:
         calls = run_batch([script for *_, script in batch], tmp_path / f"batch{sum(written.values())}")
@@ -229,7 +229,7 @@ def test_ten_thousand_values(tmp_path, seed):
 
 def test_a_canary_would_be_noticed(tmp_path):
     """The net holds: a template that does not quote is found out."""
-    script = render(Job(program=("a.py", "$(canary)")), SiteProfile()).replace("'$(canary)'", "$(canary)")
+    script = render(BatchJob(program=("a.py", "$(canary)")), SiteProfile()).replace("'$(canary)'", "$(canary)")
     with pytest.raises(AssertionError):
         run_batch([script], tmp_path / "batch")
 

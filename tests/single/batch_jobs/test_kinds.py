@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.batch_jobs import Array, Job, Preemption, SiteProfile, render
+from mpistrat.batch_jobs import Array, BatchJob, Preemption, SiteProfile, render
 from mpistrat.errors import LayoutError
 from tests.launch.launcher import ROOT
 
 WORDS = ("train.py", "--name", "it's $HOME", "")
-JOB = Job(program=WORDS, nodes=2, ranks_per_node=3, cpus_per_rank=4)
+JOB = BatchJob(program=WORDS, nodes=2, ranks_per_node=3, cpus_per_rank=4)
 SITE = SiteProfile(venv=".venv")
 ARRAY = Array("0-9%2", "seed", "output", "my results")
 
@@ -404,7 +404,7 @@ def test_a_strategy_that_does_not_fit_is_refused_and_those_that_do_are_named(
     strategy, nodes, ranks, num_ps, ps_nodes, fitting
 ):
     def make():
-        return Job(
+        return BatchJob(
             program=("a",), nodes=nodes, ranks_per_node=ranks, strategy=strategy, num_ps=num_ps, ps_nodes=ps_nodes
         )
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from mpistrat.bench import measure
-from mpistrat.bench.machine import caption, layout
 from mpistrat.bench.measure import median_rate, medians, pair, spread
 from mpistrat.bench.plot import draw
-from mpistrat.bench.result import Result, Setting
+from mpistrat.bench.result import Result, Setting, caption, layout
 from mpistrat.cli import bench
 from mpistrat.cli.main import main
 

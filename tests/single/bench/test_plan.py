@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from mpistrat.bench import constants as of
-from mpistrat.bench.plan import layouts, predict
-from mpistrat.bench.plan_machine import Machine
+from mpistrat.bench.plan import Machine, layouts, predict
 from mpistrat.cli.main import main
 
 ABOUT = {"cpu": "A CPU", "cores": 4, "memory_gib": 8, "ranks": 4, "nodes": 2, "date": "2026-01-01"}

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from mpistrat.cli.main import main
-from mpistrat.cluster.allocation import Allocation
+from mpistrat.cluster.launchers import Allocation
 from mpistrat.launcher import plan as run
 from tests.harness.simulated_machine import OPENMPI, Machine
 from tests.launch.launcher import ROOT

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpistrat.cluster.resolvers import gce, kubernetes
+from mpistrat.cluster.resolvers import clouds
 from mpistrat.cluster_resolver import (
     GCEClusterResolver,
     KubernetesClusterResolver,
@@ -90,7 +90,7 @@ def api_server(certificate, tmp_path, monkeypatch):
     """The API server of Kubernetes over TLS, and this process in a pod with an account."""
     (tmp_path / "token").write_text("secret\n")
     shutil.copy(certificate[0], tmp_path / "ca.crt")
-    monkeypatch.setattr(kubernetes, "_ACCOUNT", tmp_path)
+    monkeypatch.setattr(clouds, "_ACCOUNT", tmp_path)
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nothing listens; the API server is asked directly
     for found in running(Server(certificate)):
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
@@ -160,7 +160,7 @@ def test_kubernetes_trusts_only_its_own_certificates(api_server, tmp_path):
 
 @pytest.mark.parametrize(("missing", "named"), [("token", "token"), ("variables", "KUBERNETES_SERVICE_HOST")])
 def test_kubernetes_outside_a_pod(tmp_path, monkeypatch, missing, named):
-    monkeypatch.setattr(kubernetes, "_ACCOUNT", tmp_path)
+    monkeypatch.setattr(clouds, "_ACCOUNT", tmp_path)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     if missing == "variables":
         (tmp_path / "token").write_text("secret")
@@ -229,7 +229,7 @@ def google(server, monkeypatch):
     """The metadata server and Compute Engine, in one."""
     monkeypatch.setenv("GCE_METADATA_HOST", server.address)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(gce, "_COMPUTE", f"http://{server.address}")
+    monkeypatch.setattr(clouds, "_COMPUTE", f"http://{server.address}")
     server.answers[TOKEN] = {"access_token": "secret", "expires_in": 3600}
     instances = f"http://{server.address}/projects/p/zones/z/instances"
     server.answers[GROUP] = {"items": [{"instance": f"{instances}/i1"}], "nextPageToken": "m="}

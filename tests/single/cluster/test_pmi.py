@@ -8,8 +8,15 @@ import pytest
 
 from mpistrat.batch_jobs import SiteProfile
 from mpistrat.batch_jobs.render import FOR_PMI2
+from mpistrat.cluster.launcher_variables import (
+    fitting_pmi,
+    offered_pmis,
+    srun_environment,
+    srun_remedy,
+    unset_variable,
+    wanted_pmis,
+)
 from mpistrat.cluster.launchers import MPILibrary, loaded_library
-from mpistrat.cluster.pmi import fitting_pmi, offered_pmis, srun_environment, srun_remedy, unset_variable, wanted_pmis
 from tests.launch.launcher import ROOT
 
 MPICH = MPILibrary("MPICH", "5.0.2", "MPICH Version:      5.0.2")

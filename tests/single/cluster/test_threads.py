@@ -8,9 +8,9 @@ import pytest
 import threadpoolctl
 
 import mpistrat as ms
+from mpistrat.base import cores as machine_cores
+from mpistrat.base.cores import set_blas_threads
 from mpistrat.base.log import once
-from mpistrat.cluster import cores as machine_cores
-from mpistrat.cluster.cores import set_blas_threads
 
 
 @pytest.fixture

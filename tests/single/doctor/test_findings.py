@@ -11,9 +11,9 @@ import time
 import numpy as np
 import pytest
 
-from mpistrat.cluster.cores import Quota
+from mpistrat.base.cores import Quota
 from mpistrat.cluster.launchers import Launcher, MPILibrary
-from mpistrat.doctor import launching, libraries, pair, process
+from mpistrat.doctor import launching, libraries, login, process
 from mpistrat.doctor.finding import Finding
 from mpistrat.doctor.folders import check_shared_folder
 from mpistrat.doctor.launching import check_launchers
@@ -386,10 +386,10 @@ LAUNCHERS = {
 @pytest.mark.parametrize("library", [MPICH, OPENMPI], ids=str)
 def test_two_ranks_that_do_not_start(tmp_path, monkeypatch, library, how):
     act, says = LAUNCHERS[how]
-    monkeypatch.setattr(pair, "_MEETING", 0.5)
+    monkeypatch.setattr(login, "_MEETING", 0.5)
     (tmp_path / "mpiexec").write_text(f"#!/bin/sh\n{act}\n")
     (tmp_path / "mpiexec").chmod(0o755)
     launcher = Launcher((str(tmp_path / "mpiexec"),), library.name, library.version, library.family, "PATH")
-    found = pair.check_pair(library, launcher, dict(os.environ), 0.5 if how == "hangs" else 60)
+    found = login.check_pair(library, launcher, dict(os.environ), 0.5 if how == "hangs" else 60)
     assert (found.name, found.status) == ("two ranks", "problem") and says in found.what, found
     assert "mpistrat doctor --ranks" in found.remedy

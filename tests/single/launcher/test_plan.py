@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.cluster.allocation import Allocation
-from mpistrat.cluster.launchers import MPILibrary
+from mpistrat.cluster.launchers import Allocation, MPILibrary
 from mpistrat.errors import ClusterError
 from mpistrat.launcher import plan as run
 from mpistrat.launcher.plan import Start, plan

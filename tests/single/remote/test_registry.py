@@ -12,7 +12,7 @@ from mpistrat.optimizers import optimizer as optimizers
 from mpistrat.remote import registry as pickling
 from mpistrat.remote.dispatcher import Closure, ClosureQueue
 from mpistrat.remote.registry import ObjectRegistry
-from mpistrat.remote.values import RemoteValue
+from mpistrat.remote.scheduler import RemoteValue
 from mpistrat.remote.worker import Commands, command_of
 from tests.harness.strategies import without_mpi
 

@@ -11,8 +11,8 @@ from typing import Any, final
 
 import numpy as np
 
+from ....base.cores import usable_cores
 from ....base.errors import MissingDependencyError, ShardError, explain
-from ....cluster.cores import usable_cores
 from ..columns import Columns
 from ..files import natural_key
 from .converter import Converter, bad_input, batch_rows

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.parameter_server.layout import Address, MailboxLayout, VariableSpec
-from mpistrat.parameter_server.server.server import Server
+from mpistrat.parameter_server.layout import Address, MailboxLayout, ServerMemory, SharedMemory, VariableSpec
+from mpistrat.parameter_server.server.server import VariableServer
 from mpistrat.parameter_server.wire.fragments import Fragment, MessageKind
-from mpistrat.parameter_server.wire.memory import ServerMemory, SharedMemory
 from mpistrat.parameter_server.wire.transport import Port
 
 
@@ -40,7 +39,7 @@ def served():
     mailbox = ServerMemory(group, None, [0], [layout.nbytes], False, False, "mailbox")
     slab = ServerMemory(group, None, [0], [256], False, False, "variables")
     addresses = [Address(i, VariableSpec("v", (1,), np.dtype(np.int64), server=i), 0, 64) for i in range(2)]
-    server = Server(
+    server = VariableServer(
         group, 0, [0], SharedMemory(layout, mailbox, addresses, [slab]), [], lambda: None, 1e-3, threads=False
     )
     port = Pushes()

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from mpistrat.parameter_server.report import ServerStats
-from mpistrat.parameter_server.server.service import Rounds, Service
+from mpistrat.parameter_server.server.server import Rounds, Service
 
 
 class Counting(Rounds):

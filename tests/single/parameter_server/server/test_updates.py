@@ -7,7 +7,7 @@ import mpistrat as ms
 from mpistrat.errors import MpistratError
 from mpistrat.parameter_server.operations import Operation
 from mpistrat.parameter_server.server.local_updates import LocalUpdates
-from mpistrat.parameter_server.server.server import Server
+from mpistrat.parameter_server.server.server import VariableServer
 from mpistrat.parameter_server.server.updates import Updates
 from tests.harness.server_harness import ServerHarness, Weights
 
@@ -109,7 +109,7 @@ def test_what_this_program_has_yet_to_come_to_is_kept_in_order(monkeypatch):
     updates = Updates(harness.server, find, variables.__getitem__)
     harness.start(updates)
     expected = {0: False, 1: True}
-    monkeypatch.setattr(Server, "expects", lambda self, worker: expected[worker])
+    monkeypatch.setattr(VariableServer, "expects", lambda self, worker: expected[worker])
     ready.append(1)
     harness.step(0, [1], key=2)
     harness.push(0, [100], operation=Operation.ASSIGN)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.cluster import cores
-from mpistrat.cluster.cores import allotted, count_cores, cpu_quota, threads_per_core, usable_cores
+from mpistrat.base import cores
+from mpistrat.base.cores import allotted, count_cores, cpu_quota, threads_per_core, usable_cores
 
 V2 = "0::/kubepods/pod1/box\n"
 V1 = "12:cpuset:/docker/abc\n4:cpu,cpuacct:/docker/abc\n0::/\n"

@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from uuid import UUID
 
-from ..base.errors import DeviceError, explain
-from ..base.log import once
+from .errors import DeviceError, explain
+from .log import once
 
 __all__ = ["canonical", "check_devices", "count_gpus", "default_devices", "gpu_identities", "parse"]
 

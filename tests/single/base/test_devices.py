@@ -6,8 +6,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from mpistrat.base import devices
 from mpistrat.base.log import once
-from mpistrat.cluster import devices
 from mpistrat.errors import DeviceError
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..base.log import once
+from .log import once
 
 if TYPE_CHECKING:
     from mpi4py import MPI

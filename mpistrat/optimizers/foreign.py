@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..base import log
-from ..optimizers import Optimizer
-from ..optimizers.rule import Block
-from ..optimizers.whole_state import StateArray, require_whole
 from ..variables import Variable
+from . import Optimizer
+from .rule import Block
+from .whole_state import StateArray, require_whole
 
 __all__ = ["ForeignRule", "WholeRule", "write_share"]
 
