@@ -32,7 +32,7 @@ from .mpi import MpiAllReduce
 from .nccl import NcclAllReduce
 from .ops import IMPLEMENTATIONS, CrossDeviceOps, SmallReduction
 
-__all__ = ["AutoAllReduce", "Chooser", "Rule", "make_cross_device_ops"]
+__all__ = ["AutoAllReduce", "Chooser", "ChooserRule", "make_cross_device_ops"]
 
 
 def make_cross_device_ops(
@@ -203,8 +203,8 @@ NODES = ("one", "several")
 
 @final
 @dataclass(frozen=True)
-class Rule:
-    """One line of the table.
+class ChooserRule:
+    """One line of a chooser's table.
 
     Attributes:
         device: "cpu" or "gpu".
@@ -249,7 +249,7 @@ class Chooser:
         self.measured = str(content.get("measured", "")) if isinstance(content, Mapping) else ""
         self._rules = _parse(content, self.source)
 
-    def choose(self, device: str, nodes: str, nbytes: int) -> Rule:
+    def choose(self, device: str, nodes: str, nbytes: int) -> ChooserRule:
         """Return the rule for an array of so many bytes on a "cpu" or "gpu", on "one" node or "several"."""
         for rule in self._rules[device, nodes]:
             if rule.below is None or nbytes < rule.below:
@@ -257,7 +257,7 @@ class Chooser:
         raise ValueError(f"Chooser: no rule for {nbytes} bytes")  # _parse has checked that there is one
 
     @property
-    def rules(self) -> list[Rule]:
+    def rules(self) -> list[ChooserRule]:
         """All rules, in the order of the table."""
         return [rule for rules in self._rules.values() for rule in rules]
 
@@ -286,12 +286,12 @@ def _read(path: Path) -> Any:
         raise ValueError(explain("Chooser", "table", expected=f"JSON in {path}", got=str(error))) from error
 
 
-def _parse(content: Any, source: str) -> dict[tuple[str, str], list[Rule]]:
+def _parse(content: Any, source: str) -> dict[tuple[str, str], list[ChooserRule]]:
     if not isinstance(content, Mapping) or not isinstance(content.get("rules"), Sequence):
         raise ValueError(
             explain("Chooser", source, expected="an object with a list named rules", got=f"{content!r:.60}")
         )
-    rules: dict[tuple[str, str], list[Rule]] = {(device, nodes): [] for device in DEVICES for nodes in NODES}
+    rules: dict[tuple[str, str], list[ChooserRule]] = {(device, nodes): [] for device in DEVICES for nodes in NODES}
     for number, entry in enumerate(content["rules"]):
         rule = _rule(entry, f"{source}, rule {number}")
         rules[rule.device, rule.nodes].append(rule)
@@ -304,9 +304,9 @@ def _parse(content: Any, source: str) -> dict[tuple[str, str], list[Rule]]:
     return rules
 
 
-def _rule(entry: Any, where: str) -> Rule:
+def _rule(entry: Any, where: str) -> ChooserRule:
     try:
-        rule = Rule(**entry)
+        rule = ChooserRule(**entry)
     except TypeError as error:
         expected = "device, nodes, below, algorithm and why"
         raise ValueError(explain("Chooser", where, expected=expected, got=f"{entry!r:.80}")) from error
