@@ -42,7 +42,7 @@ from .values import (
     to_gather,
 )
 
-__all__ = ["IMPLEMENTATIONS", "CrossDeviceOps", "SmallReduction", "called"]
+__all__ = ["IMPLEMENTATIONS", "CrossDeviceOps", "SmallReduction"]
 
 CHUNK = 1 << 22  # elements that an algorithm without arenas of its own reduces at a time
 
@@ -50,7 +50,6 @@ _NO_OPTIONS = CommunicationOptions()
 _NUMBERS = (float, int, np.number)
 _KEPT_PLANS = 1024
 _COPIED = 1 << 17  # bytes up to which results are copied into the caller's array
-_FULL_NAMES = {"reduce": "all_reduce", "batch_reduce": "all_reduce", "gather": "all_gather"}  # a front's
 
 #: The algorithms that a setting can name; each class enters itself: `class X(CrossDeviceOps, implementation=...)`.
 IMPLEMENTATIONS: dict[CommunicationImplementation, type[CrossDeviceOps]] = {}
@@ -82,12 +81,9 @@ class CrossDeviceOps(ABC):
     #: Whether an error in the middle of `reduce_arena` leaves messages between nodes under way.
     sends_ahead: bool = False
 
-    #: The class whose methods make the calls, for errors: see `Collectives`. "" for those of a strategy.
-    front: str = ""
-
     _group: ProcessGroup | None = None
     _others: dict[CommunicationImplementation, CrossDeviceOps] | None = None
-    #: The call and the function for small arrays, by reduction, dtype, shape, options and name.
+    #: The call and the function for small arrays, by reduction, dtype, shape, options, name and caller.
     _plans: dict[Hashable, tuple[Collective, SmallReduction]] | None = None
     #: The collective call that is under way: what the first node barrier of `reduce_implementation` carries.
     call: Any = None
@@ -137,6 +133,7 @@ class CrossDeviceOps(ABC):
         destinations: Any = None,
         options: CommunicationOptions | None = None,
         name: str = "",
+        function: str = "reduce",
     ) -> Any:
         """Return the sum, or another reduction, of a value over all replicas, a new array, equal on every rank. Collective.
 
@@ -152,7 +149,8 @@ class CrossDeviceOps(ABC):
                 read-only view, valid until that gradient is written again.
             options: bytes_per_pack, timeout_seconds, implementation of this call; wire: "bfloat16" sends sums of float32 from
                 64 KB on in this form between nodes, which is rounded twice, once for each node and once in all.
-            name: what the value is, the same on every rank.
+            name: the name of the value, the same on every rank.
+            function: the public caller, for errors; the same on every rank.
 
         Raises:
             CollectiveMismatchError: ranks passed different operations, shapes or dtypes.
@@ -162,20 +160,20 @@ class CrossDeviceOps(ABC):
             TypeError: values that cannot be reduced: bool, structured, objects; by MIN, MAX and PROD complex numbers and
                 IndexedSlices.
         """
-        op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.parse(reduce_op, "reduce")
+        op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.parse(reduce_op, function)
         if destinations is not None:
-            check_destinations(destinations, "reduce")
+            check_destinations(destinations, function)
         value = per_replica_value
         if type(value) is PerReplica and len(value.values) == 1:
             value = value.values[0]
         if type(value) is np.ndarray or isinstance(value, _NUMBERS):
             array = np.asarray(value)
-            plan = self._plans and self._plans.get((op, array.dtype, array.shape, options, name))
+            plan = self._plans and self._plans.get((op, array.dtype, array.shape, options, name, function))
             if plan:
                 with plan[0] as call:
                     result = plan[1](array, call)
                 return result if destinations is None else on_destination(result, destinations)
-        return self._reduce(op, per_replica_value, destinations, options, name)
+        return self._reduce(op, per_replica_value, destinations, options, name, function)
 
     def _reduce(
         self,
@@ -184,14 +182,15 @@ class CrossDeviceOps(ABC):
         destinations: Any,
         given: CommunicationOptions | None,
         name: str,
+        function: str,
         out: np.ndarray | None = None,
     ) -> Any:
         """As `reduce`, of a value for which there is no plan, or into an array. Collective."""
         options = given or _NO_OPTIONS
-        ops, function = self.chosen(options), self._called("reduce")
+        ops = self.chosen(options)
         ops._check_known(op, options, function)
         group = ops.group
-        if out is None and reduced_already(op, per_replica_value, group):
+        if out is None and reduced_already(op, per_replica_value, group, function):
             return per_replica_value
         values = reducible_values(per_replica_value, group, op, function)
         if isinstance(values[0], IndexedSlices):
@@ -219,7 +218,7 @@ class CrossDeviceOps(ABC):
             if small is not None:
                 if self._plans is None or len(self._plans) >= _KEPT_PLANS:
                     self._plans = {}
-                self._plans[op, first.dtype, first.shape, given, name] = ops.call, small
+                self._plans[op, first.dtype, first.shape, given, name, function] = ops.call, small
         return result if destinations is None else on_destination(result, destinations)
 
     def batch_reduce(
@@ -228,6 +227,7 @@ class CrossDeviceOps(ABC):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
         name: str = "",
+        function: str = "batch_reduce",
     ) -> list[Any]:
         """Return what `reduce` would give for each of several values, in fewer messages. Collective.
 
@@ -237,12 +237,11 @@ class CrossDeviceOps(ABC):
         Args:
             reduce_op: a ReduceOp, or its name.
             value_destination_pairs: values as for `reduce`, each with its destinations.
-            options, name: see `reduce`.
+            options, name, function: see `reduce`.
 
         Raises:
             Exception: as `reduce`.
         """
-        function = self._called("batch_reduce")
         op = ReduceOp.parse(reduce_op, function)
         options = options or _NO_OPTIONS
         ops = self.chosen(options)
@@ -283,39 +282,42 @@ class CrossDeviceOps(ABC):
         outs: Sequence[np.ndarray] | None = None,
     ) -> Sequence[Any]:
         """Return the reduction of each of several values, in one collective; in `outs` if they are given. Collective."""
-        values, name = leaves.values, leaves.name
-        if len(values) > 1:
-            totals: Sequence[Any] = self.batch_reduce(op, [(value, None) for value in values], options, name)
+        values, caller = leaves.values, (leaves.name, leaves.function)
+        if len(values) != 1:
+            totals: Sequence[Any] = self.batch_reduce(op, [(value, None) for value in values], options, *caller)
         elif outs is not None and outs[0].nbytes > _COPIED:
-            return [self._reduce(op, values[0], None, options, name, outs[0])]
+            return [self._reduce(op, values[0], None, options, *caller, outs[0])]
         else:
-            totals = [self.reduce(op, values[0], None, options, name)]
+            totals = [self.reduce(op, values[0], None, options, *caller)]
         if outs is None:
             return totals
         for out, total in zip(outs, totals, strict=True):
-            check_out(out, total.shape, total.dtype, self._called("reduce"))
+            check_out(out, total.shape, total.dtype, leaves.function)
             out[...] = total
         return outs
 
-    def broadcast(self, value: Any, destinations: Any = None, root: int = 0, name: str = "") -> Any:
+    def broadcast(
+        self, value: Any, destinations: Any = None, root: int = 0, name: str = "", function: str = "broadcast"
+    ) -> Any:
         """Return the value of one replica, a new array, equal on every rank. Collective.
 
         Args:
             value: as for `reduce`; every replica passes an array of the same shape and dtype.
             destinations: see `reduce`.
             root: global replica whose value it is.
-            name: see `reduce`.
+            name, function: see `reduce`.
 
         Raises:
             ValueError: there is no such replica.
             CollectiveMismatchError: ranks passed another root, shape or dtype.
         """
-        check_destinations(destinations, self._called("broadcast"))
-        return on_destination(self.broadcast_leaves(Leaves([value], name, [""]), root, destinations)[0], destinations)
+        check_destinations(destinations, function)
+        leaves = Leaves(function, [value], name)
+        return on_destination(self.broadcast_leaves(leaves, root, destinations)[0], destinations)
 
     def broadcast_leaves(self, leaves: Leaves, root: int, destinations: Any = None) -> list[Any]:
         """Return what `broadcast` would of each of several values, in one collective. Collective."""
-        function, group = self._called("broadcast"), self.group
+        function, group = leaves.function, self.group
         check_root(root, group, function)
         arrays = [local_arrays(local_values(leaf, group, function), function) for leaf in leaves.values]
         with group.collective(
@@ -346,8 +348,8 @@ class CrossDeviceOps(ABC):
                 rank and both shapes, before data moved.
             ValueError: a scalar, or an axis out of range.
         """
-        check_destinations(destinations, self._called("gather"))
-        leaves = Leaves([per_replica_value], name, [""])
+        check_destinations(destinations, "gather")
+        leaves = Leaves("gather", [per_replica_value], name)
         return on_destination(self.gather_leaves(leaves, axis, options, destinations)[0], destinations)
 
     def gather_leaves(
@@ -355,7 +357,7 @@ class CrossDeviceOps(ABC):
     ) -> list[Any]:
         """Return what `gather` would of each of several values, in one collective. Collective."""
         options = options or _NO_OPTIONS
-        ops, function = self.chosen(options), self._called("gather")
+        ops, function = self.chosen(options), leaves.function
         group = ops.group
         arrays = [
             to_gather(leaf, group, function, path) for leaf, path in zip(leaves.values, leaves.paths, strict=True)
@@ -400,13 +402,13 @@ class CrossDeviceOps(ABC):
 
     def broadcast_implementation(self, value: PerReplica, destinations: Any, root: int) -> Any:
         """Return the array of global replica `root`, a new one. Collective; all ranks have arrived and agree."""
-        return broadcast_all(self.group, [value.values], root, [""], self._called("broadcast"))[0]
+        return broadcast_all(self.group, [value.values], root, [""], "broadcast")[0]
 
     def gather_implementation(
         self, per_replica_value: PerReplica, destinations: Any, axis: int, options: CommunicationOptions | None
     ) -> Any:
         """Return the concatenated arrays. Collective; all ranks have arrived, and compare the shapes in here."""
-        return gather_all(self.group, [per_replica_value.values], axis, [""], self._called("gather"))[0]
+        return gather_all(self.group, [per_replica_value.values], axis, [""], "gather")[0]
 
     def reduce_into(
         self, reduce_op: ReduceOp, arrays: Sequence[Any], out: np.ndarray, options: CommunicationOptions | None
@@ -513,18 +515,9 @@ class CrossDeviceOps(ABC):
         if kind not in others:
             cls = IMPLEMENTATIONS[kind]
             other = self if cls is type(self) else cls()
-            other.front = self.front
             other.bind(self.group)
             others[kind] = other
         return others[kind]
-
-    def _called(self, operation: str) -> str:
-        return called(self.front, _FULL_NAMES.get(operation, operation), operation)
-
-
-def called(front: str, operation: str, own: str = "") -> str:
-    """Return the name of an operation for a caller: of a method of `front`, or without one `own`, by default the same."""
-    return f"{front}.{operation}" if front else own or operation
 
 
 def _said(options: CommunicationOptions) -> tuple[str, ...]:
