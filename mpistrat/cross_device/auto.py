@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
-
-import numpy as np
 
 from ..arena.reduction import ArenaSum, Consume, GradientArena
 from ..arena.wire import Unsent
@@ -30,7 +28,7 @@ from ..comm.process_group import ProcessGroup
 from .hierarchical import LEAST_ENCODED, HierarchicalAllReduce
 from .mpi import MpiAllReduce
 from .nccl import NcclAllReduce
-from .ops import IMPLEMENTATIONS, CrossDeviceOps, SmallReduction
+from .ops import IMPLEMENTATIONS, CrossDeviceOps
 
 __all__ = ["AutoAllReduce", "Chooser", "ChooserRule", "make_cross_device_ops"]
 
@@ -100,32 +98,10 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
         for algorithm in self._algorithms.values():
             algorithm.close()
 
-    def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
-        chosen = self._choose(arrays[0])
-        synchronize, how = chosen.entry(arrays, destinations)
-        return synchronize, (type(chosen).__name__, how)
-
-    def small_reduction(self, reduce_op: ReduceOp, array: Any) -> SmallReduction | None:
-        return self._choose(array).small_reduction(reduce_op, array)
-
-    def reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        per_replica_value: PerReplica,
-        destinations: Any = None,
-        options: CommunicationOptions | None = None,
-    ) -> Any:
-        chosen = self._choose(per_replica_value.values[0])
-        self._warn_of_wire(chosen, per_replica_value.values[0].nbytes, options)
-        chosen.call = self.call
-        return chosen.reduce_implementation(reduce_op, per_replica_value, destinations, options)
-
-    def reduce_into(
-        self, reduce_op: ReduceOp, arrays: Sequence[Any], out: np.ndarray, options: CommunicationOptions | None
-    ) -> None:
-        chosen = self._choose(arrays[0])
-        chosen.call = self.call
-        chosen.reduce_into(reduce_op, arrays, out, options)
+    def _algorithm_for(self, array: Any, options: CommunicationOptions | None = None) -> CrossDeviceOps:
+        chosen = self._algorithm("gpu" if is_gpu(array) else "cpu", array.nbytes)
+        self._warn_of_wire(chosen, array.nbytes, options)
+        return chosen
 
     def batch_reduce_implementation(
         self,
@@ -174,9 +150,6 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
             return
         name, source = type(chosen).__name__, self.chooser.source
         once(logging.WARNING, f"wire={options.wire!r} has no effect: {source} names {name} for {nbytes:,} bytes")
-
-    def _choose(self, array: Any) -> CrossDeviceOps:
-        return self._algorithm("gpu" if is_gpu(array) else "cpu", array.nbytes)
 
     def _algorithm(self, device: str, nbytes: int) -> CrossDeviceOps:
         name = self.chooser.choose(device, self._nodes, nbytes).algorithm

@@ -62,8 +62,8 @@ class CrossDeviceOps(ABC):
     """How values of several replicas become one (TF: tf.distribute.CrossDeviceOps).
 
     A strategy owns one and calls its public methods, which check the values, compare the calls of all ranks,
-    and then call the `…_implementation` methods. A subclass overrides those: `reduce_implementation` and
-    `batch_reduce_implementation` always, the other two where it has a better way. It is called for SUM and MEAN only,
+    and then call the `…_implementation` methods. A subclass overrides those: `batch_reduce_implementation` always, the other
+    three where it has a better way. It is called for SUM and MEAN only,
     unless it names more in `reduce_ops`.
 
     Sums have a fixed order: the same layout of ranks gives the same bits.
@@ -173,19 +173,13 @@ class CrossDeviceOps(ABC):
                 with plan[0] as call:
                     result = plan[1](array, call)
                 return result if destinations is None else on_destination(result, destinations)
-        return self._reduce(op, per_replica_value, destinations, options, name, function)
+        return self._reduce(op, Leaves(function, [per_replica_value], name), destinations, options)
 
     def _reduce(
-        self,
-        op: ReduceOp,
-        per_replica_value: Any,
-        destinations: Any,
-        given: CommunicationOptions | None,
-        name: str,
-        function: str,
-        out: np.ndarray | None = None,
+        self, op: ReduceOp, leaf: Leaves, destinations: Any, given: CommunicationOptions | None, out: Any = None
     ) -> Any:
         """As `reduce`, of a value for which there is no plan, or into an array. Collective."""
+        function, (per_replica_value,), name, _ = leaf
         options = given or _NO_OPTIONS
         ops = self.chosen(options)
         ops._check_known(op, options, function)
@@ -200,6 +194,7 @@ class CrossDeviceOps(ABC):
                 return reduce_slices(group, how, slices, function)
         arrays = local_arrays(values, function)
         first = arrays[0]
+        ops = ops._algorithm_for(first, options)
         synchronize, way = ops.entry(arrays, destinations)
         how = arithmetic(op, first.dtype, 1, function)  # refuses what cannot be reduced
         if out is not None:
@@ -262,7 +257,9 @@ class CrossDeviceOps(ABC):
             arithmetic(op, arrays[0].dtype, 1, function)
             results.append(None)
             dense.append((PerReplica(arrays), destination))
-            forms.append((arrays[0].dtype, arrays[0].shape, ops.entry(arrays, destination)[1]))
+            algorithm = ops._algorithm_for(arrays[0])
+            way = type(algorithm).__name__, algorithm.entry(arrays, destination)[1]
+            forms.append((arrays[0].dtype, arrays[0].shape, way))
         detail = (op.value, type(ops).__name__, options.bytes_per_pack, tuple(forms), *_said(options))
         with group.collective(function, name, detail=detail, timeout=options.timeout_seconds) as ops.call:
             done = iter(ops.batch_reduce_implementation(op, dense, options) if dense else ())
@@ -282,17 +279,17 @@ class CrossDeviceOps(ABC):
         outs: Sequence[np.ndarray] | None = None,
     ) -> Sequence[Any]:
         """Return the reduction of each of several values, in one collective; in `outs` if they are given. Collective."""
-        values, caller = leaves.values, (leaves.name, leaves.function)
+        function, values, name, _ = leaves
         if len(values) != 1:
-            totals: Sequence[Any] = self.batch_reduce(op, [(value, None) for value in values], options, *caller)
+            totals: Sequence[Any] = self.batch_reduce(op, [(value, None) for value in values], options, name, function)
         elif outs is not None and outs[0].nbytes > _COPIED:
-            return [self._reduce(op, values[0], None, options, *caller, outs[0])]
+            return [self._reduce(op, leaves, None, options, outs[0])]
         else:
-            totals = [self.reduce(op, values[0], None, options, *caller)]
+            totals = [self.reduce(op, values[0], None, options, name, function)]
         if outs is None:
             return totals
         for out, total in zip(outs, totals, strict=True):
-            check_out(out, total.shape, total.dtype, leaves.function)
+            check_out(out, total.shape, total.dtype, function)
             out[...] = total
         return outs
 
@@ -374,7 +371,6 @@ class CrossDeviceOps(ABC):
 
     # What algorithms override
 
-    @abstractmethod
     def reduce_implementation(
         self,
         reduce_op: ReduceOp,
@@ -390,6 +386,7 @@ class CrossDeviceOps(ABC):
             destinations: as the caller gave it.
             options: of this call.
         """
+        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     @abstractmethod
     def batch_reduce_implementation(
@@ -490,6 +487,10 @@ class CrossDeviceOps(ABC):
         return arithmetic(reduce_op, dtype, self.group.topology.num_replicas)
 
     # Internals
+
+    def _algorithm_for(self, array: Any, options: CommunicationOptions | None = None) -> CrossDeviceOps:
+        """Return the object that reduces an array: this one, unless it chooses among several."""
+        return self
 
     def _check_known(self, op: ReduceOp, options: CommunicationOptions, function: str) -> None:
         wire = options.wire

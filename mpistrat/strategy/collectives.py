@@ -45,7 +45,7 @@ class RankCollectives(ABC):
         self._together("barrier", None, name or "")
         self._extended.rank_collectives.barrier(timeout, name)
 
-    @formerly(obj="obj", root="root")
+    @formerly()
     def broadcast_object(self, obj: Any = None, *, root: int = 0) -> Any:
         """Return the root's Python object on every rank. Collective over all ranks, servers too.
 
@@ -105,7 +105,7 @@ class RankCollectives(ABC):
         started = self._may_start("all_reduce_async")
         return started.all_reduce_async(reduce_op, self._extended.copies_of_variables(value))
 
-    @formerly(value="value", root="root")
+    @formerly()
     def broadcast_async(self, value: Any, *, root: int = 0) -> CollectiveRequest:
         """Start to send one replica's value to all, and return what waits for it. Collective. See `all_reduce_async`.
 

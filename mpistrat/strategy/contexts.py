@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Token
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
@@ -187,9 +188,7 @@ class ReplicaContext:
             ...     return ctx.all_reduce("SUM", ctx.replica_id_in_sync_group)  # 0 + 1 + 2 + 3 = 6
         """
         op = ReduceOp.parse(reduce_op, "ReplicaContext.all_reduce")
-        return self._together(
-            _ALL_REDUCE[op], lambda joined: self._collectives.all_reduce(op, joined, options=options), value
-        )
+        return self._together(_ALL_REDUCE[op], partial(self._collectives.all_reduce, op, options=options), value)
 
     def all_gather(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the replicas' arrays concatenated along an axis, in replica order, on every replica. Collective.
@@ -204,11 +203,9 @@ class ReplicaContext:
             ValueError: a scalar, or an axis out of range.
         """
         what = f"all_gather on axis {axis}"
-        return self._together(
-            what, lambda joined: self._collectives.all_gather(joined, axis=axis, options=options), value
-        )
+        return self._together(what, partial(self._collectives.all_gather, axis=axis, options=options), value)
 
-    @formerly(reduce_op="reduce_op", value="value", axis="axis", options="options")
+    @formerly()
     def reduce_scatter(
         self, reduce_op: ReduceOp | str, value: Any, *, axis: int = 0, options: CommunicationOptions | None = None
     ) -> Any:
@@ -236,11 +233,10 @@ class ReplicaContext:
         """
         op = ReduceOp.parse(reduce_op, "ReplicaContext.reduce_scatter")
         what = f"reduce_scatter {op.value} on axis {axis}"
-        return self._together(
-            what, lambda joined: self._collectives.reduce_scatter(op, joined, axis=axis, options=options), value
-        )
+        act = partial(self._collectives.reduce_scatter, op, axis=axis, options=options)
+        return self._together(what, act, value)
 
-    @formerly(value="value", splits="splits", axis="axis")
+    @formerly()
     def all_to_all(self, value: Any, *, splits: Any = None, axis: int = 0) -> Any:
         """Send each replica a part of a value, and return the parts that all of them sent, in replica order. Collective.
 
@@ -275,7 +271,7 @@ class ReplicaContext:
             what, lambda joined: self._collectives.all_to_all(joined[0], splits=joined[1], axis=axis), posted
         )
 
-    @formerly(value="value", root="root")
+    @formerly()
     def broadcast(self, value: Any, *, root: int = 0) -> Any:
         """Return one replica's value on every replica. Collective.
 
@@ -287,7 +283,7 @@ class ReplicaContext:
             ValueError: there is no such replica.
         """
         what = f"broadcast from {root}"
-        return self._together(what, lambda joined: self._collectives.broadcast(joined, root=root), value)
+        return self._together(what, partial(self._collectives.broadcast, root=root), value)
 
     def rng(self, seed: int, step: int = 0, sample: int | None = None) -> np.random.Generator:
         """Return the random generator of a sample, or of this replica, at a step.

@@ -20,11 +20,12 @@ def formerly(**old: str) -> Callable[[F], F]:
     the method has a reduce_op, it is "SUM" unless the old call gives one.
 
     Args:
-        old: the new name of each old parameter, in the old order.
+        old: the new name of each old parameter, in the old order; default: the parameters of the method.
     """
 
     def decorate(method: F) -> F:
         parameters = inspect.signature(method).parameters.values()
+        order = ["self", *(old.values() or (p.name for p in parameters if p.name != "self"))]
         named = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
         most, required = len(parameters) - len(named), {p.name for p in named if p.default is p.empty}
         defaults = {"reduce_op": "SUM"} if any(p.name == "reduce_op" for p in parameters) else {}
@@ -34,9 +35,9 @@ def formerly(**old: str) -> Callable[[F], F]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if len(args) <= most and required <= kwargs.keys():
                 return method(*args, **kwargs)
-            given = defaults | dict(zip(("self", *old.values()), args, strict=False))
+            given = defaults | dict(zip(order, args, strict=False))
             given |= {old.get(name, name): value for name, value in kwargs.items()}
-            if len(args) > len(old) + 1 or not isinstance(given.get("mesh_axis", ""), str):
+            if len(args) > len(order) or not isinstance(given.get("mesh_axis", ""), str):
                 return method(*args, **kwargs)  # which raises TypeError
             text = (
                 f"write {method.__qualname__}({shown}): another order and other names of its arguments are deprecated"

@@ -163,14 +163,14 @@ class ProcessSet:
         """Return the ranks' arrays concatenated along an axis. Collective over the set. See `ReplicaContext.all_gather`."""
         return self._made("all_gather").all_gather(value, axis=axis, options=options)
 
-    @formerly(reduce_op="reduce_op", value="value", axis="axis", options="options")
+    @formerly()
     def reduce_scatter(
         self, reduce_op: ReduceOp | str, value: Any, *, axis: int = 0, options: CommunicationOptions | None = None
     ) -> Any:
         """Return this rank's part of a reduction. Collective over the set. See `ReplicaContext.reduce_scatter`."""
         return self._made("reduce_scatter").reduce_scatter(reduce_op, value, axis=axis, options=options)
 
-    @formerly(value="value", splits="splits", axis="axis")
+    @formerly()
     def all_to_all(self, value: Any, *, splits: Any = None, axis: int = 0) -> Any:
         """Return what all ranks sent to this one. Collective over the set. See `ReplicaContext.all_to_all`."""
         made = self._made("all_to_all")
@@ -178,7 +178,7 @@ class ProcessSet:
         result = made.all_to_all(value, splits=given, axis=axis)
         return result[0] if splits is None else result
 
-    @formerly(value="value", root="root")
+    @formerly()
     def broadcast(self, value: Any, *, root: int = 0) -> Any:
         """Return one rank's array, or nest of arrays, on all. Collective over the set. See `ReplicaContext.broadcast`.
 
@@ -191,7 +191,7 @@ class ProcessSet:
         """
         return self._made("broadcast").broadcast(value, root=self._number(root, "broadcast"))
 
-    @formerly(value="value", root="root")
+    @formerly()
     def broadcast_async(self, value: Any, *, root: int = 0) -> CollectiveRequest:
         """Start a `broadcast`, and return what waits for it. Collective over the set. See `Strategy.broadcast_async`.
 

@@ -103,7 +103,7 @@ class Called:
         """Doc."""
         return reduce_op, value, axis, mesh_axis
 
-    @formerly(value="value", root="root")
+    @formerly()
     def broadcast(self, value, *, root=0):
         return value, root
 
