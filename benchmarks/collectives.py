@@ -43,7 +43,7 @@ def parts(some: ms.ProcessSet, comm: Any, count: int, options: Any) -> dict[str,
         },
         "all_to_all": {OURS: lambda: some.all_to_all(mine), RAW: lambda: comm.Alltoall(mine, out)},
         "all_to_all with splits": {
-            OURS: lambda: some.all_to_all(mine, splits),
+            OURS: lambda: some.all_to_all(mine, splits=splits),
             RAW: lambda: comm.Alltoallv([mine, splits], [room, come]),
         },
     }
@@ -75,7 +75,7 @@ def nests(some: ms.ProcessSet, comm: Any, count: int, options: Any) -> dict[str,
             RAW: lambda: comm.Allgather(whole, out),
         },
         f"broadcast of {LEAVES}": {
-            OURS: lambda: some.broadcast(leaf, 0),
+            OURS: lambda: some.broadcast(leaf),
             f"{RAW}, {name}": broadcast_each,
             RAW: lambda: comm.Bcast(whole),
         },

@@ -60,14 +60,14 @@ def main() -> None:
 
         operations: dict[str, harness.Operation] = {
             WHOLE: lambda: whole and whole.step(),
-            PAIR: lambda: part.step(lambda array: mesh.all_reduce(array, "model")),
+            PAIR: lambda: part.step(lambda array: mesh.all_reduce("SUM", array, mesh_axis="model")),
             PRODUCTS: part.step,
-            MESSAGES: twice(lambda: mesh.all_reduce(sent, "model")),
+            MESSAGES: twice(lambda: mesh.all_reduce("SUM", sent, mesh_axis="model")),
             MPI_SUM: twice(lambda: comm.Allreduce(sent, total)),
             COPY: twice(lambda: found[1:].fill(0) if comm.size == 1 else np.copyto(found[1:], sent)),
-            OTHERS["all_gather"]: lambda: mesh.all_gather(sent, "model", 0),
-            OTHERS["reduce_scatter"]: lambda: mesh.reduce_scatter(sent, "model", 0),
-            OTHERS["reshard"]: lambda: mesh.reshard(sent, "model", 0, 1),
+            OTHERS["all_gather"]: lambda: mesh.all_gather(sent, mesh_axis="model"),
+            OTHERS["reduce_scatter"]: lambda: mesh.reduce_scatter("SUM", sent, mesh_axis="model"),
+            OTHERS["reshard"]: lambda: mesh.reshard(sent, old=0, new=1, mesh_axis="model"),
         }
         times = harness.pair(comm, operations, repetitions=options.repetitions, seconds=options.seconds)
         result = {"benchmark": "mesh", "machine": harness.machine(comm), "width": options.width, "batch": options.batch}

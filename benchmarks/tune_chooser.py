@@ -23,7 +23,7 @@ from mpi4py import MPI
 
 from mpistrat.cluster.topology import Topology
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.cross_device.auto import Chooser, Rule, make_cross_device_ops
+from mpistrat.cross_device.auto import Chooser, ChooserRule, make_cross_device_ops
 from mpistrat.types import ReduceOp
 
 SIZES = [1 << bits for bits in range(3, 27)]
@@ -56,12 +56,12 @@ def measure(group: ProcessGroup, turns: int) -> dict[int, dict[str, float]]:
     return table
 
 
-def rules(measured: dict[int, dict[str, float]], nodes: str) -> list[Rule]:
+def rules(measured: dict[int, dict[str, float]], nodes: str) -> list[ChooserRule]:
     """Return rules from the smallest size to the largest; a single odd size makes no rule of its own."""
     default, other = ALGORITHMS
     wins = [times[other] < CLEARLY * times[default] for times in measured.values()]
     smooth = [sum(wins[max(0, i - 1) : i + 2]) >= 2 for i in range(len(wins))]
-    found: list[Rule] = []
+    found: list[ChooserRule] = []
     sizes, first = list(measured), 0
     for index, wins_other in enumerate(smooth):
         last = index == len(sizes) - 1
@@ -69,7 +69,9 @@ def rules(measured: dict[int, dict[str, float]], nodes: str) -> list[Rule]:
             continue
         ratio = statistics.median(measured[s][default] / measured[s][other] for s in sizes[first : index + 1])
         why = f"{default} takes {ratio:.2f} of the time of {other} (median over these sizes)"
-        found.append(Rule("cpu", nodes, None if last else sizes[index + 1], other if wins_other else default, why))
+        found.append(
+            ChooserRule("cpu", nodes, None if last else sizes[index + 1], other if wins_other else default, why)
+        )
         first = index + 1
     return found
 
@@ -89,7 +91,7 @@ def main() -> None:
         group.close()
 
 
-def write(path: Path, found: list[Rule], measured: dict[int, dict[str, float]], topology: Topology) -> None:
+def write(path: Path, found: list[ChooserRule], measured: dict[int, dict[str, float]], topology: Topology) -> None:
     """Print the measurements and write the table."""
     for nbytes, times in measured.items():
         print(f"{nbytes:>12,}", "  ".join(f"{name} {seconds * 1e6:12.1f} µs" for name, seconds in times.items()))

@@ -20,7 +20,7 @@ from ..base.partition import merge
 from ..base.types import ReduceOp
 from ..comm.process_group import ProcessGroup
 from .arithmetic import arithmetic
-from .early import EarlySums, Memory
+from .early import EarlyMemory, EarlySums
 from .reduction import BLOCK, GradientArena
 
 __all__ = ["BUCKET_BYTES", "BucketSums"]
@@ -134,7 +134,7 @@ class BucketSums:
         if self._early is not None:
             self._early.wait()
 
-    def memory(self, arena: GradientArena) -> Memory:
+    def memory(self, arena: GradientArena) -> EarlyMemory:
         """Return where the sums of an arena are. Collective, inside one."""
         assert self._early is not None
         return self._early.memory(arena)

@@ -24,14 +24,14 @@ from .arithmetic import Arithmetic, combine
 from .pieces import PieceSum, Range, wait
 from .wire import Wire
 
-__all__ = ["EarlySums", "Memory"]
+__all__ = ["EarlyMemory", "EarlySums"]
 
 _CEILING = 2e-4  # seconds that the thread sleeps between two looks at its messages, at most
 _END = 5.0  # seconds that its end may take
 
 
 @final
-class Memory:
+class EarlyMemory:
     """The sums of one arena that this node owns, by owner; also `memory[low:high]`, of elements that one rank owns."""
 
     def __init__(self, pieces: Sequence[Range], arrays: Sequence[np.ndarray]) -> None:
@@ -77,7 +77,7 @@ class EarlySums:
         """
         self._group, self._block, self._threads = group, block, threads
         self._inter = None if group.inter is None else group.inter.Dup()  # messages of steps go over the other one
-        self._memories: dict[str, Memory] = {}
+        self._memories: dict[str, EarlyMemory] = {}
         self._sums: dict[tuple[np.dtype, Wire | None], PieceSum] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._last: _Job | None = None
@@ -118,7 +118,7 @@ class EarlySums:
             self._thread = threading.Thread(target=self._run, name="mpistrat-sums", daemon=True)
             self._thread.start()
 
-    def _sum_whole(self, memory: Memory, arrays: Sequence[Any], ranges: Sequence[Range], how: Arithmetic) -> None:
+    def _sum_whole(self, memory: EarlyMemory, arrays: Sequence[Any], ranges: Sequence[Range], how: Arithmetic) -> None:
         """Sum this rank's part of ranges of an arena that every node sums whole: over the node, `ArenaStep` over nodes."""
         index, total = self._group.slice_index, sum(high - low for low, high in ranges)
         mine = cut(ranges, *aligned_bounds(total, self._group.slices)[index or 0])
@@ -126,7 +126,7 @@ class EarlySums:
             for low, high in blocks(inside(mine, *piece), self._block):
                 combine(how.ufunc, [array[low:high] for array in arrays], memory.of(low, high))
 
-    def _allocate(self, arena: Any, dtype: np.dtype) -> Memory:
+    def _allocate(self, arena: Any, dtype: np.dtype) -> EarlyMemory:
         node = self._group.node
         pieces = arena.by_owner()
         sizes = [(high - low) * dtype.itemsize for low, high in pieces]
@@ -134,7 +134,7 @@ class EarlySums:
         mine = node.rank
         populated = mine >= len(sizes) or block.populate(mine, 0, sizes[mine])
         node.agree_populated(populated, block.what)
-        return Memory(pieces, [segment.view(dtype) for segment in block.segments[: len(sizes)]])
+        return EarlyMemory(pieces, [segment.view(dtype) for segment in block.segments[: len(sizes)]])
 
     def missing(self, arena: Any, ranges: Sequence[Range]) -> list[Range] | None:
         """Return what of element ranges was not begun; None where nothing of them was."""
@@ -149,7 +149,7 @@ class EarlySums:
         if memory is not None:
             memory.begun = without(memory.begun, ranges)
 
-    def memory(self, arena: Any) -> Memory:
+    def memory(self, arena: Any) -> EarlyMemory:
         """Return where the sums of an arena are; of those not begun, this rank's may be put there. Collective, inside one."""
         self._wait_for_dropped()
         return self._memories[arena.key]

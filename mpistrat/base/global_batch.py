@@ -25,7 +25,7 @@ from .errors import BatchError, ContextError, explain
 __all__ = [
     "HandedOut",
     "Ledger",
-    "Part",
+    "BatchPart",
     "address_of",
     "begin_step",
     "end_step",
@@ -46,7 +46,7 @@ _lock = threading.Lock()
 T = TypeVar("T")
 
 
-class Part(NamedTuple):
+class BatchPart(NamedTuple):
     """One replica's rows of a global batch.
 
     Attributes:
@@ -65,7 +65,7 @@ class _Record:
 
     __slots__ = ("array", "high", "ledger", "low", "owner", "part")
 
-    def __init__(self, array: Any, part: Part, ledger: Ledger) -> None:
+    def __init__(self, array: Any, part: BatchPart, ledger: Ledger) -> None:
         owner = _owner(array)
         self.array, self.owner = weakref.ref(array), weakref.ref(owner)
         self.part, self.ledger = part, ledger
@@ -115,13 +115,13 @@ class Ledger:
         self.replicas = replicas
         self.of_workers: int | None = None
         self.uneven = False
-        self._datasets: list[tuple[weakref.ref[HandedOut], set[Part]]] = []
-        self._ended: set[Part] = set()  # of datasets that were freed
+        self._datasets: list[tuple[weakref.ref[HandedOut], set[BatchPart]]] = []
+        self._ended: set[BatchPart] = set()  # of datasets that were freed
         self._watchers: list[weakref.WeakMethod[Callable[[], None]]] = []
 
-    def join(self, dataset: HandedOut) -> set[Part]:
+    def join(self, dataset: HandedOut) -> set[BatchPart]:
         """Return the set into which a new dataset puts its parts."""
-        parts: set[Part] = set()
+        parts: set[BatchPart] = set()
         with _lock:
             _ledgers.add(self)
             if len(self._datasets) >= _DATASETS:
@@ -150,7 +150,7 @@ class Ledger:
             if method is not None:
                 method()
 
-    def parts(self, rows: int | None = None) -> set[Part]:
+    def parts(self, rows: int | None = None) -> set[BatchPart]:
         """Return the parts with this number of rows, or all. Freed datasets count only if no living one has any."""
         with _lock:
             known = [(living() is not None, parts) for living, parts in self._datasets]
@@ -202,19 +202,19 @@ class Ledger:
                 weight = counts.pop() * self.replicas / total
         return 1.0 if weight is None and not self.uneven else weight
 
-    def _agree(self, given: set[Part], weight: float, arrays: Sequence[Any], counts: set[int]) -> bool:
+    def _agree(self, given: set[BatchPart], weight: float, arrays: Sequence[Any], counts: set[int]) -> bool:
         """Return whether inputs may be of the batch among a step's arguments: no batch of another weight has as many rows."""
         rows = {part.rows for part in given}
         if any(not rows.isdisjoint(array.shape) for array in arrays):
             return True
         return {part.weight for count in counts for part in self.parts(count)} <= {weight}
 
-    def given(self) -> set[Part]:
+    def given(self) -> set[BatchPart]:
         """Return the parts among the arguments of the step that runs, by identity or by memory."""
         step = _step.get()
         return set() if step is None else {record.part for leaf in step.leaves() for record in self._records(leaf)}
 
-    def parts_of(self, arrays: Sequence[Any]) -> set[Part]:
+    def parts_of(self, arrays: Sequence[Any]) -> set[BatchPart]:
         """Return the parts of arrays that are the very ones which a dataset handed out."""
         return {record.part for array in arrays if (record := _record_of(array)) and record.ledger is self}
 
@@ -266,7 +266,7 @@ class HandedOut:
         self._number = next(_numbers)
         self._ledger, self._replicas, self._rows_of_all = ledger or Ledger(), replicas, rows_of_all
         self._parts = self._ledger.join(self)
-        self._last: tuple[Part, ...] = ()
+        self._last: tuple[BatchPart, ...] = ()
         self.total: int | None = None
         self.time = 0
 
@@ -282,7 +282,7 @@ class HandedOut:
             rows = int(arrays[0].shape[0]) if arrays else 0
             weight = rows * replicas / divisor if divisor else 1.0
             known = last[index] if index < len(last) else None
-            part = known if known == (rows, total, weight) else Part(rows, total, weight)
+            part = known if known == (rows, total, weight) else BatchPart(rows, total, weight)
             made.append(part)
         if tuple(made) != last:
             self._last = tuple(made)
@@ -333,7 +333,9 @@ class _Step(NamedTuple):
 
 
 _step: ContextVar[_Step | None] = ContextVar("mpistrat_step", default=None)
-_named: ContextVar[Sequence[Part | None] | None] = ContextVar("mpistrat_named_batch", default=None)  # by local replica
+_named: ContextVar[Sequence[BatchPart | None] | None] = ContextVar(
+    "mpistrat_named_batch", default=None
+)  # by local replica
 _datasets: ContextVar[dict[int, weakref.ref[HandedOut]] | None] = ContextVar("mpistrat_handed_out", default=None)
 _said: ContextVar[HandedOut | None] = ContextVar("mpistrat_said_size", default=None)  # keeps it alive
 
@@ -360,7 +362,7 @@ def named(ledger: Ledger, element: Any, function: str = "Strategy.batch") -> Ite
     Raises:
         BatchError: the batch is unknown.
     """
-    parts: list[Part | None] = [None]
+    parts: list[BatchPart | None] = [None]
     if element is not None:
         leaves = [(leaf.values if isinstance(leaf, DistributedValues) else (leaf,)) for leaf in nest.flatten(element)]
         replicas = max((len(values) for values in leaves), default=1)
@@ -375,7 +377,7 @@ def named(ledger: Ledger, element: Any, function: str = "Strategy.batch") -> Ite
         _named.reset(token)
 
 
-def _part_of(arrays: Sequence[Any], ledger: Ledger, function: str) -> Part | None:
+def _part_of(arrays: Sequence[Any], ledger: Ledger, function: str) -> BatchPart | None:
     """Return the part that arrays belong to, None where all parts were equal and they are unknown."""
     found = {record.part for array in arrays for record in ledger._records(array)}
     if not found:
@@ -539,7 +541,7 @@ def _owner(array: Any) -> Any:
     return array
 
 
-def _record(array: Any, part: Part, ledger: Ledger) -> None:
+def _record(array: Any, part: BatchPart, ledger: Ledger) -> None:
     """Record an array. The lock is held."""
     try:
         record = _Record(array, part, ledger)

@@ -35,7 +35,6 @@ _POOL = BufferPool(kept=2)
 
 def reduce_scatter(
     group: ProcessGroup,
-    function: str,
     values: Leaves,
     op: ReduceOp,
     axis: int,
@@ -47,8 +46,7 @@ def reduce_scatter(
 
     Args:
         group: the ranks.
-        function: the caller, for errors.
-        values: what is reduced.
+        values: the values to reduce.
         op: the reduction.
         axis: the dimension that the replicas divide, the first ones getting one more where it does not divide evenly.
         options: timeout_seconds.
@@ -57,7 +55,7 @@ def reduce_scatter(
     Raises:
         Exception: see `ReplicaContext.reduce_scatter`.
     """
-    topology = group.topology
+    topology, function = group.topology, values.function
     leaves = [local_arrays(local_values(value, group, function, repeat=False), function) for value in values.values]
     forms = tuple((dtype_name(arrays[0].dtype), tuple(arrays[0].shape)) for arrays in leaves)
     timeout = None if options is None else options.timeout_seconds
@@ -108,12 +106,12 @@ def _summed_here(topology: Topology, arrays: Sequence[Any], how: Arithmetic) -> 
 
 
 def all_to_all(
-    group: ProcessGroup, function: str, values: Leaves, splits: Any, axis: int, joined: int | None = None
+    group: ProcessGroup, values: Leaves, splits: Any, axis: int, joined: int | None = None
 ) -> tuple[list[Any], Any]:
     """Return for each value what the local replicas get of it, and the lengths that each got of every one. Collective.
 
     Args:
-        group, function, values: see `reduce_scatter`.
+        group, values: see `reduce_scatter`.
         splits: int64 lengths of the parts of the local replica, or a PerReplica of them; None for equal parts.
         axis: the dimension that is cut.
         joined: the dimension along which parts are concatenated, where all ranks have one replica and arrays of one shape: no
@@ -122,7 +120,7 @@ def all_to_all(
     Raises:
         Exception: see `ReplicaContext.all_to_all` and `Mesh.reshard`.
     """
-    topology, equal = group.topology, joined is not None
+    topology, function, equal = group.topology, values.function, joined is not None
     leaves = [
         [as_array(v, function) for v in local_values(value, group, function, repeat=False)] for value in values.values
     ]
@@ -284,8 +282,9 @@ def _joined(
     return [np.concatenate(each, axis=onto) for each in parts]
 
 
-def all_gather(group: ProcessGroup, function: str, values: Leaves, axis: int) -> list[Any]:
+def all_gather(group: ProcessGroup, values: Leaves, axis: int) -> list[Any]:
     """Return the ranks' arrays, each of one shape, concatenated along an axis. Collective. See `Collectives.all_gather`."""
+    function = values.function
     arrays = [as_array(value, function) for value in values.values]
     with group.collective(function, values.name, *call_of(arrays, f"axis {axis}")) as call:
         axes = [checked_axis(array, axis, function) for array in arrays]

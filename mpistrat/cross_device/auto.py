@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
-
-import numpy as np
 
 from ..arena.reduction import ArenaSum, Consume, GradientArena
 from ..arena.wire import Unsent
@@ -30,9 +28,9 @@ from ..comm.process_group import ProcessGroup
 from .hierarchical import LEAST_ENCODED, HierarchicalAllReduce
 from .mpi import MpiAllReduce
 from .nccl import NcclAllReduce
-from .ops import IMPLEMENTATIONS, CrossDeviceOps, SmallReduction
+from .ops import IMPLEMENTATIONS, CrossDeviceOps
 
-__all__ = ["AutoAllReduce", "Chooser", "Rule", "make_cross_device_ops"]
+__all__ = ["AutoAllReduce", "Chooser", "ChooserRule", "make_cross_device_ops"]
 
 
 def make_cross_device_ops(
@@ -100,32 +98,10 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
         for algorithm in self._algorithms.values():
             algorithm.close()
 
-    def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
-        chosen = self._choose(arrays[0])
-        synchronize, how = chosen.entry(arrays, destinations)
-        return synchronize, (type(chosen).__name__, how)
-
-    def small_reduction(self, reduce_op: ReduceOp, array: Any) -> SmallReduction | None:
-        return self._choose(array).small_reduction(reduce_op, array)
-
-    def reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        per_replica_value: PerReplica,
-        destinations: Any = None,
-        options: CommunicationOptions | None = None,
-    ) -> Any:
-        chosen = self._choose(per_replica_value.values[0])
-        self._warn_of_wire(chosen, per_replica_value.values[0].nbytes, options)
-        chosen.call = self.call
-        return chosen.reduce_implementation(reduce_op, per_replica_value, destinations, options)
-
-    def reduce_into(
-        self, reduce_op: ReduceOp, arrays: Sequence[Any], out: np.ndarray, options: CommunicationOptions | None
-    ) -> None:
-        chosen = self._choose(arrays[0])
-        chosen.call = self.call
-        chosen.reduce_into(reduce_op, arrays, out, options)
+    def _algorithm_for(self, array: Any, options: CommunicationOptions | None = None) -> CrossDeviceOps:
+        chosen = self._algorithm("gpu" if is_gpu(array) else "cpu", array.nbytes)
+        self._warn_of_wire(chosen, array.nbytes, options)
+        return chosen
 
     def batch_reduce_implementation(
         self,
@@ -175,9 +151,6 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
         name, source = type(chosen).__name__, self.chooser.source
         once(logging.WARNING, f"wire={options.wire!r} has no effect: {source} names {name} for {nbytes:,} bytes")
 
-    def _choose(self, array: Any) -> CrossDeviceOps:
-        return self._algorithm("gpu" if is_gpu(array) else "cpu", array.nbytes)
-
     def _algorithm(self, device: str, nbytes: int) -> CrossDeviceOps:
         name = self.chooser.choose(device, self._nodes, nbytes).algorithm
         if name == "NCCL" and name not in self._algorithms:
@@ -203,8 +176,8 @@ NODES = ("one", "several")
 
 @final
 @dataclass(frozen=True)
-class Rule:
-    """One line of the table.
+class ChooserRule:
+    """One line of a chooser's table.
 
     Attributes:
         device: "cpu" or "gpu".
@@ -249,7 +222,7 @@ class Chooser:
         self.measured = str(content.get("measured", "")) if isinstance(content, Mapping) else ""
         self._rules = _parse(content, self.source)
 
-    def choose(self, device: str, nodes: str, nbytes: int) -> Rule:
+    def choose(self, device: str, nodes: str, nbytes: int) -> ChooserRule:
         """Return the rule for an array of so many bytes on a "cpu" or "gpu", on "one" node or "several"."""
         for rule in self._rules[device, nodes]:
             if rule.below is None or nbytes < rule.below:
@@ -257,7 +230,7 @@ class Chooser:
         raise ValueError(f"Chooser: no rule for {nbytes} bytes")  # _parse has checked that there is one
 
     @property
-    def rules(self) -> list[Rule]:
+    def rules(self) -> list[ChooserRule]:
         """All rules, in the order of the table."""
         return [rule for rules in self._rules.values() for rule in rules]
 
@@ -286,12 +259,12 @@ def _read(path: Path) -> Any:
         raise ValueError(explain("Chooser", "table", expected=f"JSON in {path}", got=str(error))) from error
 
 
-def _parse(content: Any, source: str) -> dict[tuple[str, str], list[Rule]]:
+def _parse(content: Any, source: str) -> dict[tuple[str, str], list[ChooserRule]]:
     if not isinstance(content, Mapping) or not isinstance(content.get("rules"), Sequence):
         raise ValueError(
             explain("Chooser", source, expected="an object with a list named rules", got=f"{content!r:.60}")
         )
-    rules: dict[tuple[str, str], list[Rule]] = {(device, nodes): [] for device in DEVICES for nodes in NODES}
+    rules: dict[tuple[str, str], list[ChooserRule]] = {(device, nodes): [] for device in DEVICES for nodes in NODES}
     for number, entry in enumerate(content["rules"]):
         rule = _rule(entry, f"{source}, rule {number}")
         rules[rule.device, rule.nodes].append(rule)
@@ -304,9 +277,9 @@ def _parse(content: Any, source: str) -> dict[tuple[str, str], list[Rule]]:
     return rules
 
 
-def _rule(entry: Any, where: str) -> Rule:
+def _rule(entry: Any, where: str) -> ChooserRule:
     try:
-        rule = Rule(**entry)
+        rule = ChooserRule(**entry)
     except TypeError as error:
         expected = "device, nodes, below, algorithm and why"
         raise ValueError(explain("Chooser", where, expected=expected, got=f"{entry!r:.80}")) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import index
 from typing import TYPE_CHECKING, Any, final
@@ -18,7 +18,7 @@ from ..base.options import CommunicationOptions
 from ..base.types import ReduceOp
 from ..comm.process_group import ProcessGroup
 from .auto import make_cross_device_ops
-from .ops import CrossDeviceOps, called
+from .ops import CrossDeviceOps
 from .over_axes import OVER_AXES, Axis
 from .values import Leaves
 
@@ -40,7 +40,8 @@ class Collectives:
     Args:
         group: the ranks.
         front: the class whose methods call this object: "ProcessSet" makes `all_reduce` "ProcessSet.all_reduce" in errors.
-        label: which ranks these are, shown with the name of a call.
+        label: a name of the ranks, shown with the name of a call.
+        names: the front's own names of operations, where they differ.
         ops: the algorithm of reductions, bound to the group; default the chooser's.
         options: defaults of all calls, but for `wire`, which is for steps.
         alone: True for the default strategy, which returns values as they are.
@@ -49,19 +50,19 @@ class Collectives:
     def __init__(
         self,
         group: ProcessGroup,
-        front: str = "",
+        front: str,
         label: str = "",
         *,
+        names: Mapping[str, str] | None = None,
         ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
         alone: bool = False,
     ) -> None:
         self.group, self.alone = group, alone
-        self._front, self._label = front, label
-        self._all_reduce = called(front, "all_reduce", "reduce")
+        self._front, self.label, self._names = front, label, names or {}
+        self._all_reduce = self._called("all_reduce")
         self._options = None if options is None else replace(options, wire=None)
         self.ops = make_cross_device_ops() if ops is None else ops
-        self.ops.front = front
         if ops is None:
             self.ops.bind(group)
 
@@ -87,6 +88,7 @@ class Collectives:
         self,
         reduce_op: ReduceOp | str,
         value: Any,
+        *,
         axis: Axis = None,
         options: CommunicationOptions | None = None,
         out: Any = None,
@@ -103,8 +105,8 @@ class Collectives:
             if self.alone:
                 return value
             if type(value) in PLAIN or not nest.is_nested(value):
-                return as_scalar(self.ops.reduce(op, value, None, self.merged(options), self._label))
-        leaves = Leaves.of(value, self._label)
+                return as_scalar(self.ops.reduce(op, value, None, self.merged(options), self.label, self._all_reduce))
+        leaves = Leaves.of(self._all_reduce, value, self.label)
         if out is not None:
             outs = _outs(self._all_reduce, value, out)
             self.ops.reduce_leaves(op, leaves, self.merged(options), outs)
@@ -113,7 +115,8 @@ class Collectives:
             totals = self.ops.reduce_leaves(op, leaves, self.merged(options))
             return nest.pack_like(value, [as_scalar(total) for total in totals])
         over = OVER_AXES[op]
-        plans = [over(leaf, axis, self.group.topology.num_local_replicas) for leaf in leaves.values]
+        replicas = self.group.topology.num_local_replicas
+        plans = [over(leaf, axis, replicas, self._all_reduce) for leaf in leaves.values]
         between = ReduceOp.SUM if op is ReduceOp.MEAN else op
         packs = leaves._replace(values=[pack for pack, _ in plans])
         totals = self.ops.reduce_leaves(between, packs, self.merged(options))
@@ -122,7 +125,7 @@ class Collectives:
         )
 
     def all_gather(
-        self, value: Any, axis: int, options: CommunicationOptions | None = None, *, equal: bool = False
+        self, value: Any, *, axis: int = 0, options: CommunicationOptions | None = None, equal: bool = False
     ) -> Any:
         """Return a nest with the arrays of all replicas concatenated along an axis. Collective. See `Strategy.gather`.
 
@@ -132,20 +135,20 @@ class Collectives:
         """
         if self.alone:
             return value
-        leaves = Leaves.of(value, self._label)
+        leaves = Leaves.of(self._called("all_gather"), value, self.label)
         if equal:
             from .all_to_all import all_gather
 
-            return nest.pack_like(value, all_gather(self.group, self._called("all_gather"), leaves, axis))
+            return nest.pack_like(value, all_gather(self.group, leaves, axis))
         return nest.pack_like(value, self.ops.gather_leaves(leaves, axis, self.merged(options)))
 
     def reduce_scatter(
         self,
         reduce_op: ReduceOp | str,
         value: Any,
-        axis: int,
-        options: CommunicationOptions | None = None,
         *,
+        axis: int = 0,
+        options: CommunicationOptions | None = None,
         equal: bool = False,
         out: Any = None,
     ) -> Any:
@@ -162,33 +165,33 @@ class Collectives:
         op = ReduceOp.parse(reduce_op, function)
         if self.alone:
             return value
-        leaves = Leaves.of(value, self._label)
+        leaves = Leaves.of(function, value, self.label)
         outs = None if out is None else _outs(function, value, out)
-        parts = reduce_scatter(self.group, function, leaves, op, index(axis), self.merged(options), equal, outs)
+        parts = reduce_scatter(self.group, leaves, op, index(axis), self.merged(options), equal, outs)
         return out if out is not None else nest.pack_like(value, parts)
 
-    def all_to_all(self, value: Any, splits: Any, axis: int) -> tuple[Any, Any]:
+    def all_to_all(self, value: Any, *, splits: Any = None, axis: int = 0) -> tuple[Any, Any]:
         """Return a nest with what each local replica receives, and its lengths. Collective. See `ReplicaContext.all_to_all`."""
         from .all_to_all import all_to_all
 
         if self.alone:
             return value, splits
-        leaves = Leaves.of(value, self._label)
-        results, lengths = all_to_all(self.group, self._called("all_to_all"), leaves, splits, index(axis))
+        leaves = Leaves.of(self._called("all_to_all"), value, self.label)
+        results, lengths = all_to_all(self.group, leaves, splits, index(axis))
         return nest.pack_like(value, results), lengths
 
-    def reshard(self, value: Any, old: int, new: int) -> Any:
+    def reshard(self, value: Any, *, old: int, new: int) -> Any:
         """Return a nest with this rank's parts along axis `new` of arrays that are split along axis `old`. Collective."""
         from .all_to_all import all_to_all
 
-        leaves = Leaves.of(value, self._label)
-        return nest.pack_like(value, all_to_all(self.group, self._called("reshard"), leaves, None, new, old)[0])
+        leaves = Leaves.of(self._called("reshard"), value, self.label)
+        return nest.pack_like(value, all_to_all(self.group, leaves, None, new, old)[0])
 
-    def broadcast(self, value: Any, root: int) -> Any:
+    def broadcast(self, value: Any, *, root: int = 0) -> Any:
         """Return a nest with the arrays of replica `root`. Collective. See `ReplicaContext.broadcast`."""
         if self.alone:
             return value
-        found = self.ops.broadcast_leaves(Leaves.of(value, self._label), root)
+        found = self.ops.broadcast_leaves(Leaves.of(self._called("broadcast"), value, self.label), root)
         return nest.pack_like(value, [as_scalar(leaf) for leaf in found])
 
     # started now, waited for later
@@ -198,7 +201,7 @@ class Collectives:
         op = ReduceOp.parse(reduce_op, self._called("all_reduce_async"))
         return self._start("all_reduce_async", value, lambda *call: self._started.all_reduce(op, *call))
 
-    def broadcast_async(self, value: Any, root: int) -> CollectiveRequest:
+    def broadcast_async(self, value: Any, *, root: int = 0) -> CollectiveRequest:
         """Start to send a nest of replica `root`. Collective. See `Strategy.broadcast_async`."""
         return self._start("broadcast_async", value, lambda *call: self._started.broadcast(root, *call))
 
@@ -210,19 +213,19 @@ class Collectives:
         if self.alone:
             kept = copy.deepcopy(value)
             return CollectiveRequest(function, None, (), lambda: kept)
-        leaves, like = Leaves.of(value, self._label), nest.map_structure(lambda leaf: None, value)
-        return start(function, leaves, lambda found: nest.pack_like(like, [*map(as_scalar, found)]))
+        leaves, like = Leaves.of(function, value, self.label), nest.map_structure(lambda leaf: None, value)
+        return start(leaves, lambda found: nest.pack_like(like, [*map(as_scalar, found)]))
 
     # objects, which mpi4py pickles, of ranks
 
-    def broadcast_object(self, obj: Any, root: int) -> Any:
+    def broadcast_object(self, obj: Any = None, *, root: int = 0) -> Any:
         """Return the object of one rank on all. Collective. See `Strategy.broadcast_object`."""
         function, group = self._called("broadcast_object"), self.group
         check_rank(function, group, root)
         if group.topology.size == 1:
             return obj
         here = group.topology.rank == root
-        with group.collective(function, self._label, detail=f"root {root}"):
+        with group.collective(function, self.label, detail=f"root {root}"):
             data = self._pickled(function, obj, here)
             length = np.array([len(data)], np.int64)
             group.broadcast(length, root)
@@ -230,12 +233,12 @@ class Collectives:
             group.broadcast(buffer, root)
         return obj if here else _loads(buffer)
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: Any = None) -> list[Any]:
         """Return the objects of all ranks. Collective. See `Strategy.all_gather_object`."""
         function, group = self._called("all_gather_object"), self.group
         if group.topology.size == 1:
             return [obj]
-        with group.collective(function, self._label):
+        with group.collective(function, self.label):
             pickles = group.all_gather_bytes(self._pickled(function, obj))
         mine = group.topology.rank
         return [obj if rank == mine else _loads(np.frombuffer(one, np.uint8)) for rank, one in enumerate(pickles)]
@@ -251,14 +254,13 @@ class Collectives:
                 got = f"on rank {self.group.topology.rank}: {type(error).__name__}: {error}"
                 raise TypeError(explain(function, "obj", expected="an object that can be pickled", got=got)) from None
 
-    def barrier(self, name: str | None, timeout: float | None) -> None:
+    def barrier(self, timeout: float | None = None, name: str | None = None) -> None:
         """Wait until every rank is here. Collective. See `Strategy.barrier`."""
         self.group.barrier(name or "", timeout, self._called("barrier"))
 
-    # names
-
     def _called(self, operation: str) -> str:
-        return called(self._front, operation)
+        """Return the name of the front's method."""
+        return f"{self._front}.{self._names.get(operation, operation)}"
 
 
 def check_rank(function: str, group: ProcessGroup, root: Any) -> None:

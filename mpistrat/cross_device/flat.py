@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, final
 
 import numpy as np
 
 from ..arena.arithmetic import Arithmetic, flatten_all
+from ..arena.wire import Wire, wire_named
 from ..base.distributed_values import Mirrored, PerReplica
 from ..base.options import CommunicationOptions
 from ..base.types import ReduceOp
 from ..comm.arrays import array_module, is_gpu, on_device_of, to_host
-from ..comm.packing import plan_packs
+from ..comm.packing import pack_sizes, plan_packs
 from .ops import CrossDeviceOps
 
-__all__ = ["FlatAllReduce", "device_sum", "on_devices"]
+__all__ = ["Array", "Arrays", "FlatAllReduce", "device_sum", "on_devices"]
+
+
+Array = np.ndarray
+Arrays = Sequence[np.ndarray]
 
 
 class FlatAllReduce(CrossDeviceOps):
-    """A CrossDeviceOps that is one function on flat host arrays: a subclass defines `_sum_flat`."""
+    """A CrossDeviceOps that is one function on flat host arrays: a subclass defines `_sum_flat`.
+
+    Attributes:
+        num_packs: into how many messages a batch cuts the values of one dtype; 0 sends each value by itself.
+    """
 
     reduce_ops = tuple(ReduceOp)
+    num_packs = 1
 
     @abstractmethod
-    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic, *, out: np.ndarray | None = None) -> np.ndarray:
+    def _sum_flat(self, arrays: Arrays, how: Arithmetic, wire: Wire | None = None, out: Array | None = None) -> Array:
         """Return the reduction of the local replicas' flat arrays, a new array, or `out`. Collective, inside one.
 
-        `out` has the dtype of the result. It may be the memory of the only array. An algorithm may leave it unused.
+        `wire` is the form between nodes, for an algorithm that has `wires`. `out` has the dtype of the result, and may be the
+        memory of the only array. An algorithm may leave it unused.
         """
 
+    def _sum_in_place(self, op: ReduceOp, pairs: Sequence[tuple[PerReplica, Any]], wire: Wire | None) -> list[Any]:
+        """Return the results of values that are reduced where they lie, in their variable's gradient; None for the others."""
+        return [None] * len(pairs)
+
+    def _sum_on_gpus(self, values: Sequence[Any], how: Arithmetic, wire: Wire | None) -> Any:
+        """Return the reduction of arrays on GPUs, through host memory. Not yet run on a GPU."""
+        host = to_host(device_sum(values, how))
+        return on_devices(self._sum_flat([host.reshape(-1)], how, wire).reshape(values[0].shape), values)
+
+    def _cuts(self, options: CommunicationOptions | None) -> tuple[int, int]:
+        """Return the most bytes of a pack of values (0: any number), and the number of messages that it is sent in."""
+        limit = options.bytes_per_pack if options else None
+        return (limit, 1) if limit is not None else (int(self.num_packs == 0), max(1, self.num_packs))
+
+    @final
     def reduce_implementation(
         self,
         reduce_op: ReduceOp,
@@ -38,8 +65,10 @@ class FlatAllReduce(CrossDeviceOps):
         destinations: Any = None,
         options: CommunicationOptions | None = None,
     ) -> Any:
+        wire = _wire_of(options)
+        (found,) = self._sum_in_place(reduce_op, [(per_replica_value, destinations)], wire)
         values = per_replica_value.values
-        return self._reduce_one(self._sum_flat, values, self.arithmetic(reduce_op, values[0].dtype))
+        return self._reduce_one(values, self.arithmetic(reduce_op, values[0].dtype), wire) if found is None else found
 
     def reduce_into(
         self, reduce_op: ReduceOp, arrays: Sequence[Any], out: np.ndarray, options: CommunicationOptions | None
@@ -54,41 +83,44 @@ class FlatAllReduce(CrossDeviceOps):
         if total is not flat:
             flat[...] = total
 
+    @final
     def batch_reduce_implementation(
         self,
         reduce_op: ReduceOp,
         value_destination_pairs: Sequence[tuple[PerReplica, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        limit = (options.bytes_per_pack if options else None) or 0
-        return self._reduce_packs(
-            self._sum_flat, reduce_op, [value.values for value, _ in value_destination_pairs], limit
-        )
-
-    def _reduce_one(self, sum_flat: Callable[..., np.ndarray], values: Sequence[Any], how: Arithmetic) -> Any:
-        first = values[0]
-        if is_gpu(first):
-            # Not yet run on a GPU.
-            host = to_host(device_sum(values, how))
-            return on_devices(sum_flat([host.reshape(-1)], how).reshape(first.shape), values)
-        return sum_flat(flatten_all(values), how).reshape(first.shape)
-
-    def _reduce_packs(
-        self, sum_flat: Callable[..., np.ndarray], reduce_op: ReduceOp, leaves: Sequence[Sequence[Any]], limit: int
-    ) -> list[Any]:
-        """Reduce arrays, each given as one for each local replica, in packs of one dtype of at most `limit` bytes (0: any)."""
-        results: list[Any] = [None] * len(leaves)
+        wire = _wire_of(options)
+        results = self._sum_in_place(reduce_op, value_destination_pairs, wire)
+        rest = [index for index, result in enumerate(results) if result is None]
+        leaves = [value_destination_pairs[index][0].values for index in rest]
+        limit, messages = self._cuts(options)
         for pack in plan_packs([leaf[0] for leaf in leaves], limit):
-            how = self.arithmetic(reduce_op, pack.dtype)
-            if any(is_gpu(leaves[index][0]) for index in pack.indices):
-                reduced = [self._reduce_one(sum_flat, leaves[index], how) for index in pack.indices]
+            how, members = self.arithmetic(reduce_op, pack.dtype), [leaves[index] for index in pack.indices]
+            if any(is_gpu(leaf[0]) for leaf in members):
+                reduced = [self._reduce_one(leaf, how, wire) for leaf in members]
             else:
-                replicas = range(len(leaves[pack.indices[0]]))
-                flats = [pack.pack([leaf[replica] for leaf in leaves]) for replica in replicas]
-                reduced = pack.unpack(sum_flat(flats, how))
+                flats = [pack.pack([leaf[replica] for leaf in leaves]) for replica in range(len(members[0]))]
+                reduced = pack.unpack(self._sum_in_messages(flats, how, wire, messages))
             for index, result in zip(pack.indices, reduced, strict=True):
-                results[index] = result
+                results[rest[index]] = result
         return results
+
+    def _reduce_one(self, values: Sequence[Any], how: Arithmetic, wire: Wire | None) -> Any:
+        if is_gpu(values[0]):
+            return self._sum_on_gpus(values, how, wire)
+        return self._sum_flat(flatten_all(values), how, wire).reshape(values[0].shape)
+
+    def _sum_in_messages(self, arrays: Arrays, how: Arithmetic, wire: Wire | None, messages: int) -> Array:
+        if messages == 1:
+            return self._sum_flat(arrays, how, wire)
+        ends = [0, *itertools.accumulate(pack_sizes(arrays[0].size, messages))]
+        parts = [[array[low:high] for array in arrays] for low, high in itertools.pairwise(ends)]
+        return np.concatenate([self._sum_flat(part, how, wire) for part in parts])
+
+
+def _wire_of(options: CommunicationOptions | None) -> Wire | None:
+    return None if options is None else wire_named(options.wire)
 
 
 def device_sum(values: Sequence[Any], how: Arithmetic) -> Any:

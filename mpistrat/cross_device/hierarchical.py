@@ -13,26 +13,23 @@ gradients of variables are summed where they lie (`arena.ArenaSum`), where step 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from ..arena.arithmetic import Arithmetic, combine, divide, finish, round_into
 from ..arena.reduction import BLOCK, ArenaSum, Consume, Destination, GradientArena, node_gradients
-from ..arena.wire import Unsent, Wire, wire_named
+from ..arena.wire import Unsent, Wire
 from ..base.buffers import BufferPool
 from ..base.distributed_values import PerReplica
 from ..base.errors import explain
-from ..base.options import CommunicationOptions
 from ..base.partition import aligned_bounds
 from ..base.types import CommunicationImplementation, ReduceOp
 from ..comm.arrays import all_reduce, is_gpu
 from ..comm.node import Node
-from ..comm.packing import pack_sizes
 from ..comm.process_group import ProcessGroup
-from .flat import FlatAllReduce
+from .flat import Array, Arrays, FlatAllReduce
 from .mpi import mpi_sum
 from .ops import SmallReduction
 
@@ -110,9 +107,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
 
     # Users' own arrays
 
-    def _sum_flat(
-        self, arrays: Sequence[np.ndarray], how: Arithmetic, wire: Wire | None = None, *, out: np.ndarray | None = None
-    ) -> np.ndarray:
+    def _sum_flat(self, arrays: Arrays, how: Arithmetic, wire: Wire | None = None, out: Array | None = None) -> Array:
         group, encoded = self.group, None
         if wire is not None and arrays[0].nbytes >= LEAST_ENCODED and arrays[0].dtype == np.float32:
             encoded = self._all_reduce_encoded(wire) if how.ufunc is np.add else None
@@ -136,60 +131,18 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         exchange = self._exchange
         return exchange if exchange is not None and array.nbytes <= exchange.limit else None
 
-    def batch_reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
-        options: CommunicationOptions | None = None,
-    ) -> list[Any]:
-        pairs = value_destination_pairs
-        found: list[Destination | None] = [None] * len(pairs)
-        if options is None or options.wire is None:
-            found = [self._destination(value.values, variable, reduce_op) for value, variable in pairs]
-        if any(found):
-            self._arena_sum().reduce_in_place([where for where in found if where is not None], reduce_op, self.call)
-        rest = [value.values for (value, _), where in zip(pairs, found, strict=True) if where is None]
-        reduced = iter(self._batch(reduce_op, rest, options))
-        return [
-            next(reduced) if where is None else where.view(value.values[0].shape)
-            for (value, _), where in zip(pairs, found, strict=True)
-        ]
-
-    def _batch(
-        self, reduce_op: ReduceOp, leaves: Sequence[Sequence[Any]], options: CommunicationOptions | None
-    ) -> list[Any]:
-        limit = options.bytes_per_pack if options else None
-        sum_flat: Callable[..., np.ndarray] = self._sum_flat
-        if limit is None:
-            limit = 1 if self.num_packs == 0 else 0
-            sum_flat = self._sum_in_packs if self.num_packs > 1 else self._sum_flat
-        sum_flat = partial(sum_flat, wire=_wire_of(options))
-        return self._reduce_packs(sum_flat, reduce_op, leaves, limit)
-
-    def _sum_in_packs(self, arrays: Sequence[np.ndarray], how: Arithmetic, wire: Wire | None) -> np.ndarray:
-        sums, low = [], 0
-        for size in pack_sizes(arrays[0].size, self.num_packs):
-            sums.append(self._sum_flat([array[low : low + size] for array in arrays], how, wire))
-            low += size
-        return np.concatenate(sums)
-
     # Gradients of variables
 
-    def reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        per_replica_value: PerReplica,
-        destinations: Any = None,
-        options: CommunicationOptions | None = None,
-    ) -> Any:
-        values = per_replica_value.values
-        wire = _wire_of(options)
-        where = self._destination(values, destinations, reduce_op) if wire is None else None
-        if where is None:
-            sum_flat = partial(self._sum_flat, wire=wire)
-            return self._reduce_one(sum_flat, values, self.arithmetic(reduce_op, values[0].dtype))
-        self._arena_sum().reduce_in_place([where], reduce_op, self.call)
-        return where.view(values[0].shape)
+    def _sum_in_place(self, op: ReduceOp, pairs: Sequence[tuple[PerReplica, Any]], wire: Wire | None) -> list[Any]:
+        if wire is not None:
+            return super()._sum_in_place(op, pairs, wire)
+        found = [self._destination(value.values, variable, op) for value, variable in pairs]
+        if any(found):
+            self._arena_sum().reduce_in_place([where for where in found if where is not None], op, self.call)
+        return [
+            None if where is None else where.view(value.values[0].shape)
+            for (value, _), where in zip(pairs, found, strict=True)
+        ]
 
     def node_gradients(self, arena: GradientArena) -> Sequence[np.ndarray] | None:
         return node_gradients(self.group, arena)
@@ -227,10 +180,6 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         if self._arenas is None:
             self._arenas = ArenaSum(self.group)
         return self._arenas
-
-
-def _wire_of(options: CommunicationOptions | None) -> Wire | None:
-    return None if options is None else wire_named(options.wire)
 
 
 #: TF's name of it.

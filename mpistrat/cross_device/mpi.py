@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ..arena.arithmetic import Arithmetic, combine, finish
+from ..arena.wire import Wire
 from ..base.buffers import BufferPool
-from ..base.distributed_values import PerReplica
-from ..base.options import CommunicationOptions
-from ..base.types import CommunicationImplementation, ReduceOp
-from ..comm.arrays import all_reduce, all_reduce_gpu, cuda_aware, is_gpu
-from .flat import FlatAllReduce, device_sum, on_devices
+from ..base.types import CommunicationImplementation
+from ..comm.arrays import all_reduce, all_reduce_gpu, cuda_aware
+from .flat import Array, Arrays, FlatAllReduce, device_sum, on_devices
 
 if TYPE_CHECKING:
     from ..arena.encoded import EncodedAllReduce
@@ -36,22 +35,14 @@ class MpiAllReduce(FlatAllReduce, implementation=CommunicationImplementation.MPI
     def __init__(self) -> None:
         self.results = BufferPool()
 
-    def reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        per_replica_value: PerReplica,
-        destinations: Any = None,
-        options: CommunicationOptions | None = None,
-    ) -> Any:
-        values = per_replica_value.values
-        how = self.arithmetic(reduce_op, values[0].dtype)
-        if is_gpu(values[0]) and how.ufunc is np.add and self.group.topology.size > 1 and cuda_aware():
-            total = device_sum(values, how)
-            all_reduce_gpu(self.group.topology.comm, total)
-            return on_devices(finish(total, how), values)
-        return self._reduce_one(self._sum_flat, values, how)
+    def _sum_on_gpus(self, values: Sequence[Any], how: Arithmetic, wire: Wire | None) -> Any:
+        if how.ufunc is not np.add or self.group.topology.size == 1 or not cuda_aware():
+            return super()._sum_on_gpus(values, how, wire)
+        total = device_sum(values, how)
+        all_reduce_gpu(self.group.topology.comm, total)
+        return on_devices(finish(total, how), values)
 
-    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic, *, out: np.ndarray | None = None) -> np.ndarray:
+    def _sum_flat(self, arrays: Arrays, how: Arithmetic, wire: Wire | None = None, out: Array | None = None) -> Array:
         comm = self.group.topology.comm if self.group.topology.size > 1 else None
         return mpi_sum(comm, arrays, how, self.results, out=out)
 

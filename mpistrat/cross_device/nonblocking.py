@@ -147,21 +147,18 @@ class NonblockingCollectives:
         self._known: weakref.WeakSet[CollectiveRequest] = weakref.WeakSet()
         group.attach(self)
 
-    def all_reduce(
-        self, op: ReduceOp, function: str, leaves: Leaves, pack: Callable[[list[Any]], Any]
-    ) -> CollectiveRequest:
+    def all_reduce(self, op: ReduceOp, leaves: Leaves, pack: Callable[[list[Any]], Any]) -> CollectiveRequest:
         """Start the reduction of values over all replicas; those that are combined in one dtype are one message. Collective.
 
         Args:
             op: the reduction.
-            function: the caller, for errors.
             leaves: the values.
-            pack: makes the result of the leaves' results.
+            pack: returns the result, made of the leaves' results.
 
         Raises:
             Exception: see `Strategy.all_reduce_async`.
         """
-        group = self._group
+        group, function = self._group, leaves.function
         values = [_arrays(value, group, op, function) for value in leaves.values]
         hows = [arithmetic(op, arrays[0].dtype, group.topology.num_replicas, function) for arrays in values]
         for how in hows:
@@ -195,15 +192,13 @@ class NonblockingCollectives:
         chunks = [total[low : low + CHUNK_ELEMENTS] for low in range(0, total.size, CHUNK_ELEMENTS)]
         return [comm.Iallreduce(MPI.IN_PLACE, [chunk, datatype], op) for chunk in chunks]
 
-    def broadcast(
-        self, root: int, function: str, leaves: Leaves, pack: Callable[[list[Any]], Any]
-    ) -> CollectiveRequest:
+    def broadcast(self, root: int, leaves: Leaves, pack: Callable[[list[Any]], Any]) -> CollectiveRequest:
         """Start to send all ranks the arrays of replica `root`, in one message. Collective. See `all_reduce`.
 
         Raises:
             Exception: see `Strategy.broadcast_async`.
         """
-        group = self._group
+        group, function = self._group, leaves.function
         check_root(root, group, function)
         values = [local_arrays(local_values(value, group, function), function) for value in leaves.values]
         forms = forms_of([arrays[0] for arrays in values])

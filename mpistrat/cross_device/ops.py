@@ -42,7 +42,7 @@ from .values import (
     to_gather,
 )
 
-__all__ = ["IMPLEMENTATIONS", "CrossDeviceOps", "SmallReduction", "called"]
+__all__ = ["IMPLEMENTATIONS", "CrossDeviceOps", "SmallReduction"]
 
 CHUNK = 1 << 22  # elements that an algorithm without arenas of its own reduces at a time
 
@@ -50,7 +50,6 @@ _NO_OPTIONS = CommunicationOptions()
 _NUMBERS = (float, int, np.number)
 _KEPT_PLANS = 1024
 _COPIED = 1 << 17  # bytes up to which results are copied into the caller's array
-_FULL_NAMES = {"reduce": "all_reduce", "batch_reduce": "all_reduce", "gather": "all_gather"}  # a front's
 
 #: The algorithms that a setting can name; each class enters itself: `class X(CrossDeviceOps, implementation=...)`.
 IMPLEMENTATIONS: dict[CommunicationImplementation, type[CrossDeviceOps]] = {}
@@ -63,8 +62,8 @@ class CrossDeviceOps(ABC):
     """How values of several replicas become one (TF: tf.distribute.CrossDeviceOps).
 
     A strategy owns one and calls its public methods, which check the values, compare the calls of all ranks,
-    and then call the `…_implementation` methods. A subclass overrides those: `reduce_implementation` and
-    `batch_reduce_implementation` always, the other two where it has a better way. It is called for SUM and MEAN only,
+    and then call the `…_implementation` methods. A subclass overrides those: `batch_reduce_implementation` always, the other
+    three where it has a better way. It is called for SUM and MEAN only,
     unless it names more in `reduce_ops`.
 
     Sums have a fixed order: the same layout of ranks gives the same bits.
@@ -82,12 +81,9 @@ class CrossDeviceOps(ABC):
     #: Whether an error in the middle of `reduce_arena` leaves messages between nodes under way.
     sends_ahead: bool = False
 
-    #: The class whose methods make the calls, for errors: see `Collectives`. "" for those of a strategy.
-    front: str = ""
-
     _group: ProcessGroup | None = None
     _others: dict[CommunicationImplementation, CrossDeviceOps] | None = None
-    #: The call and the function for small arrays, by reduction, dtype, shape, options and name.
+    #: The call and the function for small arrays, by reduction, dtype, shape, options, name and caller.
     _plans: dict[Hashable, tuple[Collective, SmallReduction]] | None = None
     #: The collective call that is under way: what the first node barrier of `reduce_implementation` carries.
     call: Any = None
@@ -137,6 +133,7 @@ class CrossDeviceOps(ABC):
         destinations: Any = None,
         options: CommunicationOptions | None = None,
         name: str = "",
+        function: str = "reduce",
     ) -> Any:
         """Return the sum, or another reduction, of a value over all replicas, a new array, equal on every rank. Collective.
 
@@ -152,7 +149,8 @@ class CrossDeviceOps(ABC):
                 read-only view, valid until that gradient is written again.
             options: bytes_per_pack, timeout_seconds, implementation of this call; wire: "bfloat16" sends sums of float32 from
                 64 KB on in this form between nodes, which is rounded twice, once for each node and once in all.
-            name: what the value is, the same on every rank.
+            name: the name of the value, the same on every rank.
+            function: the public caller, for errors; the same on every rank.
 
         Raises:
             CollectiveMismatchError: ranks passed different operations, shapes or dtypes.
@@ -162,36 +160,31 @@ class CrossDeviceOps(ABC):
             TypeError: values that cannot be reduced: bool, structured, objects; by MIN, MAX and PROD complex numbers and
                 IndexedSlices.
         """
-        op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.parse(reduce_op, "reduce")
+        op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.parse(reduce_op, function)
         if destinations is not None:
-            check_destinations(destinations, "reduce")
+            check_destinations(destinations, function)
         value = per_replica_value
         if type(value) is PerReplica and len(value.values) == 1:
             value = value.values[0]
         if type(value) is np.ndarray or isinstance(value, _NUMBERS):
             array = np.asarray(value)
-            plan = self._plans and self._plans.get((op, array.dtype, array.shape, options, name))
+            plan = self._plans and self._plans.get((op, array.dtype, array.shape, options, name, function))
             if plan:
                 with plan[0] as call:
                     result = plan[1](array, call)
                 return result if destinations is None else on_destination(result, destinations)
-        return self._reduce(op, per_replica_value, destinations, options, name)
+        return self._reduce(op, Leaves(function, [per_replica_value], name), destinations, options)
 
     def _reduce(
-        self,
-        op: ReduceOp,
-        per_replica_value: Any,
-        destinations: Any,
-        given: CommunicationOptions | None,
-        name: str,
-        out: np.ndarray | None = None,
+        self, op: ReduceOp, leaf: Leaves, destinations: Any, given: CommunicationOptions | None, out: Any = None
     ) -> Any:
         """As `reduce`, of a value for which there is no plan, or into an array. Collective."""
+        function, (per_replica_value,), name, _ = leaf
         options = given or _NO_OPTIONS
-        ops, function = self.chosen(options), self._called("reduce")
+        ops = self.chosen(options)
         ops._check_known(op, options, function)
         group = ops.group
-        if out is None and reduced_already(op, per_replica_value, group):
+        if out is None and reduced_already(op, per_replica_value, group, function):
             return per_replica_value
         values = reducible_values(per_replica_value, group, op, function)
         if isinstance(values[0], IndexedSlices):
@@ -201,6 +194,7 @@ class CrossDeviceOps(ABC):
                 return reduce_slices(group, how, slices, function)
         arrays = local_arrays(values, function)
         first = arrays[0]
+        ops = ops._algorithm_for(first, options)
         synchronize, way = ops.entry(arrays, destinations)
         how = arithmetic(op, first.dtype, 1, function)  # refuses what cannot be reduced
         if out is not None:
@@ -219,7 +213,7 @@ class CrossDeviceOps(ABC):
             if small is not None:
                 if self._plans is None or len(self._plans) >= _KEPT_PLANS:
                     self._plans = {}
-                self._plans[op, first.dtype, first.shape, given, name] = ops.call, small
+                self._plans[op, first.dtype, first.shape, given, name, function] = ops.call, small
         return result if destinations is None else on_destination(result, destinations)
 
     def batch_reduce(
@@ -228,6 +222,7 @@ class CrossDeviceOps(ABC):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
         name: str = "",
+        function: str = "batch_reduce",
     ) -> list[Any]:
         """Return what `reduce` would give for each of several values, in fewer messages. Collective.
 
@@ -237,12 +232,11 @@ class CrossDeviceOps(ABC):
         Args:
             reduce_op: a ReduceOp, or its name.
             value_destination_pairs: values as for `reduce`, each with its destinations.
-            options, name: see `reduce`.
+            options, name, function: see `reduce`.
 
         Raises:
             Exception: as `reduce`.
         """
-        function = self._called("batch_reduce")
         op = ReduceOp.parse(reduce_op, function)
         options = options or _NO_OPTIONS
         ops = self.chosen(options)
@@ -263,7 +257,9 @@ class CrossDeviceOps(ABC):
             arithmetic(op, arrays[0].dtype, 1, function)
             results.append(None)
             dense.append((PerReplica(arrays), destination))
-            forms.append((arrays[0].dtype, arrays[0].shape, ops.entry(arrays, destination)[1]))
+            algorithm = ops._algorithm_for(arrays[0])
+            way = type(algorithm).__name__, algorithm.entry(arrays, destination)[1]
+            forms.append((arrays[0].dtype, arrays[0].shape, way))
         detail = (op.value, type(ops).__name__, options.bytes_per_pack, tuple(forms), *_said(options))
         with group.collective(function, name, detail=detail, timeout=options.timeout_seconds) as ops.call:
             done = iter(ops.batch_reduce_implementation(op, dense, options) if dense else ())
@@ -283,39 +279,42 @@ class CrossDeviceOps(ABC):
         outs: Sequence[np.ndarray] | None = None,
     ) -> Sequence[Any]:
         """Return the reduction of each of several values, in one collective; in `outs` if they are given. Collective."""
-        values, name = leaves.values, leaves.name
-        if len(values) > 1:
-            totals: Sequence[Any] = self.batch_reduce(op, [(value, None) for value in values], options, name)
+        function, values, name, _ = leaves
+        if len(values) != 1:
+            totals: Sequence[Any] = self.batch_reduce(op, [(value, None) for value in values], options, name, function)
         elif outs is not None and outs[0].nbytes > _COPIED:
-            return [self._reduce(op, values[0], None, options, name, outs[0])]
+            return [self._reduce(op, leaves, None, options, outs[0])]
         else:
-            totals = [self.reduce(op, values[0], None, options, name)]
+            totals = [self.reduce(op, values[0], None, options, name, function)]
         if outs is None:
             return totals
         for out, total in zip(outs, totals, strict=True):
-            check_out(out, total.shape, total.dtype, self._called("reduce"))
+            check_out(out, total.shape, total.dtype, function)
             out[...] = total
         return outs
 
-    def broadcast(self, value: Any, destinations: Any = None, root: int = 0, name: str = "") -> Any:
+    def broadcast(
+        self, value: Any, destinations: Any = None, root: int = 0, name: str = "", function: str = "broadcast"
+    ) -> Any:
         """Return the value of one replica, a new array, equal on every rank. Collective.
 
         Args:
             value: as for `reduce`; every replica passes an array of the same shape and dtype.
             destinations: see `reduce`.
             root: global replica whose value it is.
-            name: see `reduce`.
+            name, function: see `reduce`.
 
         Raises:
             ValueError: there is no such replica.
             CollectiveMismatchError: ranks passed another root, shape or dtype.
         """
-        check_destinations(destinations, self._called("broadcast"))
-        return on_destination(self.broadcast_leaves(Leaves([value], name, [""]), root, destinations)[0], destinations)
+        check_destinations(destinations, function)
+        leaves = Leaves(function, [value], name)
+        return on_destination(self.broadcast_leaves(leaves, root, destinations)[0], destinations)
 
     def broadcast_leaves(self, leaves: Leaves, root: int, destinations: Any = None) -> list[Any]:
         """Return what `broadcast` would of each of several values, in one collective. Collective."""
-        function, group = self._called("broadcast"), self.group
+        function, group = leaves.function, self.group
         check_root(root, group, function)
         arrays = [local_arrays(local_values(leaf, group, function), function) for leaf in leaves.values]
         with group.collective(
@@ -346,8 +345,8 @@ class CrossDeviceOps(ABC):
                 rank and both shapes, before data moved.
             ValueError: a scalar, or an axis out of range.
         """
-        check_destinations(destinations, self._called("gather"))
-        leaves = Leaves([per_replica_value], name, [""])
+        check_destinations(destinations, "gather")
+        leaves = Leaves("gather", [per_replica_value], name)
         return on_destination(self.gather_leaves(leaves, axis, options, destinations)[0], destinations)
 
     def gather_leaves(
@@ -355,7 +354,7 @@ class CrossDeviceOps(ABC):
     ) -> list[Any]:
         """Return what `gather` would of each of several values, in one collective. Collective."""
         options = options or _NO_OPTIONS
-        ops, function = self.chosen(options), self._called("gather")
+        ops, function = self.chosen(options), leaves.function
         group = ops.group
         arrays = [
             to_gather(leaf, group, function, path) for leaf, path in zip(leaves.values, leaves.paths, strict=True)
@@ -372,7 +371,6 @@ class CrossDeviceOps(ABC):
 
     # What algorithms override
 
-    @abstractmethod
     def reduce_implementation(
         self,
         reduce_op: ReduceOp,
@@ -388,6 +386,7 @@ class CrossDeviceOps(ABC):
             destinations: as the caller gave it.
             options: of this call.
         """
+        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     @abstractmethod
     def batch_reduce_implementation(
@@ -400,13 +399,13 @@ class CrossDeviceOps(ABC):
 
     def broadcast_implementation(self, value: PerReplica, destinations: Any, root: int) -> Any:
         """Return the array of global replica `root`, a new one. Collective; all ranks have arrived and agree."""
-        return broadcast_all(self.group, [value.values], root, [""], self._called("broadcast"))[0]
+        return broadcast_all(self.group, [value.values], root, [""], "broadcast")[0]
 
     def gather_implementation(
         self, per_replica_value: PerReplica, destinations: Any, axis: int, options: CommunicationOptions | None
     ) -> Any:
         """Return the concatenated arrays. Collective; all ranks have arrived, and compare the shapes in here."""
-        return gather_all(self.group, [per_replica_value.values], axis, [""], self._called("gather"))[0]
+        return gather_all(self.group, [per_replica_value.values], axis, [""], "gather")[0]
 
     def reduce_into(
         self, reduce_op: ReduceOp, arrays: Sequence[Any], out: np.ndarray, options: CommunicationOptions | None
@@ -489,6 +488,10 @@ class CrossDeviceOps(ABC):
 
     # Internals
 
+    def _algorithm_for(self, array: Any, options: CommunicationOptions | None = None) -> CrossDeviceOps:
+        """Return the object that reduces an array: this one, unless it chooses among several."""
+        return self
+
     def _check_known(self, op: ReduceOp, options: CommunicationOptions, function: str) -> None:
         wire = options.wire
         if wire is not None and wire not in self.wires and (wire != "bfloat16" or self.group.num_nodes > 1):
@@ -513,18 +516,9 @@ class CrossDeviceOps(ABC):
         if kind not in others:
             cls = IMPLEMENTATIONS[kind]
             other = self if cls is type(self) else cls()
-            other.front = self.front
             other.bind(self.group)
             others[kind] = other
         return others[kind]
-
-    def _called(self, operation: str) -> str:
-        return called(self.front, _FULL_NAMES.get(operation, operation), operation)
-
-
-def called(front: str, operation: str, own: str = "") -> str:
-    """Return the name of an operation for a caller: of a method of `front`, or without one `own`, by default the same."""
-    return f"{front}.{operation}" if front else own or operation
 
 
 def _said(options: CommunicationOptions) -> tuple[str, ...]:

@@ -16,12 +16,12 @@ import numpy as np
 from ..arena.arithmetic import Arithmetic, combine, finish
 from ..arena.pieces import leave
 from ..arena.reduction import BLOCK, ArenaSum, Consume, GradientArena, node_gradients
-from ..arena.wire import Unsent
+from ..arena.wire import Unsent, Wire
 from ..base.partition import blocks, merge
 from ..base.types import ReduceOp
 from ..comm.arrays import is_gpu, mpi_datatype
 from ..comm.process_group import ProcessGroup
-from .flat import FlatAllReduce
+from .flat import Array, Arrays, FlatAllReduce
 
 __all__ = ["OrderedAllReduce"]
 
@@ -46,7 +46,7 @@ class OrderedAllReduce(FlatAllReduce):
         nodes = group.topology.node_of
         self._chained = not group.environment.shared_memory or list(nodes) == sorted(nodes)
 
-    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic, *, out: np.ndarray | None = None) -> np.ndarray:
+    def _sum_flat(self, arrays: Arrays, how: Arithmetic, wire: Wire | None = None, out: Array | None = None) -> Array:
         size, replicas = arrays[0].size, self.group.topology.num_replicas
         total = np.empty(size, how.accumulate)
         step = max(1, _CHUNK // (replicas * how.accumulate.itemsize))

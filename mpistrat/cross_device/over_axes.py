@@ -21,25 +21,25 @@ Axis = int | Sequence[int] | None
 Finish = Callable[[Any], Any]
 
 
-def _sum_over(leaf: Any, axis: Axis, replicas: int) -> tuple[Any, Finish]:
+def _sum_over(leaf: Any, axis: Axis, replicas: int, function: str) -> tuple[Any, Finish]:
     """What travels for a sum over axes, and how its total becomes the result."""
-    parts, wrap = _parts(leaf, replicas, repeat=False)
+    parts, wrap = _parts(leaf, replicas, function, repeat=False)
     dtype = parts[0].dtype
-    check_reducible(dtype, "reduce")
+    check_reducible(dtype, function)
     work = accumulation_dtype(dtype)
-    sums = [_sum(part, _axes(part, axis), work) for part in parts]
+    sums = [_sum(part, _axes(part, axis, function), work) for part in parts]
     return wrap(sums), may_underflow(lambda total: total if total.dtype == dtype else total.astype(dtype))
 
 
-def _mean_over(leaf: Any, axis: Axis, replicas: int) -> tuple[Any, Finish]:
+def _mean_over(leaf: Any, axis: Axis, replicas: int, function: str) -> tuple[Any, Finish]:
     """As `_sum_over` for a mean: numerators and the count of what they sum, side by side in one flat array."""
-    parts, wrap = _parts(leaf, replicas, repeat=True)
-    check_reducible(parts[0].dtype, "reduce")
+    parts, wrap = _parts(leaf, replicas, function, repeat=True)
+    check_reducible(parts[0].dtype, function)
     result = mean_dtype(parts[0].dtype)
     work = np.result_type(accumulation_dtype(result), np.float64)  # counts up to 2^53 are exact
     packs = []
     for part in parts:
-        axes = _axes(part, axis)
+        axes = _axes(part, axis, function)
         numerator = _sum(part, axes, work)
         module = array_module(part)
         with on_device_of(part):
@@ -50,28 +50,28 @@ def _mean_over(leaf: Any, axis: Axis, replicas: int) -> tuple[Any, Finish]:
     def finish(total: Any) -> Any:
         count = int(total[-1].real)
         if count == 0:
-            raise _no_element("mean")
+            raise _no_element(function, "mean")
         return (total[:-1] / count).reshape(numerator.shape).astype(result)
 
     return wrap(packs), finish
 
 
-def _product_over(leaf: Any, axis: Axis, replicas: int) -> tuple[Any, Finish]:
+def _product_over(leaf: Any, axis: Axis, replicas: int, function: str) -> tuple[Any, Finish]:
     """As `_sum_over` for a product, which is 1 for a replica without elements."""
-    parts, wrap = _parts(leaf, replicas, repeat=False)
-    work = arithmetic(ReduceOp.PROD, parts[0].dtype, 1)
+    parts, wrap = _parts(leaf, replicas, function, repeat=False)
+    work = arithmetic(ReduceOp.PROD, parts[0].dtype, 1, function)
     products = []
     for part in parts:
         with on_device_of(part):
-            product = part.prod(axis=_axes(part, axis), dtype=work.accumulate)
+            product = part.prod(axis=_axes(part, axis, function), dtype=work.accumulate)
             products.append(array_module(part).asarray(product))
     return wrap(products), lambda total: total.astype(work.result, copy=False)
 
 
-def _extreme_over(op: ReduceOp, leaf: Any, axis: Axis, replicas: int) -> tuple[Any, Finish]:
+def _extreme_over(op: ReduceOp, leaf: Any, axis: Axis, replicas: int, function: str) -> tuple[Any, Finish]:
     """As `_sum_over` for MIN or MAX: beside the extremes travels whether a replica has elements at all."""
-    parts, wrap = _parts(leaf, replicas, repeat=True)
-    work = arithmetic(op, parts[0].dtype, 1)
+    parts, wrap = _parts(leaf, replicas, function, repeat=True)
+    work = arithmetic(op, parts[0].dtype, 1, function)
     bounds = np.iinfo(work.accumulate) if work.accumulate.kind in "iu" else None
     smallest = op is ReduceOp.MIN
     if bounds is None:
@@ -80,7 +80,7 @@ def _extreme_over(op: ReduceOp, leaf: Any, axis: Axis, replicas: int) -> tuple[A
         identity = bounds.max if smallest else bounds.min
     packs = []
     for part in parts:
-        axes = _axes(part, axis)
+        axes = _axes(part, axis, function)
         shape = tuple(length for a, length in enumerate(part.shape) if a not in axes)
         empty = any(part.shape[a] == 0 for a in axes)
         module = array_module(part)
@@ -95,14 +95,15 @@ def _extreme_over(op: ReduceOp, leaf: Any, axis: Axis, replicas: int) -> tuple[A
 
     def finish(total: Any) -> Any:
         if bool(total[-1]) is smallest:
-            raise _no_element("minimum" if smallest else "maximum")
+            raise _no_element(function, "minimum" if smallest else "maximum")
         return total[:-1].reshape(shape).astype(work.result, copy=False)
 
     return wrap(packs), finish
 
 
-#: By reduction: makes what travels of a leaf, for axes and a number of local replicas, and what makes the result of its total.
-OVER_AXES: dict[ReduceOp, Callable[[Any, Axis, int], tuple[Any, Finish]]] = {
+#: By reduction: a function of a leaf, axes, the number of local replicas and the caller that returns the array to send and the
+#: function that makes the result of its total.
+OVER_AXES: dict[ReduceOp, Callable[[Any, Axis, int, str], tuple[Any, Finish]]] = {
     ReduceOp.SUM: _sum_over,
     ReduceOp.MEAN: _mean_over,
     ReduceOp.MIN: functools.partial(_extreme_over, ReduceOp.MIN),
@@ -111,31 +112,31 @@ OVER_AXES: dict[ReduceOp, Callable[[Any, Axis, int], tuple[Any, Finish]]] = {
 }
 
 
-def _no_element(what: str) -> ValueError:
+def _no_element(function: str, what: str) -> ValueError:
     remedy = f"Not one replica has an element to take the {what} of"
-    return ValueError(explain("reduce", "value", expected="an element on some replica", got="none", remedy=remedy))
+    return ValueError(explain(function, "value", expected="an element on some replica", got="none", remedy=remedy))
 
 
-def _parts(leaf: Any, replicas: int, *, repeat: bool) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def _parts(leaf: Any, replicas: int, function: str, *, repeat: bool) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The local replicas' arrays of a leaf, and how to put into its place what is made of them."""
     if isinstance(leaf, DistributedValues):
         mirrored = isinstance(leaf, Mirrored) and not repeat  # its SUM is refused below, in one place
         wrap: Callable[[list[Any]], Any] = Mirrored if mirrored else PerReplica
-        return [as_array(value, "reduce") for value in leaf.values], wrap
-    array = as_array(leaf, "reduce")
+        return [as_array(value, function) for value in leaf.values], wrap
+    array = as_array(leaf, function)
     if repeat:
         return [array] * replicas, PerReplica
     return [array], lambda sums: sums[0]
 
 
-def _axes(array: Any, axis: Axis) -> tuple[int, ...]:
+def _axes(array: Any, axis: Axis, function: str) -> tuple[int, ...]:
     """The axes as different numbers from 0 up."""
     given = tuple(axis) if isinstance(axis, Sequence) else (axis,)
     axes = tuple(a + array.ndim if isinstance(a, (int, np.integer)) and a < 0 else a for a in given)
     if all(isinstance(a, (int, np.integer)) and 0 <= a < array.ndim for a in axes) and len(set(axes)) == len(axes):
         return tuple(int(a) for a in axes)  # type: ignore[arg-type]
     expected = f"different axes in [{-array.ndim}, {array.ndim}) for an array of shape {tuple(array.shape)}"
-    raise ValueError(explain("reduce", "axis", expected=expected, got=axis))
+    raise ValueError(explain(function, "axis", expected=expected, got=axis))
 
 
 def _sum(array: Any, axes: tuple[int, ...], dtype: np.dtype) -> Any:

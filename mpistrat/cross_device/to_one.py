@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
 from ..arena.arithmetic import Arithmetic, finish
+from ..arena.wire import Wire
 from ..base.devices import canonical
-from ..base.distributed_values import PerReplica
 from ..base.options import CommunicationOptions
 from ..base.types import ReduceOp
 from ..comm.arrays import mpi_datatype
-from .flat import FlatAllReduce
+from .flat import Array, Arrays, FlatAllReduce
 
 __all__ = ["ReductionToOneDevice"]
 
@@ -47,18 +47,10 @@ class ReductionToOneDevice(FlatAllReduce):
         if accumulation_fn is not None:  # which returns sums
             self.reduce_ops = (ReduceOp.SUM, ReduceOp.MEAN)
 
-    def batch_reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
-        options: CommunicationOptions | None = None,
-    ) -> list[Any]:
-        if self.accumulation_fn is None:
-            return super().batch_reduce_implementation(reduce_op, value_destination_pairs, options)
-        # The function sees one value at a time.
-        return [self.reduce_implementation(reduce_op, value) for value, _ in value_destination_pairs]
+    def _cuts(self, options: CommunicationOptions | None) -> tuple[int, int]:
+        return super()._cuts(options) if self.accumulation_fn is None else (1, 1)  # it gets one value at a time
 
-    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic, *, out: np.ndarray | None = None) -> np.ndarray:
+    def _sum_flat(self, arrays: Arrays, how: Arithmetic, wire: Wire | None = None, out: Array | None = None) -> Array:
         group = self.group
         if self.accumulation_fn is not None:
             total = self._accumulate(self.accumulation_fn, arrays, how)

@@ -49,20 +49,22 @@ class Leaves(NamedTuple):
     """The values of one collective: the leaves of a nest, or one value.
 
     Attributes:
+        function: the public caller, for errors and for the comparison of the ranks.
         values: of each leaf a PerReplica, or the value of the only local replica.
-        name: which ranks these are, and the form of the nest, for the comparison of the ranks.
-        paths: where each leaf is in the nest, for errors.
+        name: the ranks and the form of the nest, for the comparison of the ranks.
+        paths: the place of each leaf in the nest, for errors.
     """
 
+    function: str
     values: Sequence[Any]
-    name: str
-    paths: Sequence[str]
+    name: str = ""
+    paths: Sequence[str] = ("",)
 
     @classmethod
-    def of(cls, value: Any, label: str) -> Leaves:
-        """Return the leaves of a nest, or of a value that is none."""
+    def of(cls, function: str, value: Any, label: str) -> Leaves:
+        """Return the leaves of a nest, or a single value."""
         form = nest.form(value) if nest.is_nested(value) else ""
-        return cls(nest.flatten(value), ": ".join(filter(None, (label, form))), nest.paths(value))
+        return cls(function, nest.flatten(value), ": ".join(filter(None, (label, form))), nest.paths(value))
 
 
 def check_destinations(destinations: Any, function: str) -> None:
@@ -76,7 +78,7 @@ def check_destinations(destinations: Any, function: str) -> None:
         raise ValueError(explain(function, "destinations", expected=expected, got=f"a {type(destinations).__name__}"))
 
 
-def reduced_already(reduce_op: ReduceOp, value: Any, group: ProcessGroup) -> bool:
+def reduced_already(reduce_op: ReduceOp, value: Any, group: ProcessGroup, function: str) -> bool:
     """Return whether the only rank's value is its own reduction.
 
     That is a Mirrored or plain value under MEAN, and a plain zero, which TF lets pass under SUM too.
@@ -86,7 +88,7 @@ def reduced_already(reduce_op: ReduceOp, value: Any, group: ProcessGroup) -> boo
     if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
         return False
     return reduce_op is ReduceOp.MEAN or (
-        reduce_op is ReduceOp.SUM and not isinstance(value, Mirrored) and _may_repeat(reduce_op, value)
+        reduce_op is ReduceOp.SUM and not isinstance(value, Mirrored) and _may_repeat(reduce_op, value, function)
     )
 
 
@@ -126,14 +128,14 @@ def reducible_values(value: Any, group: ProcessGroup, reduce_op: ReduceOp, funct
         expected = f"a PerReplica under {reduce_op.value}"
         raise ValueError(explain(function, "value", expected=expected, got="a Mirrored", remedy=remedy))
     repeat = group.topology.num_local_replicas == 1 or isinstance(value, DistributedValues)
-    return local_values(value, group, function, repeat=repeat or _may_repeat(reduce_op, value))
+    return local_values(value, group, function, repeat=repeat or _may_repeat(reduce_op, value, function))
 
 
-def _may_repeat(reduce_op: ReduceOp, value: Any) -> bool:
+def _may_repeat(reduce_op: ReduceOp, value: Any, function: str) -> bool:
     """Return whether a plain value may stand for every local replica: not in a SUM or PROD, but zeros."""
     if reduce_op in _IDEMPOTENT:
         return True
-    return not isinstance(value, IndexedSlices) and not as_array(value, "reduce").any()
+    return not isinstance(value, IndexedSlices) and not as_array(value, function).any()
 
 
 def local_arrays(values: Sequence[Any], function: str) -> list[Any]:

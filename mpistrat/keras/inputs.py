@@ -24,7 +24,7 @@ from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchData
 from ..base import log
 from ..base.distributed_values import PerReplica
 from ..base.errors import CollectiveMismatchError, explain
-from ..base.global_batch import Part
+from ..base.global_batch import BatchPart
 from ..base.masks import plain_array
 from ..base.partition import block
 from ..data import Dataset, DistributedDataset, from_arrays
@@ -335,7 +335,7 @@ class OwnBatches(KerasBatches):
             else:
                 yield batch, None, 0
 
-    def _part_of(self, batch: Any) -> Part | None:
+    def _part_of(self, batch: Any) -> BatchPart | None:
         """Return which part of a batch this is, if a distributed dataset has handed it out, and parts are unequal.
 
         Raises:

@@ -23,7 +23,7 @@ from .rule import BlockUpdate, Rule, Span, form_mean, multiply_spans
 from .slots import SlotStore, gathered
 
 if TYPE_CHECKING:
-    from ..arena.early import Memory
+    from ..arena.early import EarlyMemory
     from ..arena.encoded import EncodedShare
     from .matrix_sums import MatrixSums
 
@@ -144,7 +144,7 @@ class ArenaStep:
         for low, high in self._large_blocks():
             consume(low, high, [array[low:high] for array in arrays])
 
-    def take_sums(self, memory: Memory, consume: Consume) -> None:
+    def take_sums(self, memory: EarlyMemory, consume: Consume) -> None:
         """Hand out sums that are in memory, in the blocks in which a reduction hands them out; `keep` writes over them.
 
         Of an arena that every node sums whole they are the node's, and become those of all. Collective over peers.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ContextError, explain
 from ..base.types import ReduceOp
+from .old_calls import formerly
 
 if TYPE_CHECKING:
     from ..cross_device.collectives import Collectives
@@ -42,9 +43,10 @@ class RankCollectives(ABC):
             >>> ms.get_strategy().barrier(name="shards are written")
         """
         self._together("barrier", None, name or "")
-        self._extended.rank_collectives.barrier(name, timeout)
+        self._extended.rank_collectives.barrier(timeout, name)
 
-    def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
+    @formerly()
+    def broadcast_object(self, obj: Any = None, *, root: int = 0) -> Any:
         """Return the root's Python object on every rank. Collective over all ranks, servers too.
 
         For small things; mpi4py pickles them. Arrays: `extended.broadcast_to`.
@@ -58,7 +60,7 @@ class RankCollectives(ABC):
             ValueError: there is no such rank.
         """
         self._together("broadcast_object")
-        return self._extended.rank_collectives.broadcast_object(obj, root)
+        return self._extended.rank_collectives.broadcast_object(obj, root=root)
 
     def all_gather_object(self, obj: Any = None) -> list[Any]:
         """Return every rank's Python object, in order of rank. Collective over all ranks, servers too.
@@ -103,7 +105,8 @@ class RankCollectives(ABC):
         started = self._may_start("all_reduce_async")
         return started.all_reduce_async(reduce_op, self._extended.copies_of_variables(value))
 
-    def broadcast_async(self, value: Any, root: int = 0) -> CollectiveRequest:
+    @formerly()
+    def broadcast_async(self, value: Any, *, root: int = 0) -> CollectiveRequest:
         """Start to send one replica's value to all, and return what waits for it. Collective. See `all_reduce_async`.
 
         Args:
@@ -114,7 +117,8 @@ class RankCollectives(ABC):
             ValueError: there is no such replica.
             CollectiveMismatchError, ContextError: as for `all_reduce_async`.
         """
-        return self._may_start("broadcast_async").broadcast_async(self._extended.copies_of_variables(value), root)
+        started = self._may_start("broadcast_async")
+        return started.broadcast_async(self._extended.copies_of_variables(value), root=root)
 
     def _may_start(self, name: str) -> Collectives:
         """Check that this is no call of one of several replicas in a step, nor in another strategy's."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Token
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
@@ -21,6 +22,7 @@ from ..cluster.topology import Topology
 from ..comm.arrays import as_array
 from ..cross_device.collectives import Collectives
 from .copies import read_variables
+from .old_calls import formerly
 from .replica_threads import current_rendezvous
 
 if TYPE_CHECKING:
@@ -185,10 +187,8 @@ class ReplicaContext:
             ...     ctx = ms.get_replica_context()
             ...     return ctx.all_reduce("SUM", ctx.replica_id_in_sync_group)  # 0 + 1 + 2 + 3 = 6
         """
-        op = ReduceOp.parse(reduce_op, "all_reduce")
-        return self._together(
-            _ALL_REDUCE[op], lambda joined: self._collectives.all_reduce(op, joined, None, options), value
-        )
+        op = ReduceOp.parse(reduce_op, "ReplicaContext.all_reduce")
+        return self._together(_ALL_REDUCE[op], partial(self._collectives.all_reduce, op, options=options), value)
 
     def all_gather(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the replicas' arrays concatenated along an axis, in replica order, on every replica. Collective.
@@ -203,10 +203,11 @@ class ReplicaContext:
             ValueError: a scalar, or an axis out of range.
         """
         what = f"all_gather on axis {axis}"
-        return self._together(what, lambda joined: self._collectives.all_gather(joined, axis, options), value)
+        return self._together(what, partial(self._collectives.all_gather, axis=axis, options=options), value)
 
+    @formerly()
     def reduce_scatter(
-        self, reduce_op: ReduceOp | str, value: Any, axis: int = 0, options: CommunicationOptions | None = None
+        self, reduce_op: ReduceOp | str, value: Any, *, axis: int = 0, options: CommunicationOptions | None = None
     ) -> Any:
         """Return this replica's part of the sum, or another reduction, of a value over all replicas. Collective.
 
@@ -230,11 +231,13 @@ class ReplicaContext:
             >>> def step():  # with 2 replicas: [0, 2, 4] on the first, [6, 8] on the second
             ...     return ms.get_replica_context().reduce_scatter("SUM", np.arange(5))
         """
-        op = ReduceOp.parse(reduce_op, "reduce_scatter")
+        op = ReduceOp.parse(reduce_op, "ReplicaContext.reduce_scatter")
         what = f"reduce_scatter {op.value} on axis {axis}"
-        return self._together(what, lambda joined: self._collectives.reduce_scatter(op, joined, axis, options), value)
+        act = partial(self._collectives.reduce_scatter, op, axis=axis, options=options)
+        return self._together(what, act, value)
 
-    def all_to_all(self, value: Any, splits: Any = None, axis: int = 0) -> Any:
+    @formerly()
+    def all_to_all(self, value: Any, *, splits: Any = None, axis: int = 0) -> Any:
         """Send each replica a part of a value, and return the parts that all of them sent, in replica order. Collective.
 
         A nest is one exchange, each of whose arrays is cut alike. Arrays on GPUs go through the host's memory (not yet run on
@@ -261,12 +264,15 @@ class ReplicaContext:
         """
         if splits is None:
             what = f"all_to_all on axis {axis}"
-            return self._together(what, lambda joined: self._collectives.all_to_all(joined, None, axis)[0], value)
-        posted = (value, as_array(splits, "all_to_all", "splits"))
+            return self._together(what, lambda joined: self._collectives.all_to_all(joined, axis=axis)[0], value)
+        posted = (value, as_array(splits, "ReplicaContext.all_to_all", "splits"))
         what = f"all_to_all with splits on axis {axis}"
-        return self._together(what, lambda joined: self._collectives.all_to_all(joined[0], joined[1], axis), posted)
+        return self._together(
+            what, lambda joined: self._collectives.all_to_all(joined[0], splits=joined[1], axis=axis), posted
+        )
 
-    def broadcast(self, value: Any, root: int = 0) -> Any:
+    @formerly()
+    def broadcast(self, value: Any, *, root: int = 0) -> Any:
         """Return one replica's value on every replica. Collective.
 
         Args:
@@ -277,7 +283,7 @@ class ReplicaContext:
             ValueError: there is no such replica.
         """
         what = f"broadcast from {root}"
-        return self._together(what, lambda joined: self._collectives.broadcast(joined, root), value)
+        return self._together(what, partial(self._collectives.broadcast, root=root), value)
 
     def rng(self, seed: int, step: int = 0, sample: int | None = None) -> np.random.Generator:
         """Return the random generator of a sample, or of this replica, at a step.

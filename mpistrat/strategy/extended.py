@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Coordination", "StrategyExtended"]
 
+_OWN_NAMES = {"all_reduce": "reduce", "all_gather": "gather"}  # TensorFlow's names of a strategy's collectives
 _beside: ContextVar[Variable | None] = ContextVar("mpistrat_colocate", default=None)
 
 
@@ -125,10 +126,12 @@ class StrategyExtended(OtherNames):
         self._strategy = strategy
         self._shared = shared
         self.frame = Frame(strategy)
-        self.collectives = Collectives(sync_group, ops=ops, options=options, alone=is_default)
-        self.rank_collectives = self.collectives if sync_group is group else Collectives(group)
+        parts: dict[str, Any] = {"ops": ops, "options": options, "alone": is_default}
+        self.collectives = Collectives(sync_group, "Strategy", names=_OWN_NAMES, **parts)
+        self.rank_collectives = self.collectives if sync_group is group else Collectives(group, "Strategy")
+        in_step = Collectives(sync_group, "ReplicaContext", **parts)
         local = range(self.sync_topology.num_local_replicas)
-        self.replicas = [ReplicaContext(strategy, index, self.sync_topology, self.collectives) for index in local]
+        self.replicas = [ReplicaContext(strategy, index, self.sync_topology, in_step) for index in local]
         frames = [replica.frame for replica in self.replicas]
         self.threads = ReplicaThreads(frames) if len(frames) > 1 else None
         self.optimizer_states = OptimizerStates(self.placement)
@@ -345,13 +348,12 @@ class StrategyExtended(OtherNames):
                 with several replicas.
             CollectiveMismatchError: ranks pass different operations, shapes or dtypes.
         """
-        self.require_open("reduce_to")
-        context.expect_cross(self._strategy, "extended.reduce_to")
-        op = ReduceOp.parse(reduce_op, "reduce_to")
+        self.require_cross("extended.reduce_to")
+        op = ReduceOp.parse(reduce_op, "extended.reduce_to")
         if self.is_default:
             return value
-        value = self.copies_of_variables(value)
-        return as_scalar(self.cross_device_ops.reduce(op, value, destinations, self.collectives.merged(options)))
+        value, options = self.copies_of_variables(value), self.collectives.merged(options)
+        return as_scalar(self.cross_device_ops.reduce(op, value, destinations, options, function="extended.reduce_to"))
 
     def batch_reduce_to(
         self,
@@ -364,22 +366,20 @@ class StrategyExtended(OtherNames):
         Raises:
             Exception: as `reduce_to`.
         """
-        self.require_open("batch_reduce_to")
-        context.expect_cross(self._strategy, "extended.batch_reduce_to")
-        op = ReduceOp.parse(reduce_op, "batch_reduce_to")
+        self.require_cross("extended.batch_reduce_to")
+        op = ReduceOp.parse(reduce_op, "extended.batch_reduce_to")
         if self.is_default:
             return [value for value, _ in value_destination_pairs]
         pairs = [(self.copies_of_variables(value), where) for value, where in value_destination_pairs]
-        totals = self.cross_device_ops.batch_reduce(op, pairs, self.collectives.merged(options))
-        return [as_scalar(total) for total in totals]
+        options, function = self.collectives.merged(options), "extended.batch_reduce_to"
+        return [as_scalar(total) for total in self.cross_device_ops.batch_reduce(op, pairs, options, function=function)]
 
     def broadcast_to(self, tensor: Any, destinations: Any = None) -> Any:
         """Return global replica 0's value where destinations are, equal on every rank. Collective."""
-        self.require_open("broadcast_to")
-        context.expect_cross(self._strategy, "extended.broadcast_to")
+        self.require_cross("extended.broadcast_to")
         if self.is_default:
             return tensor
-        return as_scalar(self.cross_device_ops.broadcast(tensor, destinations))
+        return as_scalar(self.cross_device_ops.broadcast(tensor, destinations, function="extended.broadcast_to"))
 
     # what the strategy's own files use
 

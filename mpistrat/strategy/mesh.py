@@ -1,8 +1,8 @@
 """The Mesh: ranks as a grid with named axes, and the collectives along one axis by which a step moves values between layouts.
 
-An array is one of three things along an axis: equal on all ranks; split, of which each rank has a part in one dimension; or
-partial, of which the sum over the ranks is meant. Each collective makes one of another, and its backward makes of the gradient
-of what it returned that of what it was given:
+Along an axis of the mesh an array is one of three things: equal on all ranks; split, so that each rank has a part of one of its
+own axes; or partial, a summand of the sum over the ranks. Each collective makes one of another, and its backward makes of the
+gradient of what it returned that of what it was given:
 
 | forward | from | to | backward |
 |---|---|---|---|
@@ -11,7 +11,7 @@ of what it returned that of what it was given:
 | all_gather | split | equal, used by each rank in its own way | reduce_scatter |
 | reduce_scatter | partial | split | all_gather |
 | shard | equal | split, no message | all_gather |
-| reshard | split in a dimension | split in another | reshard the other way |
+| reshard | split along an array axis | split along another | reshard the other way |
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..cross_device.all_to_all import between, check_divided, checked_axis
 from ..cross_device.collectives import Collectives, check_rank
 from ..variables import DATA, Grid
 from .axes import Axes
+from .old_calls import formerly
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -39,8 +40,8 @@ class Mesh:
     """The ranks of a MeshStrategy as a grid with named axes: `strategy.mesh`, in a step `ms.get_replica_context().mesh`.
 
     Its collectives are made by all ranks along an axis, the same number of times and in the same order, with arrays of one shape
-    and dtype. They return new arrays; float16 and bfloat16 are summed in float32. `dim` is what NumPy calls an axis. Arrays on
-    GPUs go through the host's memory, but for `all_reduce` (not yet run on a GPU).
+    and dtype. They return new arrays; float16 and bfloat16 are summed in float32. `mesh_axis` is an axis of the mesh, `axis` an
+    axis of the array, as in NumPy. Arrays on GPUs go through the host's memory, but for `all_reduce` (not yet run on a GPU).
 
     Attributes:
         sizes: the length of each axis, in order, the fastest last.
@@ -54,8 +55,8 @@ class Mesh:
         self.sizes, self.at = axes.sizes, axes.coordinates(rank)
         along = {axis: axes.along([axis], rank) for axis in self.sizes}
         groups = {axis: group.subgroup(ranks, "MeshStrategy") for axis, ranks in along.items()}
-        self._labels = {axis: f"axis {axis}, {named('rank', ranks, most=8)}" for axis, ranks in along.items()}
-        self._axes = {axis: Collectives(groups[axis], "Mesh", self._labels[axis]) for axis in self.sizes}
+        labels = {axis: f"axis {axis}, {named('rank', ranks, most=8)}" for axis, ranks in along.items()}
+        self._axes = {axis: Collectives(groups[axis], "Mesh", labels[axis]) for axis in self.sizes}
         model = [axis for axis in self.sizes if axis != DATA]
         ranks = axes.along(model, rank)
         replica = groups[model[0]] if len(model) == 1 else group.subgroup(ranks, "MeshStrategy")
@@ -68,7 +69,8 @@ class Mesh:
         """The ranks whose replicas step together with this one's."""
         return self._axes[DATA].group
 
-    def comm(self, axis: str) -> MPI.Intracomm | None:
+    @formerly(axis="mesh_axis")
+    def comm(self, mesh_axis: str) -> MPI.Intracomm | None:
         """Return the communicator of the ranks along an axis, by coordinate: a duplicate for the program's own messages.
 
         None for an axis of length 1.
@@ -76,19 +78,20 @@ class Mesh:
         Raises:
             ValueError: there is no such axis.
         """
-        return self._along(axis, "comm").group.comm
+        return self._along(mesh_axis, "comm").group.comm
 
     # collectives
 
-    def all_reduce(self, x: Any, axis: str, op: ReduceOp | str = "SUM") -> Any:
+    @formerly(x="value", axis="mesh_axis", op="reduce_op")
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, *, mesh_axis: str) -> Any:
         """Return the sum, or another reduction, of the arrays along an axis, the same bits on each. Collective over the axis.
 
         From partial to equal.
 
         Args:
-            x: array or number.
-            axis: name of an axis.
-            op: a ReduceOp, or its name.
+            reduce_op: a ReduceOp, or its name.
+            value: array or number.
+            mesh_axis: name of an axis of the mesh.
 
         Raises:
             ValueError: there is no such axis.
@@ -96,137 +99,151 @@ class Mesh:
             CollectiveMismatchError: on every rank along the axis, when they pass other shapes, dtypes or reductions.
 
         Example:
-            >>> out = mesh.all_reduce(hidden @ w2.array, "model")  # doctest: +SKIP
+            >>> out = mesh.all_reduce("SUM", hidden @ w2.array, mesh_axis="model")  # doctest: +SKIP
         """
-        along = self._along(axis, "all_reduce")
-        return along.ops.reduce(ReduceOp.parse(op, "Mesh.all_reduce"), x, name=self._labels[axis])
+        along = self._along(mesh_axis, "all_reduce")
+        return along.ops.reduce(reduce_op, value, None, None, along.label, "Mesh.all_reduce")
 
-    def all_reduce_backward(self, gradient: Any, axis: str) -> Any:
+    @formerly(gradient="gradient", axis="mesh_axis")
+    def all_reduce_backward(self, gradient: Any, *, mesh_axis: str) -> Any:
         """Return the gradient of what `all_reduce` summed, of that of the sum: itself. No message."""
-        self._along(axis, "all_reduce_backward")
+        self._along(mesh_axis, "all_reduce_backward")
         return gradient
 
-    def replicate(self, x: Any, axis: str) -> Any:
+    @formerly(x="value", axis="mesh_axis")
+    def replicate(self, value: Any, *, mesh_axis: str) -> Any:
         """Return an array that is equal on the ranks along an axis, before each uses it in its own way: itself. No message.
 
         Such as the input of a layer that is split by columns (Megatron's f, whose backward is what counts).
         """
-        self._along(axis, "replicate")
-        return x
+        self._along(mesh_axis, "replicate")
+        return value
 
-    def replicate_backward(self, gradient: Any, axis: str) -> Any:
+    @formerly(gradient="gradient", axis="mesh_axis")
+    def replicate_backward(self, gradient: Any, *, mesh_axis: str) -> Any:
         """Return the gradient of what was replicated: the sum of the ranks' gradients. Collective over the axis."""
-        return self.all_reduce(gradient, axis)
+        return self.all_reduce(ReduceOp.SUM, gradient, mesh_axis=mesh_axis)
 
-    def all_gather(self, x: Any, axis: str, dim: int) -> Any:
-        """Return the ranks' arrays along an axis, one behind the other in a dimension. Collective over the axis.
+    @formerly(x="value", axis="mesh_axis", dim="axis")
+    def all_gather(self, value: Any, *, axis: int = 0, mesh_axis: str) -> Any:
+        """Return the arrays of the ranks along an axis of the mesh, concatenated along an axis. Collective over the mesh axis.
 
         From split to equal.
 
         Args:
-            x: array, of the same shape on each rank.
-            axis: name of an axis.
-            dim: from 0, or from the end if it is negative.
+            value: array, of the same shape on each rank.
+            axis: from 0, or from the end if it is negative.
+            mesh_axis: name of an axis of the mesh.
 
         Raises:
-            ValueError: there is no such axis or dimension.
-            CollectiveMismatchError: on every rank along the axis, when they pass other shapes, dtypes or dimensions.
+            ValueError: there is no such axis.
+            CollectiveMismatchError: on every rank along the axis, when they pass other shapes, dtypes or axes.
         """
-        array = as_array(x, "Mesh.all_gather", "x")
-        return self._along(axis, "all_gather").all_gather(array, dim, equal=True)
+        array = as_array(value, "Mesh.all_gather", "value")
+        return self._along(mesh_axis, "all_gather").all_gather(array, axis=axis, equal=True)
 
-    def all_gather_backward(self, gradient: Any, axis: str, dim: int) -> Any:
+    @formerly(gradient="gradient", axis="mesh_axis", dim="axis")
+    def all_gather_backward(self, gradient: Any, *, axis: int = 0, mesh_axis: str) -> Any:
         """Return this rank's part of the gradient of what was gathered, of which each rank has what its own use of it adds.
 
-        Collective over the axis: `reduce_scatter`. Where all ranks used it alike, and have the whole gradient, it is
-        `shard(gradient, axis, dim)`.
+        Collective over the mesh axis: `reduce_scatter`. Where all ranks used it in the same way, and have the whole gradient, it
+        is `shard` of the gradient.
         """
-        return self.reduce_scatter(gradient, axis, dim)
+        return self.reduce_scatter(ReduceOp.SUM, gradient, axis=axis, mesh_axis=mesh_axis)
 
-    def reduce_scatter(self, x: Any, axis: str, dim: int) -> Any:
-        """Return this rank's part, in a dimension, of the sum of the ranks' arrays along an axis. Collective over the axis.
+    @formerly(x="value", axis="mesh_axis", dim="axis")
+    def reduce_scatter(self, reduce_op: ReduceOp | str, value: Any, *, axis: int = 0, mesh_axis: str) -> Any:
+        """Return this rank's part, along an axis, of the sum of the ranks' arrays. Collective over the mesh axis.
 
         From partial to split: half of the bytes of `all_reduce`. The sums are in the order of the ranks.
 
         Args:
-            x: array, of the same shape on each rank.
-            axis: name of an axis.
-            dim: from 0, or from the end if it is negative; the axis' length divides that of the dimension.
+            reduce_op: a ReduceOp, or its name.
+            value: array, of the same shape on each rank.
+            axis: from 0, or from the end if it is negative; the number of ranks divides its length.
+            mesh_axis: name of an axis of the mesh.
 
         Raises:
-            ValueError: there is no such axis or dimension, or it cannot be divided.
+            ValueError: there is no such axis, or it cannot be divided.
             TypeError: what cannot be summed.
             CollectiveMismatchError: as `all_gather`.
         """
-        array = as_array(x, "Mesh.reduce_scatter", "x")
-        return self._along(axis, "reduce_scatter").reduce_scatter(ReduceOp.SUM, array, dim, equal=True)
+        array = as_array(value, "Mesh.reduce_scatter", "value")
+        return self._along(mesh_axis, "reduce_scatter").reduce_scatter(reduce_op, array, axis=axis, equal=True)
 
-    def reduce_scatter_backward(self, gradient: Any, axis: str, dim: int) -> Any:
-        """Return the gradient of what `reduce_scatter` summed, of that of this rank's part. Collective over the axis."""
-        return self.all_gather(gradient, axis, dim)
+    @formerly(gradient="gradient", axis="mesh_axis", dim="axis")
+    def reduce_scatter_backward(self, gradient: Any, *, axis: int = 0, mesh_axis: str) -> Any:
+        """Return the gradient of what `reduce_scatter` summed, of that of this rank's part. Collective over the mesh axis."""
+        return self.all_gather(gradient, axis=axis, mesh_axis=mesh_axis)
 
-    def shard(self, x: Any, axis: str, dim: int) -> Any:
-        """Return this rank's part, in a dimension, of an array that is equal on the ranks along an axis: a view. No message.
+    @formerly(x="value", axis="mesh_axis", dim="axis")
+    def shard(self, value: Any, *, axis: int = 0, mesh_axis: str) -> Any:
+        """Return this rank's part, along an axis, of an array that is equal on the ranks of the mesh axis: a view. No message.
 
         Raises:
-            ValueError: there is no such axis or dimension, or it cannot be divided.
+            ValueError: there is no such axis, or it cannot be divided.
         """
-        size = self._along(axis, "shard").group.topology.size
-        array = as_array(x, "Mesh.shard", "x")
-        along = checked_axis(array, dim, "Mesh.shard")
+        size = self._along(mesh_axis, "shard").group.topology.size
+        array = as_array(value, "Mesh.shard", "value")
+        along = checked_axis(array, axis, "Mesh.shard")
         check_divided(array, along, size, "Mesh.shard")
         length = array.shape[along] // size
-        return between(array, along, self.at[axis] * length, (self.at[axis] + 1) * length)
+        return between(array, along, self.at[mesh_axis] * length, (self.at[mesh_axis] + 1) * length)
 
-    def shard_backward(self, gradient: Any, axis: str, dim: int) -> Any:
-        """Return the gradient of what `shard` took a part of, of those of the parts. Collective over the axis."""
-        return self.all_gather(gradient, axis, dim)
+    @formerly(gradient="gradient", axis="mesh_axis", dim="axis")
+    def shard_backward(self, gradient: Any, *, axis: int = 0, mesh_axis: str) -> Any:
+        """Return the gradient of what `shard` took a part of, of those of the parts. Collective over the mesh axis."""
+        return self.all_gather(gradient, axis=axis, mesh_axis=mesh_axis)
 
-    def reshard(self, x: Any, axis: str, old: int, new: int) -> Any:
-        """Return this rank's part, in dimension `new`, of an array that is split in dimension `old`. Collective over the axis.
+    @formerly(x="value", axis="mesh_axis", old="old", new="new")
+    def reshard(self, value: Any, *, old: int, new: int, mesh_axis: str) -> Any:
+        """Return this rank's part, along axis `new`, of an array that is split along axis `old`. Collective over the mesh axis.
 
         One all-to-all: each rank sends and receives what it holds but for its own part.
 
         Args:
-            x: array, of the same shape on each rank.
-            axis: name of an axis.
-            old, new: two dimensions; the axis' length divides that of `new`.
+            value: array, of the same shape on each rank.
+            old, new: two axes of the array; the number of ranks divides the length of `new`.
+            mesh_axis: name of an axis of the mesh.
 
         Raises:
-            ValueError: there is no such axis or dimension, or it cannot be divided, or both are the same.
+            ValueError: there is no such axis, or it cannot be divided, or both are the same.
             CollectiveMismatchError: as `all_gather`.
         """
-        array = as_array(x, "Mesh.reshard", "x")
-        return self._along(axis, "reshard").reshard(array, old, new)
+        array = as_array(value, "Mesh.reshard", "value")
+        return self._along(mesh_axis, "reshard").reshard(array, old=old, new=new)
 
-    def reshard_backward(self, gradient: Any, axis: str, old: int, new: int) -> Any:
-        """Return the gradient of what `reshard` was given, of that of what it returned. Collective over the axis."""
-        return self.reshard(gradient, axis, new, old)
+    @formerly(gradient="gradient", axis="mesh_axis", old="old", new="new")
+    def reshard_backward(self, gradient: Any, *, old: int, new: int, mesh_axis: str) -> Any:
+        """Return the gradient of what `reshard` was given, of that of what it returned. Collective over the mesh axis."""
+        return self.reshard(gradient, old=new, new=old, mesh_axis=mesh_axis)
 
-    def broadcast(self, x: Any, axis: str, root: int = 0) -> Any:
+    @formerly(x="value", axis="mesh_axis", root="root")
+    def broadcast(self, value: Any, *, root: int = 0, mesh_axis: str) -> Any:
         """Return the array of one coordinate on all ranks along an axis. Collective over the axis.
 
         Args:
-            x: array, of the same shape on each rank.
-            axis: name of an axis.
+            value: array, of the same shape on each rank.
             root: the coordinate whose array it is.
+            mesh_axis: name of an axis of the mesh.
 
         Raises:
             ValueError: there is no such axis or coordinate.
             CollectiveMismatchError: as `all_gather`.
         """
-        return _broadcast(self._along(axis, "broadcast"), x, root, self._labels[axis])
+        return _broadcast(self._along(mesh_axis, "broadcast"), value, root)
 
-    def broadcast_in_replica(self, x: Any, root: int) -> Any:
+    @formerly(x="value", root="root")
+    def broadcast_in_replica(self, value: Any, *, root: int = 0) -> Any:
         """Return the array of one rank of the replica on all of them. Collective over the replica. See `broadcast`."""
-        return _broadcast(self._replica, x, root, named("rank", self.grid.replica_ranks, most=8))
+        return _broadcast(self._replica, value, root)
 
-    def _along(self, axis: str, function: str) -> Collectives:
+    def _along(self, mesh_axis: str, function: str) -> Collectives:
         """Return the collectives of the ranks along an axis."""
-        found = self._axes.get(axis)
+        found = self._axes.get(mesh_axis)
         if found is None:
             expected = f"an axis of the mesh: {', '.join(map(repr, self.sizes))}"
-            raise ValueError(explain(f"Mesh.{function}", "axis", expected=expected, got=repr(axis)))
+            raise ValueError(explain(f"Mesh.{function}", "mesh_axis", expected=expected, got=repr(mesh_axis)))
         if found.group.closed:
             raise ClosedError(f"Mesh.{function}: the strategy was closed")
         return found
@@ -253,7 +270,7 @@ class Mesh:
         return f"<Mesh {at}>"
 
 
-def _broadcast(collectives: Collectives, x: Any, root: int, label: str) -> Any:
+def _broadcast(collectives: Collectives, value: Any, root: int) -> Any:
     """Return the array of one rank of a group on all. Collective."""
     check_rank("Mesh.broadcast", collectives.group, root)
-    return collectives.ops.broadcast(x, root=int(root), name=label)
+    return collectives.ops.broadcast(value, None, int(root), collectives.label, "Mesh.broadcast")

@@ -136,7 +136,7 @@ class MeshStrategy(Strategy):
             ValueError: there is no such rank.
             CollectiveMismatchError: on every rank of the replica, when they pass other shapes, dtypes or numbers.
         """
-        return self.mesh.broadcast_in_replica(tensor, logical_device_id)
+        return self.mesh.broadcast_in_replica(tensor, root=logical_device_id)
 
     # what the base asks for
 

@@ -20,6 +20,7 @@ from ..comm.dropped import collect_cycles, dropped_by_all
 from ..comm.process_group import ProcessGroup
 from ..cross_device.collectives import Collectives
 from .contexts import require_one_call
+from .old_calls import formerly
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -152,7 +153,7 @@ class ProcessSet:
         Raises:
             ContextError: outside of the set, or in a step of a rank with several replicas. So do all that follow.
         """
-        return self._made("all_reduce").all_reduce(reduce_op, value, None, options)
+        return self._made("all_reduce").all_reduce(reduce_op, value, options=options)
 
     def all_reduce_async(self, reduce_op: ReduceOp | str, value: Any) -> CollectiveRequest:
         """Start an `all_reduce`, and return what waits for it. Collective over the set. See `Strategy.all_reduce_async`."""
@@ -160,22 +161,25 @@ class ProcessSet:
 
     def all_gather(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the ranks' arrays concatenated along an axis. Collective over the set. See `ReplicaContext.all_gather`."""
-        return self._made("all_gather").all_gather(value, axis, options)
+        return self._made("all_gather").all_gather(value, axis=axis, options=options)
 
+    @formerly()
     def reduce_scatter(
-        self, reduce_op: ReduceOp | str, value: Any, axis: int = 0, options: CommunicationOptions | None = None
+        self, reduce_op: ReduceOp | str, value: Any, *, axis: int = 0, options: CommunicationOptions | None = None
     ) -> Any:
         """Return this rank's part of a reduction. Collective over the set. See `ReplicaContext.reduce_scatter`."""
-        return self._made("reduce_scatter").reduce_scatter(reduce_op, value, axis, options)
+        return self._made("reduce_scatter").reduce_scatter(reduce_op, value, axis=axis, options=options)
 
-    def all_to_all(self, value: Any, splits: Any = None, axis: int = 0) -> Any:
+    @formerly()
+    def all_to_all(self, value: Any, *, splits: Any = None, axis: int = 0) -> Any:
         """Return what all ranks sent to this one. Collective over the set. See `ReplicaContext.all_to_all`."""
         made = self._made("all_to_all")
         given = None if splits is None else plain_array(splits, "ProcessSet.all_to_all", "splits")
-        result = made.all_to_all(value, given, axis)
+        result = made.all_to_all(value, splits=given, axis=axis)
         return result[0] if splits is None else result
 
-    def broadcast(self, value: Any, root: int) -> Any:
+    @formerly()
+    def broadcast(self, value: Any, *, root: int = 0) -> Any:
         """Return one rank's array, or nest of arrays, on all. Collective over the set. See `ReplicaContext.broadcast`.
 
         Args:
@@ -185,18 +189,19 @@ class ProcessSet:
         Raises:
             ValueError: it is not.
         """
-        return self._made("broadcast").broadcast(value, self._number(root, "broadcast"))
+        return self._made("broadcast").broadcast(value, root=self._number(root, "broadcast"))
 
-    def broadcast_async(self, value: Any, root: int) -> CollectiveRequest:
+    @formerly()
+    def broadcast_async(self, value: Any, *, root: int = 0) -> CollectiveRequest:
         """Start a `broadcast`, and return what waits for it. Collective over the set. See `Strategy.broadcast_async`.
 
         Raises:
             ValueError: the root is not in the set.
         """
         made = self._made("broadcast_async")
-        return self._keeping(made.broadcast_async(value, self._number(root, "broadcast_async")))
+        return self._keeping(made.broadcast_async(value, root=self._number(root, "broadcast_async")))
 
-    def broadcast_object(self, obj: Any = None, *, root: int) -> Any:
+    def broadcast_object(self, obj: Any = None, *, root: int = 0) -> Any:
         """Return one rank's Python object on all. Collective over the set. See `Strategy.broadcast_object`.
 
         Args:
@@ -206,7 +211,7 @@ class ProcessSet:
         Raises:
             ValueError: it is not.
         """
-        return self._made("broadcast_object").broadcast_object(obj, self._number(root, "broadcast_object"))
+        return self._made("broadcast_object").broadcast_object(obj, root=self._number(root, "broadcast_object"))
 
     def all_gather_object(self, obj: Any = None) -> list[Any]:
         """Return every rank's Python object. Collective over the set. See `Strategy.all_gather_object`."""
@@ -214,7 +219,7 @@ class ProcessSet:
 
     def barrier(self, timeout: float | None = None, name: str | None = None) -> None:
         """Wait until every rank of the set is here. Collective over the set. See `Strategy.barrier`."""
-        self._made("barrier").barrier(name, timeout)
+        self._made("barrier").barrier(timeout, name)
 
     def _made(self, function: str) -> Collectives:
         """Return the collectives of the set, where this rank may make one.

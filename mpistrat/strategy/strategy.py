@@ -293,7 +293,9 @@ class Strategy(RankCollectives, Files, OtherNames):
         if extended.closed:
             extended.require_open("Strategy.reduce")
         context.expect_cross(self, "Strategy.reduce")
-        return extended.collectives.all_reduce(reduce_op, extended.copies_of_variables(value), axis, options)
+        return extended.collectives.all_reduce(
+            reduce_op, extended.copies_of_variables(value), axis=axis, options=options
+        )
 
     def gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Return the replicas' arrays concatenated along an axis, in replica order, equal on every rank. Collective.
@@ -310,7 +312,7 @@ class Strategy(RankCollectives, Files, OtherNames):
         """
         extended = self._extended
         extended.require_cross("Strategy.gather")
-        return extended.collectives.all_gather(extended.copies_of_variables(value), axis, options)
+        return extended.collectives.all_gather(extended.copies_of_variables(value), axis=axis, options=options)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return what each local replica has of a value, in replica order; (value,) of a plain one.

@@ -374,7 +374,7 @@ class Trainer:
         if self._checkpoints is not None and self.strategy.nodes_differ:
             self._checkpoints.postpone()
         elif self._checkpoints is not None:
-            step = self.strategy.broadcast_object(self.loop.step, self.loop.first)  # readers may have their own
+            step = self.strategy.broadcast_object(self.loop.step, root=self.loop.first)  # readers may have their own
             self._checkpoints.save(step, self._notes(next_epoch))
 
     def _save_epoch(self, over: bool) -> None:

@@ -134,7 +134,7 @@ def different_parts(
 def _different(function: str, name: str, what: str, layout: Sequence[str | None], got: str) -> CollectiveMismatchError:
     remedy = (
         "Each rank of a replica must compute it alike. Where each has a share of it, sum it before the step: "
-        'mesh.all_reduce(v.grad, "model")'
+        'mesh.all_reduce("SUM", v.grad, mesh_axis="model")'
         if what == "gradient"
         else "Something has changed it on some ranks only: a gradient, an assignment, a hyperparameter, the memory of a node"
     )

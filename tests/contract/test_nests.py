@@ -74,7 +74,7 @@ def test_in_a_step(strategy):
         ctx = ms.get_replica_context()
         r = ctx.replica_id_in_sync_group
         a, b = ctx.all_gather((np.full(r, r), np.full((1, 2), 0.5 * r)))
-        return a.sum(), b.sum(), ctx.broadcast({"k": np.array([r]), "j": r}, n - 1)["k"][0]
+        return a.sum(), b.sum(), ctx.broadcast({"k": np.array([r]), "j": r}, root=n - 1)["k"][0]
 
     total = (sum(r * r for r in range(n)), n * (n - 1) / 2, n - 1)
     for found in zip(*map(strategy.local_results, strategy.run(step)), strict=True):
@@ -88,7 +88,7 @@ def test_broadcast(strategy, limit):
         return {"a": np.full((30, 2), r, "float32")[:, ::-1], "b": (np.array([f"of {r}"]), r, np.zeros((0, 2), "int8"))}
 
     def act():
-        return strategy.run(lambda v: ms.get_replica_context().broadcast(v, n - 1), args=(values(strategy, of),))
+        return strategy.run(lambda v: ms.get_replica_context().broadcast(v, root=n - 1), args=(values(strategy, of),))
 
     found, count = calls(strategy, act)
     assert count == (1 if strategy.size > 1 else 0)

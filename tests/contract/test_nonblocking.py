@@ -102,13 +102,13 @@ def test_broadcast(strategy):
         return {"x": np.full((2, 3), r, "float32"), "text": np.array([f"of {r}", "all"]), "flag": np.array(r % 2 == 0)}
 
     n = strategy.num_replicas_in_sync
-    requests = [strategy.broadcast_async(values(strategy, of), root) for root in range(n)]
+    requests = [strategy.broadcast_async(values(strategy, of), root=root) for root in range(n)]
     for root, request in reversed([*enumerate(requests)]):
         found = request.wait()
         assert found["x"].tolist() == [[root] * 3] * 2 and found["x"].dtype == np.float32
         assert found["text"].tolist() == [f"of {root}", "all"] and found["flag"] == (root % 2 == 0)
     with pytest.raises(ValueError, match=rf"root: expected a replica from 0 to {n - 1}, got {n}"):
-        strategy.broadcast_async(values(strategy, of), n)
+        strategy.broadcast_async(values(strategy, of), root=n)
 
 
 def test_variables(strategy):
@@ -160,7 +160,7 @@ def test_ranks_that_differ_are_told(strategy):
         "a dtype": lambda: strategy.all_reduce_async("SUM", zeros(2, dtype="float32" if odd else "float64")),
         "a reduction": lambda: strategy.all_reduce_async("MAX" if odd else "SUM", zeros(2)),
         "keys": lambda: strategy.all_reduce_async("SUM", {"b" if odd else "a": zeros(2)}),
-        "a root": lambda: strategy.broadcast_async(zeros(2), int(odd)),
+        "a root": lambda: strategy.broadcast_async(zeros(2), root=int(odd)),
         "a dtype to be sent": lambda: strategy.broadcast_async(zeros(2, dtype="float32" if odd else "float64")),
         "another start": lambda: (
             strategy.broadcast_async(zeros(2)) if odd else strategy.all_reduce_async("SUM", zeros(2))

@@ -35,10 +35,10 @@ def test_reduce_scatter(strategy, dtype):
     for axis in range(-3, 3):
         sums = np.array_split(total, n, axis=axis)
         means = np.array_split(mean, n, axis=axis)
-        for r, found in in_step(strategy, lambda c, r, a=axis: c.reduce_scatter("SUM", every[r], a)).items():
+        for r, found in in_step(strategy, lambda c, r, a=axis: c.reduce_scatter("SUM", every[r], axis=a)).items():
             assert found.dtype == dtype
             assert np.array_equal(found, sums[r])
-        for r, found in in_step(strategy, lambda c, r, a=axis: c.reduce_scatter("MEAN", every[r], a)).items():
+        for r, found in in_step(strategy, lambda c, r, a=axis: c.reduce_scatter("MEAN", every[r], axis=a)).items():
             assert found.shape == means[r].shape
             assert np.allclose(found, means[r], rtol=1e-3 if dtype == "float16" else 1e-6)
 
@@ -81,7 +81,7 @@ def test_all_to_all_with_splits(strategy, dtype, axis):
         every.append(of(r, shape, "int64").astype(dtype))
     cuts = [np.split(every[r], np.cumsum(table[r])[:-1], axis=axis) for r in range(n)]
     for splits in (table, table.tolist()):
-        found = in_step(strategy, lambda c, r, s=splits: c.all_to_all(every[r], s[r], axis))
+        found = in_step(strategy, lambda c, r, s=splits: c.all_to_all(every[r], splits=s[r], axis=axis))
         for r, (value, received) in found.items():
             assert value.dtype == dtype
             assert np.array_equal(value, np.concatenate([cuts[s][r] for s in range(n)], axis=axis))
@@ -102,7 +102,7 @@ def test_more_than_staging_memory_has_room_for(strategy):
     n = strategy.num_replicas_in_sync
     table = lengths(n) * 100_000
     every = [of(r, table[r].sum(), "float64") for r in range(n)]
-    found = in_step(strategy, lambda c, r: c.all_to_all(every[r], table[r])[0])
+    found = in_step(strategy, lambda c, r: c.all_to_all(every[r], splits=table[r])[0])
     for r, value in found.items():
         assert np.array_equal(
             value, np.concatenate([np.split(every[s], np.cumsum(table[s])[:-1])[r] for s in range(n)])
@@ -143,7 +143,7 @@ def test_ranks_that_differ_are_told(strategy):
         "a shape but for the axis": lambda c: c.all_to_all(np.zeros((n, 3 if odd else 2))),
         "a dtype of parts": lambda c: c.all_to_all(np.zeros(n, "float32" if odd else "float64")),
         "an axis of parts": lambda c: c.all_to_all(np.zeros((n, n)), axis=int(odd)),
-        "splits on some": lambda c: c.all_to_all(ok, [2] * n if odd else None),
+        "splits on some": lambda c: c.all_to_all(ok, splits=[2] * n if odd else None),
     }
     for call in each.values():
         with pytest.raises(CollectiveMismatchError, match="rank"):
@@ -156,7 +156,7 @@ def test_wrong_splits_of_one_replica_are_told_on_every_rank(strategy):
     last = n - 1
     for wrong in ([1] * n, [2] * n + [0], [2.0] * n, [-1, *[2] * (n - 2), 5][:n]):
         with pytest.raises(ValueError, match=rf"{n} lengths, one for each replica"):
-            in_step(strategy, lambda c, r, w=wrong: c.all_to_all(np.zeros(2 * n), w if r == last else [2] * n))
+            in_step(strategy, lambda c, r, w=wrong: c.all_to_all(np.zeros(2 * n), splits=w if r == last else [2] * n))
         assert strategy.all_gather_object(strategy.rank) == list(range(strategy.size))
     if n > 1:
         with pytest.raises(ValueError, match="Give splits"):
@@ -165,7 +165,7 @@ def test_wrong_splits_of_one_replica_are_told_on_every_rank(strategy):
 
 def test_wrong_use(strategy):
     n = strategy.num_replicas_in_sync
-    for act in (lambda c, v, a: c.reduce_scatter("SUM", v, a), lambda c, v, a: c.all_to_all(v, axis=a)):
+    for act in (lambda c, v, a: c.reduce_scatter("SUM", v, axis=a), lambda c, v, a: c.all_to_all(v, axis=a)):
         for value, axis, told in ((1.0, 0, "a scalar"), (np.zeros(n), 1, "axis < 1"), (np.zeros(n), -2, "axis < 1")):
             with pytest.raises(ValueError, match=told):
                 in_step(strategy, lambda c, r, a=act, v=value, x=axis: a(c, v, x))

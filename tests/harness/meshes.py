@@ -60,9 +60,9 @@ class Network:
         w1, b1, w2, b2 = self.variables.values()
         before = x @ w1.array + b1.array
         hidden = np.maximum(before, 0)
-        error = mesh.all_reduce(hidden @ w2.array, "model") + b2.array - y
+        error = mesh.all_reduce("SUM", hidden @ w2.array, mesh_axis="model") + b2.array - y
         loss = (error**2).sum() / BATCH
-        error = mesh.all_reduce_backward(2 * error / BATCH, "model")
+        error = mesh.all_reduce_backward(2 * error / BATCH, mesh_axis="model")
         back = (error @ w2.array.T) * (before > 0)
         np.matmul(x.T, back, out=w1.grad)
         np.matmul(hidden.T, error, out=w2.grad)

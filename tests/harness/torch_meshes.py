@@ -9,7 +9,7 @@ EPOCHS, CLIP = 4, 0.1
 class AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, mesh):
-        return torch.from_numpy(mesh.all_reduce(x.detach().numpy(), "model"))
+        return torch.from_numpy(mesh.all_reduce("SUM", x.detach().numpy(), mesh_axis="model"))
 
     @staticmethod
     def backward(ctx, gradient):
@@ -24,7 +24,7 @@ class Replicate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return torch.from_numpy(ctx.mesh.replicate_backward(gradient.contiguous().numpy(), "model")), None
+        return torch.from_numpy(ctx.mesh.replicate_backward(gradient.contiguous().numpy(), mesh_axis="model")), None
 
 
 class Pair(torch.nn.Module):

@@ -53,7 +53,7 @@ class LocalUpdates:
         self._optimizer, self._between = optimizer, between
         self._turn = threading.RLock()
         self._scratch: dict[np.dtype, list[_Scratch]] = {}
-        self._kept: dict[Any, _Kept] = {}
+        self._kept: dict[Any, _VariableState] = {}
 
     # steps
 
@@ -111,7 +111,7 @@ class LocalUpdates:
             for thread in working:
                 thread.result()
 
-    def _others(self, kept: _Kept, size: int, step: int) -> list[_Scratch]:
+    def _others(self, kept: _VariableState, size: int, step: int) -> list[_Scratch]:
         """Return scratch memory for each of the helper threads."""
         scratches = self._scratch[kept.scratch.dtype]
         while len(scratches) < _threads():
@@ -143,7 +143,7 @@ class LocalUpdates:
             for low in range(0, rows.size, count):
                 kept.update_rows(table, rows[low : low + count], values[low : low + count])
 
-    def _begin(self, variable: Any, step: int, by_rows: bool = False) -> _Kept:
+    def _begin(self, variable: Any, step: int, by_rows: bool = False) -> _VariableState:
         kept = self._known(variable) or self._add(variable, by_rows)
         kept.read_settings()
         kept.scratch.rule.begin(step, self._optimizer.rate_at(step))
@@ -200,18 +200,18 @@ class LocalUpdates:
             for variable in list(self._kept) if variables is None else variables:
                 self._kept.pop(variable, None)
 
-    def _known(self, variable: Any) -> _Kept | None:
+    def _known(self, variable: Any) -> _VariableState | None:
         """Return what is kept for a variable, if anything is; slots that the optimizer has pending come first."""
         waiting = self._optimizer.pending_slots
         if waiting and variable.name in waiting:
             self.set_slots(variable, waiting.pop(variable.name))
         return self._kept.get(variable)
 
-    def _add(self, variable: Any, by_rows: bool = False) -> _Kept:
+    def _add(self, variable: Any, by_rows: bool = False) -> _VariableState:
         dtype = np.dtype(variable.dtype)
         if dtype not in self._scratch:
             self._scratch[dtype] = [_Scratch(self._optimizer, dtype)]
-        kept = self._kept[variable] = _Kept(self._optimizer, variable, self._scratch[dtype][0], by_rows)
+        kept = self._kept[variable] = _VariableState(self._optimizer, variable, self._scratch[dtype][0], by_rows)
         return kept
 
 
@@ -241,13 +241,13 @@ class _Scratch:
 
 
 @final
-class _Kept:
-    """What is kept for a variable.
+class _VariableState:
+    """The state of one variable on a server.
 
     Attributes:
         slots: flat arrays.
-        scratch: what it shares with the other variables of its dtype.
-        empty: which rows still have zeros instead of the slots' start; None where none has.
+        scratch: memory shared with the other variables of its dtype.
+        empty: True for rows that still have zeros instead of the start of their slots; None if no row has.
     """
 
     def __init__(self, optimizer: Optimizer, variable: Any, scratch: _Scratch, by_rows: bool) -> None:

@@ -120,7 +120,7 @@ def train(job):
     data = strategy.distribute_dataset(ms.data.from_arrays(np.ones((12, 6))).batch(12))
     for step in range(notes["step"] + 1, 41):
         for rows in data:
-            part = strategy.mesh.shard(rows, "model", 1)
+            part = strategy.mesh.shard(rows, axis=1, mesh_axis="model")
             strategy.run(lambda: optimizer.apply_gradients([(np.full(w.shape, len(part) / 12), w)]))
         checkpoints.step(step)
         time.sleep(0.005)

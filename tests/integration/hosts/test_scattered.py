@@ -24,7 +24,7 @@ def test_parts_of_replicas(piece, monkeypatch):
         def step():
             ctx = ms.get_replica_context()
             r = ctx.replica_id_in_sync_group
-            found, received = ctx.all_to_all(rows[r], table[r])
+            found, received = ctx.all_to_all(rows[r], splits=table[r])
             return {"of": r, "found": found, "from": received, "sums": ctx.reduce_scatter("SUM", numbers[r])}
 
         results = {key: strategy.local_results(value) for key, value in strategy.run(step).items()}

@@ -13,7 +13,7 @@ with strategy.scope():
 
 
 def step():
-    ms.get_replica_context().mesh.all_reduce(np.ones(3), "data" if strategy.rank in WRONG else "model")
+    ms.get_replica_context().mesh.all_reduce("SUM", np.ones(3), mesh_axis="data" if strategy.rank in WRONG else "model")
     optimizer.apply_gradients([(np.ones(4), w)])
 
 
@@ -38,5 +38,5 @@ def test_ranks_that_wait_in_a_circle(mpi_run):
     limits = {"MPISTRAT_WARN_AFTER": "2", "MPISTRAT_ABORT_AFTER": "6"}
     result = mpi_run(PROGRAM.replace("WRONG", "(1, 2)"), 4, timeout=60, env=limits)
     assert result.returncode != 0
-    assert "CollectiveTimeoutError: reduce 'axis " in result.stderr
+    assert "CollectiveTimeoutError: Mesh.all_reduce 'axis " in result.stderr
     assert "of another group" in result.stderr

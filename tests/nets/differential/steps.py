@@ -166,7 +166,7 @@ def take_step(run: Run, plan: dict[str, Any], parts: Any, args: Any) -> list[np.
             w = np.asarray(handle).astype(np.float64)
             sums = np.array([((w - q) ** 2).sum(), ((w - q) * p).sum(), (p * p).sum()])
             if variable["layout"] is not None and spec["model"] > 1:
-                sums = ctx.mesh.all_reduce(sums, "model")
+                sums = ctx.mesh.all_reduce("SUM", sums, mesh_axis="model")
             if variable["start"].size:
                 losses += (sums[0] - 2 * u * sums[1] + u**2 * sums[2]) / variable["start"].size / 2
             gradients[name] = factor * (len(ids) * (w - q) - u.sum() * p)

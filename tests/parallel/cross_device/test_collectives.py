@@ -49,24 +49,24 @@ def test_each_operation(world):
     nest = {"a": mine, "b": (mine.astype(np.int8), np.arange(size) + rank)}
     assert np.array_equal(all_of.all_reduce("SUM", mine), total)
     assert np.array_equal(all_of.all_reduce("MAX", nest)["b"][1], np.arange(size) + size - 1)
-    assert np.array_equal(all_of.all_gather(mine, 1), np.concatenate(every, 1))
+    assert np.array_equal(all_of.all_gather(mine, axis=1), np.concatenate(every, 1))
     for axis in (0, 1):
-        found = all_of.all_gather({"a": mine, "b": mine.astype("f4")}, axis, equal=True)
+        found = all_of.all_gather({"a": mine, "b": mine.astype("f4")}, axis=axis, equal=True)
         assert np.array_equal(found["b"], np.concatenate(every, axis).astype("f4")) and found["b"].dtype == "f4"
-        assert np.array_equal(all_of.all_gather(mine, axis, equal=True), np.concatenate(every, axis))
-        part = all_of.reduce_scatter("SUM", mine, axis, equal=True)
+        assert np.array_equal(all_of.all_gather(mine, axis=axis, equal=True), np.concatenate(every, axis))
+        part = all_of.reduce_scatter("SUM", mine, axis=axis, equal=True)
         assert np.array_equal(part, np.split(total, size, axis)[rank])
         whole = np.split(np.concatenate(every, 1 - axis), size, axis)[rank]
-        assert np.array_equal(all_of.reshard(mine, 1 - axis, axis), whole)
-        assert np.array_equal(all_of.reshard([mine, mine], 1 - axis, axis)[1], whole)
-    parts, lengths = all_of.all_to_all(np.full(size, rank), None, 0)
+        assert np.array_equal(all_of.reshard(mine, old=1 - axis, new=axis), whole)
+        assert np.array_equal(all_of.reshard([mine, mine], old=1 - axis, new=axis)[1], whole)
+    parts, lengths = all_of.all_to_all(np.full(size, rank))
     assert parts.tolist() == list(range(size)) and lengths.tolist() == [1] * size
-    assert np.array_equal(all_of.broadcast(nest, size - 1)["a"], every[-1])
-    requests = all_of.all_reduce_async("SUM", nest), all_of.broadcast_async(mine, 0)
+    assert np.array_equal(all_of.broadcast(nest, root=size - 1)["a"], every[-1])
+    requests = all_of.all_reduce_async("SUM", nest), all_of.broadcast_async(mine)
     assert np.array_equal(requests[1].wait(), every[0]) and np.array_equal(requests[0].wait()["a"], total)
-    assert all_of.broadcast_object({"of": rank}, 1) == {"of": 1}
+    assert all_of.broadcast_object({"of": rank}, root=1) == {"of": 1}
     assert all_of.all_gather_object(rank) == list(range(size))
-    all_of.barrier("here", 20)
+    all_of.barrier(20, "here")
     all_of.close()
 
 
@@ -106,13 +106,13 @@ def test_results_in_the_callers_own_array(world, algorithm):
     assert np.array_equal(nest["a"], sum(of(r) for r in range(size)) * 1.0) and nest["b"][0, 0] == size * (size - 1) / 2
     for dtype in ("f8", "f2"):
         out = np.zeros(2, dtype)
-        expected = all_of.reduce_scatter("SUM", of(rank, 2 * size).astype(dtype), 0)
-        assert all_of.reduce_scatter("SUM", of(rank, 2 * size).astype(dtype), 0, out=out) is out
+        expected = all_of.reduce_scatter("SUM", of(rank, 2 * size).astype(dtype))
+        assert all_of.reduce_scatter("SUM", of(rank, 2 * size).astype(dtype), out=out) is out
         assert out.tobytes() == expected.tobytes()
     for wrong in (np.zeros(3), np.zeros(4, "f4"), [0.0] * 4):
         for call in (
             lambda w: all_of.all_reduce("SUM", np.ones(4), out=w),
-            lambda w: all_of.reduce_scatter("SUM", np.ones(4 * size), 0, out=w),
+            lambda w: all_of.reduce_scatter("SUM", np.ones(4 * size), out=w),
         ):
             with pytest.raises(ValueError, match=r"dist\.\w+"):
                 call(wrong)
@@ -126,16 +126,16 @@ def test_errors_name_the_caller_and_the_ranks(world):
     all_of, odd = Collectives(world, "dist", "the last two"), world.topology.rank == 1
     calls = {
         "all_reduce": lambda: all_of.all_reduce("SUM", np.zeros(2 + odd)),
-        "all_gather": lambda: all_of.all_gather(np.zeros((2, 2 + odd)), 0),
-        "reduce_scatter": lambda: all_of.reduce_scatter("SUM", np.zeros(2 + 2 * odd), 0),
-        "all_to_all": lambda: all_of.all_to_all(np.zeros((2, 2 + odd)), None, 0),
-        "reshard": lambda: all_of.reshard(np.zeros((2, 2 + odd)), 0, 1),
-        "broadcast": lambda: all_of.broadcast(np.zeros(2 + odd), 0),
+        "all_gather": lambda: all_of.all_gather(np.zeros((2, 2 + odd))),
+        "reduce_scatter": lambda: all_of.reduce_scatter("SUM", np.zeros(2 + 2 * odd)),
+        "all_to_all": lambda: all_of.all_to_all(np.zeros((2, 2 + odd))),
+        "reshard": lambda: all_of.reshard(np.zeros((2, 2 + odd)), old=0, new=1),
+        "broadcast": lambda: all_of.broadcast(np.zeros(2 + odd)),
         "all_reduce_async": lambda: all_of.all_reduce_async("SUM", np.zeros(2 + odd)),
-        "broadcast_async": lambda: all_of.broadcast_async(np.zeros(2 + odd), 0),
-        "broadcast_object": lambda: all_of.broadcast_object(1, int(odd)),
-        "all_gather_object": lambda: all_of.barrier("", None) if odd else all_of.all_gather_object(1),
-        "barrier": lambda: all_of.barrier("b" if odd else "a", None),
+        "broadcast_async": lambda: all_of.broadcast_async(np.zeros(2 + odd)),
+        "broadcast_object": lambda: all_of.broadcast_object(1, root=int(odd)),
+        "all_gather_object": lambda: all_of.barrier() if odd else all_of.all_gather_object(1),
+        "barrier": lambda: all_of.barrier(name="b" if odd else "a"),
     }
     for name, call in calls.items():
         with pytest.raises(CollectiveMismatchError, match=rf"dist\.{name}.*rank|rank.*dist\.{name}"):
@@ -143,10 +143,10 @@ def test_errors_name_the_caller_and_the_ranks(world):
         assert all_of.all_gather_object(1) == [1, 1]
     for name, call, text in (
         ("all_reduce", lambda: all_of.all_reduce("SUM", np.zeros(2, bool)), "numbers"),
-        ("all_gather", lambda: all_of.all_gather(np.zeros(2), 1), "axis < 1"),
-        ("broadcast", lambda: all_of.broadcast(np.zeros(2), 2), "from 0 to 1"),
+        ("all_gather", lambda: all_of.all_gather(np.zeros(2), axis=1), "axis < 1"),
+        ("broadcast", lambda: all_of.broadcast(np.zeros(2), root=2), "from 0 to 1"),
         ("all_reduce_async", lambda: all_of.all_reduce_async("SUM", np.zeros(2, bool)), "numbers"),
-        ("all_to_all", lambda: all_of.all_to_all(np.zeros(3), None, 0), "2 replicas divide"),
+        ("all_to_all", lambda: all_of.all_to_all(np.zeros(3)), "2 replicas divide"),
     ):
         with pytest.raises((TypeError, ValueError), match=rf"^dist\.{name}: .*{text}"):
             call()

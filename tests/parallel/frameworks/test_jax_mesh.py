@@ -108,7 +108,7 @@ def test_calls_in_another_order_are_told():
         def step(x):
             form = jax.typeof(x)
             op = "MAX" if strategy.rank == 3 else "SUM"
-            return io_callback(lambda a: mesh.all_reduce(np.asarray(a), "model", op), form, x, ordered=True)
+            return io_callback(lambda a: mesh.all_reduce(op, np.asarray(a), mesh_axis="model"), form, x, ordered=True)
 
         if mesh.at["data"]:
             with pytest.raises(jax.errors.JaxRuntimeError, match="CollectiveMismatchError"):

@@ -30,7 +30,8 @@ def test_objects(strategy):
     strategy.barrier(timeout=20, name="named")
     for root in range(size):
         assert (
-            strategy.broadcast_object({"of": root, "x": np.arange(root)} if rank == root else None, root)["of"] == root
+            strategy.broadcast_object({"of": root, "x": np.arange(root)} if rank == root else None, root=root)["of"]
+            == root
         )
     mine = object()
     assert strategy.broadcast_object(mine if size == 1 else "text", root=0) is not None
@@ -78,14 +79,14 @@ MISSED = {
     "a barrier that a rank does not come to": (
         "if last: time.sleep(30)\nstrategy.barrier(name='shards')",
         (
-            "CollectiveTimeoutError: barrier 'shards': rank 0 waited 3 s for rank 1; all ranks must call it",
+            "CollectiveTimeoutError: Strategy.barrier 'shards': rank 0 waited 3 s for rank 1; all ranks must call it",
             "rank 1 not in",
         ),
         1,
     ),
     "its own time": (
         "if last: time.sleep(30)\nstrategy.barrier(1.5)",
-        ("CollectiveTimeoutError: barrier: rank 0 waited 1.5 s for rank 1",),
+        ("CollectiveTimeoutError: Strategy.barrier: rank 0 waited 1.5 s for rank 1",),
         1,
     ),
     "a barrier of MPI, and a rank that has left": (
@@ -108,7 +109,7 @@ MISSED = {
     ),
     "an exit status": (
         "if last: sys.exit(3)\nstrategy.reduce('SUM', 1.0, axis=None)",
-        ("PeerExitError: rank 1 left the program with status 3 while rank 0 was in reduce",),
+        ("PeerExitError: rank 1 left the program with status 3 while rank 0 was in Strategy.reduce",),
         3,
     ),
 }

@@ -253,7 +253,7 @@ def test_after_close_and_the_texts():
     assert f"model {strategy.mesh.at['model']} of 2" in repr(strategy.mesh)
     assert "data 2, model 2" in ms.show_config(strategy)
     strategy.close()
-    for use in (v.numpy, strategy.barrier, lambda: strategy.mesh.all_reduce(1.0, "model")):
+    for use in (v.numpy, strategy.barrier, lambda: strategy.mesh.all_reduce("SUM", 1.0, mesh_axis="model")):
         with pytest.raises(ClosedError):
             use()
 
@@ -296,7 +296,7 @@ def test_on_a_communicator():
     half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
     with ms.MeshStrategy(axes={"model": -1}, comm=half) as strategy:
         assert (strategy.size, strategy.mesh.sizes) == (2, {"data": 1, "model": 2})
-        total = strategy.mesh.all_reduce(MPI.COMM_WORLD.rank, "model")
+        total = strategy.mesh.all_reduce("SUM", MPI.COMM_WORLD.rank, mesh_axis="model")
         assert total == 2 + 2 * (MPI.COMM_WORLD.rank % 2)
     half.Free()
 

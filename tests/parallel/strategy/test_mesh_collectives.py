@@ -32,22 +32,34 @@ def test_values(mesh, axis, dtype):
     own = ranks[at]
     every = [of(rank, dtype=dtype) for rank in ranks]
     mine, total = of(own, dtype=dtype), every[0] + every[1]
-    assert np.array_equal(mesh.all_reduce(mine, axis), total)
-    assert np.array_equal(mesh.all_reduce(mine, axis, "MAX"), np.maximum(*every))
+    assert np.array_equal(mesh.all_reduce("SUM", mine, mesh_axis=axis), total)
+    assert np.array_equal(mesh.all_reduce("MAX", mine, mesh_axis=axis), np.maximum(*every))
     for dim in (0, 1):
-        assert np.array_equal(mesh.all_gather(mine, axis, dim), np.concatenate(every, axis=dim))
-        assert np.array_equal(mesh.reduce_scatter(mine, axis, dim), np.split(total, 2, axis=dim)[at])
-        assert np.array_equal(mesh.shard(total, axis, dim), np.split(total, 2, axis=dim)[at])
+        assert np.array_equal(mesh.all_gather(mine, axis=dim, mesh_axis=axis), np.concatenate(every, axis=dim))
+        assert np.array_equal(
+            mesh.reduce_scatter("SUM", mine, axis=dim, mesh_axis=axis), np.split(total, 2, axis=dim)[at]
+        )
+        assert np.array_equal(mesh.shard(total, axis=dim, mesh_axis=axis), np.split(total, 2, axis=dim)[at])
         whole = np.concatenate(every, axis=dim)
-        assert np.array_equal(mesh.reshard(mine, axis, old=dim, new=1 - dim), np.split(whole, 2, axis=1 - dim)[at])
+        assert np.array_equal(
+            mesh.reshard(mine, mesh_axis=axis, old=dim, new=1 - dim), np.split(whole, 2, axis=1 - dim)[at]
+        )
         last = dim - 2  # the same, counted from the end
-        assert np.array_equal(mesh.all_gather(mine, axis, last), whole)
-        assert np.array_equal(mesh.reduce_scatter(mine, axis, last), np.split(total, 2, axis=dim)[at])
-        assert np.array_equal(mesh.shard(total, axis, last), np.split(total, 2, axis=dim)[at])
-        assert np.array_equal(mesh.reshard(mine, axis, old=last, new=1 - dim), np.split(whole, 2, axis=1 - dim)[at])
+        assert np.array_equal(mesh.all_gather(mine, axis=last, mesh_axis=axis), whole)
+        assert np.array_equal(
+            mesh.reduce_scatter("SUM", mine, axis=last, mesh_axis=axis), np.split(total, 2, axis=dim)[at]
+        )
+        assert np.array_equal(mesh.shard(total, axis=last, mesh_axis=axis), np.split(total, 2, axis=dim)[at])
+        assert np.array_equal(
+            mesh.reshard(mine, mesh_axis=axis, old=last, new=1 - dim), np.split(whole, 2, axis=1 - dim)[at]
+        )
     for root in (0, 1):
-        assert np.array_equal(mesh.broadcast(mine, axis, root), every[root])
-    for result in (mesh.all_gather(mine, axis, 0), mesh.reduce_scatter(mine, axis, 0), mesh.reshard(mine, axis, 0, 1)):
+        assert np.array_equal(mesh.broadcast(mine, root=root, mesh_axis=axis), every[root])
+    for result in (
+        mesh.all_gather(mine, axis=0, mesh_axis=axis),
+        mesh.reduce_scatter("SUM", mine, axis=0, mesh_axis=axis),
+        mesh.reshard(mine, old=0, new=1, mesh_axis=axis),
+    ):
         assert result.dtype == dtype
 
 
@@ -61,10 +73,10 @@ def test_sizes(size):
         mesh = strategy.mesh
         mine = of(strategy.rank, (ranks, 2 * size))
         every = [of(rank, (ranks, 2 * size)) for rank in range(ranks)]
-        assert np.array_equal(mesh.all_gather(mine, "model", 0), np.concatenate(every))
-        assert np.array_equal(mesh.reduce_scatter(mine, "model", 0), sum(every)[[strategy.rank]])
+        assert np.array_equal(mesh.all_gather(mine, axis=0, mesh_axis="model"), np.concatenate(every))
+        assert np.array_equal(mesh.reduce_scatter("SUM", mine, axis=0, mesh_axis="model"), sum(every)[[strategy.rank]])
         whole = np.concatenate(every, axis=1)
-        assert np.array_equal(mesh.reshard(mine, "model", 1, 0), whole[[strategy.rank]])
+        assert np.array_equal(mesh.reshard(mine, old=1, new=0, mesh_axis="model"), whole[[strategy.rank]])
 
 
 @pytest.mark.ranks(4)
@@ -74,22 +86,33 @@ def test_backward_is_the_transpose(mesh):
     x, same = of(rank), of(99)
 
     def total(a, b):
-        return mesh.all_reduce(float((a * b).sum()), axis)
+        return mesh.all_reduce("SUM", float((a * b).sum()), mesh_axis=axis)
 
     # used by each rank in its own way: gradients of an equal value differ
     g = of(50 + rank, (8, 6))
-    assert total(mesh.all_gather(x, axis, 0), g) == total(x, mesh.all_gather_backward(g, axis, 0))
+    assert total(mesh.all_gather(x, axis=0, mesh_axis=axis), g) == total(
+        x, mesh.all_gather_backward(g, axis=0, mesh_axis=axis)
+    )
     g = of(60 + rank)
-    assert total(mesh.replicate(same, axis), g) == (same * mesh.replicate_backward(g, axis)).sum()
+    assert total(mesh.replicate(same, mesh_axis=axis), g) == (same * mesh.replicate_backward(g, mesh_axis=axis)).sum()
     g = of(70 + rank, (2, 6))
-    assert total(mesh.reduce_scatter(x, axis, 0), g) == total(x, mesh.reduce_scatter_backward(g, axis, 0))
-    assert total(mesh.shard(same, axis, 0), g) == (same * mesh.shard_backward(g, axis, 0)).sum()
+    assert total(mesh.reduce_scatter("SUM", x, axis=0, mesh_axis=axis), g) == total(
+        x, mesh.reduce_scatter_backward(g, axis=0, mesh_axis=axis)
+    )
+    assert (
+        total(mesh.shard(same, axis=0, mesh_axis=axis), g)
+        == (same * mesh.shard_backward(g, axis=0, mesh_axis=axis)).sum()
+    )
     g = of(80 + rank, (8, 3))
-    assert total(mesh.reshard(x, axis, 0, 1), g) == total(x, mesh.reshard_backward(g, axis, 0, 1))
+    assert total(mesh.reshard(x, old=0, new=1, mesh_axis=axis), g) == total(
+        x, mesh.reshard_backward(g, old=0, new=1, mesh_axis=axis)
+    )
     # an equal gradient of a sum
     g = of(90)
-    assert (mesh.all_reduce(x, axis) * g).sum() == total(x, mesh.all_reduce_backward(g, axis))
-    assert mesh.shard(g, axis, 0).shape == (2, 6)
+    assert (mesh.all_reduce("SUM", x, mesh_axis=axis) * g).sum() == total(
+        x, mesh.all_reduce_backward(g, mesh_axis=axis)
+    )
+    assert mesh.shard(g, axis=0, mesh_axis=axis).shape == (2, 6)
     assert at in (0, 1)
 
 
@@ -97,31 +120,36 @@ def test_backward_is_the_transpose(mesh):
 def test_ranks_that_differ_are_told(mesh):
     first = mesh.at["model"] == 0
     with pytest.raises(CollectiveMismatchError, match=r"axis model, ranks .*\(4, 6\).*\(6, 4\)"):
-        mesh.all_reduce(np.zeros((4, 6) if first else (6, 4)), "model")
+        mesh.all_reduce("SUM", np.zeros((4, 6) if first else (6, 4)), mesh_axis="model")
     with pytest.raises(CollectiveMismatchError, match="float32"):
-        mesh.all_gather(np.zeros(4, np.float32 if first else np.float64), "model", 0)
+        mesh.all_gather(np.zeros(4, np.float32 if first else np.float64), axis=0, mesh_axis="model")
     with pytest.raises(CollectiveMismatchError, match=r"Mesh\.reduce_scatter"):
-        (mesh.reduce_scatter if first else mesh.all_gather)(np.zeros((4, 4)), "model", 0)
+        if first:
+            mesh.reduce_scatter("SUM", np.zeros((4, 4)), mesh_axis="model")
+        else:
+            mesh.all_gather(np.zeros((4, 4)), mesh_axis="model")
     with pytest.raises(CollectiveMismatchError):
-        mesh.reshard(np.zeros((4, 4)), "model", 0, 1) if first else mesh.reshard(np.zeros((4, 4)), "model", 1, 0)
+        mesh.reshard(np.zeros((4, 4)), old=0, new=1, mesh_axis="model") if first else mesh.reshard(
+            np.zeros((4, 4)), old=1, new=0, mesh_axis="model"
+        )
 
 
 @pytest.mark.ranks(4)
 def test_wrong_use(mesh):
     with pytest.raises(ValueError, match="'data', 'model'"):
-        mesh.all_reduce(np.zeros(2), "modle")
+        mesh.all_reduce("SUM", np.zeros(2), mesh_axis="modle")
     with pytest.raises(ValueError, match=r"a dimension of an array of shape \(2,\), got -2"):
-        mesh.all_gather(np.zeros(2), "model", -2)
+        mesh.all_gather(np.zeros(2), axis=-2, mesh_axis="model")
     with pytest.raises(ValueError, match="another dimension than old"):
-        mesh.reshard(np.zeros((2, 2)), "model", 1, -1)
+        mesh.reshard(np.zeros((2, 2)), old=1, new=-1, mesh_axis="model")
     with pytest.raises(ValueError, match="divide"):
-        mesh.reduce_scatter(np.zeros(3), "model", 0)
+        mesh.reduce_scatter("SUM", np.zeros(3), axis=0, mesh_axis="model")
     with pytest.raises(ValueError, match="divide"):
-        mesh.shard(np.zeros(3), "model", 0)
+        mesh.shard(np.zeros(3), axis=0, mesh_axis="model")
     with pytest.raises(ValueError, match=r"Mesh\.reshard: new: expected another dimension than old, got 1"):
-        mesh.reshard(np.zeros((4, 4)), "model", 1, 1)
+        mesh.reshard(np.zeros((4, 4)), old=1, new=1, mesh_axis="model")
     with pytest.raises(ValueError, match="0 <= root < 2"):
-        mesh.broadcast(np.zeros(2), "model", 2)
+        mesh.broadcast(np.zeros(2), root=2, mesh_axis="model")
     with pytest.raises(TypeError):
-        mesh.reduce_scatter(np.array([True, False]), "model", 0)
+        mesh.reduce_scatter("SUM", np.array([True, False]), axis=0, mesh_axis="model")
     assert mesh.comm("model").allgather(mesh.at["model"]) == [0, 1]

@@ -35,9 +35,9 @@ def test_of_process_sets_and_of_all():
             found = requests[index].wait()
             assert set(found["r"].tolist()) == {sum(ranks)} and found["one"] == len(ranks)
         if sets[1].included:
-            assert sets[1].broadcast_async(np.array([rank, 7]), size - 1).wait().tolist() == [size - 1, 7]
+            assert sets[1].broadcast_async(np.array([rank, 7]), root=size - 1).wait().tolist() == [size - 1, 7]
             with pytest.raises(ValueError, match="root"):
-                sets[1].broadcast_async(1, 0)
+                sets[1].broadcast_async(1, root=0)
         else:
             with pytest.raises(ContextError, match="outside of the set"):
                 sets[1].all_reduce_async("SUM", 1)
@@ -51,7 +51,7 @@ def test_hosts_that_differ_are_told():
         with pytest.raises(CollectiveMismatchError, match="rank"):
             strategy.all_reduce_async("MAX" if odd else "SUM", np.zeros(5))
         with pytest.raises(CollectiveMismatchError, match="rank"):
-            strategy.broadcast_async(1, 0) if odd else strategy.barrier()
+            strategy.broadcast_async(1, root=0) if odd else strategy.barrier()
         kinds = [
             strategy.all_reduce_async(op, np.full(30_000, 1.0 + strategy.rank)) for op in ("SUM", "MAX", "MIN", "PROD")
         ]
@@ -68,7 +68,7 @@ def test_larger_than_one_call_of_mpi(monkeypatch):
     with ms.MultiWorkerMirroredStrategy() as strategy:
         value = np.arange(4001.0) * (1 + strategy.rank)
         total = strategy.all_reduce_async("SUM", value)
-        sent = strategy.broadcast_async(value, 1)
+        sent = strategy.broadcast_async(value, root=1)
         assert np.array_equal(sent.wait(), 2 * np.arange(4001.0))
         assert np.array_equal(total.wait(), np.arange(4001.0) * strategy.size * (strategy.size + 1) / 2)
 
@@ -114,7 +114,7 @@ def test_a_wait_that_never_ends(mpi_run):
     )
     result = mpi_run(program, 2, timeout=60, env=LIMIT)
     assert result.returncode != 0
-    assert "CollectiveTimeoutError: the wait for all_reduce_async" in result.stderr
+    assert "CollectiveTimeoutError: the wait for Strategy.all_reduce_async" in result.stderr
     assert "rank 1 not in a collective" in result.stderr and "at program.py:13" in result.stderr
     assert "All ranks must have started it" in result.stderr
 
@@ -132,7 +132,7 @@ def test_a_start_without_others_is_a_collective_without_them(mpi_run):
     program = START + "if not last:\n    strategy.all_reduce_async('SUM', 1.0)\nelse:\n    time.sleep(40)\n"
     result = mpi_run(program, 2, timeout=60, env=LIMIT)
     assert result.returncode != 0
-    assert "CollectiveTimeoutError: all_reduce_async" in result.stderr
+    assert "CollectiveTimeoutError: Strategy.all_reduce_async" in result.stderr
 
 
 @pytest.mark.ranks(2)
@@ -142,7 +142,7 @@ def test_after_the_end():
     request.wait()
     strategy.close()
     assert request.wait() == 2 and request.done()
-    assert repr(request).startswith("<CollectiveRequest of all_reduce_async")
+    assert repr(request).startswith("<CollectiveRequest of Strategy.all_reduce_async")
     with pytest.raises(ms.errors.ClosedError):
         strategy.all_reduce_async("SUM", 1.0)
 

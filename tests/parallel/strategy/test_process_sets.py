@@ -36,13 +36,13 @@ def test_two_at_once(strategy):
     assert some.all_gather(np.full(rank, rank)).tolist() == [r for r in ranks for _ in range(r)]
     assert some.all_gather_object(f"of {rank}") == [f"of {r}" for r in ranks]
     for root in ranks:
-        assert some.broadcast(np.array([rank, 7]), root).tolist() == [root, 7]
+        assert some.broadcast(np.array([rank, 7]), root=root).tolist() == [root, 7]
         assert some.broadcast_object({rank}, root=root) == {root}
     some.barrier(name="there")
     n = len(ranks)
     assert some.reduce_scatter("SUM", np.arange(n) + rank).tolist() == [n * some.rank + sum(ranks)]
     assert some.all_to_all(np.full(n, rank)).tolist() == ranks
-    value, received = some.all_to_all(np.full(n, rank), [n] + [0] * (n - 1))
+    value, received = some.all_to_all(np.full(n, rank), splits=[n] + [0] * (n - 1))
     assert (value.tolist(), received.tolist()) == (
         ([r for r in ranks for _ in range(n)], [n] * n) if some.rank == 0 else ([], [0] * n)
     )
@@ -94,7 +94,7 @@ def test_outside(strategy):
             lambda: some.reduce_scatter("SUM", [1, 2]),
             lambda: some.all_to_all([1, 2]),
             lambda: some.all_gather(np.ones(1)),
-            lambda: some.broadcast(1, 0),
+            lambda: some.broadcast(1, root=0),
             lambda: some.broadcast_object(1, root=0),
             some.all_gather_object,
             some.barrier,
@@ -104,7 +104,7 @@ def test_outside(strategy):
     else:
         assert some.comm.allgather(strategy.rank) == [0, 1]
         with pytest.raises(ValueError, match=r"root: expected one of ranks 0, 1, got 2"):
-            some.broadcast(1, 2)
+            some.broadcast(1, root=2)
         with pytest.raises(ValueError, match=r"timeout"):
             some.barrier(timeout=0)
     strategy.barrier()

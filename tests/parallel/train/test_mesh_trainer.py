@@ -29,7 +29,7 @@ class Run:
         def predict_step(x, y):
             w1, b1, w2, b2 = (v.array for v in network.variables.values())
             mesh = ms.get_replica_context().mesh
-            return mesh.all_reduce(np.maximum(x @ w1 + b1, 0) @ w2, "model") + b2
+            return mesh.all_reduce("SUM", np.maximum(x @ w1 + b1, 0) @ w2, mesh_axis="model") + b2
 
         def test_step(x, y):
             self.loss.update_state(((predict_step(x, y) - y) ** 2).sum(axis=1))

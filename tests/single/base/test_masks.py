@@ -63,7 +63,7 @@ DOORS = {
     "gather of a nest": lambda it: it.strategy.gather([MASKED, MASKED], 0),
     "all_reduce": in_step(lambda it: replica().all_reduce("SUM", MASKED)),
     "all_gather": in_step(lambda it: replica().all_gather(MASKED, 0)),
-    "broadcast": in_step(lambda it: replica().broadcast(MASKED, 0)),
+    "broadcast": in_step(lambda it: replica().broadcast(MASKED)),
     "reduce_scatter": in_step(lambda it: replica().reduce_scatter("SUM", MASKED)),
     "all_to_all": in_step(lambda it: replica().all_to_all(MASKED)),
     "all_reduce_async": lambda it: it.strategy.all_reduce_async("SUM", MASKED).wait(),

@@ -11,7 +11,7 @@ import pytest
 
 from mpistrat.batch_jobs import render
 from mpistrat.batch_jobs.examples import EXAMPLES, main
-from mpistrat.cluster import TFConfigClusterResolver
+from mpistrat.cluster_resolver import TFConfigClusterResolver
 from tests.launch.launcher import ROOT
 
 FOLDER = ROOT / "jobscripts"

@@ -235,7 +235,9 @@ class TestReduce:
     def test_options_of_the_strategy_and_of_a_call(self, two, monkeypatch):
         seen = []
         ops = two.extended.cross_device_ops
-        monkeypatch.setattr(ops, "reduce", lambda op, value, destinations, options, name: seen.append(options) or 0.0)
+        monkeypatch.setattr(
+            ops, "reduce", lambda op, value, destinations, options, *caller: seen.append(options) or 0.0
+        )
         two.extended.collectives._options = ms.CommunicationOptions(bytes_per_pack=8)
         two.reduce("SUM", FOUR, axis=None)
         two.reduce("SUM", FOUR, axis=None, options=ms.CommunicationOptions(timeout_seconds=5))
