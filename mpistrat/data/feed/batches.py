@@ -38,12 +38,26 @@ def successive_batches(dataset: Node, epoch: int, start: int, part: Part | None 
             the order of the dataset.
     """
     pace = _Pace()
-    for batches in LookAhead(dataset).batches(_located(dataset, epoch, start, part, pace)):
-        yield from _gathered(batches, pace)
+    for totals, ends, source, epochs, positions in LookAhead(dataset).batches(
+        _located(dataset, epoch, start, part, pace)
+    ):
+        ranges = [slice(low, high) for low, high in itertools.pairwise((0, *ends))]
+        if len(totals) > 1:
+            try:
+                rows = pace.gather(source, epochs, positions)
+            except Exception:  # the batches before the one that cannot be read come first
+                pass
+            else:
+                for total, own in zip(totals, ranges, strict=True):
+                    yield total, nest.map_structure(operator.itemgetter(own), rows)
+                del rows
+                continue
+        for total, own in zip(totals, ranges, strict=True):
+            yield total, pace.gather(source, epochs[own], positions[own])  # no variable: it would hold the loop's batch
 
 
 class _Pace:
-    """How many rows one call may gather: batches that are slow to read come one by one, for who reads ahead or waits."""
+    """The number of batches that one call gathers: slow ones are read one at a time, to keep latency low."""
 
     def __init__(self) -> None:
         self._seconds = 0.0  # of a row, in the latest call
@@ -55,7 +69,7 @@ class _Pace:
         return rows
 
     def batches(self, most: int, rows: int) -> int:
-        """How many batches of so many rows the next call may gather, of at most so many rows in all."""
+        """Return how many batches of so many rows the next call may gather, of at most so many rows in all."""
         return int(min(most, TOGETHER_SECONDS / max(self._seconds, 1e-9)) // rows)
 
 
@@ -66,28 +80,13 @@ def _rows_together(source: Node) -> int:
     return TOGETHER_BYTES // nbytes if nbytes else 0
 
 
-def _gathered(batches: Located, pace: _Pace) -> Iterator[tuple[int, Any]]:
-    totals, ends, source, epochs, positions = batches
-    ranges = [slice(low, high) for low, high in itertools.pairwise((0, *ends))]
-    if len(totals) > 1:
-        try:
-            rows = pace.gather(source, epochs, positions)
-        except Exception:  # the batches in front of the one that cannot be read come first
-            pass
-        else:
-            for total, own in zip(totals, ranges, strict=True):
-                yield total, nest.map_structure(operator.itemgetter(own), rows)
-            return
-    for total, own in zip(totals, ranges, strict=True):
-        yield total, pace.gather(source, epochs[own], positions[own])
-
-
 def _located(dataset: Node, epoch: int, start: int, part: Part | None, pace: _Pace) -> Iterator[Located]:
     """Where the rows of the batches, or our part of each, are made."""
     length = dataset.cardinality()
     nothing = np.empty(0, np.int64)
     sort = part is not None and dataset.locality(nothing, nothing) is not None
     position, together = start, 1
+    known, most_rows = None, 0
     while length < 0 or position < length:
         stop = position + together if length < 0 else min(position + together, length)
         if part is None:
@@ -98,7 +97,9 @@ def _located(dataset: Node, epoch: int, start: int, part: Part | None, pace: _Pa
         else:
             (epochs, positions), counts, ends = dataset.locate_parts(epoch, position, stop, part)
         source, epochs, positions = dataset.read_plan(epochs, positions)
-        most = functools.partial(pace.batches, _rows_together(source), max(1, ends[-1] // len(ends)))
+        if source is not known:
+            known, most_rows = source, _rows_together(source)
+        most = functools.partial(pace.batches, most_rows, max(1, ends[-1] // len(ends)))
         for some in _groups(ends, epochs, most):
             low, high = ends[some.start - 1] if some.start else 0, ends[some.stop - 1]
             yield Located(

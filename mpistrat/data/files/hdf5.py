@@ -247,44 +247,34 @@ class HDF5Rows(InputRows):
             source.check()
         self._epoch_read = None
 
-    def _begin_epoch(self, epoch: int) -> None:
-        """Look at the files before each further repetition: one that was cut under a map kills the process."""
-        if self._epoch_read is not None and epoch > self._epoch_read:
-            self.check()
-        if self._epoch_read is None:
-            self._epoch_read = epoch
-
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        opened = self._open()
-        # Negative ones are huge; readers trust us.
-        if positions.size and np.maximum.reduce(positions.view(np.uint64)) >= opened.rows:
-            got = f"{positions.min()} to {positions.max()}"
-            raise IndexError(explain("HDF5Dataset", "rows", expected=f"rows in [0, {opened.rows})", got=got))
+        opened = self._opened or self._open()
         if positions.size:
-            self._begin_epoch(int(epochs[-1]))
+            # Negative ones are huge; readers trust us.
+            if np.maximum.reduce(positions.view(np.uint64)) >= opened.rows:
+                got = f"{positions.min()} to {positions.max()}"
+                raise IndexError(explain("HDF5Dataset", "rows", expected=f"rows in [0, {opened.rows})", got=got))
+            epoch = int(epochs[-1])
+            if self._epoch_read is not None and epoch > self._epoch_read:
+                self.check()  # a file that was cut under a map kills the process
+            if self._epoch_read is None:
+                self._epoch_read = epoch
         began = time.perf_counter()
+        arrays = {}
+        for name, field in opened.fields.items():
+            row = opened.row_shapes[name]
+            if row is None:
+                out = np.empty(positions.size, object)
+            else:
+                out = opened.buffers.empty(name, (positions.size, *row), field.dtype)
+            opened.readers[name].read(positions, out)
+            arrays[name] = out if out.dtype.isnative else _native(out)
         if isinstance(self._structure, str):
-            rows: Any = self._read(opened, self._structure, positions)
+            rows = arrays[self._structure]
         else:
-            arrays = {name: self._read(opened, name, positions) for name in opened.fields}
             rows = nest.map_structure(arrays.__getitem__, self._structure)
         self._counters.add(rows=positions.size, seconds=time.perf_counter() - began)
         return rows
-
-    @staticmethod
-    def _read(opened: _Opened, name: str, positions: NDArray[np.int64]) -> NDArray[Any]:
-        field = opened.fields[name]
-        row = opened.row_shapes[name]
-        if row is None:
-            out = np.empty(positions.size, object)
-        else:
-            out = opened.buffers.empty(name, (positions.size, *row), field.dtype)
-        opened.readers[name].read(positions, out)
-        if out.dtype.isnative:
-            return out
-        if out.dtype.fields is None:
-            return out.byteswap(inplace=True).view(out.dtype.newbyteorder("="))
-        return out.astype(out.dtype.newbyteorder("="))
 
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         for reader in self._open().readers.values():
@@ -314,6 +304,13 @@ class HDF5Rows(InputRows):
         if opened.left_out:
             fields = f"{fields}; left out: {shortened(opened.left_out, _NAMED)}"
         return f"{where}, {opened.rows} rows of {fields}"
+
+
+def _native(rows: NDArray[Any]) -> NDArray[Any]:
+    """Return rows in the machine's byte order; of plain numbers in the same memory."""
+    if rows.dtype.fields is None:
+        return rows.byteswap(inplace=True).view(rows.dtype.newbyteorder("="))
+    return rows.astype(rows.dtype.newbyteorder("="))
 
 
 def _described(opened: _Opened, name: str) -> str:
