@@ -22,8 +22,7 @@ from ..buffers import RowBuffers
 from ..nodes.sources import row_content
 from ..nodes.stage import InputRows
 from ..shards.files import PathLike, is_small, remember_whole, resolve
-from ..shards.look import Found, Shard, look
-from ..shards.shard_set import ShardSet, join_shards
+from ..shards.look import Found, ShardContents, ShardSet, join_shards, look
 from ..spec import ArraySpec
 from ..stats import StageStats
 from .choice import READERS, choose_reader, chunk_starts
@@ -145,7 +144,7 @@ class HDF5Rows(InputRows):
         """Look into some files for all ranks: into what they compare, too."""
         found = dict(zip(numbers, self._look(numbers, verify=True), strict=True))
         for number, one in found.items():
-            if isinstance(one, Shard) and self._files.entries[number] is None:
+            if isinstance(one, ShardContents) and self._files.entries[number] is None:
                 with contextlib.suppress(ShardError):  # else each rank tells it by itself, in `fingerprint`
                     found[number] = replace(one, sample=self._sample(one))
         return found
@@ -153,7 +152,7 @@ class HDF5Rows(InputRows):
     def take(self, found: Sequence[Found]) -> None:
         """Take what ranks have found in all files in place of what this one has, or would."""
         if self.reads_whole_files:
-            remember_whole(one.file for one in found if isinstance(one, Shard))
+            remember_whole(one.file for one in found if isinstance(one, ShardContents))
         with self._lock:
             self._found, self._opened, self._to_verify = list(found), None, False
 
@@ -181,7 +180,7 @@ class HDF5Rows(InputRows):
                 hasher.update(shard.sample or self._sample(shard))
         return int.from_bytes(hasher.digest()[:8], "big") >> 1
 
-    def _sample(self, shard: Shard) -> bytes:
+    def _sample(self, shard: ShardContents) -> bytes:
         """A digest of rows at fixed places of a file: of some files only where rows must be decoded for it."""
         count, hasher = len(self.paths), hashlib.sha256()
         decoded = np.linspace(0, count - 1, _PLACES, dtype=np.int64)
