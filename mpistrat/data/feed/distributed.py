@@ -66,15 +66,14 @@ class Devices:
 
     Args:
         devices: one for each local replica, None for one that takes host arrays; None where all do.
+
+    Attributes:
+        copying: the devices to which steps are copied.
     """
 
     def __init__(self, devices: Sequence[Device | None] | None) -> None:
-        self._devices = devices if devices is not None and any(device is not None for device in devices) else None
-
-    @property
-    def copies(self) -> bool:
-        """Whether steps are copied to devices."""
-        return self._devices is not None
+        self.copying = [device for device in devices or () if device is not None]
+        self._devices = devices if self.copying else None
 
     def elements(self, plan: Plan) -> Elements:
         """Return what makes an epoch's steps, with their copies started. The thread that reads ahead holds it."""
@@ -116,12 +115,6 @@ class Devices:
                 for device, block in zip(self._devices, blocks, strict=True)
             ]
         return regroup(blocks), [nest.flatten(block) for block in blocks]
-
-    def reclaim(self) -> None:
-        """Take back what the program has dropped; called as it asks for the next step."""
-        for device in self._devices or ():
-            if device is not None:
-                device.reclaim()
 
 
 class _Started:
@@ -196,7 +189,8 @@ class DistributedIterator(Feed):
         context.expect_outside_steps("DistributedIterator.get_next")
         started = time.perf_counter()
         event = RECORDER.begin(_INPUT, self._next)
-        self._devices.reclaim()
+        for device in self._devices.copying:
+            device.reclaim()
         try:
             total, element, arrays = self._look()
         except StopIteration:
@@ -370,7 +364,7 @@ class DistributedDataset:
         self._devices = Devices(devices)
         depth = plan.prefetch_depth
         self._depth = depth if depth is not None else buffer_size + 1 if buffer_size else 0
-        self._patience = 0.0 if depth is not None or self._devices.copies else PATIENCE
+        self._patience = 0.0 if depth is not None or self._devices.copying else PATIENCE
         self._sum_over_ranks = sum_over_ranks
         self._stats = InputStats()
         self._handed_out = HandedOut(ledger, plan.workers.num_replicas, plan.rows_of_all)
