@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from .nodes.node import INFINITE, UNKNOWN
     from .options import AUTOTUNE, SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
     from .permutation import permute
-    from .shards.writer import ShardWriter, write_shards
+    from .shards.write import write_shards
+    from .shards.writer import ShardWriter
     from .spec import ArraySpec, DatasetSpec
     from .stats import InputStats, StageStats
 else:

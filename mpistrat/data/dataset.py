@@ -371,7 +371,7 @@ class Dataset:
         Raises:
             ValueError: as `save`, and while reading for files of another dataset.
         """
-        from .shards.snapshot import snapshot
+        from .shards.saved import snapshot
 
         return Dataset(snapshot(self.node, path, compression))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from ...base.errors import explain
 from ...base.partition import block
 from ...base.text import counted, decimal_size, printable
 from ...data.shards.convert import Conversion, convert, open_converter
-from ...data.shards.files import manifest_path
-from ...data.shards.set_writer import SetWriter, set_pattern
-from ...data.shards.settings import ShardSettings
+from ...data.shards.files import manifest_path, set_pattern
+from ...data.shards.new_shard import ShardSettings
 from ..command import DONE, Command
 from ..terminal import Meter, names
 
@@ -121,17 +119,11 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
             raise ValueError(explain("shards write", "TARGET", expected="no set there", got=got, remedy=remedy))
         converter = open_converter(asked)
     first, stop = block(converter.rows, ranks.size, ranks.rank)
-
-    def new_writer() -> SetWriter:
-        given: dict[str, Any] = {field.name: getattr(args, field.name, None) for field in fields(ShardSettings)}
-        settings = ShardSettings(**{**given, "attributes": converter.attributes})
-        return SetWriter("shards write", args.target, settings, ranks.comm, rows=stop - first)
-
+    settings: Any = {name: getattr(args, name, None) for name in ShardSettings.__annotations__}
     what = "writing" if ranks.size == 1 else "writing (rank 0)"
     with Meter(what, stop - first, "rows", silent=ranks.rank > 0) as meter:
-        writer = convert(converter, new_writer, asked.dtypes, meter.advance)
+        paths = convert(converter, args.target, settings, asked.dtypes, ranks, meter.advance)
     if ranks.rank == 0:
-        paths = writer.paths
         size, seconds = sum(path.stat().st_size for path in paths), time.perf_counter() - started
         count = counted(len(paths), "shard")
         print(f"{printable(pattern)}: {count}, {converter.rows} rows, {decimal_size(size)}, written in {seconds:.1f} s")

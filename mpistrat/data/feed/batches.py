@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,25 +37,34 @@ def successive_batches(dataset: Node, epoch: int, start: int, part: Part | None 
             the order of the dataset.
     """
     pace = _Pace()
-    for batches in LookAhead(dataset).batches(_located(dataset, epoch, start, part, pace)):
-        yield from _gathered(batches, pace)
+    for totals, ends, source, epochs, positions in LookAhead(dataset).batches(
+        _located(dataset, epoch, start, part, pace)
+    ):
+        ranges = [slice(low, high) for low, high in itertools.pairwise((0, *ends))]
+        if len(totals) > 1:
+            try:
+                rows = pace.gather(source, epochs, positions)
+            except Exception:  # the batches before the one that cannot be read come first
+                pass
+            else:
+                for total, own in zip(totals, ranges, strict=True):
+                    yield total, nest.map_structure(operator.itemgetter(own), rows)
+                del rows
+                continue
+        for total, own in zip(totals, ranges, strict=True):
+            yield total, pace.gather(source, epochs[own], positions[own])  # no variable: it would hold the loop's batch
 
 
 class _Pace:
-    """How many rows one call may gather: batches that are slow to read come one by one, for who reads ahead or waits."""
+    """The time that a row took in the latest call: slow batches are read one at a time, to keep latency low."""
 
-    def __init__(self) -> None:
-        self._seconds = 0.0  # of a row, in the latest call
+    seconds = 0.0
 
     def gather(self, source: Node, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         started = perf_counter()
         rows = source.gather(epochs, positions)
-        self._seconds = (perf_counter() - started) / max(1, positions.size)
+        self.seconds = (perf_counter() - started) / max(1, positions.size)
         return rows
-
-    def batches(self, most: int, rows: int) -> int:
-        """How many batches of so many rows the next call may gather, of at most so many rows in all."""
-        return int(min(most, TOGETHER_SECONDS / max(self._seconds, 1e-9)) // rows)
 
 
 def _rows_together(source: Node) -> int:
@@ -66,28 +74,13 @@ def _rows_together(source: Node) -> int:
     return TOGETHER_BYTES // nbytes if nbytes else 0
 
 
-def _gathered(batches: Located, pace: _Pace) -> Iterator[tuple[int, Any]]:
-    totals, ends, source, epochs, positions = batches
-    ranges = [slice(low, high) for low, high in itertools.pairwise((0, *ends))]
-    if len(totals) > 1:
-        try:
-            rows = pace.gather(source, epochs, positions)
-        except Exception:  # the batches in front of the one that cannot be read come first
-            pass
-        else:
-            for total, own in zip(totals, ranges, strict=True):
-                yield total, nest.map_structure(operator.itemgetter(own), rows)
-            return
-    for total, own in zip(totals, ranges, strict=True):
-        yield total, pace.gather(source, epochs[own], positions[own])
-
-
 def _located(dataset: Node, epoch: int, start: int, part: Part | None, pace: _Pace) -> Iterator[Located]:
-    """Where the rows of the batches, or our part of each, are made."""
+    """Yield the batches, or our part of each, in groups that one call may gather: where their rows are made."""
     length = dataset.cardinality()
     nothing = np.empty(0, np.int64)
     sort = part is not None and dataset.locality(nothing, nothing) is not None
     position, together = start, 1
+    known, most_rows = None, 0
     while length < 0 or position < length:
         stop = position + together if length < 0 else min(position + together, length)
         if part is None:
@@ -98,12 +91,21 @@ def _located(dataset: Node, epoch: int, start: int, part: Part | None, pace: _Pa
         else:
             (epochs, positions), counts, ends = dataset.locate_parts(epoch, position, stop, part)
         source, epochs, positions = dataset.read_plan(epochs, positions)
-        most = functools.partial(pace.batches, _rows_together(source), max(1, ends[-1] // len(ends)))
-        for some in _groups(ends, epochs, most):
-            low, high = ends[some.start - 1] if some.start else 0, ends[some.stop - 1]
-            yield Located(
-                counts[some], [end - low for end in ends[some]], source, epochs[low:high], positions[low:high]
-            )
+        if source is not known:
+            known, most_rows = source, _rows_together(source)
+        # None with those of another epoch of a source: files are checked between epochs.
+        several = epochs.size > 0 and epochs[0] != epochs[-1]
+        epoch_of = epochs[np.maximum(ends, 1) - 1].tolist() if several else [0] * len(ends)
+        first, rows = 0, max(1, ends[-1] // len(ends))
+        while first < len(ends):
+            most = int(min(most_rows, TOGETHER_SECONDS / max(pace.seconds, 1e-9)) // rows)
+            last, limit = first + 1, min(first + most, len(ends))
+            while last < limit and epoch_of[last] == epoch_of[first]:
+                last += 1
+            low, high = ends[first - 1] if first else 0, ends[last - 1]
+            own = [end - low for end in ends[first:last]]
+            yield Located(counts[first:last], own, source, epochs[low:high], positions[low:high])
+            first = last
         located = sum(counts) if sort else ends[-1]
         position, together = stop, max(1, min(2 * together, _LOCATED * (stop - position) // max(1, located)))
 
@@ -116,22 +118,6 @@ def _sorted_parts(dataset: Node, epoch: int, batches: range, part: Part) -> tupl
     if numbers is not None:
         own = by_locality(numbers, counts)[own]
     return (epochs[own], positions[own]), counts, ends
-
-
-def _groups(ends: Sequence[int], epochs: NDArray[np.int64], most: Callable[[], int]) -> Iterator[slice]:
-    """Which batches are gathered together: at most so many, at least one, none with those of another epoch of a source.
-
-    Files are checked between epochs.
-    """
-    several = epochs.size > 0 and epochs[0] != epochs[-1]
-    epoch_of = epochs[np.maximum(ends, 1) - 1].tolist() if several else [0] * len(ends)
-    first = 0
-    while first < len(ends):
-        stop, limit = first + 1, min(first + most(), len(ends))
-        while stop < limit and epoch_of[stop] == epoch_of[first]:
-            stop += 1
-        yield slice(first, stop)
-        first = stop
 
 
 # Batches, or groups of small ones: one would leave a decoding thread idle as it ends, more only hold more memory.

@@ -9,8 +9,9 @@ from typing import Any, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...base import context
+from ...base import context, nest
 from ...base.arguments import integer
+from ...base.distributed_values import regroup
 from ...base.errors import explain
 from ...base.global_batch import HandedOut, Ledger
 from ...base.text import counted
@@ -18,12 +19,11 @@ from ...comm.recorder import RECORDER
 from ..dataset import Dataset
 from ..nodes.node import INFINITE, UNKNOWN, Node
 from ..options import InputOptions
-from ..spec import batch_spec
+from ..spec import batch_spec, empty_rows
 from ..stats import InputStats, StageStats
 from .auto_shard import auto_shard
-from .devices import Device, Devices, Loaded
-from .feed import PATIENCE, Feed
-from .plan import Plan, Workers
+from .feed import NOTHING, PATIENCE, Elements, Feed
+from .plan import Plan, Step, Workers
 
 __all__ = [
     "DistributedDataset",
@@ -40,9 +40,88 @@ SumOverRanks = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 Drawn = Callable[[int, int, int], None]
 
-# A step that was looked at: its rows over all replicas, its element, and each local replica's arrays in it.
 _INPUT = RECORDER.name("i", "next batch")
-_Ahead = tuple[Loaded, int, Any, list[list[Any]]]
+# A step that was looked at: its rows over all replicas, its element, and each local replica's arrays in it.
+_Ahead = tuple[int, Any, list[list[Any]]]
+
+
+class Device(Protocol):
+    """One replica's device, to which arrays are copied on a stream of its own."""
+
+    def start(self, array: NDArray[Any]) -> Any:
+        """Begin to copy a host array, in any thread; return what `finish` wants."""
+
+    def finish(self, started: Any) -> Any:
+        """Make what this thread computes next wait for the copy, and return the array on the device."""
+
+    def reclaim(self) -> None:
+        """Take back the memory of arrays that the program has dropped; called by the thread that computes."""
+
+
+class Devices:
+    """Starts the copies of each step as it is read, and finishes them as it is handed out.
+
+    Reading and starting happen in the thread that reads ahead, so as many steps are on the devices as it may read
+    ahead. Without devices the arrays stay where they are.
+
+    Args:
+        devices: one for each local replica, None for one that takes host arrays; None where all do.
+
+    Attributes:
+        copying: the devices to which steps are copied.
+    """
+
+    def __init__(self, devices: Sequence[Device | None] | None) -> None:
+        self.copying = [device for device in devices or () if device is not None]
+        self._devices = devices if self.copying else None
+
+    def elements(self, plan: Plan) -> Elements:
+        """Return what makes an epoch's steps, with their copies started. The thread that reads ahead holds it."""
+        if self._devices is None:
+            return plan.elements
+        return lambda epoch, start: map(self._load, plan.elements(epoch, start))  # no generator: it would hold a batch
+
+    def _load(self, step: Step) -> Step:
+        return step if step.blocks is None else step._replace(blocks=self._start(step.blocks))
+
+    def _start(self, blocks: list[Any]) -> list[Any]:
+        return [
+            block
+            if device is None
+            else nest.map_structure(lambda leaf, device=device: _Started(device.start(leaf)), block)
+            for device, block in zip(self._devices or (), blocks, strict=True)
+        ]
+
+    def hand_out(self, step: Step, plan: Plan) -> tuple[Any, list[list[Any]]]:
+        """Return the element of a step, and each replica's arrays in it.
+
+        The arrays are on the replicas' devices, and have zero rows where the worker has none left.
+        """
+        blocks = step.blocks
+        if blocks is None:
+            if plan.row_spec is None:
+                expected = "at least one batch on every worker, or a Dataset, to know what zero rows look like"
+                raise ValueError(
+                    explain("distribute_datasets_from_function", "dataset_fn", expected=expected, got="none")
+                )
+            blocks = [empty_rows(plan.row_spec) for _ in range(plan.workers.num_local_replicas)]
+            if self._devices is not None:
+                blocks = self._start(blocks)
+        if self._devices is not None:
+            blocks = [
+                block
+                if device is None
+                else nest.map_structure(lambda leaf, device=device: device.finish(leaf.copy), block)
+                for device, block in zip(self._devices, blocks, strict=True)
+            ]
+        return regroup(blocks), [nest.flatten(block) for block in blocks]
+
+
+class _Started:
+    """What a device returned from `start`: one leaf, whatever it is."""
+
+    def __init__(self, copy: Any) -> None:
+        self.copy = copy
 
 
 def alone(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -87,10 +166,7 @@ class DistributedIterator(Feed):
         drawn: Drawn | None,
         **reading: Any,
     ) -> None:
-        def elements(epoch: int, start: int) -> Iterator[Loaded]:  # what the thread holds
-            return devices.load(plan.elements(epoch, start))
-
-        super().__init__(elements, plan.cardinality(), supplier=plan, **reading)
+        super().__init__(devices.elements(plan), plan.cardinality(), supplier=plan, **reading)
         self._plan = plan
         self._devices = devices
         self._sum_over_ranks = sum_over_ranks
@@ -113,20 +189,24 @@ class DistributedIterator(Feed):
         context.expect_outside_steps("DistributedIterator.get_next")
         started = time.perf_counter()
         event = RECORDER.begin(_INPUT, self._next)
-        self._devices.reclaim()
+        for device in self._devices.copying:
+            device.reclaim()
         try:
-            loaded, total, element, arrays = self._look()
+            total, element, arrays = self._look()
         except StopIteration:
             RECORDER.end(event)
             self._time(started)
             self._last = self.global_batch_size = None
             self._handed_out.end()
             raise
-        self._advance()
-        self._ahead = None
-        self._stats.steps += 1
-        self._stats.samples += loaded.rows
-        self._stats.bytes += loaded.nbytes
+        self._peeked, self._ahead = NOTHING, None
+        self._next += 1
+        stats = self._stats
+        stats.steps += 1
+        for leaves in arrays:
+            if leaves:
+                stats.samples += leaves[0].shape[0]
+                stats.bytes += sum([leaf.nbytes for leaf in leaves])
         self.global_batch_size = total
         self._handed_out.next(arrays, total, (self._epoch, self._next - 1))
         if self._drawn is not None:
@@ -143,32 +223,31 @@ class DistributedIterator(Feed):
             self._pass_open = True
             self._passes.begin_pass()
         if self._ahead is None:
-            try:
-                loaded = self._peek()
-            except StopIteration:
-                self._ended = True  # asked again, it begins no other epoch
-                self.close()
-                raise
-            total = loaded.total
+            if self._peeked is NOTHING:
+                try:
+                    self._peeked = self._read()
+                except StopIteration:
+                    self._ended = True  # asked again, it begins no other epoch
+                    self.close()
+                    raise
+            step: Step = self._peeked
+            total = step.rows
             if total is None:
-                having, total = self._ask(loaded)
+                having, total = self._ask(step)
                 if having < self._plan.quorum:
                     self._ended = True
                     self.close()
                     raise StopIteration
-            self._ahead = loaded, total, *self._devices.hand_out(loaded, self._plan)
+            self._ahead = total, *self._devices.hand_out(step, self._plan)
         return self._ahead
 
-    def _ask(self, loaded: Loaded) -> tuple[int, int]:
-        """How many workers have rows in the next step, and how many rows that is."""
-        step = self._next
-        if step not in self._answers:
-            counts = loaded.counts
-            if counts is None:
-                counts = np.array([[loaded.parts is not None, loaded.rows]], np.int64)
+    def _ask(self, step: Step) -> tuple[int, int]:
+        """How many workers have rows in the next step, and how many rows that is. Collective."""
+        if self._next not in self._answers:
+            counts = np.zeros((1, 2), np.int64) if step.counts is None else step.counts
             answers = self._sum_over_ranks(counts.ravel()).reshape(counts.shape)
-            self._answers = {step + i: (int(having), int(rows)) for i, (having, rows) in enumerate(answers)}
-        return self._answers[step]
+            self._answers = {self._next + i: (int(having), int(rows)) for i, (having, rows) in enumerate(answers)}
+        return self._answers[self._next]
 
     def _time(self, started: float) -> float:
         """Count the time since then as waiting, and what the loop did before it as the loop's; return the time."""
@@ -207,14 +286,7 @@ class DistributedIterator(Feed):
             ContextError: in a step.
         """
         context.expect_outside_steps("DistributedIterator.peek")
-        return self._look()[2]
-
-    def state(self) -> dict[str, int]:
-        """Return the position of what was consumed, the same on every rank: {"epoch", "next", "length"}.
-
-        "length" is the number of steps of an epoch. It is left out where it is not known, and with parameter servers.
-        """
-        return self._state()
+        return self._look()[1]
 
     def restore(self, state: dict[str, int]) -> None:
         """Go to where an iterator of the same dataset stood. Do it on every rank.
@@ -227,7 +299,7 @@ class DistributedIterator(Feed):
             ValueError: for what is no state of this dataset: its epochs have another number of steps, too.
             ShardError: for files that have changed.
         """
-        self._restore(state)
+        super().restore(state)
         self._ahead = self.global_batch_size = self._last = None
         self._answers, self._ended = {}, False
 
@@ -292,7 +364,7 @@ class DistributedDataset:
         self._devices = Devices(devices)
         depth = plan.prefetch_depth
         self._depth = depth if depth is not None else buffer_size + 1 if buffer_size else 0
-        self._patience = 0.0 if depth is not None or self._devices.copies else PATIENCE
+        self._patience = 0.0 if depth is not None or self._devices.copying else PATIENCE
         self._sum_over_ranks = sum_over_ranks
         self._stats = InputStats()
         self._handed_out = HandedOut(ledger, plan.workers.num_replicas, plan.rows_of_all)
@@ -395,7 +467,7 @@ def _stages(datasets: Sequence[Node]) -> Iterator[tuple[str, StageStats | None]]
         yield dataset.describe(), dataset.counters
 
 
-_NOTHING: Any = object()
+_NO_VALUE: Any = object()
 
 
 @final
@@ -424,11 +496,11 @@ class Optional:
         Args:
             element_spec: accepted for TF's programs, without effect.
         """
-        return cls(_NOTHING)
+        return cls(_NO_VALUE)
 
     def has_value(self) -> bool:
         """Return whether there is a value."""
-        return self._value is not _NOTHING
+        return self._value is not _NO_VALUE
 
     def get_value(self) -> Any:
         """Return the value.
@@ -436,7 +508,7 @@ class Optional:
         Raises:
             ValueError: when there is none.
         """
-        if self._value is _NOTHING:
+        if self._value is _NO_VALUE:
             remedy = "Ask has_value() first: the dataset has come to its end."
             raise ValueError(explain("Optional.get_value", "", expected="a value", got="none", remedy=remedy))
         return self._value

@@ -3,74 +3,67 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
 import threading
 import weakref
 from abc import ABC
 from collections import deque
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any, Protocol, final
 
 from ...base.errors import explain
 
-__all__ = ["DatasetIterator", "Elements", "Feed", "ReadAhead"]
+__all__ = ["DatasetIterator", "Elements", "Feed"]
 
 _PATIENCE = 10.0  # seconds that the end of the program waits for what is being read
 
 
-class _Buffer:
-    """What the thread and the reader share. The thread must not hold the reader, or neither would ever be freed."""
-
-    def __init__(self, depth: int) -> None:
-        self.room: SimpleQueue[bool] = SimpleQueue()  # one entry for each item that may be made; False ends the thread
-        self.items: SimpleQueue[tuple[bool, Any]] = SimpleQueue()  # (True, item), at last (False, error or None)
-        self.closed = False
-        for _ in range(depth):
-            self.room.put(True)
-
-    def close(self) -> None:
-        self.closed = True
-        self.room.put(False)
-        self.items.put((False, None))
-
-
-_running: dict[threading.Thread, _Buffer] = {}
+_running: dict[threading.Thread, Callable[[], None]] = {}  # what ends each thread
 
 
 def _end_all() -> None:
     """End the threads before the interpreter ends: one inside HDF5 would crash it then, or never let it go."""
     running = list(_running.items())
-    for _, buffer in running:
-        buffer.close()
+    for _, end in running:
+        end()
     for thread, _ in running:
         thread.join(_PATIENCE)
 
 
-def _run(buffer: _Buffer, produce: Callable[[], Any]) -> None:
+def _fill(produce: Callable[[], Any], room: SimpleQueue[bool], items: SimpleQueue[tuple[bool, Any]]) -> None:
+    """Produce items while there is room, until StopIteration, an error, or the reader's end."""
     try:
-        _fill(buffer, produce)
+        while room.get():
+            try:
+                item = True, produce()
+            except StopIteration:
+                item = False, None
+            except BaseException as error:  # whatever it is, it belongs to the reader
+                item = False, error
+            items.put(item)
+            if not item[0]:
+                return
+            del item  # the reader's alone
     finally:
         _running.pop(threading.current_thread(), None)
 
 
-def _fill(buffer: _Buffer, produce: Callable[[], Any]) -> None:
-    """Produce until StopIteration, an error, or the reader's end."""
-    while buffer.room.get() and not buffer.closed:
-        try:
-            item = True, produce()
-        except StopIteration:
-            item = False, None
-        except BaseException as error:  # whatever it is, it belongs to the reader
-            item = False, error
-        buffer.items.put(item)
-        if not item[0]:
-            return
-        del item  # the reader's alone
+def _end(room: SimpleQueue[bool], items: SimpleQueue[tuple[bool, Any]]) -> None:
+    """End the thread that fills `items`; the reader gets no more of them."""
+    with contextlib.suppress(Empty):
+        while True:
+            room.get_nowait()
+    room.put(False)
+    items.put((False, None))
 
 
 class ReadAhead:
     """Calls a function ahead of need, at most `depth` results ahead, in order.
+
+    The thread holds the queues, not this object, or neither would ever be freed.
 
     Args:
         produce: returns the next item or raises StopIteration; called in the thread only.
@@ -78,36 +71,36 @@ class ReadAhead:
     """
 
     def __init__(self, produce: Callable[[], Any], depth: int) -> None:
-        self._buffer = _Buffer(depth)
-        self._thread = threading.Thread(
-            target=_run, args=(self._buffer, produce), name="mpistrat-prefetch", daemon=True
-        )
-        self._finalizer = weakref.finalize(self, self._buffer.close)
+        self._room: SimpleQueue[bool] = SimpleQueue()  # one entry for each item that may be made; False ends the thread
+        self._items: SimpleQueue[tuple[bool, Any]] = SimpleQueue()  # (True, item), at last (False, error or None)
+        for _ in range(depth):
+            self._room.put(True)
+        queues = self._room, self._items
+        self._thread = threading.Thread(target=_fill, args=(produce, *queues), name="mpistrat-prefetch", daemon=True)
+        self._end = weakref.finalize(self, _end, *queues)
         atexit.unregister(_end_all)  # the last to be registered is called first: before h5py's own end
         atexit.register(_end_all)
-        _running[self._thread] = self._buffer
+        _running[self._thread] = functools.partial(_end, *queues)
         self._thread.start()
 
     def get(self) -> Any:
         """Return the next item. Raises StopIteration at the end, and what the function raised, when its turn comes."""
-        if self._buffer.closed:
-            raise StopIteration
-        more, item = self._buffer.items.get()
+        more, item = self._items.get()
         if more:
-            self._buffer.room.put(True)
+            self._room.put(True)
             return item
-        self._buffer.items.put((more, item))  # for who asks again
+        self._items.put((more, item))  # for who asks again
         if item is not None:
             raise item
         raise StopIteration
 
     def close(self) -> None:
         """End the thread and wait for it; what it had read is dropped. Safe to call twice."""
-        self._finalizer()
+        self._end()
         self._thread.join()
 
 
-_NOTHING = object()  # no element was peeked at
+NOTHING = object()  # no element was peeked at
 PATIENCE = 1e-3  # seconds: a thread takes 0.03 to 0.1 ms to hand an element over, and the node a core
 _RECENT = 32  # elements over which the mean is taken; small ones come several at a time
 _OUTLIERS = 2  # the slowest of them do not count: they may have met a cold page
@@ -164,27 +157,16 @@ class Feed(Iterator[Any], ABC):
         self._next = 0
         self._produce: Callable[[], Any] | None = None
         self._read_ahead: ReadAhead | None = None
-        self._peeked: Any = _NOTHING
+        self._peeked: Any = NOTHING
         self._ended = False
-
-    def _peek(self) -> Any:
-        """The next element, without moving on, or StopIteration."""
-        if self._peeked is _NOTHING:
-            self._peeked = self._read()
-        return self._peeked
-
-    def _advance(self) -> None:
-        """Move on, behind the element that `_peek` returned."""
-        self._peeked = _NOTHING
-        self._next += 1
 
     def _read(self) -> Any:
         if self._ended or 0 <= self._cardinality <= self._next:
             self._stop()
             raise StopIteration
         if self._produce is None:
-            # The prefetch thread holds the function, not this object.
-            self._produce = _producer(self._elements, self._epoch, self._next)
+            # The prefetch thread holds the iterator, not this object.
+            self._produce = self._elements(self._epoch, self._next).__next__
         if self._read_ahead is None and self._depth and self._slow:
             self._read_ahead = ReadAhead(self._produce, self._depth)
             self._produce = self._read_ahead.get
@@ -202,13 +184,25 @@ class Feed(Iterator[Any], ABC):
         except BaseException as error:
             self._stop()  # a generator that has raised is over: who asks again begins at this element anew
             self._ended = isinstance(error, StopIteration)
+            if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
+                # From a mapped function: it must not look like the end.
+                raise RuntimeError("dataset: reading an element raised StopIteration") from error.__cause__
             raise
 
-    def _state(self) -> dict[str, int]:
+    def state(self) -> dict[str, int]:
+        """Return the position of what was consumed, the same on every rank: {"epoch", "next", "length"}.
+
+        "length" is the number of elements of an epoch. It is left out where it is not known, and with parameter servers.
+        """
         return {"epoch": self._epoch, "next": self._next, **self._length}
 
-    def _restore(self, state: dict[str, int]) -> None:
-        """Go to where a feed of the same elements stood; the next one begins the epoch after."""
+    def restore(self, state: dict[str, int]) -> None:
+        """Go to where an iterator of the same dataset stood; its next `iter()` begins the epoch after.
+
+        Raises:
+            ValueError: for what is no state of this dataset: its epochs have another length, too.
+            ShardError: for files that have changed.
+        """
         try:
             epoch, following = int(state["epoch"]), int(state["next"])
             length = int(state.get("length", self._cardinality))
@@ -239,21 +233,7 @@ class Feed(Iterator[Any], ABC):
             self._read_ahead.close()
             self._read_ahead = None
         self._produce = None
-        self._peeked = _NOTHING
-
-
-def _producer(elements: Elements, epoch: int, start: int) -> Callable[[], Any]:
-    iterator = elements(epoch, start)
-
-    def produce() -> Any:
-        try:
-            return next(iterator)
-        except RuntimeError as error:
-            if isinstance(error.__cause__, StopIteration):  # from a mapped function: it must not look like the end
-                raise RuntimeError("dataset: reading an element raised StopIteration") from error.__cause__
-            raise
-
-    return produce
+        self._peeked = NOTHING
 
 
 @final
@@ -261,8 +241,9 @@ class DatasetIterator(Feed):
     """One epoch of an undistributed dataset."""
 
     def __next__(self) -> Any:
-        element = self._peek()
-        self._advance()
+        element = self._read() if self._peeked is NOTHING else self._peeked
+        self._peeked = NOTHING
+        self._next += 1
         return element
 
     def peek(self) -> Any:
@@ -276,20 +257,6 @@ class DatasetIterator(Feed):
             >>> int(iterator.peek()), int(next(iterator)), int(next(iterator))
             (0, 0, 1)
         """
-        return self._peek()
-
-    def state(self) -> dict[str, int]:
-        """Return where this iterator stands: the epoch, the next element's position, an epoch's length.
-
-        The length is left out where it is not known.
-        """
-        return self._state()
-
-    def restore(self, state: dict[str, int]) -> None:
-        """Go to where an iterator of the same dataset stood; its next `iter()` begins the epoch after.
-
-        Raises:
-            ValueError: for what is no state of this dataset: its epochs have another length, too.
-            ShardError: for files that have changed.
-        """
-        self._restore(state)
+        if self._peeked is NOTHING:
+            self._peeked = self._read()
+        return self._peeked

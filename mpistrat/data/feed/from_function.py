@@ -17,7 +17,7 @@ from ...base.masks import plain_array
 from ..dataset import Dataset
 from ..nodes.node import INFINITE, UNKNOWN
 from ..options import InputReplicationMode
-from ..spec import empty_rows, spec_of_rows
+from ..spec import empty_rows, row_count, spec_of_rows
 from .distributed import SumOverRanks
 from .plan import Plan, Step, Workers, has_element, rows_in
 
@@ -171,6 +171,8 @@ class FunctionPlan(Plan):
         blocks = [next(source, None) for source in sources]
         if all(block is None for block in blocks):
             return Step(None, None, counts)
+        if self._cardinality == UNKNOWN:
+            counts = np.array([[1, sum(row_count(block) for block in blocks if block is not None)]], np.int64)
         return Step(None, [empty_rows(self._row_spec) if block is None else block for block in blocks], counts)
 
     def _counts(self, epoch: int, start: int) -> NDArray[np.int64]:

@@ -44,7 +44,8 @@ class Step(NamedTuple):
         rows: the rows of all replicas together; None where the workers must ask each other.
         blocks: each local replica's rows; None where this worker has none left.
         counts: of this step and those after it, whether this worker has rows and how many; shape (steps, 2), int64. Every
-            worker has as many of them at the same step, so that one question is enough for all of them.
+            worker has as many of them at the same step, so that one question is enough for all of them. None for this step
+            alone, without rows, and for steps that were asked about before.
     """
 
     rows: int | None
@@ -274,7 +275,8 @@ class WorkerPlan(Plan):
 
     def _split(self, batch: Any) -> Step:
         """A step of a batch whose rows in the global one are not known."""
-        return Step(None, self.workers.split(batch, row_count(batch)))
+        rows = row_count(batch)
+        return Step(None, self.workers.split(batch, rows), np.array([[1, rows]], np.int64))
 
     def _read(self, own: Iterator[tuple[int, Any]], epoch: int, step: int) -> Step:
         """A step of the next of this worker's batches."""

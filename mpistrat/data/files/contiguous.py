@@ -20,7 +20,6 @@ import os
 import sys
 import threading
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 
 from ...base.errors import ShardError
 from ..buffers import take_rows
+from ..stats import StageStats
 from .handles import Descriptor, ShardFile, open_bytes, shard_error
 from .storage import Contiguous, FieldReader, Storage
 
@@ -224,28 +224,11 @@ class _Reserved:
         return np.asarray(self)  # which holds this object
 
 
-class ContiguousReader(FieldReader):
-    """Rows of contiguous data, copied as bytes: alignment and byte order do not matter, and single rows are cheap."""
-
-    def __init__(self, storages: Sequence[Storage]) -> None:
-        super().__init__(storages)
-        self._row_bytes = storages[0].row_bytes
-
-    def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
-        if out.nbytes == 0:
-            return
-        flat = out.reshape(len(rows), -1).view(np.uint8)
-        self._counters.add(bytes_read=flat.nbytes)
-        self._copy(rows, flat)
-
-    @abstractmethod
-    def _copy(self, rows: NDArray[np.int64], flat: NDArray[np.uint8]) -> None:
-        """Copy the bytes of rows, at least one, each to its place."""
-
-
 @final
-class MappedReader(ContiguousReader):
+class MappedReader(FieldReader):
     """Rows of contiguous data out of as few arrays as the files allow. A file is mapped when one of its rows is first read.
+
+    Rows are copied as bytes, so alignment and byte order do not matter, and single rows are cheap.
 
     Args:
         storages: the field in each file.
@@ -257,6 +240,7 @@ class MappedReader(ContiguousReader):
 
     def __init__(self, storages: Sequence[Storage], instead: Callable[[OSError], PositionalReader]) -> None:
         super().__init__(storages)
+        self._row_bytes = storages[0].row_bytes
         self._make_instead = instead
         self._instead: PositionalReader | None = None
         self._lock = threading.Lock()
@@ -282,6 +266,11 @@ class MappedReader(ContiguousReader):
             waiting = [shard for shard, first in firsts.items() if first is None]
         self.kind = "memory map" if len(self._arrays) <= 1 else f"{len(self._arrays)} memory maps"
 
+    @property
+    def counters(self) -> StageStats:
+        own, instead = self._counters, self._instead
+        return own if instead is None else StageStats.reading((own, instead.counters))
+
     def opened(self) -> Set[ShardFile]:
         if self._instead is not None:
             return self._instead.opened()
@@ -301,7 +290,9 @@ class MappedReader(ContiguousReader):
                     self._mapped[shard] = True
             self._all_mapped = bool(self._mapped.all())
 
-    def _copy(self, rows: NDArray[np.int64], flat: NDArray[np.uint8]) -> None:
+    def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
+        if out.nbytes == 0:
+            return
         shards = self._index.shard_of(rows) if self._shift.size > 1 else np.zeros(1, np.int64)
         if not self._all_mapped and self._instead is None:
             try:
@@ -312,8 +303,10 @@ class MappedReader(ContiguousReader):
                 self._instead = self._make_instead(error)
                 self.kind, self.reason = self._instead.kind, self._instead.reason
         if self._instead is not None:
-            self._instead._copy(rows, flat)
+            self._instead.read(rows, out)
             return
+        flat = out.reshape(len(rows), -1).view(np.uint8)
+        self._counters.add(bytes_read=flat.nbytes)
         if self._shift.size == 1:
             take_rows(self._arrays[0], rows, flat)
             return
@@ -339,17 +332,22 @@ _BUFFERS = 1024  # that one call may fill, on Linux and macOS
 
 
 @final
-class PositionalReader(ContiguousReader):
+class PositionalReader(FieldReader):
     """Rows of contiguous data. Rows that are neighbours in a file are one read, each into its own place."""
 
     kind = "pread"
 
     def __init__(self, storages: Sequence[Storage], reason: str = "") -> None:
         super().__init__(storages)
+        self._row_bytes = storages[0].row_bytes
         self._files = open_bytes()
         self.reason = reason
 
-    def _copy(self, rows: NDArray[np.int64], flat: NDArray[np.uint8]) -> None:
+    def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
+        if out.nbytes == 0:
+            return
+        flat = out.reshape(len(rows), -1).view(np.uint8)
+        self._counters.add(bytes_read=flat.nbytes)
         order = np.argsort(rows, kind="stable")
         ordered = rows[order]
         again = np.flatnonzero(np.diff(ordered) == 0) + 1  # rows that were asked for more than once

@@ -22,8 +22,7 @@ from ..buffers import RowBuffers
 from ..nodes.sources import row_content
 from ..nodes.stage import InputRows
 from ..shards.files import PathLike, is_small, remember_whole, resolve
-from ..shards.look import Found, Shard, look
-from ..shards.shard_set import ShardSet, join_shards
+from ..shards.look import Found, ShardContents, ShardSet, join_shards, look
 from ..spec import ArraySpec
 from ..stats import StageStats
 from .choice import READERS, choose_reader, chunk_starts
@@ -145,7 +144,7 @@ class HDF5Rows(InputRows):
         """Look into some files for all ranks: into what they compare, too."""
         found = dict(zip(numbers, self._look(numbers, verify=True), strict=True))
         for number, one in found.items():
-            if isinstance(one, Shard) and self._files.entries[number] is None:
+            if isinstance(one, ShardContents) and self._files.entries[number] is None:
                 with contextlib.suppress(ShardError):  # else each rank tells it by itself, in `fingerprint`
                     found[number] = replace(one, sample=self._sample(one))
         return found
@@ -153,7 +152,7 @@ class HDF5Rows(InputRows):
     def take(self, found: Sequence[Found]) -> None:
         """Take what ranks have found in all files in place of what this one has, or would."""
         if self.reads_whole_files:
-            remember_whole(one.file for one in found if isinstance(one, Shard))
+            remember_whole(one.file for one in found if isinstance(one, ShardContents))
         with self._lock:
             self._found, self._opened, self._to_verify = list(found), None, False
 
@@ -181,7 +180,7 @@ class HDF5Rows(InputRows):
                 hasher.update(shard.sample or self._sample(shard))
         return int.from_bytes(hasher.digest()[:8], "big") >> 1
 
-    def _sample(self, shard: Shard) -> bytes:
+    def _sample(self, shard: ShardContents) -> bytes:
         """A digest of rows at fixed places of a file: of some files only where rows must be decoded for it."""
         count, hasher = len(self.paths), hashlib.sha256()
         decoded = np.linspace(0, count - 1, _PLACES, dtype=np.int64)
@@ -247,44 +246,34 @@ class HDF5Rows(InputRows):
             source.check()
         self._epoch_read = None
 
-    def _begin_epoch(self, epoch: int) -> None:
-        """Look at the files before each further repetition: one that was cut under a map kills the process."""
-        if self._epoch_read is not None and epoch > self._epoch_read:
-            self.check()
-        if self._epoch_read is None:
-            self._epoch_read = epoch
-
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        opened = self._open()
-        # Negative ones are huge; readers trust us.
-        if positions.size and np.maximum.reduce(positions.view(np.uint64)) >= opened.rows:
-            got = f"{positions.min()} to {positions.max()}"
-            raise IndexError(explain("HDF5Dataset", "rows", expected=f"rows in [0, {opened.rows})", got=got))
+        opened = self._opened or self._open()
         if positions.size:
-            self._begin_epoch(int(epochs[-1]))
+            # Negative ones are huge; readers trust us.
+            if np.maximum.reduce(positions.view(np.uint64)) >= opened.rows:
+                got = f"{positions.min()} to {positions.max()}"
+                raise IndexError(explain("HDF5Dataset", "rows", expected=f"rows in [0, {opened.rows})", got=got))
+            epoch = int(epochs[-1])
+            if self._epoch_read is not None and epoch > self._epoch_read:
+                self.check()  # a file that was cut under a map kills the process
+            if self._epoch_read is None:
+                self._epoch_read = epoch
         began = time.perf_counter()
+        arrays = {}
+        for name, field in opened.fields.items():
+            row = opened.row_shapes[name]
+            if row is None:
+                out = np.empty(positions.size, object)
+            else:
+                out = opened.buffers.empty(name, (positions.size, *row), field.dtype)
+            opened.readers[name].read(positions, out)
+            arrays[name] = out if out.dtype.isnative else _native(out)
         if isinstance(self._structure, str):
-            rows: Any = self._read(opened, self._structure, positions)
+            rows = arrays[self._structure]
         else:
-            arrays = {name: self._read(opened, name, positions) for name in opened.fields}
             rows = nest.map_structure(arrays.__getitem__, self._structure)
         self._counters.add(rows=positions.size, seconds=time.perf_counter() - began)
         return rows
-
-    @staticmethod
-    def _read(opened: _Opened, name: str, positions: NDArray[np.int64]) -> NDArray[Any]:
-        field = opened.fields[name]
-        row = opened.row_shapes[name]
-        if row is None:
-            out = np.empty(positions.size, object)
-        else:
-            out = opened.buffers.empty(name, (positions.size, *row), field.dtype)
-        opened.readers[name].read(positions, out)
-        if out.dtype.isnative:
-            return out
-        if out.dtype.fields is None:
-            return out.byteswap(inplace=True).view(out.dtype.newbyteorder("="))
-        return out.astype(out.dtype.newbyteorder("="))
 
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         for reader in self._open().readers.values():
@@ -314,6 +303,13 @@ class HDF5Rows(InputRows):
         if opened.left_out:
             fields = f"{fields}; left out: {shortened(opened.left_out, _NAMED)}"
         return f"{where}, {opened.rows} rows of {fields}"
+
+
+def _native(rows: NDArray[Any]) -> NDArray[Any]:
+    """Return rows in the machine's byte order; of plain numbers in the same memory."""
+    if rows.dtype.fields is None:
+        return rows.byteswap(inplace=True).view(rows.dtype.newbyteorder("="))
+    return rows.astype(rows.dtype.newbyteorder("="))
 
 
 def _described(opened: _Opened, name: str) -> str:

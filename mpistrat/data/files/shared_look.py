@@ -16,7 +16,7 @@ import numpy as np
 
 from ...base.agree import gather_bytes, together
 from ..nodes.node import Node
-from ..shards.found import from_bytes, to_bytes
+from ..shards.look import from_bytes, to_bytes
 from .hdf5 import HDF5Rows
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def look_together(node: Node | None, group: ProcessGroup, function: str) -> None
             all_told = group.all_gather_bytes(mine[number]) if alike[0] else gather_bytes(topology.intra, mine[number])
             found: dict[int, Any] = {}
             for data in dict.fromkeys(all_told):
-                found.update(from_bytes(data, source.paths))
+                found.update(from_bytes(data))
             source.take([found[place] for place in range(len(source.paths))])
 
 

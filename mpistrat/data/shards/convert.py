@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...base import partition
+from ...base.agree import Ranks
 from ...base.conversion import converted
 from ...base.errors import explain
 from .columns import Columns
@@ -17,7 +18,9 @@ from .converters.converter import Converter, PresumptionError, bad_input
 from .converters.image_folder import ImageFolder
 from .converters.numpy_files import NpyFiles, NpzFile
 from .converters.table import Table
-from .set_writer import SetWriter
+from .files import PathLike
+from .new_shard import ShardSettings
+from .writer import ShardWriter
 
 __all__ = ["Conversion", "convert", "open_converter"]
 
@@ -103,11 +106,13 @@ def open_converter(asked: Conversion) -> Converter:
 
 def convert(
     converter: Converter,
-    new_writer: Callable[[], SetWriter],
+    target: PathLike,
+    settings: ShardSettings,
     dtypes: Mapping[str, np.dtype[Any]],
+    ranks: Ranks,
     progress: Callable[[int], None],
-) -> SetWriter:
-    """Write a converter's rows, each rank a contiguous block of them, and return the writer, closed. Collective.
+) -> list[Path]:
+    """Write a converter's rows, each rank a contiguous block of them, and return the shards' paths. Collective.
 
     Where rows are of another kind than was presumed, all is looked at, and written anew.
 
@@ -116,41 +121,36 @@ def convert(
         ShardError: when the files are damaged, or another rank failed.
     """
     while True:
-        writer = new_writer()
+        first, stop = partition.block(converter.rows, ranks.size, ranks.rank)
+        settings = {**settings, "attributes": converter.attributes}
+        writer = ShardWriter._of("shards write", target, settings, ranks.comm, rows=stop - first)
         before = done = 0
         try:
             with writer:
-                for done in _write_block(converter, writer, dtypes):
+                batches = _in_dtypes(converter.batches(first, stop), dtypes)
+                for done in _write_rows(batches, converter, writer):
                     progress(done - before)
                     before = done
-            return writer
+            return writer.paths
         except BaseException as error:  # on every rank: leaving the writer sees to that
-            if not converter.presumed or not any(writer.ranks.exchange("late" * isinstance(error, PresumptionError))):
+            if not converter.presumed or not any(ranks.exchange("late" * isinstance(error, PresumptionError))):
                 raise
         progress(-done)
-        with writer.ranks.together():
+        with ranks.together():
             converter.settle()
 
 
-def _write_block(converter: Converter, writer: SetWriter, dtypes: Mapping[str, np.dtype[Any]]) -> Iterator[int]:
-    """Write this rank's rows, and yield how many are written after each batch."""
+def _write_rows(batches: Iterator[Columns], converter: Converter, writer: ShardWriter) -> Iterator[int]:
+    """Write batches of rows, and yield the number of written rows after each."""
     rows = 0
-    bounds = partition.block(converter.rows, writer.ranks.size, writer.ranks.rank)
-    for batch in _in_dtypes(converter.batches(*bounds), dtypes):
+    for batch in batches:
         found = [name for name, array in batch.items() if array.dtype.kind in "UO"]
-        if found and not writer.settings.chunked:
+        if found and not writer._form.chunked:
             where = [f"; {name!r}: {why}" for name in found if (why := converter.why_text(name))]
             remedy = "Add --layout chunked, which is not read by memory map; or leave text out with --select."
-            raise ValueError(
-                explain(
-                    "shards write",
-                    "--layout",
-                    expected="chunked for text",
-                    got=f"text in {found}{''.join(where)}",
-                    remedy=remedy,
-                )
-            )
-        writer.write(batch, "shards write", "INPUT")
+            got = f"text in {found}{''.join(where)}"
+            raise ValueError(explain("shards write", "--layout", expected="chunked for text", got=got, remedy=remedy))
+        writer._append(batch, "shards write", "INPUT")
         rows += len(next(iter(batch.values())))
         yield rows
 

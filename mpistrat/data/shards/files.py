@@ -29,6 +29,7 @@ __all__ = [
     "natural_key",
     "remember_whole",
     "resolve",
+    "set_pattern",
 ]
 
 PathLike = Union[str, "os.PathLike[str]"]
@@ -144,6 +145,27 @@ def is_hdf5(path: Path) -> bool:
 def manifest_path(pattern: Path) -> Path:
     """Where the manifest of the set "train-*.h5" lies: in "train-manifest.json" beside it."""
     return pattern.with_name(pattern.name.partition("*")[0] + MANIFEST)
+
+
+def set_pattern(function: str, target: PathLike) -> Path:
+    """Return the path of a set's files, with one "*" in the name.
+
+    Raises:
+        ValueError: for what is neither a directory nor such a pattern.
+    """
+    path = Path(target)
+    if not os.fspath(target):
+        raise ValueError(explain(function, "target", expected="a path", got="an empty one"))
+    if (
+        re.fullmatch(r"[^*]*\*\.[^*.]+", path.name)
+        and is_hdf5(path)
+        and not glob.has_magic(str(path).replace("*", "", 1))
+    ):
+        return path
+    if glob.has_magic(str(path)) or is_hdf5(path):
+        expected = 'a directory, or a pattern with one "*", right before ".h5", like "data/train-*.h5"'
+        raise ValueError(explain(function, "target", expected=expected, got=repr(str(path))))
+    return path / "*.h5"
 
 
 def _from_manifest(path: Path) -> FileSet:

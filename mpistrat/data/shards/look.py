@@ -1,37 +1,58 @@
-"""A look into files: what readers must know of each, found by opening it once. What is found may be sent to other ranks."""
+"""A look into files: what readers must know of each, found by opening it once; as bytes for other ranks; and the set it makes.
+
+A set is compared with its manifest, or its files with each other.
+"""
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import functools
+import json
+import logging
 import math
-from collections.abc import Container, Iterable, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...base import log
 from ...base.errors import ShardError
 from ...base.text import decimal_size
+from ..files.codecs import Pipeline
 from ..files.handles import DAMAGED, ShardFile, open_hdf5, shard_error
 from ..files.storage import Chunks, Contiguous, Layout, OnlyHDF5, Pointers, Storage
 from ..files.varying import POINTER
 from ..memory_limit import available_memory
 from .files import FileSet, check_ends
-from .manifest import Field
+from .manifest import Field, ShardEntry, dtype_from_json, dtype_to_json, fields_to_json
 from .objects import Refused, all_names, check_storage, field_of, find
 
 if TYPE_CHECKING:
     import h5py
 
-__all__ = ["Found", "Shard", "Unfit", "look", "look_into", "wanted_names"]
+__all__ = [
+    "Found",
+    "ShardContents",
+    "ShardSet",
+    "Unfit",
+    "from_bytes",
+    "join_shards",
+    "look",
+    "look_into",
+    "to_bytes",
+]
 
 _LARGE_ROW = 1 << 30  # bytes of a row, from which on it is worth a look whether there is memory for one
 _BLOCK = 1 << 18  # bytes read at a time from data that is not chunked
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardContents:
     """The datasets of a file, as its readers need to know them.
 
     Attributes:
@@ -78,10 +99,10 @@ class Unfit:
     unopened: bool
 
 
-Found = Shard | Unfit
+Found = ShardContents | Unfit
 
 
-def wanted_names(files: FileSet, names: Sequence[str] | None) -> list[str] | None:
+def _wanted_names(files: FileSet, names: Sequence[str] | None) -> list[str] | None:
     """Return which datasets of each file are read: those of the manifest, where none are named; None for all."""
     return list(files.fields) if names is None and files.fields is not None else None if names is None else list(names)
 
@@ -96,7 +117,7 @@ def look(
         verify: compare their digests, before HDF5 opens one of them.
         ends: compare the digests of their ends.
     """
-    numbers, declared, names = list(numbers), _Declared(files.paths), wanted_names(files, names)
+    numbers, declared, names = list(numbers), _Declared(files.paths), _wanted_names(files, names)
     unfit: dict[int, Unfit] = {}
     for number in numbers:
         try:
@@ -121,7 +142,9 @@ def look(
     return [found(number) for number in numbers]
 
 
-def look_into(path: Path, names: Sequence[str] | None, declared: Container[Path], driver: str | None = None) -> Shard:
+def look_into(
+    path: Path, names: Sequence[str] | None, declared: Container[Path], driver: str | None = None
+) -> ShardContents:
     """Look into one file.
 
     Args:
@@ -143,7 +166,7 @@ def look_into(path: Path, names: Sequence[str] | None, declared: Container[Path]
             got = f"{type(error).__name__}: {error}"
             raise shard_error(path, "readable metadata", got, DAMAGED) from error
     looker.file.check()
-    return Shard(
+    return ShardContents(
         looker.file, looker.storages, frozenset(looker.sources), tuple(looker.left_out), tuple(looker.notes)
     )  # fmt: skip
 
@@ -306,3 +329,214 @@ def _usual_pointers(dataset: h5py.Dataset) -> bool:
     unwritten = dataset.id.get_create_plist().fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED
     sizes = dataset.file.id.get_create_plist().get_sizes()
     return sizes == (8, 8) and not dataset.file.userblock_size and not unwritten
+
+
+# What was found in files, as bytes for other ranks: JSON, never pickle, compressed; some 100 bytes a file.
+
+
+def to_bytes(found: dict[int, Found]) -> bytes:
+    """Return what was found in files, by their numbers in the set, as bytes."""
+    return zlib.compress(json.dumps(found, default=_to_json, separators=(",", ":")).encode(), 1)
+
+
+def from_bytes(data: bytes) -> dict[int, Found]:
+    """Return what `to_bytes` was given."""
+    found = json.loads(zlib.decompress(data), object_hook=_from_json)
+    return {int(number): one for number, one in found.items()}
+
+
+def _to_json(value: Any) -> dict[str, Any]:
+    """Return an object that JSON does not have as a dict of one item. No name in an HDF5 file has a NUL, as its key has."""
+    kind, content = type(value).__name__, value
+    if isinstance(value, Path):
+        kind, content = "Path", str(value)
+    elif isinstance(value, np.dtype):
+        kind, content = "dtype", dtype_to_json(value)
+    elif isinstance(value, np.ndarray):
+        content = [value.dtype.str, base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()]
+    elif isinstance(value, bytes):
+        content = value.hex()
+    elif isinstance(value, frozenset):
+        content = list(value)
+    elif isinstance(value, Pipeline):
+        content = value.filters  # each rank undoes them by the packages that it has
+    else:
+        content = [getattr(value, each.name) for each in dataclasses.fields(value)]
+    return {f"\0{kind}": content}
+
+
+def _from_json(document: dict[str, Any]) -> Any:
+    key, content = next(iter(document.items()), ("", None))
+    return _MAKERS[key[1:]](content) if key[:1] == "\0" else document
+
+
+def _made(kind: type) -> Callable[[list[Any]], Any]:
+    return lambda values: kind(*(tuple(value) if isinstance(value, list) else value for value in values))
+
+
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    "Path": Path,
+    "dtype": dtype_from_json,
+    "ndarray": lambda value: np.frombuffer(base64.b64decode(value[1]), value[0]).copy(),
+    "bytes": bytes.fromhex,
+    "frozenset": frozenset,
+    "Pipeline": lambda filters: Pipeline.undoing([(code, parameter) for code, parameter in filters]),
+    "Chunks": lambda values: OnlyHDF5(values[2]) if isinstance(values[2], str) else Chunks(*values),
+    **{
+        kind.__name__: _made(kind)
+        for kind in (ShardContents, Unfit, ShardFile, Storage, Field, Contiguous, OnlyHDF5, Pointers)
+    },
+}
+
+
+# The set that the files make.
+
+
+@dataclass(frozen=True)
+class ShardSet:
+    """Files that belong together.
+
+    Attributes:
+        shards: the files that have rows, in order.
+        sources: files without rows of their own, as virtual datasets of the others draw from them.
+        fields: what each file with rows has.
+        skipped: files that were left out, and why.
+    """
+
+    shards: tuple[ShardContents, ...]
+    sources: tuple[ShardFile, ...]
+    fields: dict[str, Field]
+    skipped: tuple[tuple[Path, str], ...]
+
+
+def join_shards(files: FileSet, found: Sequence[Found], names: Sequence[str] | None, on_error: str) -> ShardSet:
+    """Return the set that files make, of each of which it is known what was found in it.
+
+    Without a manifest, files are compared with what most of them hold. A file from which a virtual dataset of another
+    one draws, be it in part, is that one's source, and has no rows of its own: they would come twice.
+
+    Raises:
+        ShardError: naming the file that is bad.
+    """
+    names = _wanted_names(files, names)
+    skipped: list[tuple[Path, str]] = []
+    shards: list[ShardContents] = []
+    bad: list[tuple[Path, ShardError]] = []
+    missing: set[Path] = set()
+    for path, entry, one in zip(files.paths, files.entries, found, strict=True):
+        try:
+            if isinstance(one, Unfit):
+                raise ShardError(one.text)
+            _check_rows(one, entry)
+            shards.append(one)
+        except ShardError as error:
+            if isinstance(one, Unfit) and one.unopened:
+                _skip(path, error, on_error, skipped)
+                missing.add(path)
+            else:
+                bad.append((path, error))
+    sources = set().union(*(shard.sources for shard in shards))
+    if sources:
+        shards, sources = _without_missing(shards, {path.resolve() for path in missing}, bad)
+    for path, problem in bad:
+        # Of a source what is drawn from it was checked: it need not have more.
+        if not sources or path.resolve() not in sources:
+            _skip(path, problem, on_error, skipped)
+    if sources:
+        shards = _without_sources(shards, sources)
+    if files.fields is not None:
+        fields, reference = files.fields, "the manifest"
+    elif shards:
+        fields, reference = _usual(shards)
+    good = []
+    for shard in shards:
+        try:
+            _compare(shard, fields, reference, check_extra=names is None)
+            if shard.problem:
+                raise ShardError(shard.problem)
+            good.append(shard)
+        except ShardError as error:
+            _skip(shard.path, error, on_error, skipped)
+    if skipped:
+        _report(skipped, len(good))
+    for shard in good:
+        for note in shard.notes:
+            log.once(logging.WARNING, f"HDF5Dataset: {note}")
+    lent = tuple(ShardFile.of(path) for path in files.paths if path.resolve() in sources) if sources else ()
+    return ShardSet(tuple(good), lent, good[0].fields, tuple(skipped))
+
+
+def _without_missing(
+    shards: list[ShardContents], missing: Set[Path], bad: list[tuple[Path, ShardError]]
+) -> tuple[list[ShardContents], set[Path]]:
+    """The files that draw from none that was skipped, and what they draw from; the others are bad."""
+    kept = []
+    for shard in shards:
+        lost = sorted(shard.sources & missing)
+        if lost:
+            got = f"one that draws from {lost[0]}, which was skipped"
+            bad.append((shard.path, shard_error(shard.path, "virtual datasets over files that can be read", got)))
+        else:
+            kept.append(shard)
+    return kept, set().union(*(shard.sources for shard in kept))
+
+
+def _without_sources(shards: list[ShardContents], sources: Set[Path]) -> list[ShardContents]:
+    """The files that no other one draws from. Raise if the rows of a file would be lost that way."""
+    kept = [shard for shard in shards if shard.path.resolve() not in sources]
+    by_path = {shard.path.resolve(): shard for shard in shards}
+    drawn: set[Path] = set()
+    new = set().union(*(shard.sources for shard in kept))
+    while new:
+        drawn |= new
+        new = set().union(*(by_path[path].sources for path in new if path in by_path)) - drawn
+    for path in sorted(sources - drawn):
+        expected, got = "virtual datasets over files that do not draw back", "files that draw from each other"
+        raise shard_error(path, expected, got, "Write the virtual datasets into a file of their own.")
+    return kept
+
+
+def _skip(path: Path, error: ShardError, on_error: str, skipped: list[tuple[Path, str]]) -> None:
+    if on_error != "skip":
+        raise error
+    skipped.append((path, str(error)))
+
+
+def _report(skipped: list[tuple[Path, str]], good: int) -> None:
+    first = skipped[0][1]
+    text = f"{len(skipped)} of {len(skipped) + good} files skipped; the first: {first}"
+    if not good:
+        path, remedy = str(skipped[0][0]), "With on_error='skip', one file at least must be good."
+        raise shard_error(path, "a set with a good file", text, remedy)
+    log.once(logging.WARNING, f"HDF5Dataset: {text}")
+
+
+def _usual(shards: list[ShardContents]) -> tuple[dict[str, Field], str]:
+    """The fields that most files have, and the first file that has them."""
+
+    def key(shard: ShardContents) -> str:
+        return json.dumps(fields_to_json(shard.fields), sort_keys=True)
+
+    most = Counter(map(key, shards)).most_common(1)[0][0]
+    shard = next(shard for shard in shards if key(shard) == most)
+    return shard.fields, str(shard.path)
+
+
+def _check_rows(shard: ShardContents, entry: ShardEntry | None) -> None:
+    if entry is not None and shard.rows != entry.rows:
+        got, remedy = f"{shard.rows} rows", "The file is not the one that was written with the manifest."
+        raise shard_error(shard.path, f"{entry.rows} rows (manifest)", got, remedy)
+
+
+def _compare(shard: ShardContents, fields: dict[str, Field], reference: str, *, check_extra: bool) -> None:
+    """Raise unless a shard holds the same fields as the reference."""
+    missing = [] if not check_extra else sorted(set(fields) ^ set(shard.fields))
+    if missing:
+        raise shard_error(shard.path, f"datasets {sorted(fields)}, as {reference} has", f"{sorted(shard.fields)}")
+    for name, field in shard.fields.items():
+        if name not in fields:
+            raise shard_error(shard.path, f"datasets {sorted(fields)}, as {reference} says", f"{name!r}")
+        if field != fields[name]:
+            expected = f"{name!r} as {fields[name]}, like {reference}"
+            remedy = "All shards of a set need the same dtype and row shape: write this one again."
+            raise shard_error(shard.path, expected, str(field), remedy)

@@ -19,6 +19,8 @@ __all__ = [
     "Field",
     "Manifest",
     "ShardEntry",
+    "dtype_from_json",
+    "dtype_to_json",
     "fields_from_json",
     "fields_to_json",
     "listed_names",
@@ -68,35 +70,41 @@ def fields_to_json(fields: dict[str, Field]) -> dict[str, dict[str, Any]]:
     A structure is its members' names, dtypes and offsets, and the bytes of all; a member that is an array is what its
     elements are, and its shape.
     """
-    return {name: {"dtype": _dtype_to_json(field.dtype), "shape": list(field.shape)} for name, field in fields.items()}
+    return {name: {"dtype": dtype_to_json(field.dtype), "shape": list(field.shape)} for name, field in fields.items()}
 
 
-def _dtype_to_json(dtype: np.dtype[Any]) -> str | dict[str, Any]:
+def dtype_to_json(dtype: np.dtype[Any]) -> str | dict[str, Any]:
+    """Return a dtype as JSON has it; see `fields_to_json`."""
     if dtype.subdtype is not None:
         element, shape = dtype.subdtype
-        return {"dtype": _dtype_to_json(element), "shape": list(shape)}
+        return {"dtype": dtype_to_json(element), "shape": list(shape)}
     if dtype.fields is None:
         return dtype.str
     members = [dtype.fields[name] for name in dtype.names or ()]
     return {
         "names": list(dtype.names or ()),
-        "dtypes": [_dtype_to_json(member[0]) for member in members],
+        "dtypes": [dtype_to_json(member[0]) for member in members],
         "offsets": [member[1] for member in members],
         "bytes": dtype.itemsize,
     }
 
 
-def _dtype_from_json(document: Any) -> np.dtype[Any]:
+def dtype_from_json(document: Any) -> np.dtype[Any]:
+    """Return what `dtype_to_json` was given.
+
+    Raises:
+        ValueError: for what is no dtype.
+    """
     if isinstance(document, str):
         if not _SHORT_NAME.fullmatch(document):
             raise ValueError(f"dtype {document!r}")
         return np.dtype(document)
     if "shape" in document:
-        return np.dtype((_dtype_from_json(document["dtype"]), tuple(map(int, document["shape"]))))
+        return np.dtype((dtype_from_json(document["dtype"]), tuple(map(int, document["shape"]))))
     return np.dtype(
         {
             "names": list(map(str, document["names"])),
-            "formats": list(map(_dtype_from_json, document["dtypes"])),
+            "formats": list(map(dtype_from_json, document["dtypes"])),
             "offsets": list(map(int, document["offsets"])),
             "itemsize": int(document["bytes"]),
         }
@@ -110,7 +118,7 @@ def fields_from_json(document: dict[str, dict[str, Any]]) -> dict[str, Field]:
         return None if value is None else int(value)
 
     return {
-        str(name): Field(_dtype_from_json(entry["dtype"]), tuple(map(length, entry["shape"])))
+        str(name): Field(dtype_from_json(entry["dtype"]), tuple(map(length, entry["shape"])))
         for name, entry in document.items()
     }
 

@@ -1,37 +1,46 @@
-"""Rows of any structure saved as a set of shards, whose names of fields tell the structure.
+"""Rows of any structure saved as a set of shards, and snapshots, which save rows when they are first read.
 
-A part of a dict is a group, or a field, of its key; of a tuple "(0)", "(1)" and so on; an array that stands alone is "()".
+The names of the fields hold the structure. A part of a dict is a group, or a field, of its key; of a tuple "(0)", "(1)" and so
+on; an array that stands alone is "()".
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...base import nest, partition
-from ...base.agree import Ranks
+from ...base.agree import Ranks, together
 from ...base.errors import explain
 from ...cluster.topology import given_comm
 from ..files.hdf5 import HDF5Rows
 from ..nodes.batch import refuse_batches
-from ..nodes.node import INFINITE, Node
+from ..nodes.node import INFINITE, Addresses, Below, Node
 from ..nodes.order import Reindexed, Take
+from ..nodes.stage import Stage, one_address
 from ..spec import ArraySpec, is_ragged, stack_rows
-from .files import PathLike, manifest_path
+from .files import PathLike, manifest_path, set_pattern
 from .manifest import read_manifest
-from .set_writer import SetWriter, set_pattern
-from .settings import ShardSettings
+from .new_shard import ShardSettings
+from .writer import ShardWriter
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["load", "save"]
+    from ...comm.process_group import ProcessGroup
 
-_SAVE, _LOAD = "Dataset.save", "Dataset.load"
+__all__ = ["load", "save", "snapshot"]
+
+_SAVE, _LOAD, _SNAPSHOT = "Dataset.save", "Dataset.load", "Dataset.snapshot"
 _ALONE, _PLACE = "()", re.compile(r"\((\d*)\)")
 _TOGETHER = 64  # rows that are written together
 
@@ -43,12 +52,12 @@ def save(node: Node, epoch: int, path: PathLike, compression: str | None, comm: 
         names = nest.flatten(_names(_check(node).row_spec, ()))
         settings = _settings(node.row_spec, compression)
         node.check()
-    with SetWriter(_SAVE, path, settings, comm) as writer:
+    with ShardWriter._of(_SAVE, path, settings, comm) as writer:
         rows = _share(node, epoch, ranks)
         written = False
         while (together := list(itertools.islice(rows, _TOGETHER))) or (not written and ranks.rank == 0):
             columns = nest.flatten(stack_rows(together, node.row_spec))
-            writer.write(dict(zip(names, columns, strict=True)), _SAVE, "dataset")
+            writer._append(dict(zip(names, columns, strict=True)), _SAVE, "dataset")
             written = True
 
 
@@ -133,3 +142,82 @@ def _packed(tree: Any) -> Any:
     if all(_PLACE.fullmatch(key) for key in parts):
         return tuple(parts[f"({place})"] for place in range(len(parts)))
     return parts
+
+
+@final
+class DatasetSnapshot(Stage):
+    """The rows of epoch 0, out of files. They are written when something is first read, or the ranks meet."""
+
+    def __init__(self, parent: Node, path: PathLike, compression: str | None) -> None:
+        super().__init__(parent, path, compression)
+        self._path, self._compression = Path(path).absolute(), compression
+        self._stored: Node | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def _there(self) -> bool:
+        return manifest_path(set_pattern(_SNAPSHOT, self._path)).exists()
+
+    def _load(self) -> Node:
+        stored, parent = load(self._path, None), self._parent
+        remedy = "The files are of another dataset: remove them, or name another path."
+        wanted, found = nest.map_structure(_as_stored, parent.row_spec), stored.row_spec
+        if (nest.paths(wanted), nest.flatten(wanted)) != (nest.paths(found), nest.flatten(found)):
+            expected, got = f"rows of {wanted} in {self._path}", f"{found}"
+            raise ValueError(explain(_SNAPSHOT, "path", expected=expected, got=got, remedy=remedy))
+        counts = parent.cardinality(), stored.cardinality()
+        if counts[0] >= 0 and counts[0] != counts[1]:
+            expected, got = f"{counts[0]} rows in {self._path}", f"{counts[1]}"
+            raise ValueError(explain(_SNAPSHOT, "path", expected=expected, got=got, remedy=remedy))
+        return stored
+
+    def _rows(self) -> Node:
+        """The rows in files, written by this rank alone where they are not there."""
+        with self._lock:
+            if self._stored is None:
+                if not self._there:
+                    save(self._parent, 0, self._path, self._compression, None)
+                self._stored = self._load()
+            return self._stored
+
+    def bind(self, group: ProcessGroup) -> Node:
+        """The rows in files, written by all ranks together where not all see them. Collective."""
+        parent = self._parent.bind(group)  # also where this rank has read before, which others may not have
+        known = self._stored is not None or self._there
+        there = group.exchange("distribute_dataset", str(int(known)), detail="snapshot")
+        if "0" in there:
+            save(parent, 0, self._path, self._compression, group.comm)
+        with together(functools.partial(group.exchange, "distribute_dataset", detail="snapshot read")):
+            self._stored = self._stored or self._load()
+        return self._stored
+
+    def locate(self, epoch: int, position: int) -> Addresses:
+        return one_address(epoch, position)
+
+    def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
+        return [(self._rows(), (epochs, positions), None)]
+
+    def chunk_starts(self) -> NDArray[np.int64] | None:
+        return None if self._stored is None else self._stored.chunk_starts()
+
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
+        return self._rows().elements(epoch, start)
+
+    def describe(self) -> str:
+        return f"snapshot({str(self._path)!r})"
+
+
+def _as_stored(spec: ArraySpec) -> ArraySpec:
+    return ArraySpec(spec.shape, object) if spec.dtype.kind == "U" else spec
+
+
+def snapshot(parent: Node, path: PathLike, compression: str | None) -> Node:
+    """The rows of a node, kept in files; see `Dataset.snapshot`."""
+    refuse_batches(_SNAPSHOT, parent)
+    if parent.endless:
+        remedy = "Call repeat after snapshot."
+        expected, got = "a dataset with an end", "one repeated for ever"
+        raise ValueError(explain(_SNAPSHOT, "", expected=expected, got=got, remedy=remedy))
+    if compression not in ("AUTO", "NONE", "GZIP", None):
+        raise ValueError(explain(_SNAPSHOT, "compression", expected="'AUTO', 'GZIP' or None", got=repr(compression)))
+    return DatasetSnapshot(parent, path, None if compression == "AUTO" else compression)

@@ -12,8 +12,7 @@ from ..files.choice import choose_reader
 from ..files.handles import DAMAGED, open_hdf5, open_hdf5_files
 from ..spec import ArraySpec
 from .files import FileSet, PathLike, resolve
-from .look import look, look_into
-from .shard_set import join_shards
+from .look import join_shards, look, look_into
 
 if TYPE_CHECKING:
     import h5py

@@ -1,25 +1,49 @@
-"""ShardWriter, which writes a set of shards some rows at a time, and write_shards, which writes arrays, rows or a dataset."""
+"""The writer of a set of shards: each rank of a job appends rows, and one set of HDF5 shards appears, or none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+import json
+import re
+import shutil
+import stat
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
-from ...base import partition
-from ...base.errors import explain
-from ..dataset import INFINITE, Dataset
-from ..spec import stack_rows
-from .columns import columns_of, fields_of
-from .files import PathLike
-from .set_writer import SetWriter
-from .settings import Compression, Layout, ShardSettings, positive
+import numpy as np
+
+from ...base.agree import Ranks, tell
+from ...base.errors import ClosedError, CollectiveMismatchError, ShardError, explain
+from ...base.files import flush_folder
+from ...cluster.topology import given_comm
+from ..spec import conform, spec_of_element, stack_rows
+from .columns import Columns, columns_of, content_bytes, fields_of, fit, named, spec_of_fields
+from .files import PathLike, manifest_path, set_pattern
+from .manifest import (
+    Field,
+    Manifest,
+    ShardEntry,
+    fields_from_json,
+    fields_to_json,
+    listed_names,
+    write_manifest,
+    write_unfinished,
+)
+from .new_shard import NewShard, ShardFormat, ShardSettings
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from typing_extensions import Unpack
 
-__all__ = ["ShardWriter", "write_shards"]
+__all__ = ["ShardWriter"]
+
+_PENDING_BYTES = 1 << 20  # small writes are collected up to so many bytes
+_PENDING_ROWS = 1 << 12  # and rows
 
 
 @final
@@ -66,39 +90,69 @@ class ShardWriter:
     """
 
     def __init__(
-        self,
-        target: PathLike,
-        *,
-        rows_per_shard: int | None = None,
-        bytes_per_shard: int | None = None,
-        layout: Layout | None = None,
-        compression: Compression | None = None,
-        shuffle: bool | None = None,
-        fletcher32: bool | None = None,
-        chunk_rows: int | None = None,
-        attributes: Mapping[str, Mapping[str, Any]] | None = None,
-        comm: MPI.Intracomm | None = None,
+        self, target: PathLike, *, comm: MPI.Intracomm | None = None, **settings: Unpack[ShardSettings]
     ) -> None:
-        settings = ShardSettings(
-            rows_per_shard=rows_per_shard, bytes_per_shard=bytes_per_shard, layout=layout, compression=compression,
-            shuffle=shuffle, fletcher32=fletcher32, chunk_rows=chunk_rows, attributes=attributes,
-        )  # fmt: skip
-        self._set = SetWriter("ShardWriter", target, settings, comm)
+        self._open("ShardWriter", target, settings, comm)
+
+    @classmethod
+    def _of(
+        cls,
+        function: str,
+        target: PathLike,
+        settings: ShardSettings,
+        comm: MPI.Intracomm | None,
+        rows: int | None = None,
+    ) -> ShardWriter:
+        """Return the writer of another function of the user, which errors name. Collective over `comm`.
+
+        A rank that knows its number of `rows` writes its last shard once.
+        """
+        writer = cls.__new__(cls)
+        writer._open(function, target, settings, comm, rows)
+        return writer
+
+    def _open(
+        self,
+        function: str,
+        target: PathLike,
+        settings: ShardSettings,
+        comm: MPI.Intracomm | None,
+        rows: int | None = None,
+    ) -> None:
+        self._function = function
+        self._ranks = Ranks(given_comm(comm, function), function)
+        with self._ranks.together():
+            self._pattern = set_pattern(function, target)
+            self._form = ShardFormat(function, settings)
+        self._ranks.agree(f"{function} {str(self._pattern)!r} {self._form}")
+        self._given, self._pattern = self._pattern, self._pattern.absolute()
+        self._fields: dict[str, Field] | None = None
+        self._spec: dict[str, Any] = {}
+        self._pending: list[Columns] = []  # that wait for more
+        self._pending_rows: list[dict[str, Any]] = []  # single rows that came behind them
+        self._pending_bytes = 0
+        self._rows_to_come = rows
+        self._aside: Path | None = None
+        self._shard: NewShard | None = None
+        self._files: list[tuple[Path, ShardEntry]] = []
+        self._failed = False
+        self._closed = False
+        self._paths: list[Path] = []
 
     @property
     def paths(self) -> list[Path]:
         """Paths of the set's files, of all ranks, once the writer is closed; the same on every rank."""
-        return list(self._set.paths)
+        return list(self._paths)
 
     @property
     def rank(self) -> int:
         """This rank's number among those that write the set."""
-        return self._set.ranks.rank
+        return self._ranks.rank
 
     @property
     def size(self) -> int:
         """How many ranks write the set."""
-        return self._set.ranks.size
+        return self._ranks.size
 
     def write(self, rows: Any) -> None:
         """Append rows.
@@ -114,7 +168,7 @@ class ShardWriter:
             ValueError: for rows that have no form in HDF5, or are not like those before.
             ClosedError: after the context.
         """
-        self._set.write(rows, "ShardWriter.write", "rows")
+        self._append(rows, "ShardWriter.write", "rows")
 
     def write_row(self, row: Any) -> None:
         """Append one row.
@@ -127,7 +181,7 @@ class ShardWriter:
             ValueError: for a row that has no form in HDF5, or is not like those before.
             ClosedError: after the context.
         """
-        self._set.write_row(row, "ShardWriter.write_row", "row")
+        self._append_row(row, "ShardWriter.write_row", "row")
 
     def close(self) -> None:
         """Finish the set: what leaving the context does. Collective.
@@ -136,7 +190,17 @@ class ShardWriter:
             ValueError: when no rank has written anything, not even an array of no rows.
             CollectiveMismatchError, ShardError, OSError: as the class says; nothing new is left then.
         """
-        self._set.close()
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            with self._ranks.together():
+                empty = self._finish()
+                self._make_folder()
+            written = self._publish(empty)
+            self._paths = [self._given.with_name(path.name) for path in written]
+        finally:
+            self._discard()
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -144,132 +208,253 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._set.__exit__(kind, error, trace)
+        if error is None:
+            self.close()
+        elif not self._closed:
+            self._closed = True
+            try:
+                tell(self._ranks.exchange, error)  # the others wait in `close`
+            finally:
+                self._discard()
 
+    # Rows, of whatever function of the user; errors name it, and its argument.
 
-_NAME = "write_shards"
-_DATA = (_NAME, "data")  # for errors
-_ROWS = 64  # of a dataset, written together
-
-
-def write_shards(
-    target: PathLike,
-    data: Mapping[str, Any] | Dataset | Iterable[Any] | Callable[[int, int], Any],
-    *,
-    rows_per_shard: int | None = None,
-    bytes_per_shard: int | None = None,
-    num_shards: int | None = None,
-    batched: bool = False,
-    layout: Layout | None = None,
-    compression: Compression | None = None,
-    shuffle: bool | None = None,
-    fletcher32: bool | None = None,
-    chunk_rows: int | None = None,
-    attributes: Mapping[str, Mapping[str, Any]] | None = None,
-    comm: MPI.Intracomm | None = None,
-) -> list[Path]:
-    """Write data as HDF5 shards with a manifest, and return the shards' paths. Collective over `comm`, if there is one.
-
-    Files are written aside, flushed to disk and renamed, the manifest last. An older set of the same name is replaced.
-    Uncompressed data is stored contiguously, so that it can be read through a memory map. With `comm` every rank writes
-    the data that it passes, and the set has it in rank order.
-
-    Args:
-        target: a directory, whose shards become 00000-of-00004.h5 and so on with manifest.json; or a pattern like
-            `data/train-*.h5`: then they are data/train-00000-of-00004.h5 and so on with data/train-manifest.json.
-        data: one of
-            a dict of arrays of equal length along their first axis (memory maps stay on the disk);
-            an iterable of rows, each a dict of arrays, numbers and strings;
-            with `batched`, an iterable of batches, each a dict of arrays whose first axis counts rows;
-            a dataset whose elements are dicts, of which one epoch is written;
-            a function of (rank, number of ranks) that returns one of these.
-        rows_per_shard: rows in every shard but the last.
-        bytes_per_shard: instead, about so many bytes before compression.
-        num_shards: instead, for arrays only, how many shards (of this rank); their rows differ by at most one. With
-            none of the three, shards have about 1 GiB.
-        batched: whether the items of an iterable are batches, not rows.
-        layout, compression, shuffle, fletcher32, chunk_rows, attributes: as `ShardWriter` says.
-        comm: mpi4py's communicator of the ranks that write together, for instance `strategy.comm`. Without it this
-            rank writes a set of its own, and must be the only one of that name.
-
-    Raises:
-        ValueError: for arrays of different lengths, of a dtype that has no HDF5 form, for wrong arguments.
-        ShardError: when an older set's manifest is damaged, or another rank failed.
-        OSError: when the disk does not take it.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     [path.name for path in write_shards(directory, {"x": np.arange(5)}, num_shards=2)]
-        ...     len(write_shards(directory, ({"x": i, "text": str(i)} for i in range(5)), compression="gzip"))
-        ['00000-of-00002.h5', '00001-of-00002.h5']
-        1
-    """
-    settings = ShardSettings(
-        rows_per_shard=rows_per_shard, bytes_per_shard=bytes_per_shard, layout=layout, compression=compression,
-        shuffle=shuffle, fletcher32=fletcher32, chunk_rows=chunk_rows, attributes=attributes,
-    )  # fmt: skip
-    with SetWriter(_NAME, target, settings, comm) as writer:
-        if callable(data) and not isinstance(data, (Dataset, Mapping)):
-            data = data(writer.ranks.rank, writer.ranks.size)
-        if isinstance(data, Mapping):
-            _write_arrays(writer, data, num_shards, rows_per_shard or bytes_per_shard)
+    def _append(self, rows: Any, where: str, argument: str) -> None:
+        """Append rows."""
+        self._require_open(where)
+        columns = columns_of(where, argument, rows)
+        if self._fields is None:
+            self._begin(where, argument, fields_of(where, argument, columns))
         else:
-            if num_shards is not None:
-                remedy = "Pass rows_per_shard or bytes_per_shard."
-                expected = "none, as the number of rows is known for a dict of arrays only"
-                raise ValueError(explain(_NAME, "num_shards", expected=expected, got=num_shards, remedy=remedy))
-            if isinstance(data, Dataset):
-                _write_dataset(writer, data)
-            else:
-                _write_items(writer, data, batched)
-    return writer.paths
+            fit(where, argument, columns, self._fields)
+        self._flush_rows()
+        self._take(columns)
+
+    def _append_row(self, row: Any, where: str, argument: str) -> None:
+        """Append one row."""
+        self._require_open(where)
+        values = named(where, argument, row, "a dict of arrays, numbers and strings by name")
+        if self._fields is None:
+            try:
+                spec = spec_of_element(values)
+                rows = stack_rows([conform(values, spec)], spec)
+            except TypeError as error:
+                raise TypeError(f"{where}: {argument}: {error}") from None
+            except ValueError as error:
+                raise ValueError(f"{where}: {argument}: {error}") from None
+            self._begin(where, argument, fields_of(where, argument, rows))
+        try:
+            values = conform(values, self._spec)
+        except TypeError as error:
+            raise TypeError(f"{where}: {argument}: {error}") from None
+        except ValueError as error:
+            remedy = "Rows that differ in length are written many at a time, or from ms.data.from_generator."
+            text = f"{where}: {argument}: {error}" + (f". {remedy}" if "got " in str(error) else "")
+            raise ValueError(text) from None
+        values = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+        self._pending_rows.append(values)
+        self._pending_bytes += sum(value.nbytes if isinstance(value, np.ndarray) else 8 for value in values.values())
+        if self._pending_bytes >= _PENDING_BYTES or len(self._pending_rows) >= _PENDING_ROWS:
+            self._flush()
+
+    def _append_shards(self, columns: Columns, bounds: Iterable[tuple[int, int]], where: str, argument: str) -> None:
+        """Append rows as shards from and to these rows, of exactly so many, even if that is none."""
+        self._require_open(where)
+        if self._fields is None:
+            self._begin(where, argument, fields_of(where, argument, columns))
+        self._flush()
+        self._finish_shard()
+        for start, stop in bounds:
+            self._shard = self._open_shard(stop - start)
+            self._store(columns, start, stop)
+            self._finish_shard()
+
+    def _make_folder(self) -> None:
+        try:
+            self._pattern.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            expected, got = f"a folder {self._pattern.parent}", str(error.strerror)
+            raise type(error)(explain(self._function, "target", expected=expected, got=got)) from None
+
+    def _require_open(self, where: str) -> None:
+        if self._closed:
+            raise ClosedError(explain(where, "", expected="an open writer", got="one that was closed"))
+
+    def _begin(self, where: str, argument: str, fields: dict[str, Field]) -> None:
+        """Take the fields of the first rows for those of all."""
+        self._form.check(where, argument, fields)
+        self._fields, self._spec = fields, spec_of_fields(fields)
+
+    # Small writes are collected, and go to HDF5 together.
+
+    def _take(self, columns: Columns) -> None:
+        size, rows = sum(map(content_bytes, columns.values())), _rows(columns)
+        if size >= _PENDING_BYTES or rows >= _PENDING_ROWS:
+            self._flush()
+            self._store(columns, 0, rows)
+        elif rows:
+            self._pending.append({name: array.copy() for name, array in columns.items()})  # the caller may reuse them
+            self._pending_bytes += size
+            if self._pending_bytes >= _PENDING_BYTES or sum(map(_rows, self._pending)) >= _PENDING_ROWS:
+                self._flush()
+
+    def _flush_rows(self) -> None:
+        if self._pending_rows:
+            self._pending.append(stack_rows(self._pending_rows, self._spec))
+            self._pending_rows = []
+
+    def _collected(self) -> Columns | None:
+        self._flush_rows()
+        waiting, self._pending, self._pending_bytes = self._pending, [], 0
+        if len(waiting) < 2:
+            return waiting[0] if waiting else None
+        return {name: np.concatenate([columns[name] for columns in waiting]) for name in waiting[0]}
+
+    def _flush(self) -> None:
+        columns = self._collected()
+        if columns is not None:
+            self._store(columns, 0, _rows(columns))
+
+    # Shards.
+
+    def _store(self, columns: Columns, start: int, stop: int) -> None:
+        self._failed = True  # until it is done: a set with rows missing must not come out
+        while start < stop:
+            if self._shard is None:
+                self._shard = self._open_shard(self._expected_rows())
+            start = self._shard.append(columns, start, stop, self._limit())
+            if self._shard.full or self._shard.bytes >= (self._limit() or np.inf):
+                self._finish_shard()
+        self._failed = False
+
+    def _capacity(self) -> int | None:
+        """The most rows of a shard, where that is known."""
+        assert self._fields is not None
+        return self._form.rows_of_shard(self._fields)
+
+    def _expected_rows(self) -> int | None:
+        """The most rows of the next shard, where that is known."""
+        capacity, rows = self._capacity(), self._rows_to_come
+        if capacity is None or rows is None:
+            return capacity
+        return min(capacity, max(1, rows - sum(entry.rows for _, entry in self._files)))
+
+    def _limit(self) -> int | None:
+        """The bytes at which a shard is full, where the bytes of a row are not known."""
+        return self._form.bytes_per_shard if self._capacity() is None else None
+
+    def _open_shard(self, capacity: int | None) -> NewShard:
+        assert self._fields is not None
+        if self._aside is None:
+            self._make_folder()
+            self._aside = Path(tempfile.mkdtemp(prefix=".shards-", suffix=".tmp", dir=self._pattern.parent))
+            # For a writer that is not closed: only files, no communication.
+            weakref.finalize(self, shutil.rmtree, self._aside, ignore_errors=True)
+        path = self._aside / f"{len(self._files):05d}.h5"
+        return NewShard(path, self._fields, self._form, capacity)
+
+    def _finish_shard(self) -> None:
+        if self._shard is not None:
+            shard, self._shard = self._shard, None
+            self._files.append((shard.path, shard.finish(shard.path.name)))
+
+    def _finish(self) -> tuple[Path, ShardEntry] | None:
+        """Write what waits. Return a file without rows if this rank has no other."""
+        if self._failed:
+            raise ShardError(explain(self._function, "", expected="rows that were written", got="a write that failed"))
+        columns = self._collected()
+        if columns is not None:
+            if self._shard is None:  # few rows, all of them known: no need to write them twice
+                self._shard = self._open_shard(min(self._capacity() or _rows(columns), _rows(columns)))
+            self._store(columns, 0, _rows(columns))
+        self._finish_shard()
+        if self._files or self._fields is None:
+            return None
+        empty = self._open_shard(0)
+        return empty.path, empty.finish(empty.path.name)
+
+    def _discard(self) -> None:
+        self._pending, self._pending_rows = [], []
+        if self._shard is not None:
+            with contextlib.suppress(OSError):  # of a file that is removed
+                self._shard.close()
+            self._shard = None
+        if self._aside is not None:
+            shutil.rmtree(self._aside, ignore_errors=True)
+
+    def _publish(self, empty: tuple[Path, ShardEntry] | None) -> list[Path]:
+        """Give the files of all ranks their names, in rank order, and write the manifest. Collective.
+
+        Meanwhile there is a manifest marked "unfinished", so that what a crash leaves behind is refused, not mixed. `empty` is a
+        file without rows, for the case that no rank has another.
+
+        Raises:
+            ValueError: when no rank has seen rows.
+            CollectiveMismatchError: when the ranks' fields differ.
+            ShardError: when another rank failed.
+        """
+        mine = {
+            "fields": None if self._fields is None else fields_to_json(self._fields),
+            "shards": [vars(entry) for _, entry in self._files],
+            "empty": None if empty is None else vars(empty[1]),
+        }
+        files, directory = self._files, self._pattern.parent
+        all_ranks = [json.loads(text) for text in self._ranks.exchange(json.dumps(mine))]
+        agreed = fields_from_json(_agreed(self._function, [one["fields"] for one in all_ranks]))
+        if not any(one["shards"] for one in all_ranks):
+            owner = next(rank for rank, one in enumerate(all_ranks) if one["empty"] is not None)
+            all_ranks[owner]["shards"] = [all_ranks[owner]["empty"]]
+            files = [empty] if self._ranks.rank == owner and empty is not None else []
+        entries = [[ShardEntry(**shard) for shard in one["shards"]] for one in all_ranks]
+        count = sum(map(len, entries))
+        numbered = iter(range(count))
+        entries = [
+            [replace(e, name=self._pattern.name.replace("*", f"{next(numbered):05d}-of-{count:05d}")) for e in own]
+            for own in entries
+        ]
+        shards = tuple(entry for own in entries for entry in own)
+        names, manifest = {shard.name for shard in shards}, manifest_path(self._pattern)
+        old: set[str] = set()
+        with self._ranks.together():
+            if self._ranks.rank == 0:
+                old = set(_replaced(self._pattern, listed_names(manifest))) if manifest.exists() else set()
+                write_unfinished(manifest, sorted(old | names))
+        with self._ranks.together():
+            for (path, _), entry in zip(files, entries[self._ranks.rank], strict=True):
+                path.replace(directory / entry.name)
+            flush_folder(directory)
+        with self._ranks.together():
+            if self._ranks.rank == 0:
+                for name in old - names:
+                    (directory / name).unlink(missing_ok=True)
+                write_manifest(manifest, Manifest(agreed, shards))
+        return [directory / shard.name for shard in shards]
 
 
-def _write_arrays(writer: SetWriter, data: Mapping[str, Any], num_shards: int | None, each: int | None) -> None:
-    columns = columns_of(_NAME, "data", data)
-    fields = fields_of(_NAME, "data", columns)
-    rows = len(next(iter(columns.values())))
-    if num_shards is not None:
-        if each is not None:
-            got = f"both {num_shards} shards and {each} in each"
-            raise ValueError(explain(_NAME, "", expected="one of num_shards, rows_per_shard, bytes_per_shard", got=got))
-        bounds = partition.bounds(rows, positive(_NAME, "num_shards", num_shards))
-    elif rows and (step := writer.settings.rows_of_shard(fields)) is not None:
-        bounds = partition.blocks([(0, rows)], step)
-    else:
-        writer.write(data, *_DATA)
-        return
-    writer.write_shards(columns, bounds, *_DATA)
+def _rows(columns: Columns) -> int:
+    return len(next(iter(columns.values())))
 
 
-def _write_dataset(writer: SetWriter, dataset: Dataset) -> None:
-    if dataset.cardinality() == INFINITE:
-        remedy = "Write the dataset without repeat(), or take() what is wanted."
-        raise ValueError(explain(_NAME, "data", expected="a dataset with an end", got="one without", remedy=remedy))
-    if not isinstance(dataset.node.row_spec, Mapping):
-        got, remedy = f"elements of {dataset.node.row_spec}", 'Name the arrays: .map(lambda x, y: {"x": x, "y": y}).'
-        raise ValueError(explain(_NAME, "data", expected="a dataset of dicts", got=got, remedy=remedy))
-    if dataset.node.batching is not None:
-        for batch in dataset:
-            writer.write(batch, *_DATA)
-        return
-    waiting: list[Any] = []
-    for row in dataset:
-        waiting.append(row)
-        if len(waiting) == _ROWS:
-            writer.write(stack_rows(waiting, dataset.node.row_spec), *_DATA)
-            waiting = []
-    if waiting or not dataset.cardinality():
-        writer.write(stack_rows(waiting, dataset.node.row_spec), *_DATA)
+def _replaced(pattern: Path, names: Sequence[str]) -> Iterator[str]:
+    """Yield those of the names in an older manifest that are shards of this pattern: nothing else is removed for it."""
+    shard = re.compile(re.escape(pattern.name).replace(r"\*", "[0-9]+-of-[0-9]+"))
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            if shard.fullmatch(name) and stat.S_ISREG((pattern.parent / name).lstat().st_mode):
+                yield name
 
 
-def _write_items(writer: SetWriter, items: Any, batched: bool) -> None:
-    try:
-        iterator = iter(items)
-    except TypeError:
-        expected = "a dict of arrays by name, a dataset, an iterable of rows, or a function of the rank"
-        raise ValueError(explain(_NAME, "data", expected=expected, got=f"a {type(items).__name__}")) from None
-    put = writer.write if batched else writer.write_row
-    for number, item in enumerate(iterator):
-        put(item, _NAME, f"data[{number}]")
+def _agreed(function: str, fields: list[dict[str, dict[str, object]] | None]) -> dict[str, dict[str, object]]:
+    """The fields that all ranks have seen."""
+    known = {rank: one for rank, one in enumerate(fields) if one is not None}
+    if not known:
+        remedy = "Write an array of no rows to make an empty set."
+        raise ValueError(explain(function, "", expected="rows to write", got="none", remedy=remedy))
+    first, agreed = next(iter(known.items()))
+    for rank, one in known.items():
+        if one != agreed:
+            got = f"{one} on rank {rank}"
+            remedy = "All shards of a set need the same names, dtypes and row shapes."
+            expected = f"the fields {agreed}, as on rank {first}"
+            raise CollectiveMismatchError(explain(function, "", expected=expected, got=got, remedy=remedy))
+    return agreed

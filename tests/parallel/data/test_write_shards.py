@@ -107,7 +107,7 @@ def test_an_error_on_one_rank_is_one_on_all_and_leaves_nothing(mpi_tmp_path, mon
     if comm.rank == guilty and where == "close":
         monkeypatch.setattr(NewShard, "finish", fail)
     if comm.rank == 0 and where == "rename":
-        monkeypatch.setattr("mpistrat.data.shards.set_writer.write_unfinished", fail)
+        monkeypatch.setattr("mpistrat.data.shards.writer.write_unfinished", fail)
     kinds = {"argument": ValueError, "rows": ValueError, "context": KeyError}
     own = {**kinds, "close": OSError, "rename": OSError}[where]
     culprit = 0 if where == "rename" else guilty

@@ -128,7 +128,7 @@ def test_the_state_is_what_was_consumed_not_what_was_read_ahead() -> None:
     iterator = iter(parts(from_arrays(np.arange(100)).batch(10).prefetch(4), 1)[0])
     next(iterator)
     deadline = time.monotonic() + 5
-    while iterator._read_ahead._buffer.items.qsize() < 4 and time.monotonic() < deadline:
+    while iterator._read_ahead._items.qsize() < 4 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert iterator.state() == {"epoch": 0, "next": 1, "length": 10}
     iterator.close()

@@ -11,8 +11,7 @@ import pytest
 
 from mpistrat.data.files.storage import Chunks, Contiguous, OnlyHDF5, Pointers
 from mpistrat.data.shards.files import resolve
-from mpistrat.data.shards.found import from_bytes, to_bytes
-from mpistrat.data.shards.look import Shard, Unfit, look
+from mpistrat.data.shards.look import ShardContents, Unfit, from_bytes, look, to_bytes
 
 STRUCTURE = np.dtype([("a", "<i2"), ("b", ">f8", (2,))], align=True)
 STORED: dict[str, tuple[type, Any]] = {
@@ -48,10 +47,10 @@ def test_what_was_found_arrives(tmp_path: Path, name: str) -> None:
         file["number"] = 1
     files = resolve(tmp_path)
     (shard,) = look(files, [0], None)
-    assert isinstance(shard, Shard)
+    assert isinstance(shard, ShardContents)
     assert type(shard.storages[name].layout) is kind
     assert shard.left_out == ("number (no rows)",)
-    told = from_bytes(to_bytes({0: shard}), files.paths)
+    told = from_bytes(to_bytes({0: shard}))
     assert list(told) == [0]
     assert alike(told[0], shard)
 
@@ -61,7 +60,7 @@ def test_what_cannot_be_read_arrives(tmp_path: Path) -> None:
     files = resolve([tmp_path / "a.h5", tmp_path / "b.h5"])
     found = look(files, [0, 1], None)
     assert [isinstance(one, Unfit) and one.unopened for one in found] == [True, False]
-    assert from_bytes(to_bytes(dict(enumerate(found))), files.paths) == dict(enumerate(found))
+    assert from_bytes(to_bytes(dict(enumerate(found)))) == dict(enumerate(found))
 
 
 def test_a_file_takes_some_hundred_bytes(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_an_exception_in_the_context_leaves_the_old_set_whole(tmp_path: Path) ->
     before = old_set(tmp_path)
     with pytest.raises(KeyError), ShardWriter(tmp_path, rows_per_shard=2) as writer:
         writer.write({"x": np.arange(1_000_00)[:9]})
-        writer._set._flush()
+        writer._flush()
         assert len(list(tmp_path.iterdir())) > len(before)  # the premise
         raise KeyError("mine")
     check_old_set(tmp_path, before)
