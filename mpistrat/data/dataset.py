@@ -507,4 +507,4 @@ class Dataset:
             [10, 0, 11, 12, 1]
         """
         (choices,) = _nodes(choose.FUNCTION, [choice_dataset])
-        return Dataset(choose.Chosen(choices, _nodes(choose.FUNCTION, datasets), bool(stop_on_empty_dataset)))
+        return Dataset(choose.choose(choices, _nodes(choose.FUNCTION, datasets), bool(stop_on_empty_dataset)))

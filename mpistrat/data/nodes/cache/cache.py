@@ -17,7 +17,7 @@ from ...memory_limit import available_memory, require_memory
 from ...spec import is_ragged
 from ...stats import StageStats
 from ..node import Addresses, Below, Node, Traits
-from ..stage import InOrder, Stage
+from ..stage import Stage
 from .fill import Claims, FilledMemory, node_memory
 from .job import job_memory
 from .rows import ParentRows, RowChunks, RowMemory
@@ -222,8 +222,10 @@ class Cached(Stage):
 
 
 @final
-class CachedInOrder(InOrder):
+class CachedInOrder(Stage):
     """Elements of a dataset that reads in order, kept in the first complete epoch."""
+
+    random_access = False
 
     def __init__(self, parent: Node) -> None:
         super().__init__(parent)
@@ -233,6 +235,9 @@ class CachedInOrder(InOrder):
     @property
     def counters(self) -> StageStats:
         return self._counters
+
+    def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
+        return []
 
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         kept = self._kept
