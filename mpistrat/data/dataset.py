@@ -318,10 +318,7 @@ class Dataset:
             10
         """
         check_callable("Dataset.reduce", "reduce_func", reduce_func)
-        if self.node.endless:
-            remedy = "Put take(n) in front."
-            expected, got = "a dataset with an end", "one repeated for ever"
-            raise ValueError(explain("Dataset.reduce", "", expected=expected, got=got, remedy=remedy))
+        batches.require_end("Dataset.reduce", self.node, "Put take(n) in front.")
         state = scan.State("Dataset.reduce", initial_state)
         for element in self:
             state.set("reduce_func", reduce_func(state.value, element))

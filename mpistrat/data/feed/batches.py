@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...base import nest
-from ..nodes.node import Part, rows_of_parts
+from ..nodes.node import own_rows
 from ..permutation import by_locality
 from ..spec import row_nbytes
 
 if TYPE_CHECKING:
-    from ..nodes.node import Addresses, Node
+    from ..nodes.node import Addresses, LocatedRange, Node, OwnRows
 
 __all__ = ["LOOK_AHEAD", "Located", "LookAhead", "successive_batches"]
 
@@ -28,17 +28,17 @@ TOGETHER_BYTES = 1 << 19  # of batches that are gathered at a time
 TOGETHER_SECONDS = 1e-3
 
 
-def successive_batches(dataset: Node, epoch: int, start: int, part: Part | None = None) -> Iterator[tuple[int, Any]]:
+def successive_batches(dataset: Node, epoch: int, start: int, own: OwnRows | None = None) -> Iterator[tuple[int, Any]]:
     """Yield the batches of an epoch from one on, each as its number of rows and the rows that are ours.
 
     Args:
         dataset: with random access, after `batch`.
         epoch, start: where to begin.
-        part: which rows of a batch of so many are ours, once they stand in the order of their locality; None for all, in
+        own: which rows of a batch of so many are ours, once they stand in the order of their locality; None for all, in
             the order of the dataset.
     """
     pace = _Pace()
-    for batches in LookAhead(dataset).batches(_located(dataset, epoch, start, part, pace)):
+    for batches in LookAhead(dataset).batches(_located(dataset, epoch, start, own, pace)):
         yield from _gathered(batches, pace)
 
 
@@ -82,21 +82,18 @@ def _gathered(batches: Located, pace: _Pace) -> Iterator[tuple[int, Any]]:
         yield total, pace.gather(source, epochs[own], positions[own])
 
 
-def _located(dataset: Node, epoch: int, start: int, part: Part | None, pace: _Pace) -> Iterator[Located]:
+def _located(dataset: Node, epoch: int, start: int, own: OwnRows | None, pace: _Pace) -> Iterator[Located]:
     """Where the rows of the batches, or our part of each, are made."""
     length = dataset.cardinality()
     nothing = np.empty(0, np.int64)
-    sort = part is not None and dataset.locality(nothing, nothing) is not None
+    sort = own is not None and dataset.locality(nothing, nothing) is not None
     position, together = start, 1
     while length < 0 or position < length:
         stop = position + together if length < 0 else min(position + together, length)
-        if part is None:
-            (epochs, positions), counts = dataset.locate_range(epoch, position, stop)
-            ends = list(itertools.accumulate(counts))
-        elif sort:
-            (epochs, positions), counts, ends = _sorted_parts(dataset, epoch, range(position, stop), part)
+        if own is not None and sort:
+            (epochs, positions), counts, ends = _sorted_range(dataset, epoch, range(position, stop), own)
         else:
-            (epochs, positions), counts, ends = dataset.locate_parts(epoch, position, stop, part)
+            (epochs, positions), counts, ends = dataset.locate_range(epoch, position, stop, own)
         source, epochs, positions = dataset.read_plan(epochs, positions)
         most = functools.partial(pace.batches, _rows_together(source), max(1, ends[-1] // len(ends)))
         for some in _groups(ends, epochs, most):
@@ -108,14 +105,14 @@ def _located(dataset: Node, epoch: int, start: int, part: Part | None, pace: _Pa
         position, together = stop, max(1, min(2 * together, _LOCATED * (stop - position) // max(1, located)))
 
 
-def _sorted_parts(dataset: Node, epoch: int, batches: range, part: Part) -> tuple[Addresses, list[int], list[int]]:
-    """As `Node.locate_parts`, of batches whose rows stand in the order of their locality."""
-    (epochs, positions), counts = dataset.locate_range(epoch, batches.start, batches.stop)
-    own, ends = rows_of_parts(np.cumsum([0, *counts[:-1]], dtype=np.int64), counts, part)
+def _sorted_range(dataset: Node, epoch: int, batches: range, own: OwnRows) -> LocatedRange:
+    """As `Node.locate_range`, of batches whose rows stand in the order of their locality."""
+    (epochs, positions), counts, _ = dataset.locate_range(epoch, batches.start, batches.stop)
+    rows, ends = own_rows(np.cumsum([0, *counts[:-1]], dtype=np.int64), counts, own)
     numbers = dataset.locality(epochs, positions)
     if numbers is not None:
-        own = by_locality(numbers, counts)[own]
-    return (epochs[own], positions[own]), counts, ends
+        rows = by_locality(numbers, counts)[rows]
+    return (epochs[rows], positions[rows]), counts, ends
 
 
 def _groups(ends: Sequence[int], epochs: NDArray[np.int64], most: Callable[[], int]) -> Iterator[slice]:

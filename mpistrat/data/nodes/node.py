@@ -12,6 +12,7 @@ Base classes with the defaults: stage.py. What users hold: dataset.py.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -34,12 +35,13 @@ __all__ = [
     "Addresses",
     "Batching",
     "Below",
+    "LocatedRange",
     "Node",
     "Outcome",
-    "Part",
+    "OwnRows",
     "ReadPlan",
     "Traits",
-    "rows_of_parts",
+    "own_rows",
 ]
 
 INFINITE = -1  # tf.data.INFINITE_CARDINALITY
@@ -47,7 +49,9 @@ UNKNOWN = -2  # tf.data.UNKNOWN_CARDINALITY
 
 Addresses = tuple[NDArray[np.int64], NDArray[np.int64]]  # epochs and positions, one of each a row
 Outcome = tuple[Any, Exception | None]  # an element, or the error that is raised instead of it
-Part = Callable[[int], tuple[int, int]]  # which rows of a batch of so many are ours
+OwnRows = Callable[[int], tuple[int, int]]  # the range of rows that are ours of a batch of so many
+# Addresses of the rows of elements, or of those that are ours; the number of rows of each element; where its rows end.
+LocatedRange = tuple[Addresses, list[int], list[int]]
 ReadPlan = tuple["Node", NDArray[np.int64], NDArray[np.int64]]  # the node that makes rows, and their addresses there
 # A node below, addresses there, and the places of these rows among those asked for; None where each is in its own place.
 Below = tuple["Node", Addresses, NDArray[np.int64] | None]
@@ -121,11 +125,6 @@ class Node(ABC):
     def cardinality(self) -> int:
         """Return the number of elements of one epoch; `INFINITE` without an end, or `UNKNOWN`."""
 
-    @property
-    def endless(self) -> bool:
-        """Whether an epoch has no end. Files are opened for it only where something is repeated."""
-        return self.traits.repeated and self.cardinality() == INFINITE
-
     # Reading in order.
 
     @abstractmethod
@@ -164,17 +163,15 @@ class Node(ABC):
         """Return the addresses of the rows that make up one element."""
         raise NotImplementedError(f"{self.describe()} reads in order")
 
-    def locate_range(self, epoch: int, start: int, stop: int) -> tuple[Addresses, list[int]]:
-        """Return the addresses of the rows of successive elements, at least one, and how many rows each has."""
+    def locate_range(self, epoch: int, start: int, stop: int, own: OwnRows | None = None) -> LocatedRange:
+        """Return the addresses of the rows of successive elements, at least one, or of the rows that are ours of each."""
         each = [self.locate(epoch, position) for position in range(start, stop)]
         epochs, positions = (np.concatenate(parts) for parts in zip(*each, strict=True))
-        return (epochs, positions), [positions.size for _, positions in each]
-
-    def locate_parts(self, epoch: int, start: int, stop: int, part: Part) -> tuple[Addresses, list[int], list[int]]:
-        """Return the addresses of a part of each of successive elements, how many rows each has, and where its part ends."""
-        (epochs, positions), counts = self.locate_range(epoch, start, stop)
-        own, ends = rows_of_parts(np.cumsum([0, *counts[:-1]], dtype=np.int64), counts, part)
-        return (epochs[own], positions[own]), counts, ends
+        counts = [positions.size for _, positions in each]
+        if own is None:
+            return (epochs, positions), counts, list(itertools.accumulate(counts))
+        rows, ends = own_rows(np.cumsum([0, *counts[:-1]], dtype=np.int64), counts, own)
+        return (epochs[rows], positions[rows]), counts, ends
 
     def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
         """Return the rows of other nodes that the rows at some addresses are made of; nothing for a source.
@@ -311,20 +308,20 @@ class Node(ABC):
         return f"<{type(self).__name__} {printable(self.describe())}>"
 
 
-def rows_of_parts(firsts: NDArray[np.int64], counts: Sequence[int], part: Part) -> tuple[NDArray[np.int64], list[int]]:
-    """Return the numbers of the rows that are ours, and behind which of them our part of each batch ends.
+def own_rows(firsts: NDArray[np.int64], counts: Sequence[int], own: OwnRows) -> tuple[NDArray[np.int64], list[int]]:
+    """Return the numbers of the rows of successive batches that are ours, and where those of each batch end.
 
     Args:
         firsts: the number of each batch's first row.
-        counts: how many rows each has.
-        part: which of so many are ours.
+        counts: the number of rows of each batch.
+        own: returns the range of rows that are ours.
 
     Example:
-        >>> rows, ends = rows_of_parts(np.array([10, 14]), [4, 2], lambda count: (count // 2, count))
+        >>> rows, ends = own_rows(np.array([10, 14]), [4, 2], lambda count: (count // 2, count))
         >>> rows.tolist(), ends
         ([12, 13, 15], [2, 3])
     """
-    ranges = {count: part(count) for count in set(counts)}
+    ranges = {count: own(count) for count in set(counts)}
     if len(ranges) == 1:
         low, high = ranges[counts[0]]
         size, number = high - low, len(counts)

@@ -18,6 +18,7 @@ from ...base.arguments import integer
 from ...base.errors import explain
 from ..permutation import DEFAULT_SEED, BlockOrder, random_words
 from ..spec import ArraySpec
+from .batch import require_end
 from .node import Addresses, Below, Node
 from .order import Reindexed, Reordered, Shuffle, ShuffleSettings
 from .stage import Stage
@@ -227,11 +228,7 @@ def shuffle(
         raise ValueError(explain("Dataset.shuffle", "mode", expected="no window", got="one", remedy=remedy))
     if not parent.random_access:
         return _in_order(parent, buffer_size, seed, reshuffle_each_epoch, mode)
-    if parent.endless:
-        remedy = "Shuffle before repeat: each repetition then has an order of its own."
-        raise ValueError(
-            explain("Dataset.shuffle", "", expected="a dataset with an end", got="one without", remedy=remedy)
-        )
+    require_end("Dataset.shuffle", parent, "Shuffle before repeat: each repetition then has an order of its own.")
     return Shuffled(parent, buffer_size, seed, reshuffle_each_epoch, mode, window_bytes)
 
 

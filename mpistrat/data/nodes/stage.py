@@ -14,7 +14,7 @@ from ...base.errors import explain
 from ...base.masks import plain_array
 from ..feed.batches import LookAhead, successive_batches
 from ..spec import unstack_rows
-from .node import Addresses, Batching, Below, Node, Outcome, Part, Traits
+from .node import Addresses, Batching, Below, LocatedRange, Node, Outcome, OwnRows, Traits
 
 __all__ = [
     "Combined",
@@ -174,11 +174,8 @@ class Stage(_Readable):
 class SameElements(Stage):
     """A node over one parent with the very same elements: a setting of the whole chain."""
 
-    def locate_range(self, epoch: int, start: int, stop: int) -> tuple[Addresses, list[int]]:
-        return self._parent.locate_range(epoch, start, stop)
-
-    def locate_parts(self, epoch: int, start: int, stop: int, part: Part) -> tuple[Addresses, list[int], list[int]]:
-        return self._parent.locate_parts(epoch, start, stop, part)
+    def locate_range(self, epoch: int, start: int, stop: int, own: OwnRows | None = None) -> LocatedRange:
+        return self._parent.locate_range(epoch, start, stop, own)
 
     def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
         return self._parent.elements(epoch, start)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ...base import nest
 from ...base.agree import together
 from ...base.errors import explain
-from ..nodes.batch import refuse_batches
+from ..nodes.batch import refuse_batches, require_end
 from ..nodes.node import Addresses, Below, Node
 from ..nodes.stage import Stage, one_address
 from ..spec import ArraySpec
@@ -100,10 +100,7 @@ def _as_stored(spec: ArraySpec) -> ArraySpec:
 def snapshot(parent: Node, path: PathLike, compression: str | None) -> Node:
     """The rows of a node, kept in files; see `Dataset.snapshot`."""
     refuse_batches(FUNCTION, parent)
-    if parent.endless:
-        remedy = "Call repeat after snapshot."
-        expected, got = "a dataset with an end", "one repeated for ever"
-        raise ValueError(explain(FUNCTION, "", expected=expected, got=got, remedy=remedy))
+    require_end(FUNCTION, parent, "Call repeat after snapshot.")
     if compression not in ("AUTO", "NONE", "GZIP", None):
         raise ValueError(explain(FUNCTION, "compression", expected="'AUTO', 'GZIP' or None", got=repr(compression)))
     return Snapshot(parent, path, None if compression == "AUTO" else compression)

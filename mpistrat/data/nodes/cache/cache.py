@@ -16,6 +16,7 @@ from ....base.text import decimal_size
 from ...memory_limit import available_memory, require_memory
 from ...spec import is_ragged
 from ...stats import StageStats
+from ..batch import require_end
 from ..node import Addresses, Below, Node, Traits
 from ..stage import Stage
 from .fill import Claims, FilledMemory, node_memory
@@ -73,11 +74,7 @@ def cache(parent: Node, scope: Scope = "rank", *, transport: Transport = "auto")
         if value not in legal:
             expected = ", ".join(map(repr, legal))
             raise ValueError(explain(FUNCTION, argument, expected=f"one of {expected}", got=repr(value)))
-    if parent.endless:
-        remedy = "Call repeat after cache."
-        raise ValueError(
-            explain(FUNCTION, "", expected="a dataset with an end", got="one repeated for ever", remedy=remedy)
-        )
+    require_end(FUNCTION, parent, "Call repeat after cache.")
     by_rows = parent.random_access
     if by_rows and parent.batching is not None:  # padded to the longest of the batch: no rows of one shape
         by_rows = not any(is_ragged(leaf) for leaf in nest.flatten(parent.row_spec))
