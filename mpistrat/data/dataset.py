@@ -19,7 +19,7 @@ from ..base.errors import explain
 from ..base.masks import plain_array
 from .feed.feed import DatasetIterator
 from .nodes import batch as batches
-from .nodes import choose, combine, conditions, endless, group, rebatch, resample, scan
+from .nodes import combine, conditions, endless, group, rebatch, resample, scan
 from .nodes import flat_map as flat_maps
 from .nodes import list_files as files
 from .nodes import map as maps
@@ -30,7 +30,7 @@ from .nodes.calls import check_callable
 from .nodes.combine import Joined, Zipped
 from .nodes.map import Enumerated
 from .nodes.node import INFINITE, Node
-from .nodes.order import Configured, Prefetched, Reindexed, Repeat, Shard, Skip, Take, options_of
+from .nodes.order import Configured, Prefetched, Reindexed, Repeat, ShardOrder, Skip, Take, options_of
 from .nodes.sample import sampled
 from .nodes.sources import array_rows, generated, plain_lists
 from .nodes.stage import gather_rows
@@ -257,7 +257,7 @@ class Dataset:
             index = integer("Dataset.shard", "index", index, 0)
             if index >= num_shards:
                 raise ValueError(explain("Dataset.shard", "index", expected=f"0 <= index < {num_shards}", got=index))
-        return Dataset(Reindexed(self.node, Shard(num_shards, index)))
+        return Dataset(Reindexed(self.node, ShardOrder(num_shards, index)))
 
     @tensorflow_names()
     def prefetch(self, buffer_size: int | None) -> Dataset:
@@ -503,5 +503,5 @@ class Dataset:
             >>> [int(x) for x in ms.data.Dataset.choose_from_datasets([tens, ones], choices)]
             [10, 0, 11, 12, 1]
         """
-        (choices,) = _nodes(choose.FUNCTION, [choice_dataset])
-        return Dataset(choose.choose(choices, _nodes(choose.FUNCTION, datasets), bool(stop_on_empty_dataset)))
+        (choices,) = _nodes("choose_from_datasets", [choice_dataset])
+        return Dataset(combine.choose(choices, _nodes("choose_from_datasets", datasets), bool(stop_on_empty_dataset)))

@@ -88,7 +88,7 @@ def cache(parent: Node, scope: Scope = "rank", *, transport: Transport = "auto")
     return CachedInOrder(parent)
 
 
-class Memory(Protocol):
+class CacheMemory(Protocol):
     """Where rows are kept."""
 
     def take(self, numbers: NDArray[np.int64]) -> Any:
@@ -121,7 +121,7 @@ class Cached(Stage):
         self._lock = threading.Lock()
         self._bound: tuple[ProcessGroup, Cached] | None = None
         self._counters = StageStats()
-        self._memory: Memory | None = None if group is None else self._of_group(group)
+        self._memory: CacheMemory | None = None if group is None else self._of_group(group)
 
     @property
     def counters(self) -> StageStats:
@@ -137,7 +137,7 @@ class Cached(Stage):
             self._source = ParentRows(self._parent)
         return self._source
 
-    def _open(self) -> Memory:
+    def _open(self) -> CacheMemory:
         memory = self._memory
         if memory is None:
             with self._lock:
@@ -186,7 +186,7 @@ class Cached(Stage):
         self._bound = group, bound
         return bound
 
-    def _of_group(self, group: ProcessGroup) -> Memory:
+    def _of_group(self, group: ProcessGroup) -> CacheMemory:
         source = self._rows()
         for name, leaf in zip(nest.paths(source.row_spec), nest.flatten(source.row_spec), strict=True):
             if is_ragged(leaf) or leaf.dtype.hasobject:
