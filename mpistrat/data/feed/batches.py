@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...base import nest
-from ..nodes.node import own_rows
+from ..nodes.node import own_rows, read_plan
 from ..permutation import by_locality
 from ..spec import row_nbytes
 
@@ -94,7 +94,7 @@ def _located(dataset: Node, epoch: int, start: int, own: OwnRows | None, pace: _
             (epochs, positions), counts, ends = _sorted_range(dataset, epoch, range(position, stop), own)
         else:
             (epochs, positions), counts, ends = dataset.locate_range(epoch, position, stop, own)
-        source, epochs, positions = dataset.read_plan(epochs, positions)
+        source, epochs, positions = read_plan(dataset, epochs, positions)
         most = functools.partial(pace.batches, _rows_together(source), max(1, ends[-1] // len(ends)))
         for some in _groups(ends, epochs, most):
             low, high = ends[some.start - 1] if some.start else 0, ends[some.stop - 1]
