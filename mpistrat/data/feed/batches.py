@@ -28,17 +28,17 @@ TOGETHER_BYTES = 1 << 19  # of batches that are gathered at a time
 TOGETHER_SECONDS = 1e-3
 
 
-def successive_batches(dataset: Node, epoch: int, start: int, own: OwnRows | None = None) -> Iterator[tuple[int, Any]]:
+def successive_batches(dataset: Node, epoch: int, start: int, part: OwnRows | None = None) -> Iterator[tuple[int, Any]]:
     """Yield the batches of an epoch from one on, each as its number of rows and the rows that are ours.
 
     Args:
         dataset: with random access, after `batch`.
         epoch, start: where to begin.
-        own: which rows of a batch of so many are ours, once they stand in the order of their locality; None for all, in
+        part: which rows of a batch of so many are ours, once they stand in the order of their locality; None for all, in
             the order of the dataset.
     """
     pace = _Pace()
-    for batches in LookAhead(dataset).batches(_located(dataset, epoch, start, own, pace)):
+    for batches in LookAhead(dataset).batches(_located(dataset, epoch, start, part, pace)):
         yield from _gathered(batches, pace)
 
 
@@ -82,18 +82,18 @@ def _gathered(batches: Located, pace: _Pace) -> Iterator[tuple[int, Any]]:
         yield total, pace.gather(source, epochs[own], positions[own])
 
 
-def _located(dataset: Node, epoch: int, start: int, own: OwnRows | None, pace: _Pace) -> Iterator[Located]:
+def _located(dataset: Node, epoch: int, start: int, part: OwnRows | None, pace: _Pace) -> Iterator[Located]:
     """Where the rows of the batches, or our part of each, are made."""
     length = dataset.cardinality()
     nothing = np.empty(0, np.int64)
-    sort = own is not None and dataset.locality(nothing, nothing) is not None
+    sort = part is not None and dataset.locality(nothing, nothing) is not None
     position, together = start, 1
     while length < 0 or position < length:
         stop = position + together if length < 0 else min(position + together, length)
-        if own is not None and sort:
-            (epochs, positions), counts, ends = _sorted_range(dataset, epoch, range(position, stop), own)
+        if part is not None and sort:
+            (epochs, positions), counts, ends = _sorted_parts(dataset, epoch, range(position, stop), part)
         else:
-            (epochs, positions), counts, ends = dataset.locate_range(epoch, position, stop, own)
+            (epochs, positions), counts, ends = dataset.locate_range(epoch, position, stop, part)
         source, epochs, positions = read_plan(dataset, epochs, positions)
         most = functools.partial(pace.batches, _rows_together(source), max(1, ends[-1] // len(ends)))
         for some in _groups(ends, epochs, most):
@@ -105,14 +105,14 @@ def _located(dataset: Node, epoch: int, start: int, own: OwnRows | None, pace: _
         position, together = stop, max(1, min(2 * together, _LOCATED * (stop - position) // max(1, located)))
 
 
-def _sorted_range(dataset: Node, epoch: int, batches: range, own: OwnRows) -> LocatedRange:
+def _sorted_parts(dataset: Node, epoch: int, batches: range, part: OwnRows) -> LocatedRange:
     """As `Node.locate_range`, of batches whose rows stand in the order of their locality."""
     (epochs, positions), counts, _ = dataset.locate_range(epoch, batches.start, batches.stop)
-    rows, ends = own_rows(np.cumsum([0, *counts[:-1]], dtype=np.int64), counts, own)
+    own, ends = own_rows(np.cumsum([0, *counts[:-1]], dtype=np.int64), counts, part)
     numbers = dataset.locality(epochs, positions)
     if numbers is not None:
-        rows = by_locality(numbers, counts)[rows]
-    return (epochs[rows], positions[rows]), counts, ends
+        own = by_locality(numbers, counts)[own]
+    return (epochs[own], positions[own]), counts, ends
 
 
 def _groups(ends: Sequence[int], epochs: NDArray[np.int64], most: Callable[[], int]) -> Iterator[slice]:
