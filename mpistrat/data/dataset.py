@@ -19,7 +19,7 @@ from ..base.errors import explain
 from ..base.masks import plain_array
 from .feed.feed import DatasetIterator
 from .nodes import batch as batches
-from .nodes import choose, combine, conditions, endless, group, rebatch, resample, scan
+from .nodes import combine, conditions, endless, group, rebatch, resample, scan
 from .nodes import flat_map as flat_maps
 from .nodes import list_files as files
 from .nodes import map as maps
@@ -30,7 +30,7 @@ from .nodes.calls import check_callable
 from .nodes.combine import Joined, Zipped
 from .nodes.map import Enumerated
 from .nodes.node import INFINITE, Node
-from .nodes.order import Configured, Prefetched, Reindexed, Repeat, Shard, Skip, Take, options_of
+from .nodes.order import Configured, Prefetched, Reindexed, Repeat, ShardOrder, Skip, Take, options_of
 from .nodes.sample import sampled
 from .nodes.sources import array_rows, generated, plain_lists
 from .nodes.stage import gather_rows
@@ -257,7 +257,7 @@ class Dataset:
             index = integer("Dataset.shard", "index", index, 0)
             if index >= num_shards:
                 raise ValueError(explain("Dataset.shard", "index", expected=f"0 <= index < {num_shards}", got=index))
-        return Dataset(Reindexed(self.node, Shard(num_shards, index)))
+        return Dataset(Reindexed(self.node, ShardOrder(num_shards, index)))
 
     @tensorflow_names()
     def prefetch(self, buffer_size: int | None) -> Dataset:
@@ -318,10 +318,7 @@ class Dataset:
             10
         """
         check_callable("Dataset.reduce", "reduce_func", reduce_func)
-        if self.node.endless:
-            remedy = "Put take(n) in front."
-            expected, got = "a dataset with an end", "one repeated for ever"
-            raise ValueError(explain("Dataset.reduce", "", expected=expected, got=got, remedy=remedy))
+        batches.require_end("Dataset.reduce", self.node, "Put take(n) in front.")
         state = scan.State("Dataset.reduce", initial_state)
         for element in self:
             state.set("reduce_func", reduce_func(state.value, element))
@@ -506,5 +503,5 @@ class Dataset:
             >>> [int(x) for x in ms.data.Dataset.choose_from_datasets([tens, ones], choices)]
             [10, 0, 11, 12, 1]
         """
-        (choices,) = _nodes(choose.FUNCTION, [choice_dataset])
-        return Dataset(choose.Chosen(choices, _nodes(choose.FUNCTION, datasets), bool(stop_on_empty_dataset)))
+        (choices,) = _nodes("choose_from_datasets", [choice_dataset])
+        return Dataset(combine.choose(choices, _nodes("choose_from_datasets", datasets), bool(stop_on_empty_dataset)))

@@ -12,7 +12,7 @@ from ...base.errors import explain
 from ..files.hdf5 import HDF5Rows
 from ..nodes.batch import Batches
 from ..nodes.node import UNKNOWN, Below, Node
-from ..nodes.order import Reindexed, Shard, options_of, with_shard
+from ..nodes.order import Reindexed, ShardOrder, options_of, with_shard
 from ..nodes.stage import InputRows, Stage
 from ..options import AutoShardPolicy
 from ..stats import StageStats
@@ -54,7 +54,7 @@ def round_robin(dataset: Node, workers: Workers, within: Workers) -> Plan:
     policy = _policy(dataset, workers.count)
     which = f"distributed by {policy.name}: worker {workers.index} of {workers.count}"
     if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
-        own = Reindexed(dataset, Shard(workers.count, workers.index))
+        own = Reindexed(dataset, ShardOrder(workers.count, workers.index))
         return GlobalPlan(own, within, which, dealt=(dataset, workers.count))
     return GlobalPlan(_own_shard(dataset, policy, workers.count, workers.index), within, which)
 

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...base import nest
-from ..nodes.node import Part, rows_of_parts
+from ..nodes.node import own_rows, read_plan
 from ..permutation import by_locality
 from ..spec import row_nbytes
 
 if TYPE_CHECKING:
-    from ..nodes.node import Addresses, Node
+    from ..nodes.node import Addresses, LocatedRange, Node, OwnRows
 
 __all__ = ["LOOK_AHEAD", "Located", "LookAhead", "successive_batches"]
 
@@ -27,7 +27,7 @@ TOGETHER_BYTES = 1 << 19  # of batches that are gathered at a time
 TOGETHER_SECONDS = 1e-3
 
 
-def successive_batches(dataset: Node, epoch: int, start: int, part: Part | None = None) -> Iterator[tuple[int, Any]]:
+def successive_batches(dataset: Node, epoch: int, start: int, part: OwnRows | None = None) -> Iterator[tuple[int, Any]]:
     """Yield the batches of an epoch from one on, each as its number of rows and the rows that are ours.
 
     Args:
@@ -74,7 +74,7 @@ def _rows_together(source: Node) -> int:
     return TOGETHER_BYTES // nbytes if nbytes else 0
 
 
-def _located(dataset: Node, epoch: int, start: int, part: Part | None, pace: _Pace) -> Iterator[Located]:
+def _located(dataset: Node, epoch: int, start: int, part: OwnRows | None, pace: _Pace) -> Iterator[Located]:
     """Yield the batches, or our part of each, in groups that one call may gather: where their rows are made."""
     length = dataset.cardinality()
     nothing = np.empty(0, np.int64)
@@ -83,14 +83,11 @@ def _located(dataset: Node, epoch: int, start: int, part: Part | None, pace: _Pa
     known, most_rows = None, 0
     while length < 0 or position < length:
         stop = position + together if length < 0 else min(position + together, length)
-        if part is None:
-            (epochs, positions), counts = dataset.locate_range(epoch, position, stop)
-            ends = list(itertools.accumulate(counts))
-        elif sort:
+        if part is not None and sort:
             (epochs, positions), counts, ends = _sorted_parts(dataset, epoch, range(position, stop), part)
         else:
-            (epochs, positions), counts, ends = dataset.locate_parts(epoch, position, stop, part)
-        source, epochs, positions = dataset.read_plan(epochs, positions)
+            (epochs, positions), counts, ends = dataset.locate_range(epoch, position, stop, part)
+        source, epochs, positions = read_plan(dataset, epochs, positions)
         if source is not known:
             known, most_rows = source, _rows_together(source)
         # None with those of another epoch of a source: files are checked between epochs.
@@ -110,10 +107,10 @@ def _located(dataset: Node, epoch: int, start: int, part: Part | None, pace: _Pa
         position, together = stop, max(1, min(2 * together, _LOCATED * (stop - position) // max(1, located)))
 
 
-def _sorted_parts(dataset: Node, epoch: int, batches: range, part: Part) -> tuple[Addresses, list[int], list[int]]:
-    """As `Node.locate_parts`, of batches whose rows stand in the order of their locality."""
-    (epochs, positions), counts = dataset.locate_range(epoch, batches.start, batches.stop)
-    own, ends = rows_of_parts(np.cumsum([0, *counts[:-1]], dtype=np.int64), counts, part)
+def _sorted_parts(dataset: Node, epoch: int, batches: range, part: OwnRows) -> LocatedRange:
+    """As `Node.locate_range`, of batches whose rows stand in the order of their locality."""
+    (epochs, positions), counts, _ = dataset.locate_range(epoch, batches.start, batches.stop)
+    own, ends = own_rows(np.cumsum([0, *counts[:-1]], dtype=np.int64), counts, part)
     numbers = dataset.locality(epochs, positions)
     if numbers is not None:
         own = by_locality(numbers, counts)[own]

@@ -18,12 +18,12 @@ from ..buffers import RowBuffers
 from ..options import number_of_calls
 from ..spec import ArraySpec, empty_rows, is_ragged, row_count, stack_rows, unstack_rows
 from .nested import as_rows
-from .node import INFINITE, UNKNOWN, Addresses, Batching, Below, Node, Part, rows_of_parts
+from .node import INFINITE, UNKNOWN, Addresses, Batching, Below, LocatedRange, Node, OwnRows, own_rows
 from .padding import FUNCTION, Padding
 from .stage import Stage, cut_chunks
 
 __all__ = ["Batched", "Batches", "Padded", "Ragged", "Unbatched", "batch", "padded_batch", "ragged_batch", "refuse_batches",
-           "require_one_shape", "unbatch"]  # fmt: skip
+           "require_end", "require_one_shape", "unbatch"]  # fmt: skip
 
 
 class Batches(Stage):
@@ -58,18 +58,16 @@ class Batches(Stage):
     def locate(self, epoch: int, position: int) -> Addresses:
         return self.locate_range(epoch, position, position + 1)[0]
 
-    def locate_range(self, epoch: int, start: int, stop: int) -> tuple[Addresses, list[int]]:
-        rows, size = self._parent.cardinality(), self._batching.size
-        first, end = start * size, stop * size
-        positions = np.arange(first, end if rows < 0 else min(end, rows), dtype=np.int64)
-        return (np.full(positions.size, epoch, np.int64), positions), self._counts(start, stop)
-
-    def locate_parts(self, epoch: int, start: int, stop: int, part: Part) -> tuple[Addresses, list[int], list[int]]:
+    def locate_range(self, epoch: int, start: int, stop: int, own: OwnRows | None = None) -> LocatedRange:
         counts = self._counts(start, stop)
-        if all(part(count) == (0, count) for count in set(counts)):  # one worker, for whom a range is quicker
-            return *self.locate_range(epoch, start, stop), list(itertools.accumulate(counts))
-        firsts = np.arange(start, stop, dtype=np.int64) * self._batching.size
-        positions, ends = rows_of_parts(firsts, counts, part)
+        if own is None or all(
+            own(count) == (0, count) for count in set(counts)
+        ):  # one worker, for which a range is quicker
+            first, ends = start * self._batching.size, list(itertools.accumulate(counts))
+            positions = np.arange(first, first + ends[-1], dtype=np.int64)
+        else:
+            firsts = np.arange(start, stop, dtype=np.int64) * self._batching.size
+            positions, ends = own_rows(firsts, counts, own)
         return (np.full(positions.size, epoch, np.int64), positions), counts, ends
 
     def _counts(self, start: int, stop: int) -> list[int]:
@@ -346,3 +344,10 @@ def refuse_batches(function: str, parent: Node) -> None:
     if parent.batching is not None:
         expected, got = "a dataset of rows", "one that is batched already"
         raise ValueError(explain(function, "", expected=expected, got=got))
+
+
+def require_end(function: str, parent: Node, remedy: str) -> None:
+    """Raise, naming the function, for a dataset without an end. Files are opened only if something is repeated."""
+    if parent.traits.repeated and parent.cardinality() == INFINITE:
+        expected, got = "a dataset with an end", "one repeated for ever"
+        raise ValueError(explain(function, "", expected=expected, got=got, remedy=remedy))

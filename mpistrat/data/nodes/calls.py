@@ -135,7 +135,7 @@ START_SECONDS = 120.0  # to import what the function needs
 END_SECONDS = 2.0  # for a process to end when it is asked to
 
 
-class RemoteTraceback(Exception):
+class ProcessTraceback(Exception):
     """The cause of an error from a process: its traceback there, as text."""
 
     def __init__(self, text: str) -> None:
@@ -195,7 +195,7 @@ def _described(error: BaseException) -> tuple[str, str]:
     return f"{type(error).__name__}: {error}", text
 
 
-class _Worker:
+class _MapProcess:
     """One process and the connection to it."""
 
     def __init__(self, number: int, name: str, function_bytes: bytes) -> None:
@@ -229,7 +229,7 @@ class _Worker:
         _, index, error, said, text = answer
         if error is None:
             error = RuntimeError(f"{self._name}: {said}")
-        error.__cause__ = RemoteTraceback(text)
+        error.__cause__ = ProcessTraceback(text)
         raise CallError(index, error)
 
     def _ask(self, elements: Sequence[Any]) -> tuple[Any, ...]:
@@ -247,7 +247,7 @@ class _Worker:
         answer = self.connection.recv()
         if answer[0] != "ready":
             error = RuntimeError(f"{self._name}: the function could not be loaded there: {answer[1]}")
-            raise error from RemoteTraceback(answer[2])
+            raise error from ProcessTraceback(answer[2])
         self._started = True
 
     def _ended(self) -> str:
@@ -263,7 +263,7 @@ class _Worker:
         )
 
 
-def _end(workers: list[_Worker]) -> None:
+def _end(workers: list[_MapProcess]) -> None:
     for worker in workers:
         worker.connection.close()
     for worker in workers:
@@ -294,8 +294,8 @@ class Processes:
             raise TypeError(explain("Dataset.map", "function", expected=expected, got=got, remedy=remedy)) from None
         self._name = name_of(function)
         self._count = count
-        self._workers: list[_Worker] = []
-        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._workers: list[_MapProcess] = []
+        self._free: queue.SimpleQueue[_MapProcess] = queue.SimpleQueue()
         self._lock = threading.Lock()
 
     def call_each(self, elements: Sequence[Any]) -> list[Any]:
@@ -304,7 +304,7 @@ class Processes:
             if not self._workers:
                 weakref.finalize(self, _end, self._workers)
                 for number in range(self._count):
-                    self._workers.append(_Worker(number, self._name, self._function))
+                    self._workers.append(_MapProcess(number, self._name, self._function))
                     self._free.put(self._workers[-1])
         worker = self._free.get()
         try:

@@ -1,7 +1,8 @@
-"""Elements of several datasets: side by side, one dataset behind the other."""
+"""Elements of several datasets: side by side, one dataset behind the other, or each from the dataset that a number names."""
 
 from __future__ import annotations
 
+import functools
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,12 @@ from ...base.errors import explain
 from ..buffers import RowBuffers
 from ..spec import row_count
 from .node import INFINITE, NO_ROWS, UNKNOWN, Addresses, Below, Node
-from .stage import Combined, cut_chunks, one_address
+from .stage import Combined, common_batching, cut_chunks, one_address
+from .streamed import Streamed
 
-__all__ = ["Concatenate", "Join", "Joined", "Zipped", "compare_specs", "total"]
+__all__ = ["Concatenate", "Join", "Joined", "Zipped", "choose", "compare_specs", "total"]
+
+_CHOOSE = "choose_from_datasets"
 
 
 @final
@@ -275,3 +279,46 @@ def compare_specs(function: str, first: Any, other: Any, number: int) -> None:
             expected, got = f"{one}{place}, as dataset 0 has", f"{two} in dataset {number}"
             remedy = "Bring all datasets to one structure, dtype and shape with map."
             raise ValueError(explain(function, "datasets", expected=expected, got=got, remedy=remedy))
+
+
+def choose(choices: Node, datasets: Sequence[Node], stop_on_empty: bool) -> Node:
+    """Take the next element of the dataset whose number comes next among the choices; see `Dataset.choose_from_datasets`."""
+    batching = common_batching(_CHOOSE, datasets)
+    return Streamed(
+        f"choose_from_datasets(stop_on_empty_dataset={stop_on_empty})",
+        [choices, *datasets],
+        functools.partial(_chosen, stop_on_empty),
+        row_spec=_spec_of_chosen,
+        batching=lambda *_: batching,
+    )
+
+
+def _spec_of_chosen(choices: Node, *datasets: Node) -> Any:
+    first = datasets[0].row_spec
+    for number, dataset in enumerate(datasets[1:], 1):
+        compare_specs(_CHOOSE, first, dataset.row_spec, number)
+    spec = choices.row_spec
+    scalar = getattr(spec, "shape", None) == () and spec.dtype.kind in "iu"
+    if not scalar or choices.batching is not None:
+        expected, got = "a dataset of single integers", "batches" if scalar else str(spec)
+        raise TypeError(explain(_CHOOSE, "choice_dataset", expected=expected, got=got))
+    return first
+
+
+def _chosen(stop_on_empty: bool, epoch: int, choices: Node, *datasets: Node) -> Iterator[Any]:
+    iterators = [dataset.elements(epoch) for dataset in datasets]
+    nothing = object()
+    for position, choice in enumerate(choices.elements(epoch)):
+        if position == 0:
+            _spec_of_chosen(choices, *datasets)  # raises if the datasets do not match
+        number = int(np.asarray(choice))
+        if not 0 <= number < len(iterators):
+            expected = f"numbers in [0, {len(iterators)})"
+            raise ValueError(
+                explain(_CHOOSE, "choice_dataset", expected=expected, got=f"{number} as element {position}")
+            )
+        element = next(iterators[number], nothing)
+        if element is not nothing:
+            yield element
+        elif stop_on_empty:
+            return

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
@@ -13,111 +14,56 @@ from ...base.errors import ShardError, explain
 from ...base.files import with_zero_padding
 from ...base.masks import plain_array
 from .calls import call, check_callable, name_of
-from .node import UNKNOWN, Node, Outcome
-from .stage import InOrder
+from .node import Node, Outcome
+from .streamed import Streamed
 
-__all__ = ["Filtered", "TakenWhile", "Unique", "WithoutErrors", "filter", "ignore_errors", "take_while", "unique"]
+__all__ = ["filter", "ignore_errors", "take_while", "unique"]
 
 _NOT_IGNORED = (ShardError, MemoryError)  # which one rank could meet, and others not
 _filter = filter  # Python's: the operator of that name comes below
 
 
-class _Kept(InOrder):
-    """Some of the elements. Which these are is known in order only."""
-
-    def length_over(self, below: int) -> int:
-        return 0 if below == 0 else UNKNOWN
-
-
-class _Chosen(_Kept):
-    """The elements that a function chooses."""
-
-    _name: str  # the method of Dataset
-
-    def __init__(self, parent: Node, predicate: Callable[..., Any]) -> None:
-        super().__init__(parent, predicate)
-        self._predicate = predicate
-
-    def _keeps(self, element: Any) -> bool:
-        kept = call(self._predicate, element)
-        if isinstance(kept, bool):
-            return kept
-        answer = plain_array(kept, f"Dataset.{self._name}", "predicate")
-        if answer.dtype != np.bool_ or answer.size != 1:
-            expected, got = "a function that returns a bool", f"{kept!r:.60}"
-            raise TypeError(explain(f"Dataset.{self._name}", "predicate", expected=expected, got=got))
-        return bool(answer.item())
-
-    def describe(self) -> str:
-        return f"{self._name}({name_of(self._predicate)})"
+def _holds(name: str, predicate: Callable[..., Any], element: Any) -> bool:
+    """Return the answer of a predicate that the method `name` of Dataset was given."""
+    kept = call(predicate, element)
+    if isinstance(kept, bool):
+        return kept
+    answer = plain_array(kept, f"Dataset.{name}", "predicate")
+    if answer.dtype != np.bool_ or answer.size != 1:
+        expected, got = "a function that returns a bool", f"{kept!r:.60}"
+        raise TypeError(explain(f"Dataset.{name}", "predicate", expected=expected, got=got))
+    return bool(answer.item())
 
 
-@final
-class Filtered(_Chosen):
-    """The elements for which a function is true."""
-
-    _name = "filter"
-
-    def _all(self, epoch: int) -> Iterator[Any]:
-        return _filter(self._keeps, self._parent.elements(epoch))
-
-    def outcomes(self, epoch: int) -> Iterator[Outcome]:
-        for element, error in self._parent.outcomes(epoch):
-            try:
-                if error is None and not self._keeps(element):
-                    continue
-            except Exception as raised:
-                yield None, raised
+def _filtered_outcomes(keeps: Callable[[Any], bool], epoch: int, below: Node) -> Iterator[Outcome]:
+    for element, error in below.outcomes(epoch):
+        try:
+            if error is None and not keeps(element):
                 continue
-            yield element, error
+        except Exception as raised:
+            yield None, raised
+            continue
+        yield element, error
 
 
-@final
-class TakenWhile(_Chosen):
-    """The elements in front of the first for which a function is not true."""
-
-    _name = "take_while"
-
-    def _all(self, epoch: int) -> Iterator[Any]:
-        return itertools.takewhile(self._keeps, self._parent.elements(epoch))
-
-
-@final
-class Unique(_Kept):
-    """Each element where it comes first."""
-
-    def _all(self, epoch: int) -> Iterator[Any]:
-        seen: set[Any] = set()
-        for element in self._parent.elements(epoch):
-            content = tuple(map(_content, nest.flatten(element)))
-            if content not in seen:
-                seen.add(content)
-                yield element
-
-    def describe(self) -> str:
-        return "unique()"
+def _each_once(epoch: int, below: Node) -> Iterator[Any]:
+    seen: set[Any] = set()
+    for element in below.elements(epoch):
+        content = tuple(map(_content, nest.flatten(element)))
+        if content not in seen:
+            seen.add(content)
+            yield element
 
 
-@final
-class WithoutErrors(_Kept):
-    """The elements that can be made."""
-
-    def __init__(self, parent: Node, log_warning: bool) -> None:
-        super().__init__(parent, log_warning)
-        self._log_warning = log_warning
-
-    def _all(self, epoch: int) -> Iterator[Any]:
-        for position, (element, error) in enumerate(self._parent.outcomes(epoch)):
-            if isinstance(error, _NOT_IGNORED):
-                raise error
-            if error is None:
-                yield element
-            elif self._log_warning:
-                what = f"{type(error).__name__}: {error}"
-                log.logger.warning("ignore_errors: element %d of epoch %d is left out: %s", position, epoch, what)
-
-    def describe(self) -> str:
-        return f"ignore_errors({'log_warning=True' if self._log_warning else ''})"
+def _without_errors(log_warning: bool, epoch: int, below: Node) -> Iterator[Any]:
+    for position, (element, error) in enumerate(below.outcomes(epoch)):
+        if isinstance(error, _NOT_IGNORED):
+            raise error
+        if error is None:
+            yield element
+        elif log_warning:
+            what = f"{type(error).__name__}: {error}"
+            log.logger.warning("ignore_errors: element %d of epoch %d is left out: %s", position, epoch, what)
 
 
 def _content(leaf: Any) -> Any:
@@ -137,7 +83,13 @@ def filter(parent: Node, predicate: Callable[..., Any]) -> Node:
     those before its position again.
     """
     check_callable("Dataset.filter", "predicate", predicate)
-    return Filtered(parent, predicate)
+    keeps = functools.partial(_holds, "filter", predicate)
+    return Streamed(
+        f"filter({name_of(predicate)})",
+        [parent],
+        lambda epoch, below: _filter(keeps, below.elements(epoch)),
+        outcomes=functools.partial(_filtered_outcomes, keeps),
+    )
 
 
 def take_while(parent: Node, predicate: Callable[..., Any]) -> Node:
@@ -150,7 +102,9 @@ def take_while(parent: Node, predicate: Callable[..., Any]) -> Node:
         [0, 1, 2, 3, 4]
     """
     check_callable("Dataset.take_while", "predicate", predicate)
-    return TakenWhile(parent, predicate)
+    keeps = functools.partial(_holds, "take_while", predicate)
+    text = f"take_while({name_of(predicate)})"
+    return Streamed(text, [parent], lambda epoch, below: itertools.takewhile(keeps, below.elements(epoch)))
 
 
 def unique(parent: Node) -> Node:
@@ -163,7 +117,7 @@ def unique(parent: Node) -> Node:
         >>> [int(x) for x in ms.data.from_arrays(np.array([1, 37, 2, 37, 2, 1])).unique()]
         [1, 37, 2]
     """
-    return Unique(parent)
+    return Streamed("unique()", [parent], _each_once)
 
 
 def ignore_errors(parent: Node, log_warning: bool = False) -> Node:
@@ -182,4 +136,5 @@ def ignore_errors(parent: Node, log_warning: bool = False) -> Node:
         >>> [float(x) for x in numbers]
         [1.0, 0.5, 0.25]
     """
-    return WithoutErrors(parent, bool(log_warning))
+    text = f"ignore_errors({'log_warning=True' if log_warning else ''})"
+    return Streamed(text, [parent], functools.partial(_without_errors, bool(log_warning)))

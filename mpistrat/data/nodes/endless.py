@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
@@ -18,59 +18,30 @@ from .stage import InputRows
 __all__ = ["counter", "random"]
 
 
+Compute = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[Any]]  # numbers, of epochs and positions
+
+
+@final
 class _Numbers(InputRows):
-    """Numbers without an end."""
+    """Numbers without an end, which a function computes from epochs and positions."""
 
     traits = Traits(repeated=True)
 
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
+    def __init__(self, text: str, dtype: np.dtype[Any], compute: Compute) -> None:
+        self._text, self._spec, self._compute = text, ArraySpec((), dtype), compute
 
     @property
     def row_spec(self) -> ArraySpec:
-        return ArraySpec((), self._dtype)
+        return self._spec
 
     def cardinality(self) -> int:
         return INFINITE
 
-    @abstractmethod
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[Any]:
-        """The numbers at some positions."""
-
-
-@final
-class _Counter(_Numbers):
-    """start, start + step, start + 2 step …"""
-
-    def __init__(self, start: Any, step: Any, dtype: np.dtype[Any]) -> None:
-        super().__init__(dtype)
-        self._start, self._step = start, step
-
-    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[Any]:
-        return (self._start + self._step * positions).astype(self._dtype)
+        return self._compute(epochs, positions)
 
     def describe(self) -> str:
-        return f"counter({self._start}, {self._step}): {self.row_spec}"
-
-
-@final
-class _Random(_Numbers):
-    """Words of 32 bits."""
-
-    def __init__(self, seed: int, each_epoch: bool) -> None:
-        super().__init__(np.dtype(np.int64))
-        self._seed, self._each_epoch = seed, each_epoch
-
-    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        numbers = np.empty(positions.shape, np.int64)
-        keys = epochs if self._each_epoch else np.zeros_like(epochs)
-        for key in np.unique(keys).tolist():
-            here = keys == key
-            numbers[here] = random_words_at((self._seed, key), positions[here]) >> np.uint64(32)
-        return numbers
-
-    def describe(self) -> str:
-        return f"random(seed={self._seed}, rerandomize_each_iteration={self._each_epoch})"
+        return self._text
 
 
 def counter(start: Any = 0, step: Any = 1, dtype: Any = np.int64) -> Node:
@@ -105,7 +76,8 @@ def counter(start: Any = 0, step: Any = 1, dtype: Any = np.int64) -> Node:
                     explain("Dataset.counter", argument, expected=f"a {dtype}", got=repr(value), remedy=remedy)
                 )
         start, step = int(start), int(step)
-    return _Counter(start, step, dtype)
+    text = f"counter({start}, {step}): {ArraySpec((), dtype)}"
+    return _Numbers(text, dtype, lambda epochs, positions: (start + step * positions).astype(dtype))
 
 
 def random(seed: int | None = None, rerandomize_each_iteration: bool | None = None) -> Node:
@@ -123,4 +95,16 @@ def random(seed: int | None = None, rerandomize_each_iteration: bool | None = No
         True
     """
     seed = integer("Dataset.random", "seed", DEFAULT_SEED if seed is None else seed)
-    return _Random(seed, bool(rerandomize_each_iteration))
+    each_epoch = bool(rerandomize_each_iteration)
+
+    def words(epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Words of 32 bits."""
+        numbers = np.empty(positions.shape, np.int64)
+        keys = epochs if each_epoch else np.zeros_like(epochs)
+        for key in np.unique(keys).tolist():
+            here = keys == key
+            numbers[here] = random_words_at((seed, key), positions[here]) >> np.uint64(32)
+        return numbers
+
+    text = f"random(seed={seed}, rerandomize_each_iteration={each_epoch})"
+    return _Numbers(text, np.dtype(np.int64), words)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
@@ -13,118 +13,93 @@ from ...base.errors import explain
 from ..options import AUTOTUNE, number_of_calls
 from .calls import call, check_callable, name_of
 from .combine import compare_specs
-from .node import UNKNOWN, Batching, Node, Traits
-from .stage import InOrder
+from .node import Batching, Node, Traits
+from .streamed import Streamed
 
-__all__ = ["FlatMap", "Interleaved", "flat_map", "interleave"]
+__all__ = ["MadeDatasets", "flat_map", "interleave"]
 
 
-class FlatMap(InOrder):
-    """The elements of datasets that a function makes. They are known in order only."""
+@final
+class MadeDatasets:
+    """The datasets that a function makes, one after the other: all have the spec of the first.
 
-    _argument = "map_func"
+    Args:
+        function, argument: of Dataset, for errors.
+        make: returns a dataset, given the node below and arguments of its own.
+        first: returns these arguments for the first element below.
+    """
 
-    def __init__(self, parent: Node, *settings: Any) -> None:
-        super().__init__(parent, *settings)
+    def __init__(
+        self, function: str, argument: str, make: Callable[..., Any], first: Callable[[Any], tuple[Any, ...]]
+    ) -> None:
+        self._function, self._argument, self._make, self._first_arguments = function, argument, make, first
         self._first: Node | None = None
         self._lock = threading.Lock()
 
-    @property
-    @abstractmethod
-    def _name(self) -> str:
-        """The method of Dataset."""
+    def streamed(self, text: str, parent: Node, read: Callable[[int, Node], Iterator[Any]]) -> Streamed:
+        """Return the node of the elements of these datasets, given its line of text and the function that reads them."""
+        return Streamed(text, [parent], read, row_spec=self._row_spec, batching=self._batching, traits=self._traits)
 
-    @abstractmethod
-    def _make_first(self, element: Any) -> Node:
-        """A dataset like the first that is made, of the first element below."""
-
-    def _known(self) -> Node | None:
-        """The dataset that the first element becomes, whose spec all have; None without an element."""
-        if self._first is None:
-            element = next(self._parent.elements(0), None)
-            return None if element is None else self._make_first(element)
-        return self._first
-
-    def _checked(self, dataset: Any, number: int) -> Node:
-        """What the function returned, the how-manieth time, if it is a dataset like those before."""
+    def make(self, number: int, below: Node, *arguments: Any) -> Node:
+        """Return dataset `number` that the function makes. Raise unless it is a dataset like the first."""
+        dataset = self._make(below, *arguments)
         made = getattr(dataset, "node", None)
         if not isinstance(made, Node):
             expected, got = "a function that returns a Dataset", type(dataset).__name__
-            raise TypeError(explain(f"Dataset.{self._name}", self._argument, expected=expected, got=got))
+            raise TypeError(explain(self._function, self._argument, expected=expected, got=got))
         with self._lock:
             if self._first is None:
                 self._first = made
         if made is not self._first:
-            compare_specs(f"Dataset.{self._name}", self._first.row_spec, made.row_spec, number)
+            compare_specs(self._function, self._first.row_spec, made.row_spec, number)
             if (made.batching is None) != (self._first.batching is None):
                 expected, got = "all rows or all batches", f"another kind from element {number}"
-                raise ValueError(explain(f"Dataset.{self._name}", self._argument, expected=expected, got=got))
+                raise ValueError(explain(self._function, self._argument, expected=expected, got=got))
         return made
 
-    @property
-    def batching(self) -> Batching | None:
-        known = self._known()
+    def _known(self, below: Node) -> Node | None:
+        """The dataset that the first element becomes; None without an element."""
+        if self._first is None:
+            element = next(below.elements(0), None)
+            return None if element is None else self.make(0, below, *self._first_arguments(element))
+        return self._first
+
+    def _batching(self, below: Node) -> Batching | None:
+        known = self._known(below)
         return None if known is None else known.batching
 
-    @property
-    def row_spec(self) -> Any:
-        known = self._known()
+    def _row_spec(self, below: Node) -> Any:
+        known = self._known(below)
         if known is None:
             expected = "at least one element below, to know what the function makes of it"
-            raise ValueError(explain(f"Dataset.{self._name}", "", expected=expected, got="none"))
+            raise ValueError(explain(self._function, "", expected=expected, got="none"))
         return known.row_spec
 
-    @property
-    def traits(self) -> Traits:
-        known, below = self._known(), self._parent.traits
-        return below._replace(deterministic=below.deterministic and (known is None or known.traits.deterministic))
-
-    def length_over(self, below: int) -> int:
-        return 0 if below == 0 else UNKNOWN
+    def _traits(self, below: Node) -> Traits:
+        known, traits = self._known(below), below.traits
+        return traits._replace(deterministic=traits.deterministic and (known is None or known.traits.deterministic))
 
 
-@final
-class Interleaved(FlatMap):
-    """Blocks of elements from each of several open datasets in turn."""
-
-    def __init__(self, parent: Node, function: Callable[..., Any], cycle_length: int, block_length: int) -> None:
-        super().__init__(parent, function, cycle_length, block_length)
-        self._function = function
-        self._cycle_length = cycle_length
-        self._block_length = block_length
-
-    def _make_first(self, element: Any) -> Node:
-        return self._make(element, 0)
-
-    def _make(self, element: Any, number: int) -> Node:
-        return self._checked(call(self._function, element), number)
-
-    def _all(self, epoch: int) -> Iterator[Any]:
-        """TF's order: a dataset that has ended gives up its turn, and the next takes its place one round later."""
-        below = enumerate(self._parent.elements(epoch))
-        places: list[Iterator[Any] | None] = [None] * self._cycle_length
-        more = True
-        while more or any(place is not None for place in places):
-            for index, place in enumerate(places):
-                if place is None and more:
-                    number, element = next(below, (-1, None))
-                    more = number >= 0
-                    if more:
-                        place = self._make(element, number).elements(epoch)
-                if place is not None:
-                    block = 0
-                    for element in itertools.islice(place, self._block_length):
-                        block += 1
-                        yield element
-                    places[index] = place if block == self._block_length else None
-
-    @property
-    def _name(self) -> str:
-        return "flat_map" if self._cycle_length == 1 else "interleave"
-
-    def describe(self) -> str:
-        lengths = f", cycle_length={self._cycle_length}, block_length={self._block_length}"
-        return f"{self._name}({name_of(self._function)}{lengths if self._cycle_length > 1 else ''})"
+def _in_turn(
+    datasets: MadeDatasets, cycle_length: int, block_length: int, epoch: int, below: Node
+) -> Iterator[Any]:  # fmt: skip
+    """TF's order: a dataset that has ended gives up its turn, and the next takes its place one round later."""
+    numbered = enumerate(below.elements(epoch))
+    places: list[Iterator[Any] | None] = [None] * cycle_length
+    more = True
+    while more or any(place is not None for place in places):
+        for index, place in enumerate(places):
+            if place is None and more:
+                number, element = next(numbered, (-1, None))
+                more = number >= 0
+                if more:
+                    place = datasets.make(number, below, element).elements(epoch)
+            if place is not None:
+                block = 0
+                for element in itertools.islice(place, block_length):
+                    block += 1
+                    yield element
+                places[index] = place if block == block_length else None
 
 
 def interleave(
@@ -152,7 +127,13 @@ def interleave(
         cycle_length = 2
     cycle = integer("Dataset.interleave", "cycle_length", cycle_length, 1)
     block = 1 if block_length is None else integer("Dataset.interleave", "block_length", block_length, 1)
-    return Interleaved(parent, map_func, cycle, block)
+    name = "flat_map" if cycle == 1 else "interleave"
+    datasets = MadeDatasets(
+        f"Dataset.{name}", "map_func", lambda below, element: call(map_func, element), lambda element: (element,)
+    )
+    lengths = f", cycle_length={cycle}, block_length={block}" if cycle > 1 else ""
+    text = f"{name}({name_of(map_func)}{lengths})"
+    return datasets.streamed(text, parent, functools.partial(_in_turn, datasets, cycle, block))
 
 
 def flat_map(parent: Node, map_func: Callable[..., Any]) -> Node:

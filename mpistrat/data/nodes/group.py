@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, final
+from typing import Any
 
 from ...base.arguments import integer
 from ...base.errors import explain
@@ -13,13 +14,13 @@ from ..buffers import RowBuffers
 from ..spec import stack_rows
 from .batch import refuse_batches, require_one_shape
 from .calls import call, check_callable, name_of
-from .flat_map import FlatMap
-from .node import UNKNOWN, Batching, Node
+from .flat_map import MadeDatasets
+from .node import Batching, Node
 from .padding import Padding
 from .sources import Held
-from .stage import InOrder
+from .streamed import Streamed
 
-__all__ = ["Bucketed", "GroupedByWindow", "bucket_by_sequence_length", "group_by_window"]
+__all__ = ["bucket_by_sequence_length", "group_by_window"]
 
 Groups = Iterator[tuple[int, list[Any]]]
 
@@ -42,50 +43,12 @@ def _answer(function: str, argument: str, value: Any) -> int:
     return integer(function, argument, answer, remedy="The function must return an integer.")
 
 
-@final
-class GroupedByWindow(FlatMap):
-    """The elements of datasets that a function makes of groups with one key."""
-
-    _argument = "reduce_func"
-    _name = "group_by_window"
-
-    def __init__(
-        self, parent: Node, dataset_of: Callable[[Node], Any], key_func: Callable[..., Any],
-        reduce_func: Callable[[int, Any], Any], window_size: int | Callable[[int], Any],
-    ) -> None:  # fmt: skip
-        super().__init__(parent, dataset_of, key_func, reduce_func, window_size)
-        self._dataset_of = dataset_of
-        self._key_func, self._reduce_func = key_func, reduce_func
-        self._window_size = window_size
-
-    def _key(self, element: Any) -> int:
-        return _answer("Dataset.group_by_window", "key_func", call(self._key_func, element))
-
-    def _make_first(self, element: Any) -> Node:
-        return self._make(self._key(element), [element], 0)
-
-    def _make(self, key: int, elements: list[Any], number: int) -> Node:
-        window = Held(elements, self._parent.row_spec, self._parent.batching)
-        return self._checked(self._reduce_func(key, self._dataset_of(window)), number)
-
-    def _all(self, epoch: int) -> Iterator[Any]:
-        sizes: dict[int, int] = {}
-
-        def size_of(key: int) -> int:
-            if not callable(self._window_size):
-                return self._window_size
-            if key not in sizes:
-                size = _answer("Dataset.group_by_window", "window_size_func", self._window_size(key))
-                sizes[key] = integer("Dataset.group_by_window", "window_size_func", size, 1)
-            return sizes[key]
-
-        groups = _grouped(self._parent.elements(epoch), self._key, size_of)
-        for number, (key, elements) in enumerate(groups):
-            yield from self._make(key, elements, number).elements(epoch)
-
-    def describe(self) -> str:
-        size = name_of(self._window_size) if callable(self._window_size) else self._window_size
-        return f"group_by_window({name_of(self._key_func)}, {name_of(self._reduce_func)}, {size})"
+def _by_window(
+    datasets: MadeDatasets, key_of: Callable[[Any], int], size_of: Callable[[int], int], epoch: int, below: Node
+) -> Iterator[Any]:
+    groups = _grouped(below.elements(epoch), key_of, functools.cache(size_of))
+    for number, (key, elements) in enumerate(groups):
+        yield from datasets.make(number, below, key, elements).elements(epoch)
 
 
 def group_by_window(
@@ -123,75 +86,23 @@ def group_by_window(
         raise ValueError(explain(function, "window_size", expected="one of window_size, window_size_func", got=got))
     if window_size is None:
         check_callable(function, "window_size_func", window_size_func)
-        return GroupedByWindow(parent, dataset_of, key_func, reduce_func, window_size_func)  # type: ignore[arg-type]
-    size = integer(function, "window_size", window_size, 1)
-    return GroupedByWindow(parent, dataset_of, key_func, reduce_func, size)
+    else:
+        window_size = integer(function, "window_size", window_size, 1)
 
+    def key_of(element: Any) -> int:
+        return _answer(function, "key_func", call(key_func, element))
 
-@final
-class Bucketed(InOrder):
-    """Batches of rows whose lengths lie between the same boundaries.
+    def size_of(key: int) -> int:
+        size = window_size if window_size_func is None else window_size_func(key)
+        return integer(function, "window_size_func", _answer(function, "window_size_func", size), 1)
 
-    Args:
-        length_func: tells a row's length.
-        boundaries: the lengths with which a bucket begins, all but the first.
-        sizes: rows in a batch of each bucket.
-        padding: what rows are padded to; None for rows of one shape.
-        to_boundary: whether axes that vary are padded to the longest that may be in the bucket.
-        drop_remainder: whether smaller batches are left out.
-    """
+    def dataset_of_group(below: Node, key: int, elements: list[Any]) -> Any:
+        return reduce_func(key, dataset_of(Held(elements, below.row_spec, below.batching)))
 
-    def __init__(
-        self, parent: Node, length_func: Callable[..., Any], boundaries: Sequence[int], sizes: Sequence[int],
-        padding: Padding | None, to_boundary: bool, drop_remainder: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(parent, length_func, boundaries, sizes, padding, to_boundary, drop_remainder)
-        self._length_func = length_func
-        self._boundaries, self._sizes = boundaries, sizes
-        self._padding, self._to_boundary, self._drop_remainder = padding, to_boundary, drop_remainder
-        self._buffers = RowBuffers()
-
-    @property
-    def batching(self) -> Batching:
-        return Batching(max(self._sizes), self._drop_remainder and len(set(self._sizes)) == 1)
-
-    @property
-    def row_spec(self) -> Any:
-        spec = self._parent.row_spec
-        if self._padding is not None:
-            return self._padding.spec(spec)
-        require_one_shape("Dataset.bucket_by_sequence_length", spec)
-        return spec
-
-    def length_over(self, below: int) -> int:
-        return 0 if below == 0 else UNKNOWN
-
-    def _bucket(self, row: Any) -> int:
-        length = _answer("Dataset.bucket_by_sequence_length", "element_length_func", call(self._length_func, row))
-        bucket = bisect_right(self._boundaries, length)
-        if self._to_boundary and bucket == len(self._boundaries):
-            expected, got = f"lengths below {self._boundaries[-1]}, the last boundary", length
-            raise ValueError(
-                explain("Dataset.bucket_by_sequence_length", "pad_to_bucket_boundary", expected=expected, got=got)
-            )
-        return bucket
-
-    def _all(self, epoch: int) -> Iterator[Any]:
-        for bucket, rows in _grouped(self._parent.elements(epoch), self._bucket, self._sizes.__getitem__):
-            if self._drop_remainder and len(rows) < self._sizes[bucket]:
-                continue
-            below, _ = self._parent.row_spec, self.row_spec  # raises for rows that are not of one shape
-            batch = stack_rows(rows, below)
-            if self._padding is not None:
-                length = self._boundaries[bucket] - 1 if self._to_boundary else None
-                batch = self._padding.pad(batch, below, self._buffers, length)
-            yield batch
-
-    def describe(self) -> str:
-        buckets = f"boundaries={list(self._boundaries)}, batch_sizes={list(self._sizes)}"
-        return (
-            f"bucket_by_sequence_length({name_of(self._length_func)}, {buckets}, drop_remainder={self._drop_remainder})"
-        )
+    datasets = MadeDatasets(function, "reduce_func", dataset_of_group, lambda element: (key_of(element), [element]))
+    size = window_size if window_size_func is None else name_of(window_size_func)
+    text = f"group_by_window({name_of(key_func)}, {name_of(reduce_func)}, {size})"
+    return datasets.streamed(text, parent, functools.partial(_by_window, datasets, key_of, size_of))
 
 
 def bucket_by_sequence_length(
@@ -234,6 +145,38 @@ def bucket_by_sequence_length(
         expected = f"{len(boundaries) + 1} numbers, one more than there are boundaries"
         raise ValueError(explain(function, "bucket_batch_sizes", expected=expected, got=sizes))
     padding = None if no_padding else Padding(padded_shapes, padding_values)
-    return Bucketed(
-        parent, element_length_func, boundaries, sizes, padding, bool(pad_to_bucket_boundary), bool(drop_remainder)
+    to_boundary, drop_remainder = bool(pad_to_bucket_boundary), bool(drop_remainder)
+    buffers = RowBuffers()
+
+    def row_spec(below: Node) -> Any:
+        if padding is not None:
+            return padding.spec(below.row_spec)
+        require_one_shape(function, below.row_spec)
+        return below.row_spec
+
+    def bucket_of(row: Any) -> int:
+        length = _answer(function, "element_length_func", call(element_length_func, row))
+        bucket = bisect_right(boundaries, length)
+        if to_boundary and bucket == len(boundaries):
+            expected, got = f"lengths below {boundaries[-1]}, the last boundary", length
+            raise ValueError(explain(function, "pad_to_bucket_boundary", expected=expected, got=got))
+        return bucket
+
+    def batches(epoch: int, below: Node) -> Iterator[Any]:
+        for bucket, rows in _grouped(below.elements(epoch), bucket_of, sizes.__getitem__):
+            if drop_remainder and len(rows) < sizes[bucket]:
+                continue
+            row_spec(below)  # raises for rows that are not of one shape
+            batch = stack_rows(rows, below.row_spec)
+            if padding is not None:
+                batch = padding.pad(batch, below.row_spec, buffers, boundaries[bucket] - 1 if to_boundary else None)
+            yield batch
+
+    buckets = f"boundaries={boundaries}, batch_sizes={sizes}"
+    return Streamed(
+        f"bucket_by_sequence_length({name_of(element_length_func)}, {buckets}, drop_remainder={drop_remainder})",
+        [parent],
+        batches,
+        row_spec=row_spec,
+        batching=lambda _: Batching(max(sizes), drop_remainder and len(set(sizes)) == 1),
     )

@@ -1,22 +1,23 @@
-"""The protocol of nodes, the sources and operators of a chain of datasets: what they are, and how they are read.
+"""The protocol of nodes: the sources and operators of a chain of datasets.
 
 Most chains are random access. A row is addressed by (epoch, position). A node translates addresses into those of the
 nodes below (`below`), and the source gathers rows. So no node holds data, any part of any batch of any epoch can be read
 by itself, and each rank of a job reads its own rows only.
 
-What cannot know its elements before it has made those in front (a generator, a filter) reads in order: from there on
-each rank makes every element and keeps its own rows, and going to a position means making all that precede it.
+A node that cannot know an element before it has made the elements before it (a generator, a filter) reads in order. After
+it each rank makes every element and keeps its own rows; to start at a position it makes all elements before that.
 
-Base classes with the defaults: stage.py. What users hold: dataset.py.
+Base classes with the defaults: stage.py. The node of operators that read in order: streamed.py. The public class: dataset.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,43 +35,47 @@ __all__ = [
     "Addresses",
     "Batching",
     "Below",
+    "LocatedRange",
     "Node",
     "Outcome",
-    "Part",
+    "OwnRows",
     "ReadPlan",
     "Traits",
-    "rows_of_parts",
+    "own_rows",
+    "read_plan",
 ]
 
 INFINITE = -1  # tf.data.INFINITE_CARDINALITY
 UNKNOWN = -2  # tf.data.UNKNOWN_CARDINALITY
 
-Addresses = tuple[NDArray[np.int64], NDArray[np.int64]]  # epochs and positions, one of each a row
-Outcome = tuple[Any, Exception | None]  # an element, or the error that is raised instead of it
-Part = Callable[[int], tuple[int, int]]  # which rows of a batch of so many are ours
+Addresses = tuple[NDArray[np.int64], NDArray[np.int64]]  # the epoch and the position of each row
+Outcome = tuple[Any, Exception | None]  # an element, or the error that it raises
+OwnRows = Callable[[int], tuple[int, int]]  # this worker's range of rows, given the rows of a batch
+# Addresses of rows of elements; the number of rows of each element; the end of its rows among the addresses.
+LocatedRange = tuple[Addresses, list[int], list[int]]
 ReadPlan = tuple["Node", NDArray[np.int64], NDArray[np.int64]]  # the node that makes rows, and their addresses there
-# A node below, addresses there, and the places of these rows among those asked for; None where each is in its own place.
+# A node below, addresses there, and the index of each of these rows in the request; None for 0, 1, 2 …
 Below = tuple["Node", Addresses, NDArray[np.int64] | None]
 NO_ROWS: Addresses = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How many rows a batch has, and whether a smaller last one is left out."""
+    """The number of rows of a batch; `drop_remainder` if a smaller last batch is left out."""
 
     size: int
     drop_remainder: bool
 
 
 class Traits(NamedTuple):
-    """What matters about a chain to who reads it.
+    """Properties of a chain that its reader must know.
 
     Attributes:
-        deterministic: an epoch's elements come in the same order every time: all but a `map` with deterministic=False.
-        calls_functions: a function of the user's makes elements of this chain.
-        shares_memory: something in it shares memory with other ranks, which `bind` makes.
-        shard_hinted: a `shard` of it has SHARD_HINT for a number.
-        repeated: something in it is repeated for ever; only then can `cardinality` be INFINITE.
+        deterministic: an epoch's elements come in the same order every time. False only for `map` with deterministic=False.
+        calls_functions: a function of the user makes elements of this chain.
+        shares_memory: a node of it shares memory with other ranks; `bind` allocates it.
+        shard_hinted: the numbers of a `shard` are SHARD_HINT.
+        repeated: a node of it is repeated without end. Only then can `cardinality` be INFINITE.
     """
 
     deterministic: bool = True
@@ -83,7 +88,7 @@ class Traits(NamedTuple):
 class Node(ABC):
     """A source, or an operator over other nodes."""
 
-    # What it is.
+    # The chain.
 
     @property
     @abstractmethod
@@ -98,12 +103,12 @@ class Node(ABC):
     def describe(self) -> str:
         """Return one line about this node."""
 
-    # What its elements are.
+    # Its elements.
 
     def first_read(self, epoch: int) -> int:
-        """Return a digest of the first element of an epoch, where only reading shows what elements are; else 0.
+        """Return a digest of the first element that was read of an epoch, if elements are known only from reading; else 0.
 
-        Also 0 of several parents: ranks read ahead of the loop, and have begun another number of them.
+        Also 0 for several parents: ranks read ahead of the loop, so they may have started different numbers of them.
         """
         return self.parents[0].first_read(epoch) if len(self.parents) == 1 else 0
 
@@ -115,16 +120,11 @@ class Node(ABC):
     @property
     @abstractmethod
     def batching(self) -> Batching | None:
-        """How rows were put into batches; None while elements are rows."""
+        """The batching of the elements; None if elements are rows."""
 
     @abstractmethod
     def cardinality(self) -> int:
         """Return the number of elements of one epoch; `INFINITE` without an end, or `UNKNOWN`."""
-
-    @property
-    def endless(self) -> bool:
-        """Whether an epoch has no end. Files are opened for it only where something is repeated."""
-        return self.traits.repeated and self.cardinality() == INFINITE
 
     # Reading in order.
 
@@ -133,9 +133,9 @@ class Node(ABC):
         """Return an iterator over an epoch's elements from a position on."""
 
     def outcomes(self, epoch: int) -> Iterator[Outcome]:
-        """Return an iterator over an epoch's elements, and in the places of those that cannot be made the errors.
+        """Return an iterator over pairs of an epoch: an element and None, or None and the error that it raises.
 
-        An error behind which nothing can be read any more is raised.
+        An error after which nothing can be read is raised.
         """
         if not self.random_access:
             return ((element, None) for element in self.elements(epoch))
@@ -157,36 +157,34 @@ class Node(ABC):
 
     @property
     def random_access(self) -> bool:
-        """Whether any element can be read without those in front of it: then `locate` and `gather` work."""
+        """True if an element can be read without the elements before it. Then `locate` and `gather` work."""
         return all(parent.random_access for parent in self.parents)
 
     def locate(self, epoch: int, position: int) -> Addresses:
         """Return the addresses of the rows that make up one element."""
         raise NotImplementedError(f"{self.describe()} reads in order")
 
-    def locate_range(self, epoch: int, start: int, stop: int) -> tuple[Addresses, list[int]]:
-        """Return the addresses of the rows of successive elements, at least one, and how many rows each has."""
+    def locate_range(self, epoch: int, start: int, stop: int, own: OwnRows | None = None) -> LocatedRange:
+        """Return the addresses of the rows of one or more successive elements; with `own`, of this worker's rows of each."""
         each = [self.locate(epoch, position) for position in range(start, stop)]
         epochs, positions = (np.concatenate(parts) for parts in zip(*each, strict=True))
-        return (epochs, positions), [positions.size for _, positions in each]
-
-    def locate_parts(self, epoch: int, start: int, stop: int, part: Part) -> tuple[Addresses, list[int], list[int]]:
-        """Return the addresses of a part of each of successive elements, how many rows each has, and where its part ends."""
-        (epochs, positions), counts = self.locate_range(epoch, start, stop)
-        own, ends = rows_of_parts(np.cumsum([0, *counts[:-1]], dtype=np.int64), counts, part)
-        return (epochs[own], positions[own]), counts, ends
+        counts = [positions.size for _, positions in each]
+        if own is None:
+            return (epochs, positions), counts, list(itertools.accumulate(counts))
+        rows, ends = own_rows(np.cumsum([0, *counts[:-1]], dtype=np.int64), counts, own)
+        return (epochs[rows], positions[rows]), counts, ends
 
     def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
-        """Return the rows of other nodes that the rows at some addresses are made of; nothing for a source.
+        """Return the rows of other nodes that the rows at some addresses are made of.
 
-        Also nothing where those rows are found only as they are read: hints end there.
+        Empty for a source, and if those rows are known only when they are read. Hints end there.
         """
         return []
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         """Return the rows at addresses that `locate` gave, stacked along a first axis.
 
-        A node that makes rows, or joins them, has a `gather` of its own; others return those of the node below.
+        A node that makes rows, or joins them, overrides this. Other nodes return the rows of the one node below.
         """
         below = self.below(epochs, positions)
         if not below:
@@ -194,30 +192,22 @@ class Node(ABC):
         ((parent, addresses, _),) = below
         return parent.gather(*addresses)
 
-    @final
-    def read_plan(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
-        """Return the node that makes the rows at some addresses, and their addresses there: gathering there gives the same."""
-        if type(self).gather is not Node.gather:
-            return self, epochs, positions
-        ((parent, addresses, _),) = self.below(epochs, positions)
-        return parent.read_plan(*addresses)
-
     # Hints: which rows are cheap to read, and which will be read.
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
-        """Return where the chunks that are read as a whole begin, as row numbers, or None.
+        """Return the first row of each chunk that is read as a whole, then the number of rows.
 
-        Behind them stands the number of rows. None means that single rows are cheap to read.
+        None if single rows are cheap to read.
         """
         below = self.below(*NO_ROWS)
         starts = below[0][0].chunk_starts() if len(below) == 1 else None
         return starts if starts is not None and self.batching is None else None
 
     def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Return a number in [0, LOCALITIES) for each row, near for rows of the same chunks, or None.
+        """Return a number in [0, LOCALITIES) for each row. Rows of the same chunks have numbers close to each other.
 
-        A batch whose rows are sorted by it can be cut into parts that need few chunks each. It depends on an address
-        only, and is None for all of them where no shuffle puts the rows of chunks apart.
+        A batch that is sorted by it can be cut into parts that need few chunks each. The number depends on the address
+        only. None, for all rows, if no shuffle separates the rows of chunks.
         """
         numbers = None
         for parent, addresses, places in self.below(epochs, positions):
@@ -231,12 +221,12 @@ class Node(ABC):
         return numbers
 
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        """Announce that the rows at these addresses will be gathered soon: a source may read ahead."""
+        """Announce that the rows at these addresses will be gathered soon. A source may read ahead."""
         for parent, addresses, _ in self.below(epochs, positions):
             parent.expect(*addresses)
 
     def keep(self, rows: int) -> None:
-        """Announce that rows are read in windows of this size: a source keeps them decoded."""
+        """Announce that rows are read in windows of this size. A source caches that many decoded rows."""
         for parent in self.parents:
             parent.keep(rows)
 
@@ -244,7 +234,7 @@ class Node(ABC):
 
     @property
     def traits(self) -> Traits:
-        """What holds for this node and all below it."""
+        """The traits of this node and all below it."""
         parents = [parent.traits for parent in self.parents]
         if len(parents) == 1:
             return parents[0]
@@ -255,40 +245,40 @@ class Node(ABC):
 
     @property
     def prefetch_depth(self) -> int | None:
-        """How many elements are to be read ahead: the argument of `prefetch`; None without one."""
+        """The number of elements to read ahead, as `prefetch` sets it; None without `prefetch`."""
         depths = [parent.prefetch_depth for parent in self.parents]
         return max((depth for depth in depths if depth is not None), default=None)
 
     @property
     def counters(self) -> StageStats | None:
-        """What this node alone has done so far; None where it does not count."""
+        """The counters of this node alone; None if it has none."""
         return None
 
     def count_wait(self, seconds: float) -> None:
-        """Take note how long the loop waited for what a thread reads ahead; the last `prefetch` counts."""
+        """Record the time that the loop waited for a thread that reads ahead, in the counters of the last `prefetch`."""
         for parent in self.parents:
             parent.count_wait(seconds)
 
     def fingerprint(self) -> int | str | None:
-        """Return what ranks must have alike beside the description; None for nothing."""
+        """Return what must be equal on all ranks in place of the description; None to compare the description."""
         return None
 
     def check(self) -> None:
-        """Raise if a source has changed since it was opened; called as an epoch begins, and each repetition."""
+        """Raise if a source has changed since it was opened. Called when an epoch or a repetition starts."""
         for parent in self.parents:
             parent.check()
 
     def bind(self, group: ProcessGroup) -> Node:
-        """Return this chain as the ranks of a group use it. Collective where a cache shares memory or rows are kept in files.
+        """Return the chain that the ranks of a group use. Collective if a cache shares memory or rows are stored in files.
 
-        `distribute_dataset` calls it. It is this very node unless something in it is shared with other ranks: `cache("node")`
-        and `cache("job")` make their memory here, `snapshot` its files.
+        `distribute_dataset` calls it. It returns this node unless ranks share something: `cache("node")` and `cache("job")`
+        allocate their memory here, `snapshot` writes its files.
         """
         parents = [parent.bind(group) for parent in self.parents]
         same = all(bound is parent for bound, parent in zip(parents, self.parents, strict=True))
         return self if same else self.rebuild(parents)
 
-    # In words.
+    # Text.
 
     def __str__(self) -> str:
         return displayable(self._drawn(), sys.stdout)
@@ -311,20 +301,30 @@ class Node(ABC):
         return f"<{type(self).__name__} {printable(self.describe())}>"
 
 
-def rows_of_parts(firsts: NDArray[np.int64], counts: Sequence[int], part: Part) -> tuple[NDArray[np.int64], list[int]]:
-    """Return the numbers of the rows that are ours, and behind which of them our part of each batch ends.
+def read_plan(node: Node, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
+    """Return the node that makes the rows at some addresses of `node`, and their addresses there.
+
+    `gather` there returns the same rows as here. A node makes rows if it overrides `gather`; an attribute could contradict that.
+    """
+    while type(node).gather is Node.gather:
+        ((node, (epochs, positions), _),) = node.below(epochs, positions)
+    return node, epochs, positions
+
+
+def own_rows(firsts: NDArray[np.int64], counts: Sequence[int], own: OwnRows) -> tuple[NDArray[np.int64], list[int]]:
+    """Return the numbers of this worker's rows of successive batches, and where those of each batch end.
 
     Args:
         firsts: the number of each batch's first row.
-        counts: how many rows each has.
-        part: which of so many are ours.
+        counts: the number of rows of each batch.
+        own: returns the range of this worker's rows, given the number of rows.
 
     Example:
-        >>> rows, ends = rows_of_parts(np.array([10, 14]), [4, 2], lambda count: (count // 2, count))
+        >>> rows, ends = own_rows(np.array([10, 14]), [4, 2], lambda count: (count // 2, count))
         >>> rows.tolist(), ends
         ([12, 13, 15], [2, 3])
     """
-    ranges = {count: part(count) for count in set(counts)}
+    ranges = {count: own(count) for count in set(counts)}
     if len(ranges) == 1:
         low, high = ranges[counts[0]]
         size, number = high - low, len(counts)

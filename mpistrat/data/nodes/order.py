@@ -25,7 +25,7 @@ __all__ = [
     "Reindexed",
     "Reordered",
     "Repeat",
-    "Shard",
+    "ShardOrder",
     "Shuffle",
     "ShuffleSettings",
     "Skip",
@@ -189,7 +189,7 @@ class Repeat(Order):
 
 
 @dataclass(frozen=True)
-class Shard(Order):
+class ShardOrder(Order):
     """Every num_shards-th element, from the one at `index` on."""
 
     num_shards: int
@@ -331,5 +331,5 @@ def with_shard(node: Node, num_shards: int, index: int) -> Node:
         return node
     parents = [with_shard(parent, num_shards, index) for parent in node.parents]
     if isinstance(node, Reindexed) and node.order.hinted:
-        return Reindexed(parents[0], Shard(num_shards, index))
+        return Reindexed(parents[0], ShardOrder(num_shards, index))
     return node.rebuild(parents)

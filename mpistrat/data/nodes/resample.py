@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -16,16 +17,17 @@ from ..permutation import DEFAULT_SEED, random_words
 from ..spec import ArraySpec
 from .batch import refuse_batches
 from .calls import call, check_callable, name_of
-from .node import UNKNOWN, Node
-from .stage import InOrder
+from .node import Node
+from .streamed import Streamed
 
-__all__ = ["Resampled", "rejection_resample"]
+__all__ = ["rejection_resample"]
 
 FUNCTION = "Dataset.rejection_resample"
 _TOGETHER = 32  # rows whose classes are counted before they are looked at, where proportions are estimated, as TF does
 _SMOOTHING = 10  # rows of each class that are taken as seen before the first
 
 Distribution = NDArray[np.float64]
+Pair = tuple[np.int64, Any]  # a class and a row
 
 
 @final
@@ -63,59 +65,43 @@ class _Proportions:
             self._set(self._seen / self._seen.sum())
 
 
-@final
-class Resampled(InOrder):
+def _class_of(class_func: Callable[..., Any], classes: int, row: Any, position: int) -> np.int64:
+    number = plain_array(call(class_func, row), FUNCTION, "class_func")
+    if number.size != 1 or number.dtype.kind not in "iu" or not 0 <= number.item() < classes:
+        expected, got = f"an integer in [0, {classes})", f"{number} for row {position}"
+        raise ValueError(explain(FUNCTION, "class_func", expected=expected, got=got))
+    return np.int64(number.item())
+
+
+def _kept(pairs: Iterator[Pair], proportions: _Proportions, words: Iterator[int]) -> Iterator[Pair]:
+    """The rows that are left of all."""
+    while together := list(itertools.islice(pairs, _TOGETHER)):
+        proportions.see(np.array([number for number, _ in together]))
+        for number, row in together:
+            if next(words) < proportions.accept[number] * 2**64:
+                yield number, row
+
+
+def _resampled(
+    class_func: Callable[..., Any], target: Distribution, initial: Distribution | None, seed: int, epoch: int, below: Node
+) -> Iterator[Pair]:  # fmt: skip
     """Pairs of a class and a row, in other proportions."""
 
-    def __init__(
-        self, parent: Node, class_func: Callable[..., Any], target: Distribution, initial: Distribution | None, seed: int
-    ) -> None:  # fmt: skip
-        super().__init__(parent, class_func, target, initial, seed)
-        self._class_func, self._target, self._initial, self._seed = class_func, target, initial, seed
+    def classified() -> Iterator[Pair]:
+        for position, row in enumerate(below.elements(epoch)):
+            yield _class_of(class_func, target.size, row, position), row
 
-    @property
-    def row_spec(self) -> Any:
-        return ArraySpec((), np.int64), self._parent.row_spec
-
-    def length_over(self, below: int) -> int:
-        return 0 if below == 0 else UNKNOWN
-
-    def _classified(self, epoch: int) -> Iterator[tuple[np.int64, Any]]:
-        for position, row in enumerate(self._parent.elements(epoch)):
-            number = plain_array(call(self._class_func, row), FUNCTION, "class_func")
-            if number.size != 1 or number.dtype.kind not in "iu" or not 0 <= number.item() < self._target.size:
-                expected, got = f"an integer in [0, {self._target.size})", f"{number} for row {position}"
-                raise ValueError(explain(FUNCTION, "class_func", expected=expected, got=got))
-            yield np.int64(number.item()), row
-
-    def _kept(self, epoch: int, proportions: _Proportions) -> Iterator[tuple[np.int64, Any]]:
-        """The rows that are left of all."""
-        words = random_words((self._seed, epoch, 0))
-        below = self._classified(epoch)
-        while together := list(itertools.islice(below, _TOGETHER)):
-            proportions.see(np.array([number for number, _ in together]))
-            for number, row in together:
-                if next(words) < proportions.accept[number] * 2**64:
-                    yield number, row
-
-    def _all(self, epoch: int) -> Iterator[Any]:
-        proportions = _Proportions(self._target, self._initial)
-        words = random_words((self._seed, epoch, 1))
-        kept, unchanged = self._kept(epoch, proportions), self._classified(epoch)
-        ahead = next(kept, None)  # which counts classes, where that has to be done
-        for word in words:
-            if word < proportions.unchanged * 2**64:
-                pair = next(unchanged, None)
-            else:
-                pair, ahead = ahead, next(kept, None)
-            if pair is None:
-                return
-            yield pair
-
-    def describe(self) -> str:
-        given = "" if self._initial is None else f"initial_dist={self._initial.tolist()}, "
-        target = f"target_dist={self._target.tolist()}"
-        return f"rejection_resample({name_of(self._class_func)}, {target}, {given}seed={self._seed})"
+    proportions = _Proportions(target, initial)
+    kept, unchanged = _kept(classified(), proportions, random_words((seed, epoch, 0))), classified()
+    ahead = next(kept, None)  # which counts classes, if that has to be done
+    for word in random_words((seed, epoch, 1)):
+        if word < proportions.unchanged * 2**64:
+            pair = next(unchanged, None)
+        else:
+            pair, ahead = ahead, next(kept, None)
+        if pair is None:
+            return
+        yield pair
 
 
 def rejection_resample(
@@ -152,7 +138,13 @@ def rejection_resample(
         expected, got = f"{target.size} shares, as target_dist has", initial.size
         raise ValueError(explain(FUNCTION, "initial_dist", expected=expected, got=got))
     seed = integer(FUNCTION, "seed", DEFAULT_SEED if seed is None else seed)
-    return Resampled(parent, class_func, target, initial, seed)
+    given = "" if initial is None else f"initial_dist={initial.tolist()}, "
+    return Streamed(
+        f"rejection_resample({name_of(class_func)}, target_dist={target.tolist()}, {given}seed={seed})",
+        [parent],
+        functools.partial(_resampled, class_func, target, initial, seed),
+        row_spec=lambda below: (ArraySpec((), np.int64), below.row_spec),
+    )
 
 
 def _distribution(argument: str, given: Any) -> Distribution:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
@@ -14,10 +14,10 @@ from ...base.errors import explain
 from ..spec import ArraySpec, conform, spec_of_element
 from .calls import Calls, check_callable, name_of
 from .map import Mapped
-from .node import Node, Traits
-from .stage import InOrder
+from .node import Node
+from .streamed import Streamed
 
-__all__ = ["Scanned", "State", "scan"]
+__all__ = ["State", "scan"]
 
 
 @final
@@ -89,35 +89,6 @@ def _apart(element: Any, state: Any) -> Any:
     return nest.map_structure(own, element) if held else element
 
 
-@final
-class Scanned(InOrder):
-    """What a function with a state makes of the elements, one after the other."""
-
-    def __init__(
-        self, parent: Node, initial_state: Any, function: Callable[[Any, Any], Any], element_spec: Any = None
-    ) -> None:
-        super().__init__(parent, initial_state, function, element_spec)
-        self._initial_state, self._function, self._given = initial_state, function, element_spec
-        self._first = self._begin()  # which only learns what elements look like
-
-    def _begin(self) -> _Pass:
-        return _Pass(self._parent, self._initial_state, self._function, self._given)
-
-    @property
-    def traits(self) -> Traits:
-        return self._first.traits
-
-    @property
-    def row_spec(self) -> Any:
-        return self._first.row_spec
-
-    def _all(self, epoch: int) -> Iterator[Any]:
-        return self._begin().stream(self._parent.elements(epoch), epoch, 0)
-
-    def describe(self) -> str:
-        return self._first.describe()
-
-
 def scan(
     parent: Node, initial_state: Any, scan_func: Callable[[Any, Any], Any], *, element_spec: Any = None
 ) -> Node:  # fmt: skip
@@ -143,4 +114,16 @@ def scan(
         [0, 1, 3, 6, 10]
     """
     check_callable("Dataset.scan", "scan_func", scan_func)
-    return Scanned(parent, initial_state, scan_func, element_spec)
+
+    def new_pass(below: Node) -> _Pass:
+        return _Pass(below, initial_state, scan_func, element_spec)
+
+    new_pass(parent)  # raises for an initial state that is no nest of arrays
+    return Streamed(
+        f"scan({name_of(scan_func)})",
+        [parent],
+        lambda epoch, below: new_pass(below).stream(below.elements(epoch), epoch, 0),
+        length=lambda below: below,
+        row_spec=lambda below: new_pass(below).row_spec,
+        traits=lambda below: below.traits._replace(calls_functions=True),
+    )

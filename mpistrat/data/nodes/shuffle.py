@@ -18,11 +18,13 @@ from ...base.arguments import integer
 from ...base.errors import explain
 from ..permutation import DEFAULT_SEED, BlockOrder, random_words
 from ..spec import ArraySpec
+from .batch import require_end
 from .node import Addresses, Below, Node
 from .order import Reindexed, Reordered, Shuffle, ShuffleSettings
-from .stage import InOrder, Stage
+from .stage import Stage
+from .streamed import Streamed
 
-__all__ = ["PSEUDO_CHUNK", "WINDOW_BYTES", "BlockShuffle", "BlockShuffled", "BufferShuffled", "Shuffled", "shuffle"]
+__all__ = ["PSEUDO_CHUNK", "WINDOW_BYTES", "BlockShuffle", "BlockShuffled", "Shuffled", "shuffle"]
 
 WINDOW_BYTES = 1 << 26  # rows that are mixed, where nothing else is said
 PSEUDO_CHUNK = 64  # rows that stay together in a window where the data has no chunks
@@ -161,33 +163,19 @@ class Shuffled(Stage):
         return super().__str__()
 
 
-class BufferShuffled(InOrder):
-    """A buffer is filled; then each element of it goes at random, and the next one takes its place."""
-
-    def __init__(self, parent: Node, buffer_size: int, seed: int, reshuffle_each_epoch: bool) -> None:
-        super().__init__(parent, buffer_size, seed, reshuffle_each_epoch)
-        self._buffer_size = buffer_size
-        self._seed = seed
-        self._reshuffle_each_epoch = reshuffle_each_epoch
-
-    def _all(self, epoch: int) -> Iterator[Any]:
-        words = random_words((self._seed, epoch if self._reshuffle_each_epoch else 0))
-        below = self._parent.elements(epoch)
-        buffer = list(itertools.islice(below, self._buffer_size))
-        for element in below:
-            place = next(words) % len(buffer)
-            buffer[place], element = element, buffer[place]
-            yield element
-        while buffer:
-            place = next(words) % len(buffer)
-            buffer[place], buffer[-1] = buffer[-1], buffer[place]
-            yield buffer.pop()
-
-    def describe(self) -> str:
-        return (
-            f"shuffle({self._buffer_size}, seed={self._seed}, reshuffle_each_epoch={self._reshuffle_each_epoch}):"
-            " in a buffer: elements are read in order"
-        )
+def _from_buffer(buffer_size: int, seed: int, reshuffle_each_epoch: bool, epoch: int, below: Node) -> Iterator[Any]:
+    """Fill a buffer; then take each element of it at random, and put the next one into its place."""
+    words = random_words((seed, epoch if reshuffle_each_epoch else 0))
+    elements = below.elements(epoch)
+    buffer = list(itertools.islice(elements, buffer_size))
+    for element in elements:
+        place = next(words) % len(buffer)
+        buffer[place], element = element, buffer[place]
+        yield element
+    while buffer:
+        place = next(words) % len(buffer)
+        buffer[place], buffer[-1] = buffer[-1], buffer[place]
+        yield buffer.pop()
 
 
 _MODES = ("auto", "full", "block")
@@ -240,11 +228,7 @@ def shuffle(
         raise ValueError(explain("Dataset.shuffle", "mode", expected="no window", got="one", remedy=remedy))
     if not parent.random_access:
         return _in_order(parent, buffer_size, seed, reshuffle_each_epoch, mode)
-    if parent.endless:
-        remedy = "Shuffle before repeat: each repetition then has an order of its own."
-        raise ValueError(
-            explain("Dataset.shuffle", "", expected="a dataset with an end", got="one without", remedy=remedy)
-        )
+    require_end("Dataset.shuffle", parent, "Shuffle before repeat: each repetition then has an order of its own.")
     return Shuffled(parent, buffer_size, seed, reshuffle_each_epoch, mode, window_bytes)
 
 
@@ -283,4 +267,10 @@ def _in_order(dataset: Node, buffer_size: int | None, seed: int, reshuffle_each_
         remedy = "Give a buffer_size, or shuffle before the stage that reads in order."
         expected = "a number of elements to mix: the dataset reads in order"
         raise ValueError(explain("Dataset.shuffle", "buffer_size", expected=expected, got="none", remedy=remedy))
-    return BufferShuffled(dataset, buffer_size, seed, reshuffle_each_epoch)
+    settings = f"{buffer_size}, seed={seed}, reshuffle_each_epoch={reshuffle_each_epoch}"
+    return Streamed(
+        f"shuffle({settings}): in a buffer: elements are read in order",
+        [dataset],
+        functools.partial(_from_buffer, buffer_size, seed, reshuffle_each_epoch),
+        length=lambda below: below,
+    )

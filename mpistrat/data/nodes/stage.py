@@ -14,9 +14,18 @@ from ...base.errors import explain
 from ...base.masks import plain_array
 from ..feed.batches import LookAhead, successive_batches
 from ..spec import unstack_rows
-from .node import Addresses, Batching, Below, Node, Outcome, Part, Traits
+from .node import Addresses, Batching, Below, LocatedRange, Node, Outcome, OwnRows, Traits
 
-__all__ = ["Combined", "InOrder", "InputRows", "SameElements", "Stage", "cut_chunks", "gather_rows", "one_address"]
+__all__ = [
+    "Combined",
+    "InputRows",
+    "SameElements",
+    "Stage",
+    "common_batching",
+    "cut_chunks",
+    "gather_rows",
+    "one_address",
+]
 
 _ROWS = 64  # single rows that are read together where they are asked for one after the other
 
@@ -165,11 +174,8 @@ class Stage(_Readable):
 class SameElements(Stage):
     """A node over one parent with the very same elements: a setting of the whole chain."""
 
-    def locate_range(self, epoch: int, start: int, stop: int) -> tuple[Addresses, list[int]]:
-        return self._parent.locate_range(epoch, start, stop)
-
-    def locate_parts(self, epoch: int, start: int, stop: int, part: Part) -> tuple[Addresses, list[int], list[int]]:
-        return self._parent.locate_parts(epoch, start, stop, part)
+    def locate_range(self, epoch: int, start: int, stop: int, own: OwnRows | None = None) -> LocatedRange:
+        return self._parent.locate_range(epoch, start, stop, own)
 
     def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
         return self._parent.elements(epoch, start)
@@ -178,23 +184,12 @@ class SameElements(Stage):
         return self._parent.outcomes(epoch)
 
 
-class InOrder(Stage):
-    """A node over one parent that makes its elements one after the other, whatever the parent can do."""
-
-    @property
-    def random_access(self) -> bool:
-        return False
-
-    def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
-        return []
-
-
 class Combined(_Readable):
     """A node over several parents, whose elements are all rows or all batches; `function` is for errors."""
 
     def __init__(self, function: str, parents: Sequence[Node]) -> None:
         self._parents = tuple(parents)
-        self._batching = _common_batching(function, parents)
+        self._batching = common_batching(function, parents)
 
     @property
     def parents(self) -> tuple[Node, ...]:
@@ -205,8 +200,8 @@ class Combined(_Readable):
         return self._batching
 
 
-def _common_batching(function: str, parents: Sequence[Node]) -> Batching | None:
-    """How the elements of all these nodes are batched; ValueError where some are rows and some are batches."""
+def common_batching(function: str, parents: Sequence[Node]) -> Batching | None:
+    """Return the batching of the elements of several nodes; ValueError if some are rows and some are batches."""
     batchings = [parent.batching for parent in parents]
     first = batchings[0]
     if all(batching == first for batching in batchings):

@@ -15,7 +15,7 @@ from ...base import nest
 from ...base.arguments import integer
 from ..spec import DatasetSpec, batch_spec
 from .node import Addresses, Below, Node
-from .order import Order, Reindexed, Shard, Skip, Take
+from .order import Order, Reindexed, ShardOrder, Skip, Take
 from .sources import Held
 from .stage import Stage, one_address
 
@@ -112,7 +112,7 @@ class Windows(Stage):
         """The elements of a window, among those below."""
         orders: list[Order] = [_OfEpoch(epoch), Skip(number * self._shift), Take(self._span)]
         if self._stride > 1:
-            orders.append(Shard(self._stride, 0))
+            orders.append(ShardOrder(self._stride, 0))
         node = self._parent
         for order in orders:
             node = Reindexed(node, order)

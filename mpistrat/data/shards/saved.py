@@ -23,7 +23,7 @@ from ...base.agree import Ranks, together
 from ...base.errors import explain
 from ...cluster.topology import given_comm
 from ..files.hdf5 import HDF5Rows
-from ..nodes.batch import refuse_batches
+from ..nodes.batch import refuse_batches, require_end
 from ..nodes.node import INFINITE, Addresses, Below, Node
 from ..nodes.order import Reindexed, Take
 from ..nodes.stage import Stage, one_address
@@ -214,10 +214,7 @@ def _as_stored(spec: ArraySpec) -> ArraySpec:
 def snapshot(parent: Node, path: PathLike, compression: str | None) -> Node:
     """The rows of a node, kept in files; see `Dataset.snapshot`."""
     refuse_batches(_SNAPSHOT, parent)
-    if parent.endless:
-        remedy = "Call repeat after snapshot."
-        expected, got = "a dataset with an end", "one repeated for ever"
-        raise ValueError(explain(_SNAPSHOT, "", expected=expected, got=got, remedy=remedy))
+    require_end(_SNAPSHOT, parent, "Call repeat after snapshot.")
     if compression not in ("AUTO", "NONE", "GZIP", None):
         raise ValueError(explain(_SNAPSHOT, "compression", expected="'AUTO', 'GZIP' or None", got=repr(compression)))
     return DatasetSnapshot(parent, path, None if compression == "AUTO" else compression)

@@ -365,9 +365,9 @@ def test_a_step_locates_batches_of_its_own_worker_only(policy: str, monkeypatch:
     located: list[int] = []
     locate_range = Batches.locate_range
 
-    def spy(self: Batches, epoch: int, start: int, stop: int) -> Any:
+    def spy(self: Batches, epoch: int, start: int, stop: int, own: Any = None) -> Any:
         located.extend(range(start, stop))
-        return locate_range(self, epoch, start, stop)
+        return locate_range(self, epoch, start, stop, own)
 
     monkeypatch.setattr(Batches, "locate_range", spy)
     for workers in (5, 50):
@@ -383,15 +383,14 @@ def test_a_step_locates_batches_of_its_own_worker_only(policy: str, monkeypatch:
 @pytest.mark.parametrize("workers", [4, 64])
 def test_data_locates_rows_of_its_own_worker_only(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     located: list[int] = []
-    locate_parts = Batches.locate_parts
+    locate_range = Batches.locate_range
 
     def spy(self: Batches, *arguments: Any) -> Any:
-        found = locate_parts(self, *arguments)
-        located.extend(found[0][1].tolist())
+        found = locate_range(self, *arguments)
+        located.extend(found[0][1].tolist())  # no row of whole batches, which grow with the number of workers
         return found
 
-    monkeypatch.setattr(Batches, "locate_parts", spy)
-    monkeypatch.delattr(Batches, "locate_range")  # of whole batches, which grow with the number of workers
+    monkeypatch.setattr(Batches, "locate_range", spy)
     rows = 7 * 3 * workers + 2 * workers  # seven batches of three rows each, and one of two
     data = distribute(from_arrays(np.arange(rows)).batch(3 * workers), Workers([1] * workers, 2))
     expected = [3 * workers * batch + 6 + row for batch in range(7) for row in range(3)] + [

@@ -14,7 +14,7 @@ from mpistrat.base import log
 from mpistrat.data import memory_limit
 from mpistrat.data.nodes.cache import cache
 from mpistrat.data.nodes.cache.fill import Claims
-from mpistrat.data.nodes.cache.job import Parts
+from mpistrat.data.nodes.cache.job import RowPartition
 from mpistrat.data.nodes.cache.rows import RowChunks, RowMemory
 from mpistrat.data.nodes.order import Reindexed
 from mpistrat.data.nodes.window import _OfEpoch
@@ -352,7 +352,7 @@ def test_a_wait_has_an_end():
 def test_parts_are_whole_pieces_and_cover_all(count, size, ranks_of_nodes):
     chunks = RowChunks(count, size)
     numbers = iter(range(100))
-    parts = Parts.of(chunks, [[next(numbers) for _ in range(n)] for n in ranks_of_nodes])
+    parts = RowPartition.of(chunks, [[next(numbers) for _ in range(n)] for n in ranks_of_nodes])
     ranges = [parts.of_rank(rank) for ranks in parts.ranks for rank in ranks]
     assert [row for low, high in ranges for row in range(low, high)] == list(range(count))
     assert all(low % size == 0 for low, _ in ranges if low < count)

@@ -16,8 +16,9 @@ from ....base.text import decimal_size
 from ...memory_limit import available_memory, require_memory
 from ...spec import is_ragged
 from ...stats import StageStats
+from ..batch import require_end
 from ..node import Addresses, Below, Node, Traits
-from ..stage import InOrder, Stage
+from ..stage import Stage
 from .fill import Claims, FilledMemory, node_memory
 from .job import job_memory
 from .rows import ParentRows, RowChunks, RowMemory
@@ -73,11 +74,7 @@ def cache(parent: Node, scope: Scope = "rank", *, transport: Transport = "auto")
         if value not in legal:
             expected = ", ".join(map(repr, legal))
             raise ValueError(explain(FUNCTION, argument, expected=f"one of {expected}", got=repr(value)))
-    if parent.endless:
-        remedy = "Call repeat after cache."
-        raise ValueError(
-            explain(FUNCTION, "", expected="a dataset with an end", got="one repeated for ever", remedy=remedy)
-        )
+    require_end(FUNCTION, parent, "Call repeat after cache.")
     by_rows = parent.random_access
     if by_rows and parent.batching is not None:  # padded to the longest of the batch: no rows of one shape
         by_rows = not any(is_ragged(leaf) for leaf in nest.flatten(parent.row_spec))
@@ -91,7 +88,7 @@ def cache(parent: Node, scope: Scope = "rank", *, transport: Transport = "auto")
     return CachedInOrder(parent)
 
 
-class Memory(Protocol):
+class CacheMemory(Protocol):
     """Where rows are kept."""
 
     def take(self, numbers: NDArray[np.int64]) -> Any:
@@ -124,7 +121,7 @@ class Cached(Stage):
         self._lock = threading.Lock()
         self._bound: tuple[ProcessGroup, Cached] | None = None
         self._counters = StageStats()
-        self._memory: Memory | None = None if group is None else self._of_group(group)
+        self._memory: CacheMemory | None = None if group is None else self._of_group(group)
 
     @property
     def counters(self) -> StageStats:
@@ -140,7 +137,7 @@ class Cached(Stage):
             self._source = ParentRows(self._parent)
         return self._source
 
-    def _open(self) -> Memory:
+    def _open(self) -> CacheMemory:
         memory = self._memory
         if memory is None:
             with self._lock:
@@ -189,7 +186,7 @@ class Cached(Stage):
         self._bound = group, bound
         return bound
 
-    def _of_group(self, group: ProcessGroup) -> Memory:
+    def _of_group(self, group: ProcessGroup) -> CacheMemory:
         source = self._rows()
         for name, leaf in zip(nest.paths(source.row_spec), nest.flatten(source.row_spec), strict=True):
             if is_ragged(leaf) or leaf.dtype.hasobject:
@@ -222,8 +219,10 @@ class Cached(Stage):
 
 
 @final
-class CachedInOrder(InOrder):
+class CachedInOrder(Stage):
     """Elements of a dataset that reads in order, kept in the first complete epoch."""
+
+    random_access = False
 
     def __init__(self, parent: Node) -> None:
         super().__init__(parent)
@@ -233,6 +232,9 @@ class CachedInOrder(InOrder):
     @property
     def counters(self) -> StageStats:
         return self._counters
+
+    def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
+        return []
 
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         kept = self._kept

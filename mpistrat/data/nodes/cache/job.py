@@ -26,7 +26,7 @@ from .transport import Reply, RowGets, RowMessages
 if TYPE_CHECKING:
     from ....comm.process_group import ProcessGroup
 
-__all__ = ["JobMemory", "Parts", "job_memory"]
+__all__ = ["JobMemory", "RowPartition", "job_memory"]
 
 
 class RowTransport(Protocol):
@@ -52,8 +52,8 @@ class RowTransport(Protocol):
 
 @final
 @dataclass(frozen=True)
-class Parts:
-    """Which rows each node holds, and which of them each rank reads from disk.
+class RowPartition:
+    """The rows that each node holds, and which of them each rank reads from disk.
 
     Attributes:
         ranks: the ranks of each node (each memory domain), in its order.
@@ -64,11 +64,11 @@ class Parts:
     borders: Sequence[int]
 
     @classmethod
-    def of(cls, chunks: RowChunks, ranks: Sequence[Sequence[int]]) -> Parts:
+    def of(cls, chunks: RowChunks, ranks: Sequence[Sequence[int]]) -> RowPartition:
         """Whole chunks for each rank, as equal as can be.
 
         Example:
-            >>> Parts.of(RowChunks(10, 2), [[0, 1], [2]]).borders
+            >>> RowPartition.of(RowChunks(10, 2), [[0, 1], [2]]).borders
             [0, 2, 6, 10]
         """
         size = sum(map(len, ranks))
@@ -94,7 +94,7 @@ def job_memory(source: ParentRows, group: ProcessGroup, transport: str, counters
         CollectiveMismatchError: the ranks have different rows.
     """
     chunks = RowChunks.of(source, 1)
-    parts = Parts.of(chunks, _domains(group))
+    parts = RowPartition.of(chunks, _domains(group))
     own_node = next(node for node, ranks in enumerate(parts.ranks) if group.topology.rank in ranks)
     low, high = parts.of_node(own_node)
     total = max(64, RowMemory.nbytes(source.row_spec, high - low))
@@ -170,7 +170,7 @@ def _could_not_read(failures: Mapping[int, Failure]) -> Exception:
 
 def _make_transport(
     group: ProcessGroup,
-    parts: Parts,
+    parts: RowPartition,
     own_node: int,
     memory: RowMemory,
     segment: NDArray[np.uint8],
@@ -205,7 +205,7 @@ def _make_transport(
     return RowMessages(comm.Dup(), memory, holders, group.environment.abort_after, counted)
 
 
-def _gets_progress(group: ProcessGroup, parts: Parts, gets: RowGets) -> bool:
+def _gets_progress(group: ProcessGroup, parts: RowPartition, gets: RowGets) -> bool:
     """Whether the first rank gets rows of the second node while all others stay outside of MPI. Collective."""
     comm, reader = group.topology.comm, parts.ranks[0][0]
     low, high = parts.of_node(1)
@@ -237,7 +237,7 @@ class JobMemory:
     def __init__(
         self,
         source: ParentRows,
-        parts: Parts,
+        parts: RowPartition,
         own_node: int,
         memory: RowMemory,
         transport: RowTransport | None,
