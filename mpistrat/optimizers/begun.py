@@ -22,7 +22,7 @@ from .gradients import Pairs, flat_gradient, in_place
 if TYPE_CHECKING:
     from ..arena.buckets import BucketSums
 
-__all__ = ["Begun", "Choice"]
+__all__ = ["Begun", "EarlyChoice"]
 
 LEAST_BYTES = 4 << 20  # of gradients that are begun together: with fewer, what it costs to agree counts
 _TRIES = 7  # steps of each way
@@ -33,7 +33,7 @@ _FUNCTION = "Optimizer.begin"
 
 
 @final
-class Choice:
+class EarlyChoice:
     """Whether sums start in `begin`: both ways in turns for some steps, then the faster one for many, and so on.
 
     Which one it is has no influence on numbers. All ranks choose the same.
@@ -103,7 +103,7 @@ class Begun:
         self._steps = 0
         self._able: bool | None = None  # whether sums can start early; None: not asked yet
         self._buckets: BucketSums | None = None  # what they were handed over to
-        self.choice = Choice()
+        self.choice = EarlyChoice()
 
     @property
     def able(self) -> bool:

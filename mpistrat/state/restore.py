@@ -278,7 +278,7 @@ class Restoring:
         for link, slots in by_link.items():
             name = here[name_of(link)]
             for variable in sharded.get(name) or (variables[name],):
-                receivers = None if optimizer is None else optimizer.take_slots(variable, slots)
+                receivers = None if optimizer is None else optimizer._core.take_slots(variable, slots)
                 if receivers is None:
                     whole[variable.name], receivers = _whole_slots(
                         variable, {s: forms[k].kind for s, k in slots.items()}
@@ -295,7 +295,7 @@ class Restoring:
             number = self._states.number_of(optimizer)
             saved = optimizers[number]["name"] if number in optimizers else None
             if saved is None:
-                outside = self._placement.store is None and optimizer.number_in(self._placement) is None
+                outside = self._placement.store is None and optimizer._core.number_in(self._placement) is None
                 why = ": if made outside of strategy.scope(), it is in files after its first step" if outside else ""
                 problems[number] = f"optimizer {optimizer.name!r} is not in it{why}"
             elif saved != optimizer.name:

@@ -214,7 +214,7 @@ def _with_hooks(optimizer: Any, closure: Callable[[], Any] | None) -> Any:
 
 def _give(rule: TorchRule, variable: Variable, slots: dict[str, Any]) -> None:
     """Give a variable its slots, now or at its first step."""
-    starts = rule.slot_start
+    starts = rule._core.slot_start
     slots |= {
         name: np.full(variable.shape, starts.get(name, 0.0), accumulation_dtype(variable.dtype))
         for name in rule.slot_names
@@ -223,7 +223,7 @@ def _give(rule: TorchRule, variable: Variable, slots: dict[str, Any]) -> None:
     if any(variable is known for known in rule.variables):
         rule.set_slots(variable, slots)
     else:
-        rule.pending_slots[variable.name] = slots
+        rule._core.slots.pending[variable.name] = slots
 
 
 def distribute_optimizer(

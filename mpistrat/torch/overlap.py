@@ -53,7 +53,7 @@ class Overlap:
     @torch.compiler.disable
     def _note(self, link: TorchLink) -> None:
         """Note that a backward pass has completed a gradient. Collective, where it is the last one of a bucket."""
-        if self._next == len(self._buckets) or not self._rule.begun.early:
+        if self._next == len(self._buckets) or not self._rule._core.begun.early:
             return
         for missing in self._missing[self._next :]:
             missing.discard(link)
@@ -74,12 +74,12 @@ class Overlap:
         with group.collective("begin: final"):
             final = bool(group.agree(int(final)))
         if not final:
-            self._rule.begun.forget()
+            self._rule._core.begun.forget()
             why = (
                 "gradients were changed after the backward pass that computed them, as by a second one before the step"
             )
             log.once(logging.INFO, f"ms.torch: sums wait for optimizer.step(): {why}")
-        if not final or not self._rule.begun.able:
+        if not final or not self._rule._core.begun.able:
             self._stop()
         self._reset()
 
