@@ -24,6 +24,7 @@ from ..cluster.world import is_loss
 from ..comm.arrays import all_reduce
 from ..comm.call import Call
 from ..variables.equal import different_nodes
+from ..variables.kinds import apply_constraint
 from ..variables.variable import Variable
 from .arena_step import ArenaStep, not_finite_of
 from .core import OptimizerCore
@@ -163,7 +164,7 @@ class FusedStep(UpdateRun):
                     step.finish_share()
             group.node.barrier(call)
         for variable in self._constrained:
-            variable.apply_constraint(compare=due and self._outer is None)
+            apply_constraint(variable, compare=due and self._outer is None)
         if self._outer is not None and core.updates_at(number):
             self._outer.count_update()
             if self._outer.due:

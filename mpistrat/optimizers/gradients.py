@@ -15,7 +15,7 @@ from ..base.types import IndexedSlices
 from ..base.underflow import may_underflow
 from ..comm.arrays import array_module, as_array, as_buffer, is_gpu, on_device_of, to_host
 from ..variables.scatter import checked_slices
-from ..variables.variable import Variable, explain_foreign
+from ..variables.variable import Variable, explain_foreign, require_gradient
 
 __all__ = [
     "Pairs", "ReplicaPairs", "check_rule", "check_same", "check_variables", "checked", "flat_gradient", "in_place",
@@ -61,7 +61,7 @@ def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[V
             continue
         if id(variable) in chosen:
             raise ValueError(explain(_FUNCTION, variable.name, expected="each variable once", got="it twice"))
-        variable.require_gradient()
+        require_gradient(variable)
         chosen[id(variable)] = variable
     if not chosen:
         names = ", ".join(variable.name for variable in left_out) or "no variables"

@@ -26,6 +26,7 @@ from ..comm.process_group import ProcessGroup
 from ..optimizers.node_slots import OUTER_MOMENTUM, slots_for
 from ..optimizers.slots import WIRE_RESIDUAL, residual_receiver
 from ..variables import Placement, Receiver
+from ..variables.kinds import receiver_of
 from .extra import read_extra
 from .file import CheckpointFile, from_rank_0, on_all
 from .list import Form, key_of, link_of, locations, name_of
@@ -254,7 +255,7 @@ class Restoring:
             where = self._locations[variable.name]
             key = f"variables/{key_of(there[where.name])}"
             if key in forms:
-                receivers.setdefault(key, []).append(where.box.receiver(variable.receiver()))
+                receivers.setdefault(key, []).append(where.box.receiver(receiver_of(variable)))
         return [Taken(key, forms[key], found) for key, found in receivers.items()]
 
     def _slots(
