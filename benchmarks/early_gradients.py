@@ -84,7 +84,7 @@ class Layers:
     @property
     def begun(self) -> Any:
         """What chooses."""
-        return self.optimizer.begun
+        return self.optimizer._core.begun
 
 
 class TorchLayers:
@@ -119,7 +119,7 @@ class TorchLayers:
     @property
     def begun(self) -> Any:
         """What chooses."""
-        return self._adam.mpistrat_rule.begun
+        return self._adam.mpistrat_rule._core.begun
 
 
 def made(strategy: Any, options: Any, kind: str, rows: int, early: bool) -> Any:

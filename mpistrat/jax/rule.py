@@ -68,14 +68,13 @@ class JaxRule(ForeignRule):
         assert known is not None
         self.digest = known.digest
         slots = {} if self.__blocks is None else self.__blocks.starts
-        self.whole = self._whole is not None
-        kind = " on whole trees" if self.whole else f" with {', '.join(slots)}" if slots else ""  # which files compare
+        kind = (
+            " on whole trees" if self._on_wholes else f" with {', '.join(slots)}" if slots else ""
+        )  # which files compare
         super().__init__(
             1.0, slot_names=tuple(slots), slot_start=slots, global_clipnorm=limit, name=f"optax rule{kind}"
         )
         self.extra = ""  # a digest of the extra arguments of the step, which ranks compare
-        for name in ("digest", "whole", "extra"):  # of this program's transformation, whatever a file was written with
-            self.leave_to_owner(name)
 
     def get_settings(self) -> list[dict[str, Any]]:
         """Return one group without settings: the transformation is code, so a file must not replace what was read of it."""
@@ -137,30 +136,28 @@ class JaxRule(ForeignRule):
             remedy = "Give parameters that stay as they are zeros, or an optimizer of their own"
             raise ValueError(explain("ms.jax.apply", missing[0], expected=expected, got=got, remedy=remedy))
         new: list[Variable] = []
+        core = self._core
         if self.__blocks is not None and self.__blocks.unequal:
-            known = set(map(id, self._variables))
-            new = [v for v in given if id(v) not in known and v.name not in self._slots.pending]
+            known = set(map(id, core.variables))
+            new = [v for v in given if id(v) not in known and v.name not in core.slots.pending]
             self.__begin(self.__blocks, new)
         try:
             step = super()._new_step(strategy, pairs)
         except BaseException:
             for variable in new:
-                self._slots.pending.pop(variable.name, None)
+                core.slots.pending.pop(variable.name, None)
             raise
-        self._updated_first = list(dict.fromkeys([*self._updated_first, *new]))  # which a step that fails forgets
+        core.updated_first = list(dict.fromkeys([*core.updated_first, *new]))  # which a step that fails forgets
         return step
 
-    def restart_slots(self, variables: Collection[Variable] | None) -> None:
-        """Give slots the values of before the first step: where these depend on weights, on those of the next step."""
-        super().restart_slots(variables)
+    def _on_restart(self, variables: Collection[Variable]) -> None:
+        """Give slots whose first values depend on weights those of the next step's weights."""
         if self.__blocks is None or not self.__blocks.unequal:
             return
-        chosen = set(map(id, self._variables if variables is None else variables))
+        core, chosen = self._core, set(map(id, variables))
         begun = self.__blocks.unequal
-        self._variables[:] = [
-            v for v in self._variables if id(v) not in chosen or self.__places.get(v.name) not in begun
-        ]
-        self._steps.clear()
+        core.variables[:] = [v for v in core.variables if id(v) not in chosen or self.__places.get(v.name) not in begun]
+        core.steps.clear()
 
     def get_state(self) -> dict[str, Any]:
         """Return what `Optimizer.get_state` returns, with the state of a rule that runs whole under "whole". Collective."""
@@ -173,9 +170,9 @@ class JaxRule(ForeignRule):
         Raises:
             ValueError: the state of a rule that runs whole for one that does not, or the other way round.
         """
-        if state["slots"] if self.whole else "whole" in state:
+        if state["slots"] if self._on_wholes else "whole" in state:
             kinds = "the whole tree", "each number by itself"
-            expected, got = (f"the state of a rule on {kind}" for kind in (kinds if self.whole else kinds[::-1]))
+            expected, got = (f"the state of a rule on {kind}" for kind in (kinds if self._on_wholes else kinds[::-1]))
             raise ValueError(explain("Optimizer.set_state", self.name, expected=expected, got=got))
         super().set_state(state)
         if self._whole is not None and "whole" in state:
@@ -187,11 +184,11 @@ class JaxRule(ForeignRule):
             place = self.__places[variable.name]
             if place in blocks.unequal:
                 begun = blocks.begin(place, _wide(variable).reshape(-1))
-                self._slots.pending[variable.name] = {
+                self._core.slots.pending[variable.name] = {
                     name: array.reshape(variable.shape) for name, array in begun.items()
                 }
 
-    def group_of(self, variable: Any) -> int:
+    def _group_of(self, variable: Any) -> int:
         """Return the number of the variable's program."""
         return 0 if self.__blocks is None else self.__blocks.groups[self.__places[variable.name]]
 

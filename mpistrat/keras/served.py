@@ -85,7 +85,7 @@ class ServedUpdate:
             if value != getattr(self._rule, name):
                 setattr(self._rule, name, value)
         rate = _rate_of(self._optimizer)
-        if isinstance(rate, float) and rate != self._rule.given_learning_rate:
+        if isinstance(rate, float) and rate != self._rule._core.given_rate:
             self._rule.learning_rate = rate
         if link.writes:
             arrays = arrays_of(self._weights)
@@ -118,7 +118,7 @@ class ServedUpdate:
             slots = rule.slots(variable)
             for name, array in slots.items():
                 self._slots[name][index].assign(array)
-        self._optimizer.iterations.assign(rule.all_iterations())
+        self._optimizer.iterations.assign(rule._core.all_iterations())
 
 
 def _rate_of(optimizer: Any) -> float | Callable[[int], float]:

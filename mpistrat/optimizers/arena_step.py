@@ -18,9 +18,10 @@ from ..base.buffers import BufferPool
 from ..base.partition import blocks, merge, spans_within
 from ..comm.arrays import all_reduce, to_host
 from ..variables.variable import Variable
+from .core import OptimizerCore
 from .hyperparameters import GRADIENT_SUM
-from .rule import BlockUpdate, Rule, Span, form_mean, multiply_spans
-from .slots import SlotStore, gathered
+from .rule import BlockUpdate, Span, form_mean, multiply_spans
+from .slots import gathered
 
 if TYPE_CHECKING:
     from ..arena.early import EarlyMemory
@@ -43,7 +44,7 @@ class ArenaStep:
         matrices: by name of a variable with matrices, sums of their rows and columns, in the slot that the rule factors.
     """
 
-    def __init__(self, optimizer: Rule, arena: Arena, variables: Sequence[Variable], slots: SlotStore) -> None:
+    def __init__(self, core: OptimizerCore, arena: Arena, variables: Sequence[Variable]) -> None:
         self.arena, self.variables = arena, variables
         self.squares: dict[str, float] = {}
         self.norms: dict[tuple[str, str], float] = {}
@@ -55,21 +56,21 @@ class ArenaStep:
         self._spans = sorted((v.offset, ends[v.offset], v.name) for v in variables)
         self._offsets = {v.name: v.offset for v in variables}
         self._divided = any(v.part is not None and v.part.split for v in variables)
-        self._optimizer, self._mean, self._each = optimizer, 0, False
+        self._core, self._optimizer, self._mean, self._each = core, core.optimizer, 0, False
         self._factor = 1.0
-        self._slots = slots.of(arena)
+        self._slots = core.slots.of(arena)
         self._kept: tuple[Any, int] | None = None  # the sums of this step, and which element comes first there
         self._formed = False  # whether they are there before `keep` is called
         self._share: PieceShare | EncodedShare | None = None  # of the weights, while a step goes on
         self._messages = BufferPool(kept=16)
-        self._rule = BlockUpdate(optimizer, arena.dtype, self._slots.scratch)
+        self._rule = BlockUpdate(core.optimizer, arena.dtype, self._slots.scratch)
         self.read_settings()
 
     def read_settings(self) -> None:
         """Read the settings that each variable has of its own, after the optimizer's numbers have changed."""
-        optimizer, ends = self._optimizer, self._ends
-        self._decays = _merged((v.offset, ends[v.offset], optimizer.decay_of(v)) for v in self.variables)
-        self._groups = _merged((v.offset, ends[v.offset], optimizer.group_of(v)) for v in self.variables)
+        core, ends = self._core, self._ends
+        self._decays = _merged((v.offset, ends[v.offset], core.decay_of(v)) for v in self.variables)
+        self._groups = _merged((v.offset, ends[v.offset], core.group_of(v)) for v in self.variables)
 
     @property
     def gradients(self) -> Any:
@@ -99,7 +100,7 @@ class ArenaStep:
         optimizer = self._optimizer
         self._forget_sums()
         self._mean = optimizer.gradient_accumulation_steps or 0  # of so many calls, 0 for no mean
-        self._number, self._updates = number, optimizer.updates_at(number)
+        self._number, self._updates = number, self._core.updates_at(number)
         self._factor = factor
         self._rule.begin(step, rate, 1.0 if two_passes else factor)
         if two_passes:
@@ -110,7 +111,7 @@ class ArenaStep:
     def begin_share(self) -> None:
         """Begin to exchange what this step makes of the weights, where each node updates a piece. Collective over peers."""
         pieces, inter = self.arena.pieces(self.ranges), self.arena.group.inter
-        if pieces is not None and inter is not None and self._optimizer.changes_weights(self._number):
+        if pieces is not None and inter is not None and self._core.changes_weights(self._number):
             wire, residual = self.arena.wire, self._slots.residual
             if wire is None or residual is None:
                 self._share = PieceShare(inter, self.arena.values, pieces)
@@ -271,7 +272,7 @@ class ArenaStep:
 
     def _factored(self, low: int, high: int) -> Iterator[tuple[MatrixSums, Any, int]]:
         """Yield the parts of the factored slot in elements [low, high): of which matrices, and from which of their elements."""
-        slot = self._slots.of_range(low, high)[self._optimizer.factored]
+        slot = self._slots.of_range(low, high)[self._optimizer._factored]
         for begin, end, name in spans_within(self._spans, low, high):
             if name in self.matrices:
                 yield self.matrices[name], slot[begin:end], low + begin - self._offsets[name]
@@ -329,7 +330,7 @@ class ArenaStep:
     def take_kept(self, scales: Mapping[str, float]) -> None:
         """Take what was kept, as `take` does, times the scale of each variable where this is an update."""
         kept, base = self._store()
-        each = self._each or self._optimizer.scales_by_norms
+        each = self._each or self._optimizer._scales_by_norms
         for low, high in self._large_blocks():
             gradient = kept[low - base : high - base]
             if not self._updates:
@@ -361,7 +362,7 @@ class ArenaStep:
 
     def _keeps_as_they_are(self) -> bool:
         """Return whether a sum of one part is that part, and no pass changes it: then it needs no memory of its own."""
-        changed = self._factor != 1 or self._mean or self._optimizer.scales_by_norms or self._optimizer.whole
+        changed = self._factor != 1 or self._mean or self._optimizer._scales_by_norms or self._optimizer._on_wholes
         return not (changed or self._rule.narrow)
 
     def _store(self) -> tuple[Any, int]:

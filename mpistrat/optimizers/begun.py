@@ -16,13 +16,14 @@ from ..base import log
 from ..base.errors import explain
 from ..base.partition import merge
 from ..comm.process_group import ProcessGroup
-from ..variables.variable import Variable, explain_foreign
+from ..variables.kinds import own_gradients_of
+from ..variables.variable import Variable, explain_foreign, require_gradient
 from .gradients import Pairs, flat_gradient, in_place
 
 if TYPE_CHECKING:
     from ..arena.buckets import BucketSums
 
-__all__ = ["Begun", "Choice"]
+__all__ = ["Begun", "EarlyChoice"]
 
 LEAST_BYTES = 4 << 20  # of gradients that are begun together: with fewer, what it costs to agree counts
 _TRIES = 7  # steps of each way
@@ -33,7 +34,7 @@ _FUNCTION = "Optimizer.begin"
 
 
 @final
-class Choice:
+class EarlyChoice:
     """Whether sums start in `begin`: both ways in turns for some steps, then the faster one for many, and so on.
 
     Which one it is has no influence on numbers. All ranks choose the same.
@@ -103,7 +104,7 @@ class Begun:
         self._steps = 0
         self._able: bool | None = None  # whether sums can start early; None: not asked yet
         self._buckets: BucketSums | None = None  # what they were handed over to
-        self.choice = Choice()
+        self.choice = EarlyChoice()
 
     @property
     def able(self) -> bool:
@@ -161,7 +162,7 @@ class Begun:
             raise TypeError(explain(_FUNCTION, "variables", expected="variables", got=type(variable).__name__))
         if variable.placement.strategy is not strategy:
             raise ValueError(explain_foreign(_FUNCTION, variable, strategy))
-        variable.require_gradient()
+        require_gradient(variable)
         if id(variable) in self._variables:
             remedy = "Call apply_gradients between two calls of begin for a variable"
             expected, got = "each variable once in a step", "it twice"
@@ -193,8 +194,9 @@ class Begun:
             arena, offset = variable.arena, variable.offset
             if arena is not None and arena.gradients is not None and variable.size:
                 buckets.put(self, arena.gradients, offset, padded(arena, [variable])[offset], flat, variable.name)
-            if variable.own_gradients is not None:
-                variable.own_gradients.hand_over(noted)
+            own = own_gradients_of(variable)
+            if own is not None:
+                own.hand_over(noted)
 
     def add_rest(self, buckets: BucketSums, replicas: Sequence[Pairs]) -> None:
         """Hand over the gradients of a step that were not begun, and have all of it summed. Collective.
@@ -228,7 +230,7 @@ class Begun:
             for key, variable in self._variables.items():
                 if found.get(key) is None:
                     raise _unfit(variable.name, "a gradient for each variable that was begun", "none")
-                own = variable.own_gradients
+                own = own_gradients_of(variable)
                 if own is None:
                     as_begun = in_place(found[key], variable.gradient(replica))
                 else:
@@ -264,8 +266,9 @@ class Begun:
         """Let variables have gradients again, and forget the sums of those that were handed over."""
         members: dict[Arena, list[Variable]] = {}
         for variable in self._variables.values():
-            if variable.own_gradients is not None:
-                variable.own_gradients.renew()
+            own = own_gradients_of(variable)
+            if own is not None:
+                own.renew()
             if variable.arena is not None and variable.size:
                 members.setdefault(variable.arena, []).append(variable)
         for arena, some in members.items():

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .hyperparameters import OWN, Rate
-from .optimizer import Optimizer, find
+from .core import find
+from .hyperparameters import Rate
+from .optimizer import Optimizer
 
 __all__ = ["Definition", "definition_of", "make_defined"]
 
-_UNDEFINED = {*OWN, "slot_names"}  # what a definition has apart from the other attributes, or not at all
+_UNDEFINED = ("_core", "slot_names")  # what a definition has apart from the other attributes, or not at all
 
 
 class Definition(NamedTuple):
     """The data of the same optimizer in another process of the job: all but its steps and slots.
 
     Attributes:
-        ordinal: see `Optimizer.ordinal`.
+        ordinal: see `OptimizerCore`.
         kind: its class.
         rate: the learning rate that it was given.
         base: arguments of `Optimizer.__init__`.
@@ -33,18 +34,19 @@ class Definition(NamedTuple):
 def definition_of(optimizer: Optimizer) -> Definition:
     """Return the data from which `make_defined` makes the same optimizer."""
     own = {name: value for name, value in vars(optimizer).items() if name not in _UNDEFINED}
-    base = {"slot_names": optimizer.slot_names, "slot_start": optimizer.slot_start}
-    return Definition(optimizer.ordinal, type(optimizer), optimizer.given_learning_rate, base, own)
+    core = optimizer._core
+    base = {"slot_names": optimizer.slot_names, "slot_start": core.slot_start}
+    return Definition(core.ordinal, type(optimizer), core.given_rate, base, own)
 
 
 def make_defined(definition: Definition) -> Optimizer:
     """Return the optimizer of that ordinal, made if this process has none, with the attributes of the definition."""
-    optimizer = find(definition.ordinal)
+    optimizer: Optimizer | None = find(definition.ordinal)
     if optimizer is None:
         optimizer = definition.kind.__new__(definition.kind)
         Optimizer.__init__(optimizer, definition.rate, **definition.base)
-        optimizer.take_next_ordinal()
-        optimizer.take_ordinal(definition.ordinal)
+        optimizer._core.take_next_ordinal()
+        optimizer._core.take_ordinal(definition.ordinal)
     mine = vars(optimizer)
     for name in definition.own:
         mine.pop(name, None)  # so that they come in the definition's order

@@ -72,12 +72,16 @@ class ForeignRule(Optimizer):
             text = "the optimizer runs whole on every rank, after the sum of gradients"
             log.once(logging.INFO, f"{self._function}: {text}: {self._whole.reason}")
 
+    @property
+    def _on_wholes(self) -> bool:  # type: ignore[override]
+        return self._whole is not None
+
     def update(self, *_: Any) -> None:
         """Not called: see `update_block`."""
         raise NotImplementedError(f"{type(self).__name__}.update")
 
     def update_block(self, block: Block) -> None:
-        """Update a block by the library; where the rule runs whole, the gradient is the result of `update_whole`."""
+        """Update a block by the library; where the rule runs whole, the gradient is the result of `_update_whole`."""
         if self._whole is None:
             self._update_by_library(block)
         else:
@@ -87,13 +91,13 @@ class ForeignRule(Optimizer):
     def _update_by_library(self, block: Block) -> None:
         """Update the weights and slots of a block in place; the gradient may be overwritten."""
 
-    def update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> Mapping[str, Any]:
+    def _update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> Mapping[str, Any]:
         """Return new weights by name of variable, from whole arrays, which stay as they are."""
         assert self._whole is not None
         return self._whole.update(gradients, weights, self.iterations + 1)
 
-    def store_whole(self) -> None:
-        """Store this rank's part of the state after `update_whole`, which all ranks of the node have called."""
+    def _store_whole(self) -> None:
+        """Store this rank's part of the state after `_update_whole`, which all ranks of the node have called."""
         assert self._whole is not None
         self._whole.store()
 

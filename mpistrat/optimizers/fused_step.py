@@ -24,12 +24,13 @@ from ..cluster.world import is_loss
 from ..comm.arrays import all_reduce
 from ..comm.call import Call
 from ..variables.equal import different_nodes
+from ..variables.kinds import apply_constraint
 from ..variables.variable import Variable
 from .arena_step import ArenaStep, not_finite_of
-from .begun import Begun
+from .core import OptimizerCore
 from .gradients import Pairs, check_same, load_gradients
-from .rule import Rule, UpdateRun
-from .slots import SlotStore, owners
+from .rule import UpdateRun
+from .slots import owners
 
 __all__ = ["FusedStep"]
 
@@ -41,31 +42,22 @@ class FusedStep(UpdateRun):
     """The step of one optimizer on one set of variables whose arenas all ranks of a node share."""
 
     def __init__(
-        self,
-        optimizer: Rule,
-        strategy: Any,
-        variables: Sequence[Variable],
-        left_out: Sequence[str],
-        slots: SlotStore,
-        begun: Begun,
-        number: int | None,
-        known: Sequence[Variable],
+        self, core: OptimizerCore, strategy: Any, variables: Sequence[Variable], left_out: Sequence[str]
     ) -> None:
         """Plan the step, of variables in the same order on every rank. All ranks make it.
 
-        `left_out` are names of variables without a gradient, `number` is the optimizer's in the strategy's scope, if made there;
-        `known` is the optimizer's list of the variables that it has slots for, which may grow.
+        `left_out` are names of variables without a gradient.
         """
         self.strategy = strategy
-        self._known, self._slots = known, slots
+        self._core, self._optimizer = core, core.optimizer
         self._averaged: list[Variable] = []  # those without a gradient in this step whose averages it updates
         self._averages: list[ArenaStep] = []
         self._known_count = -1  # when they were looked for
-        self._optimizer, self._begun, self._number = optimizer, begun, number
         self._variables, self._left_out = tuple(variables), tuple(left_out)
         self._constrained = [variable for variable in variables if variable.constraint is not None]
         placement = variables[0].placement
-        self._group, self._ops, self._outer = placement.group, placement.ops, slots.outer
+        self._group, self._ops, self._outer = placement.group, placement.ops, core.slots.outer
+        self._number = core.number_in(placement)  # None if it was not made in the strategy's scope
         self._buckets = placement.buckets
         self._parts: ReplicaParts | None = None
         if placement.grid is not None:
@@ -81,30 +73,31 @@ class FusedStep(UpdateRun):
         for variable in variables:
             if variable.arena is not None and variable.size:
                 members.setdefault(variable.arena, []).append(variable)
-        return [ArenaStep(self._optimizer, arena, some, self._slots) for arena, some in members.items()]
+        return [ArenaStep(self._core, arena, some) for arena, some in members.items()]
 
     def _find_averaged(self) -> None:
         """Find the known variables that have no gradient in this step: their averages are updated as well, as Keras does."""
-        if self._optimizer.use_ema and len(self._known) != self._known_count:
-            self._known_count, own = len(self._known), set(map(id, self._variables))
-            self._averaged = [variable for variable in self._known if id(variable) not in own]
+        known = self._core.variables
+        if self._optimizer.use_ema and len(known) != self._known_count:
+            self._known_count, own = len(known), set(map(id, self._variables))
+            self._averaged = [variable for variable in known if id(variable) not in own]
             self._averages = self._steps_of(self._averaged)
 
     def describe(self) -> None:
         """Describe anew what the ranks compare, after the optimizer's numbers have changed."""
         names = ", ".join(variable.name for variable in self._variables)
         absent = f", not {', '.join(self._left_out)}" if self._left_out else ""
-        decays = [self._optimizer.decay_of(variable) for variable in self._variables]
+        decays = [self._core.decay_of(variable) for variable in self._variables]
         decaying = f", decays {decays}" if any(decays) else ""
         optimizer = self._optimizer
         clips = optimizer.clipnorm is not None or optimizer.global_clipnorm is not None
         self._scaled = clips or optimizer.check_numerics
-        self._two_passes = self._scaled or optimizer.scales_by_norms or optimizer.whole
+        self._two_passes = self._scaled or optimizer._scales_by_norms or optimizer._on_wholes
         for step in self._arena_steps:
             step.read_settings()
         self._every, self._rate_words = self._group.environment.check_every, (0.0, "0.0")
         which = "" if self._number is None else f", the scope's optimizer {self._number}"
-        self._detail = f"of {names}{absent} by {self._optimizer.describe()}{decaying}{which}"
+        self._detail = f"of {names}{absent} by {self._core.describe()}{decaying}{which}"
 
     def load(self, replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
         """Copy the local replicas' gradients into the arenas, or hand over those that were not begun."""
@@ -112,16 +105,17 @@ class FusedStep(UpdateRun):
             load_gradients(replicas, key)
         else:
             check_same(replicas, key)
-            self._begun.add_rest(self._buckets, replicas)
+            self._core.begun.add_rest(self._buckets, replicas)
 
     def run(self, aggregate: bool) -> None:
         """Take the step. Collective; in cross-replica context."""
-        optimizer, group = self._optimizer, self._group
+        core, optimizer, group = self._core, self._optimizer, self._group
         self._find_averaged()
         if self._outer is not None:
             self._outer.check(self._changed())
-        number, rate = optimizer.calls + 1, optimizer.learning_rate
-        detail = (self._detail if aggregate else self._detail + ", without aggregation") + self._begun.words
+        number = core.calls + 1
+        rate = core.rate_at(number)
+        detail = (self._detail if aggregate else self._detail + ", without aggregation") + core.begun.words
         if self._rate_words[0] != rate:  # a number takes longer to write than to compare
             self._rate_words = rate, repr(rate)
         words = f", step {number} at rate {self._rate_words[1]}"
@@ -140,7 +134,7 @@ class FusedStep(UpdateRun):
             if self._buckets is not None:
                 self._buckets.finish()
             for step in (*self._arena_steps, *self._averages):
-                step.begin(optimizer.iterations + 1, rate, number, self._two_passes, factor)
+                step.begin(core.updates + 1, rate, number, self._two_passes, factor)
             scales: dict[str, float] = {}
             if self._two_passes:
                 with np.errstate(over="ignore"), self._exchanges():  # of squares; sums are checked below
@@ -148,12 +142,12 @@ class FusedStep(UpdateRun):
                         self._sum(step, aggregate, step.keep)
                 if self._scaled:
                     scales = self._scales(number)
-                if optimizer.scales_by_norms and optimizer.updates_at(number):
+                if optimizer._scales_by_norms and core.updates_at(number):
                     scales = self._ratios(scales, rate)
-                if optimizer.whole and optimizer.updates_at(number):
+                if optimizer._on_wholes and core.updates_at(number):
                     self._update_whole(scales, call)
                     scales = {}
-            if self._outer is not None and optimizer.changes_weights(number):
+            if self._outer is not None and core.changes_weights(number):
                 self._outer.enter(self._changed())
             with self._exchanges():
                 for step in self._arena_steps:
@@ -170,8 +164,8 @@ class FusedStep(UpdateRun):
                     step.finish_share()
             group.node.barrier(call)
         for variable in self._constrained:
-            variable.apply_constraint(compare=due and self._outer is None)
-        if self._outer is not None and optimizer.updates_at(number):
+            apply_constraint(variable, compare=due and self._outer is None)
+        if self._outer is not None and core.updates_at(number):
             self._outer.count_update()
             if self._outer.due:
                 self._outer.take()
@@ -257,10 +251,10 @@ class FusedStep(UpdateRun):
     def _ratios(self, scales: Mapping[str, float], rate: float) -> dict[str, float]:
         """Return what each variable's direction is multiplied by, by the norms of its weights and of the direction."""
         optimizer = self._optimizer
-        if optimizer.factored:
+        if optimizer._factored:
             self._factor(scales)
         for step in self._arena_steps:
-            step.direct({} if optimizer.factored else scales)
+            step.direct({} if optimizer._factored else scales)
         squares = self._over_slices([step.norms for step in self._arena_steps])
         norms = {}
         for what in ("weights", "direction"):
@@ -270,9 +264,9 @@ class FusedStep(UpdateRun):
         for step in self._arena_steps:
             for variable in step.variables:
                 weights, direction = (math.sqrt(norms[what][variable.name]) for what in ("weights", "direction"))
-                weights *= abs(1 - optimizer.decay_of(variable) * rate)  # they decay before they are updated
+                weights *= abs(1 - self._core.decay_of(variable) * rate)  # they decay before they are updated
                 size = variable.size if variable.part is None else variable.part.whole_size
-                ratios[variable.name] = optimizer.ratio(weights, direction, size, optimizer.iterations + 1, rate)
+                ratios[variable.name] = optimizer._ratio(weights, direction, size, self._core.updates + 1, rate)
         return ratios
 
     def _update_whole(self, scales: Mapping[str, float], call: Call) -> None:
@@ -282,11 +276,11 @@ class FusedStep(UpdateRun):
         for step in self._arena_steps:
             gradients |= step.whole_gradients(scales)
             weights |= step.whole_weights()
-        new = self._optimizer.update_whole(gradients, weights)
+        new = self._optimizer._update_whole(gradients, weights)
         self._group.node.barrier(call)  # all have read the weights and the rule's state
         for step in self._arena_steps:
             step.keep_weights(new)
-        self._optimizer.store_whole()
+        self._optimizer._store_whole()
 
     def _factor(self, scales: Mapping[str, float]) -> None:
         """Form the moments of the rule, and factor them by the sums of rows and columns over all ranks."""

@@ -15,7 +15,7 @@ from ..base.types import IndexedSlices
 from ..base.underflow import may_underflow
 from ..comm.arrays import array_module, as_array, as_buffer, is_gpu, on_device_of, to_host
 from ..variables.scatter import checked_slices
-from ..variables.variable import Variable, explain_foreign
+from ..variables.variable import Variable, explain_foreign, require_gradient
 
 __all__ = [
     "Pairs", "ReplicaPairs", "check_rule", "check_same", "check_variables", "checked", "flat_gradient", "in_place",
@@ -61,7 +61,7 @@ def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[V
             continue
         if id(variable) in chosen:
             raise ValueError(explain(_FUNCTION, variable.name, expected="each variable once", got="it twice"))
-        variable.require_gradient()
+        require_gradient(variable)
         chosen[id(variable)] = variable
     if not chosen:
         names = ", ".join(variable.name for variable in left_out) or "no variables"
@@ -72,12 +72,12 @@ def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[V
 def check_rule(optimizer: Any, variables: Sequence[Variable]) -> None:
     """Raise ValueError where an optimizer's rule needs variables whole that are not."""
     kind = type(optimizer).__name__
-    if variables[0].placement.store is not None and optimizer.scales_by_norms:
+    if variables[0].placement.store is not None and optimizer._scales_by_norms:
         expected, got = f"variables that are whole on each rank's node, for {kind}", "variables on servers"
         remedy = "Take Adam under parameter servers"
         raise ValueError(explain(_FUNCTION, optimizer.name, expected=expected, got=got, remedy=remedy))
     divided = [v.name for v in variables if v.ndim > 1 and v.part is not None and v.part.split]
-    if optimizer.factored and divided:
+    if optimizer._factored and divided:
         expected, got = f"matrices that each rank has whole, for {kind}", f"parts of {', '.join(divided)}"
         remedy = "Leave their layout out, or take Adam"
         raise ValueError(explain(_FUNCTION, optimizer.name, expected=expected, got=got, remedy=remedy))

@@ -80,7 +80,7 @@ class LossScaleOptimizer:
         self.dynamic_growth_steps = int(steps)
         self.inner_optimizer, self.name, self._left_out = inner_optimizer, name, 0
         inner_optimizer.check_numerics = True
-        inner_optimizer.leave_to_owner("loss_scale_factor")  # files have it as dynamic_scale
+        inner_optimizer._core.unsaved |= {"loss_scale_factor"}  # files have it as dynamic_scale
         alone = context.has_strategy() and context.get_strategy().extended.placement.store is not None
         how: dict[str, Any] = {"trainable": False, "per_worker_variable": alone}
         self.dynamic_scale = Variable(self.initial_scale, dtype="float32", name=f"{name}/dynamic_scale", **how)
@@ -103,7 +103,7 @@ class LossScaleOptimizer:
     @property
     def step_counter(self) -> int:
         """Number of finite steps since the factor was changed."""
-        return self.inner_optimizer.calls - int(self._changed_at)
+        return self.inner_optimizer._core.calls - int(self._changed_at)
 
     def scale_loss(self, loss: Any) -> Any:
         """Return a loss times the factor: what gradients are computed of."""
@@ -137,7 +137,7 @@ class LossScaleOptimizer:
         if inner.loss_scale_factor != scale:
             inner.loss_scale_factor = scale
         try:
-            inner.take_step(strategy, pairs, aggregate)
+            inner._take_step(strategy, pairs, aggregate)
         except FloatingPointError:  # on every rank that steps together with this one
             self._set(scale / 2)
             self._left_out += 1
@@ -152,4 +152,4 @@ class LossScaleOptimizer:
 
     def _set(self, scale: float) -> None:
         self.dynamic_scale.assign(min(max(scale, _LEAST), _MOST))
-        self._changed_at.assign(self.inner_optimizer.calls)
+        self._changed_at.assign(self.inner_optimizer._core.calls)

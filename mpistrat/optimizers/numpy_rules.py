@@ -10,9 +10,9 @@ import numpy as np
 
 from ..base.limits import AT_LEAST_ZERO, AT_MOST_ZERO, BELOW_ONE, FLAG, POSITIVE, UP_TO_ONE, Limits
 from ..base.underflow import may_underflow
-from .hyperparameters import Rate, Settings
+from .hyperparameters import CommonSettings, Rate
 from .optimizer import Optimizer
-from .rule import Block, Loop
+from .rule import Block, CompiledLoop
 from .rules import approach, average_into
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Adadelta(Optimizer):
         learning_rate: Rate = 0.001,
         rho: float = 0.95,
         epsilon: float = 1e-7,
-        **settings: Unpack[Settings],
+        **settings: Unpack[CommonSettings],
     ) -> None:
         self.rho, self.epsilon = rho, epsilon
         super().__init__(learning_rate, slot_names=("accumulated_grad", "accumulated_delta_var"), **settings)
@@ -80,7 +80,7 @@ class _Moments(Optimizer):
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
-        **settings: Unpack[Settings],
+        **settings: Unpack[CommonSettings],
     ) -> None:
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
         super().__init__(learning_rate, slot_names=self._kept, **settings)
@@ -211,7 +211,7 @@ class Ftrl(Optimizer):
         l2_regularization_strength: float = 0.0,
         l2_shrinkage_regularization_strength: float = 0.0,
         beta: float = 0.0,
-        **settings: Unpack[Settings],
+        **settings: Unpack[CommonSettings],
     ) -> None:
         self.learning_rate_power = learning_rate_power
         self.initial_accumulator_value = initial_accumulator_value
@@ -221,8 +221,7 @@ class Ftrl(Optimizer):
         self.beta = beta
         super().__init__(learning_rate, slot_names=("accumulator", "linear"), **settings)
 
-    @property
-    def slot_start(self) -> Mapping[str, float]:
+    def _slot_start(self) -> Mapping[str, float]:
         """The value of n before the first step of a variable."""
         return {"accumulator": self.initial_accumulator_value} if self.initial_accumulator_value else {}
 
@@ -281,7 +280,7 @@ class Lion(Optimizer):
         learning_rate: Rate = 0.001,
         beta_1: float = 0.9,
         beta_2: float = 0.99,
-        **settings: Unpack[Settings],
+        **settings: Unpack[CommonSettings],
     ) -> None:
         self.beta_1, self.beta_2 = beta_1, beta_2
         super().__init__(learning_rate, slot_names=("momentum",), **settings)
@@ -318,10 +317,10 @@ class Lamb(_Moments):
     Source: keras.optimizers.Lamb of Keras 3; You et al., https://arxiv.org/abs/1904.00962.
     """
 
-    scales_by_norms = True
+    _scales_by_norms = True
 
     @may_underflow
-    def direction(self, block: Block) -> None:
+    def _direction(self, block: Block) -> None:
         """Write u over a block of gradients, and update its slots."""
         gradient, _, slots, step, _, scratch, _ = block
         momentum, velocity, work = slots["momentum"], slots["velocity"], scratch[0][: gradient.size]
@@ -332,12 +331,12 @@ class Lamb(_Moments):
         np.multiply(momentum, 1 / (1 - self.beta_1**step), out=gradient)
         np.divide(gradient, np.add(work, self.epsilon, out=work), out=gradient)
 
-    def ratio(self, weights: float, direction: float, size: int, step: int, rate: float) -> float:
+    def _ratio(self, weights: float, direction: float, size: int, step: int, rate: float) -> float:
         """The weights' norm over the direction's; 1 where one of them is 0."""
         return weights / direction if weights > 0 and direction > 0 else 1.0
 
-    def loop(self, step: int, rate: float) -> Loop:
-        return Loop("sgd", (rate, 0.0, False), ("",))
+    def _loop(self, step: int, rate: float) -> CompiledLoop:
+        return CompiledLoop("sgd", (rate, 0.0, False), ("",))
 
     @may_underflow
     def update(
@@ -374,8 +373,8 @@ class Adafactor(Optimizer):
     Source: keras.optimizers.Adafactor of Keras 3; Shazeer and Stern, https://arxiv.org/abs/1804.04235.
     """
 
-    scales_by_norms = True
-    factored = "velocity"
+    _scales_by_norms = True
+    _factored = "velocity"
     limits: ClassVar[Mapping[str, Limits]] = {
         "beta_2_decay": AT_MOST_ZERO,
         "epsilon_1": POSITIVE,
@@ -392,21 +391,21 @@ class Adafactor(Optimizer):
         epsilon_2: float = 1e-3,
         clip_threshold: float = 1.0,
         relative_step: bool = True,
-        **settings: Unpack[Settings],
+        **settings: Unpack[CommonSettings],
     ) -> None:
         self.beta_2_decay, self.epsilon_1, self.epsilon_2 = beta_2_decay, epsilon_1, epsilon_2
         self.clip_threshold, self.relative_step = clip_threshold, relative_step
         super().__init__(learning_rate, slot_names=("velocity",), **settings)
 
     @may_underflow
-    def form_moments(self, block: Block) -> None:
+    def _form_moments(self, block: Block) -> None:
         """Make v of a block a."""
         work = np.multiply(block.gradient, block.gradient, out=block.scratch[0][: block.gradient.size])
         np.add(work, self.epsilon_1, out=work)
         average_into(block.slots["velocity"], work, 1 - block.step**self.beta_2_decay)
 
     @may_underflow
-    def direction(self, block: Block) -> None:
+    def _direction(self, block: Block) -> None:
         """Write u over a block of gradients."""
         gradient, velocity = block.gradient, block.slots["velocity"]
         work = np.sqrt(velocity, out=block.scratch[0][: gradient.size])
@@ -415,13 +414,13 @@ class Adafactor(Optimizer):
         )  # where row and column have no gradient, v is 0 in 32 bits
         np.divide(gradient, work, out=gradient)
 
-    def ratio(self, weights: float, direction: float, size: int, step: int, rate: float) -> float:
+    def _ratio(self, weights: float, direction: float, size: int, step: int, rate: float) -> float:
         """The step's size: relative to the weights' rms, and less for a direction whose rms exceeds the threshold."""
         relative = max(self.epsilon_2, weights / math.sqrt(size)) * min(rate, 1 / math.sqrt(step))
         return relative / max(1.0, direction / math.sqrt(size) / self.clip_threshold)
 
-    def loop(self, step: int, rate: float) -> Loop:
-        return Loop("sgd", (1.0, 0.0, False), ("",))
+    def _loop(self, step: int, rate: float) -> CompiledLoop:
+        return CompiledLoop("sgd", (1.0, 0.0, False), ("",))
 
     @may_underflow
     def update(

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-import itertools
-import weakref
+import logging
+import re
+import zlib
 from abc import ABCMeta, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..arena.values import check_name
-from ..base import context
-from ..variables.placement import ORDINAL_STEP, Store
+import numpy as np
+
+from ..arena.values import check_name, checksum
+from ..base import context, log
+from ..base.arguments import integer
+from ..base.errors import explain
+from ..comm.arrays import accumulation_dtype, as_array, to_host
 from ..variables.sharded import ShardedVariable, each_variable
 from ..variables.variable import Variable
-from .begun import Begun
+from .core import OptimizerCore
 from .fused_step import FusedStep
 from .gradients import ReplicaPairs, check_rule, check_variables, pairs_of
-from .hyperparameters import AVERAGE, GRADIENT_SUM, Rate
-from .rule import Block, UpdateRun
-from .slots import SlotStore
-from .state import StatefulRule
+from .hyperparameters import AVERAGE, GRADIENT_SUM, Rate, as_rate, fixed_at
+from .rule import Block, UpdateRule, UpdateRun
+from .settings import as_attribute, changed, check_groups, saved_settings
+from .slots import whole_slots
 
-__all__ = ["Optimizer", "find", "known"]
+__all__ = ["Optimizer"]
 
-_ordinals = itertools.count(step=ORDINAL_STEP)
-_known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
 _KEPT_STEPS = 1024  # one for each set of variables that had gradients together
 
 
@@ -34,7 +38,7 @@ class _Counted(ABCMeta):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)
-        made.take_next_ordinal()
+        made._core.take_next_ordinal()
         return made
 
     @property
@@ -44,7 +48,7 @@ class _Counted(ABCMeta):
         return inspect.Signature(list(inspect.signature(kind.__init__).parameters.values())[1:])
 
 
-class Optimizer(StatefulRule, metaclass=_Counted):
+class Optimizer(UpdateRule, metaclass=_Counted):
     """Updates variables by their gradients. Subclass it for a rule of your own: `__init__` and `update`.
 
     An update works on flat blocks, element by element, so that it may be done on any part of any variable: each rank of a
@@ -102,57 +106,47 @@ class Optimizer(StatefulRule, metaclass=_Counted):
         check_numerics: bool = False,
         name: str | None = None,
     ) -> None:
-        self._take_settings(
-            weight_decay,
-            clipnorm,
-            clipvalue,
-            global_clipnorm,
-            use_ema,
-            ema_momentum,
-            ema_overwrite_frequency,
-            loss_scale_factor,
-            gradient_accumulation_steps,
-            check_numerics,
-        )
+        self.clipnorm = clipnorm
+        self.clipvalue = clipvalue
+        self.global_clipnorm = global_clipnorm
+        self.loss_scale_factor = loss_scale_factor
+        self.weight_decay = weight_decay
+        self.use_ema = use_ema
+        self.ema_momentum = ema_momentum
+        self.ema_overwrite_frequency = ema_overwrite_frequency
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.check_numerics = check_numerics
+        self._excluded = set()
+        self._excluded_names = []
         self.name = name or type(self).__name__.lower()
         check_name(type(self).__name__, self.name)
         added = (AVERAGE,) * self.use_ema + (GRADIENT_SUM,) * bool(self.gradient_accumulation_steps)
         self.slot_names = (*slot_names, *added)
         starts = slot_start if isinstance(slot_start, Mapping) else dict.fromkeys(slot_names, slot_start)
-        self._slot_start = {name: float(start) for name, start in starts.items() if start}
-        self._slots = SlotStore(self)
-        self.begun = Begun()
-        self._variables: list[Variable] = []
-        self._updated_first: list[Variable] = []  # by the step that is being taken
-        self._strategy: Any = None
-        self._ordinal: int
-        self._steps: dict[tuple[int, ...], UpdateRun] = {}
+        start = {name: float(number) for name, number in starts.items() if number}
+        self._core = OptimizerCore(self, start)
         self.learning_rate = learning_rate
-
-    def take_next_ordinal(self) -> None:
-        """Have `find` find it, when it is complete."""
-        placement = context.get_strategy().extended.placement if context.has_strategy() else None
-        self._made_in: Store | None = None if placement is None else placement.store
-        self._number = None if placement is None else (weakref.ref(placement), placement.note_optimizer(self))
-        if placement is None or placement.store is None:
-            self.take_ordinal(next(_ordinals))
-            return
-        self.take_ordinal(placement.store.next_ordinal())
-        placement.optimizers.append(self)
-
-    def take_ordinal(self, ordinal: int) -> None:
-        """Have `find` find it by an ordinal."""
-        self._ordinal = ordinal
-        _known[ordinal] = self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy."""
-        return {name: value for name, value in vars(self).items() if name not in ("_made_in", "_number")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy: an optimizer of its own, counted like any other."""
         self.__dict__.update(state)
-        self.take_next_ordinal()
+        if self._core.optimizer is not self:  # of a shallow copy
+            self._core = copy.copy(self._core)
+            self._core.optimizer = self
+        self._core.take_next_ordinal()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        core: OptimizerCore | None = self.__dict__.get("_core")
+        fixed = "" if core is None else fixed_at(name, bool(core.steps))
+        if fixed and value != getattr(self, name, value):
+            remedy, expected = "Make another optimizer", f"the value that it {fixed} with"
+            raise ValueError(explain(type(self).__name__, name, expected=expected, got=repr(value), remedy=remedy))
+        super().__setattr__(name, value)
+        if core is not None and not name.startswith("_"):
+            core.describe_steps()
+
+    def __repr__(self) -> str:
+        return self._core.describe()
 
     # the rule
 
@@ -181,22 +175,53 @@ class Optimizer(StatefulRule, metaclass=_Counted):
         """Update a block: what a step calls. It calls `update` with the block's fields."""
         self.update(*block[:-1])
 
-    # identity
+    def _slot_start(self) -> Mapping[str, float]:
+        return self._core.start
+
+    # rate and count
 
     @property
-    def ordinal(self) -> int:
-        """A number by which the same program names an optimizer on every rank: those of a scope are counted.
+    def learning_rate(self) -> float:
+        """The learning rate of the next step. May be set to a number, a schedule or a callable, on every rank alike."""
+        return self._core.rate_at(self._core.calls + 1)
 
-        In the scope of a ParameterServerStrategy each has its own count, elsewhere there is one. Copies, by
-        `copy.deepcopy` or from a pickle, count as well: make them on every rank or on none.
+    @learning_rate.setter
+    def learning_rate(self, value: Rate) -> None:
+        self._core.rate = as_rate(type(self).__name__, value)
+
+    @property
+    def iterations(self) -> int:
+        """Number of updates that were made. May be set, on every rank alike."""
+        return self._core.updates
+
+    @iterations.setter
+    def iterations(self, value: int) -> None:
+        updates = integer(type(self).__name__, "iterations", value, 0)
+        self._core.set_calls(updates * (self.gradient_accumulation_steps or 1))
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The variables that were updated or restored so far, in that order."""
+        return tuple(self._core.variables)
+
+    def exclude_from_weight_decay(
+        self, var_list: Iterable[Variable] | None = None, var_names: Iterable[str] | None = None
+    ) -> None:
+        """Exclude variables from the decay of weights; the same on every rank, before the first step.
+
+        Args:
+            var_list: variables.
+            var_names: regular expressions, searched for in the names of variables.
+
+        Raises:
+            RuntimeError: after the first `apply_gradients`.
         """
-        return self._ordinal
-
-    def number_in(self, placement: Any) -> int | None:
-        """Return how many optimizers were made in a scope before this one; None if it was not made there."""
-        if self._number is None or self._number[0]() is not placement:
-            return None
-        return self._number[1]
+        if self._core.steps:
+            expected, got = "a call before the first apply_gradients", "a later one"
+            function = f"{type(self).__name__}.exclude_from_weight_decay"
+            raise RuntimeError(explain(function, "", expected=expected, got=got))
+        self._excluded.update(v for _, v in each_variable((None, v) for v in var_list or ()))
+        self._excluded_names.extend(re.compile(name) for name in var_names or ())
 
     # steps
 
@@ -237,7 +262,7 @@ class Optimizer(StatefulRule, metaclass=_Counted):
         """
         replica = context.expect_replica("apply_gradients")
         pairs = ReplicaPairs(each_variable(grads_and_vars))
-        replica.merge_call(self.take_step, args=(pairs, bool(experimental_aggregate_gradients)))
+        replica.merge_call(self._take_step, args=(pairs, bool(experimental_aggregate_gradients)))
         return self.iterations
 
     def scale_loss(self, loss: Any) -> Any:
@@ -263,39 +288,41 @@ class Optimizer(StatefulRule, metaclass=_Counted):
         replica = context.expect_replica("Optimizer.begin")
         if replica.strategy.extended.placement.store is None:
             pairs = ReplicaPairs(each_variable((None, variable) for variable in variables))
-            replica.merge_call(lambda strategy, pairs: self.begun.add(strategy, pairs_of(pairs)), args=(pairs,))
+            replica.merge_call(lambda strategy, pairs: self._core.begun.add(strategy, pairs_of(pairs)), args=(pairs,))
 
-    def take_step(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
+    def _take_step(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
         """Take a step with the local replicas' gradients: what `apply_gradients` merges. Collective; in cross-replica context."""
-        replicas = pairs_of(pairs)
+        core, replicas = self._core, pairs_of(pairs)
         key = tuple([id(variable) if gradient is not None else -id(variable) for gradient, variable in replicas[0]])
-        step = self._steps.get(key)
+        step = core.steps.get(key)
         if step is None or step.strategy is not strategy:
-            if len(self._steps) >= _KEPT_STEPS:
-                self._steps.clear()
-            step = self._steps[key] = self._new_step(strategy, replicas[0])
+            if len(core.steps) >= _KEPT_STEPS:
+                core.steps.clear()
+            step = core.steps[key] = self._new_step(strategy, replicas[0])
         try:
-            self.begun.check(strategy, replicas, aggregate)
+            core.begun.check(strategy, replicas, aggregate)
             step.load(replicas, key)
             step.run(aggregate)
-            self._iterations += 1
-            self.begun.note_step(strategy)
+            core.calls += 1
+            core.begun.note_step(strategy)
         except BaseException:
-            self._forget_first_update(key)
+            core.forget_first_update(key)
             raise
         finally:
-            self.begun.forget()
-        if self._updated_first:
-            self._updated_first = []
+            core.begun.forget()
+        if core.updated_first:
+            core.updated_first = []
 
     def _new_step(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> UpdateRun:
+        """Return the step of the variables of some pairs. All ranks make it."""
+        core = self._core
         chosen, left_out = check_variables(strategy, pairs)
-        self.join(strategy)
-        known = set(map(id, self._variables))
+        core.join(strategy)
+        known, pending = set(map(id, core.variables)), core.slots.pending
         placement = chosen[0].placement
         new = [variable for variable in chosen if id(variable) not in known]
         if self.use_ema:  # averages are of all variables, with a gradient or without
-            others = [*left_out, *(v for v in placement.variables if v.name in self._slots.pending)]
+            others = [*left_out, *(v for v in placement.variables if v.name in pending)]
             known |= set(map(id, new))
             new += [
                 v for v in dict.fromkeys(others) if id(v) not in known and v.arena is not None and v.arena.gradients
@@ -304,39 +331,134 @@ class Optimizer(StatefulRule, metaclass=_Counted):
         if placement.store is not None:
             step: UpdateRun = placement.store.make_step(self, chosen)
         else:
-            names, number = [variable.name for variable in left_out], self.number_in(placement)
-            step = FusedStep(self, strategy, chosen, names, self._slots, self.begun, number, self._variables)
-        self._updated_first = [variable for variable in new if variable.name not in self._slots.pending]
-        self._variables.extend(new)
-        self._slots.fill_pending(new)
+            step = FusedStep(core, strategy, chosen, [variable.name for variable in left_out])
+        core.updated_first = [variable for variable in new if variable.name not in pending]
+        core.variables.extend(new)
+        core.slots.fill_pending(new)
         return step
 
-    def _forget_first_update(self, key: tuple[int, ...]) -> None:
-        """After a step that failed, forget the variables that it would have updated first, and plan it again."""
-        if self._updated_first:
-            new = set(map(id, self._updated_first))
-            self._variables[:] = [variable for variable in self._variables if id(variable) not in new]
-            self._updated_first = []
-            self._steps.pop(key, None)
+    # state
 
-    def take_outer_step(self) -> None:
-        """Take an outer step now, if nodes have taken local ones: what `Strategy.outer_step` calls. Collective."""
-        outer = self._slots.outer
-        if outer is not None and outer.begun:
-            outer.take()
+    def finalize_variable_values(self, var_list: Iterable[Variable | ShardedVariable]) -> None:
+        """Overwrite variables with the averages of their weights, at the end of training with `use_ema`. Collective.
 
+        Variables that were never updated stay as they are.
 
-def find(ordinal: int) -> Optimizer | None:
-    """Return the optimizer with an ordinal, if this process has made it and still has it.
+        Raises:
+            ValueError: the optimizer keeps no averages.
+        """
+        if not self.use_ema:
+            expected, got = "an optimizer with use_ema=True", "one without"
+            raise ValueError(explain("Optimizer.finalize_variable_values", self.name, expected=expected, got=got))
+        for variable in var_list:
+            average = self.slots(variable).get(AVERAGE)
+            if average is not None:
+                part = None if isinstance(variable, ShardedVariable) else variable.part
+                variable.assign((average if part is None else part.cut(average)).astype(variable.dtype))
 
-    Example:
-        >>> optimizer = ms.optimizers.SGD(0.1)
-        >>> find(optimizer.ordinal) is optimizer
-        True
-    """
-    return _known.get(ordinal)
+    def slots(self, variable: Variable | ShardedVariable) -> dict[str, np.ndarray]:
+        """Return new arrays with a variable's slots, whole, on the host; {} if it was never updated. Collective.
 
+        After `restore` they are those of the file, also before the first step. Slots of 16-bit variables are float32. A
+        ShardedVariable has slots when one of its parts has; those of other parts are as before their first update. Slots of a
+        variable that is divided by a layout are whole, too.
+        """
+        if isinstance(variable, ShardedVariable):
+            parts = [(part, self.slots(part)) for part in variable.variables]
+            names = self.slot_names if any(slots for _, slots in parts) else ()
+            return {name: np.concatenate([self._part_of(part, slots, name) for part, slots in parts]) for name in names}
+        core = self._core
+        if variable.placement.store is None and not any(variable is known for known in core.variables):
+            waiting = core.slots.pending.get(variable.name, {}) if core.may_join(variable.placement.strategy) else {}
+            known = {name: np.array(array) for name, array in waiting.items() if name in self.slot_names}
+            return whole_slots(variable.part, known)
+        return whole_slots(variable.part, core.slots.read(variable))
 
-def known() -> list[Optimizer]:
-    """Return the optimizers that this process has made and still has, by ordinal."""
-    return [optimizer for _, optimizer in sorted(_known.items())]
+    def _part_of(self, part: Variable, slots: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+        """Return a slot of a part of a ShardedVariable; its start, where the part was never updated."""
+        if slots:
+            return slots[name]
+        return np.full(part.shape, self._slot_start().get(name, 0.0), accumulation_dtype(part.dtype))
+
+    def set_slots(self, variable: Variable | ShardedVariable, values: Mapping[str, Any]) -> None:
+        """Overwrite a variable's slots; each rank takes its part. Every rank must do it.
+
+        Args:
+            variable: of the strategy that this optimizer serves.
+            values: arrays of the variable's shape, or of the whole's if it has a layout; one for each of `slot_names`.
+
+        Raises:
+            ValueError: names or shapes do not fit; the optimizer serves another strategy.
+        """
+        if isinstance(variable, ShardedVariable):
+            cut = {name: variable.cut(value, "Optimizer.set_slots") for name, value in values.items()}
+            for index, part in enumerate(variable.variables):
+                self.set_slots(part, {name: rows[index] for name, rows in cut.items()})
+            return
+        core = self._core
+        core.join(variable.placement.strategy)
+        core.slots.write(variable, values)
+        core.slots.pending.pop(variable.name, None)
+        given = {name: to_host(as_array(values[name], "Optimizer.set_slots", name)) for name in self.slot_names}
+        wholes = whole_slots(variable.part, given)  # what is compared, by the ranks of a replica, too
+        mine = checksum(*(np.ascontiguousarray(array).reshape(-1) for array in wholes.values()))
+        core.slots_words = f", slots set #{zlib.crc32(f'{core.slots_words} {variable.name} {mine}'.encode()):08x}"
+        core.describe_steps()
+        if not any(variable is known for known in core.variables):
+            core.variables.append(variable)
+
+    def get_settings(self) -> list[dict[str, Any]]:
+        """Return the numbers that a program may change, one dict for each group of variables with numbers of its own.
+
+        These are the public attributes that hold numbers or texts, or lists and dicts of them, and "learning_rate": None where
+        a schedule or a callable computes it. Files and snapshots have them. An optimizer of this package has one group.
+
+        Example:
+            >>> ms.optimizers.SGD(0.1, momentum=0.9).get_settings()[0]["momentum"]
+            0.9
+        """
+        given = self._core.given_rate
+        return [{"learning_rate": None if callable(given) else given, **saved_settings(self, self._core.unsaved)}]
+
+    def set_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        """Take the settings that `get_settings` returned. Every rank must call it with the same.
+
+        A schedule or a callable is code of the program, so it is not replaced by a number. Where only one of this optimizer and
+        the settings has a number as its learning rate, a warning reports that the learning rate stays.
+
+        Raises:
+            ValueError: another number of groups.
+        """
+        check_groups(self.name, settings, 1)
+        now = self.get_settings()[0]
+        for name, value in changed(now, settings[0]).items():
+            if name != "learning_rate":
+                setattr(self, name, as_attribute(value, getattr(self, name)))
+            elif value is not None and now[name] is not None:
+                self.learning_rate = value
+            else:
+                what = ("a schedule", f"the number {value}") if now[name] is None else (f"{now[name]}", "a schedule")
+                text = f"optimizer {self.name!r} keeps {what[0]} as its learning_rate: the saved state has {what[1]}"
+                log.once(logging.WARNING, f"{text}. Set optimizer.learning_rate to continue with another one")
+
+    def get_state(self) -> dict[str, Any]:
+        """Return {"iterations": int, "settings": as `get_settings`, "slots": {name of variable: {name of slot: array}}}.
+
+        Collective. Where gradients are accumulated, "iterations" counts the calls of `apply_gradients`. What `set_state` gave
+        for variables that were not updated since is in it.
+        """
+        core = self._core
+        return {"iterations": core.calls, "settings": self.get_settings(), "slots": dict(core.each_slots())}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take the state that `get_state` returned, on any layout. Every rank must call it with the same.
+
+        Slots of variables that this optimizer has not updated yet are kept until it does; those of variables that are not in the
+        state become what they are before the first step. Settings stay as they are where the state has none.
+
+        Raises:
+            ValueError: slots of another optimizer, or of variables of another shape; settings of other groups.
+        """
+        self._core.set_counts(state["iterations"], state.get("settings"))
+        self._core.restart_slots(None)
+        self._core.fill_slots(state["slots"])

@@ -27,6 +27,7 @@ from ..base.underflow import may_underflow
 from ..cluster.world import is_loss
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
+from ..variables.kinds import apply_constraint
 from ..variables.placement import Placement
 from ..variables.variable import Variable
 from .node_slots import OUTER_MOMENTUM, node_slots_here
@@ -128,7 +129,7 @@ class OuterSteps:
         for variable in variables:
             del apart[variable]
         for variable in variables:
-            variable.apply_constraint(compare=True)
+            apply_constraint(variable, compare=True)
 
     def _step(self, arena: Arena, ranges: Sequence[Range], shares: list[PieceShare]) -> None:
         """Make the new weights of element ranges, and begin to share them. Collective over `group.inter`."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
@@ -16,10 +16,11 @@ from ..base import loops
 from ..base.partition import spans_within
 from ..base.underflow import may_underflow
 from ..comm.arrays import accumulation_dtype, as_buffer
+from ..variables.variable import Variable
 from .gradients import Pairs
 from .hyperparameters import AVERAGE, GRADIENT_SUM, Hyperparameters
 
-__all__ = ["Around", "Block", "BlockUpdate", "Loop", "Rule", "UpdateRun", "form_mean", "multiply_spans"]
+__all__ = ["Around", "Block", "BlockUpdate", "CompiledLoop", "UpdateRule", "UpdateRun", "form_mean", "multiply_spans"]
 
 Span = tuple[int, int, float]  # elements [low, high), and a number for them
 
@@ -36,7 +37,7 @@ class Block(NamedTuple):
     group: int
 
 
-class Loop(NamedTuple):
+class CompiledLoop(NamedTuple):
     """A rule as `loops.update` takes it; a slot that its settings do not need is ""."""
 
     rule: str
@@ -58,67 +59,78 @@ class Around(NamedTuple):
     factor: float = 1.0
 
 
-class Rule(Hyperparameters):
-    """How a block of weights is updated by its gradient, with which numbers.
+class UpdateRule(Hyperparameters):
+    """The update of a block of weights by its gradient, with its numbers: the hooks of an optimizer that steps call.
+
+    A rule has `update`, or `update_block` where it needs more of the block. The other hooks are the package's own.
 
     Attributes:
-        slot_names: what is kept for each weight between steps.
-        scales_by_norms: whether each variable's update is along a `direction`, scaled by a `ratio` that depends on the norms of
-            the whole variable and of the direction.
-        factored: the slot that `form_moments` writes and that then, before `direction`, becomes in each matrix of a variable
-            the sum of a row times that of a column over that of the matrix; "" for none. Only where `scales_by_norms`.
-        whole: whether `update_whole` computes the new weights of all variables together, on every rank. `update_block` then
-            gets them for gradients.
+        slot_names: the slots that each weight has between steps.
+        _scales_by_norms: whether each variable's update is along a `_direction`, scaled by a `_ratio` that depends on the norms
+            of the whole variable and of the direction.
+        _factored: the slot that `_form_moments` writes and that then, before `_direction`, becomes in each matrix of a variable
+            the sum of a row times that of a column over that of the matrix; "" for none. Only where `_scales_by_norms`.
+        _on_wholes: whether `_update_whole` computes the new weights of all variables together, on every rank. `update_block`
+            then gets them for gradients.
     """
 
     slot_names: tuple[str, ...]
-    scales_by_norms: ClassVar[bool] = False
-    factored: ClassVar[str] = ""
-    whole: bool = False
-    _slot_start: Mapping[str, float]
-
-    @property
-    def slot_start(self) -> Mapping[str, float]:
-        """The value before the first step of each slot that does not begin with 0."""
-        return self._slot_start
+    _scales_by_norms: ClassVar[bool] = False
+    _factored: ClassVar[str] = ""
+    _on_wholes: bool = False
 
     @abstractmethod
     def update_block(self, block: Block) -> None:
         """Update the weights and slots of a block in place; the gradient may be overwritten."""
 
-    def direction(self, block: Block) -> None:
-        """Write over the gradient of a block along what its weights are to go down, and update its slots; not the weights."""
-        raise NotImplementedError(f"{type(self).__name__}.direction")
+    def _loop(self, step: int, rate: float) -> CompiledLoop | None:
+        """Return the compiled loop that does what `update_block` does, None where none does."""
+        return None
 
-    def form_moments(self, block: Block) -> None:
+    def _direction(self, block: Block) -> None:
+        """Write the direction of the update over the gradient of a block, and update its slots; not the weights."""
+        raise NotImplementedError(f"{type(self).__name__}._direction")
+
+    def _form_moments(self, block: Block) -> None:
         """Update the slot that is factored; the gradient stays as it is, and there are no weights."""
-        raise NotImplementedError(f"{type(self).__name__}.form_moments")
+        raise NotImplementedError(f"{type(self).__name__}._form_moments")
 
-    def ratio(self, weights: float, direction: float, size: int, step: int, rate: float) -> float:
-        """Return what a variable's direction is multiplied by, which `update_block` then goes along.
+    def _ratio(self, weights: float, direction: float, size: int, step: int, rate: float) -> float:
+        """Return the factor of a variable's direction, along which `update_block` then goes.
 
         Args:
             weights, direction: their norms.
             size: how many elements each has.
             step, rate: as for a block.
         """
-        raise NotImplementedError(f"{type(self).__name__}.ratio")
+        raise NotImplementedError(f"{type(self).__name__}._ratio")
 
-    def update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> Mapping[str, Any]:
+    def _update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> Mapping[str, Any]:
         """Return new weights by name of variable, from whole arrays, which stay as they are."""
-        raise NotImplementedError(f"{type(self).__name__}.update_whole")
+        raise NotImplementedError(f"{type(self).__name__}._update_whole")
 
-    def store_whole(self) -> None:
-        """Store this rank's part of the state after `update_whole`, which all ranks of the node have called."""
-        raise NotImplementedError(f"{type(self).__name__}.store_whole")
+    def _store_whole(self) -> None:
+        """Store this rank's part of the state after `_update_whole`, which all ranks of the node have called."""
+        raise NotImplementedError(f"{type(self).__name__}._store_whole")
 
-    def loop(self, step: int, rate: float) -> Loop | None:
-        """Return the compiled loop that does what `update_block` does, None where none does."""
-        return None
-
-    def group_of(self, variable: Any) -> int:
+    def _group_of(self, variable: Any) -> int:
         """Return the group of variables with numbers of their own that a variable belongs to: 0 where all have the same."""
         return 0
+
+    @abstractmethod
+    def _slot_start(self) -> Mapping[str, float]:
+        """Return the value before the first step of each slot that does not begin with 0."""
+
+    def _on_restart(self, variables: Collection[Variable]) -> None:
+        """Act after the slots of variables got the values of before the first step. All ranks call it."""
+
+    @abstractmethod
+    def get_settings(self) -> list[dict[str, Any]]:
+        """Return the numbers that a program may change, one dict for each group of variables with numbers of its own."""
+
+    @abstractmethod
+    def set_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        """Take the settings that `get_settings` returned. Every rank must call it with the same."""
 
 
 class UpdateRun(ABC):
@@ -158,24 +170,22 @@ class BlockUpdate:
         narrow: whether weights are widened.
     """
 
-    def __init__(self, rule: Rule, dtype: np.dtype, scratch: Sequence[Any]) -> None:
+    def __init__(self, rule: UpdateRule, dtype: np.dtype, scratch: Sequence[Any]) -> None:
         *self._scratch, self._wide, self.block = scratch
         self._rule = rule
         self.narrow = accumulation_dtype(dtype) != dtype
         self._step, self._rate, self._factor = 0, 0.0, 1.0
-        self._revision = -1  # of the rule, when its limit was read
         self._limit: float | None = None
         self._momentum: float | None = None  # of the averages, None where there are none
         self._overwrites = False
-        self._loop: Loop | None = None
+        self._loop: CompiledLoop | None = None
 
     def begin(self, step: int, rate: float, factor: float = 1.0) -> None:
         """Set what is the same for all blocks of a step; sums of parts are multiplied by the factor."""
         self._step, self._rate, self._factor = step, rate, factor
         rule = self._rule
-        self._loop = rule.loop(step, rate)
-        if rule.revision != self._revision:
-            self._revision, self._limit = rule.revision, None if rule.scales_by_norms else rule.clipvalue
+        self._loop = rule._loop(step, rate)
+        self._limit = None if rule._scales_by_norms else rule.clipvalue
         if rule.use_ema:
             self._momentum = rule.ema_momentum if step > 1 else 0.0
             often = rule.ema_overwrite_frequency
@@ -220,11 +230,11 @@ class BlockUpdate:
 
     def form_moments(self, gradient: Any, slots: Mapping[str, Any]) -> None:
         """Clip a block of a gradient, and update the slot that the rule factors."""
-        self._rule.form_moments(self._clipped(gradient, slots))
+        self._rule._form_moments(self._clipped(gradient, slots))
 
     def direct(self, gradient: Any, slots: Mapping[str, Any]) -> None:
         """Make of a block of a gradient the direction of the update, where the rule has one."""
-        self._rule.direction(self._clipped(gradient, slots))
+        self._rule._direction(self._clipped(gradient, slots))
 
     def _clipped(self, gradient: Any, slots: Mapping[str, Any]) -> Block:
         limit = self._rule.clipvalue

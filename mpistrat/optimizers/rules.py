@@ -16,9 +16,9 @@ from ..base import loops
 from ..base.errors import explain
 from ..base.limits import AT_LEAST_ZERO, BELOW_ONE, FLAG, UP_TO_ONE, Limits
 from ..base.underflow import may_underflow
-from .hyperparameters import Rate, Settings, SettingsButDecay
+from .hyperparameters import CommonSettings, CommonSettingsButDecay, Rate
 from .optimizer import Optimizer
-from .rule import Around, Block, Loop
+from .rule import Around, Block, CompiledLoop
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -36,7 +36,7 @@ class _BlockRule(Optimizer):
     def update_block(self, block: Block) -> None: ...
 
     @abstractmethod
-    def loop(self, step: int, rate: float) -> Loop: ...
+    def _loop(self, step: int, rate: float) -> CompiledLoop: ...
 
     def update(
         self,
@@ -48,7 +48,7 @@ class _BlockRule(Optimizer):
         scratch: Sequence[Any],
     ) -> None:
         """Update a block of weights and slots in place; the gradient may be overwritten."""
-        rule, numbers, names = self.loop(step, rate)
+        rule, numbers, names = self._loop(step, rate)
         arrays = tuple([slots.get(name) for name in names])
         if not loops.update(rule, numbers, [gradient], weights, arrays, _NOTHING_ELSE):
             self.update_block(Block(gradient, weights, slots, step, rate, scratch, 0))
@@ -91,14 +91,14 @@ class SGD(_BlockRule):
         learning_rate: Rate = 0.01,
         momentum: float = 0.0,
         nesterov: bool = False,
-        **settings: Unpack[Settings],
+        **settings: Unpack[CommonSettings],
     ) -> None:
         self.momentum = momentum
         self.nesterov = nesterov
         super().__init__(learning_rate, slot_names=("momentum",) if self.momentum else (), **settings)
 
-    def loop(self, step: int, rate: float) -> Loop:
-        return Loop("sgd", (rate, self.momentum, self.nesterov), (self._slot_for("momentum", "momentum"),))
+    def _loop(self, step: int, rate: float) -> CompiledLoop:
+        return CompiledLoop("sgd", (rate, self.momentum, self.nesterov), (self._slot_for("momentum", "momentum"),))
 
     @may_underflow
     def update_block(self, block: Block) -> None:
@@ -123,7 +123,7 @@ def Momentum(
     learning_rate: Rate = 0.01,
     momentum: float = 0.9,
     nesterov: bool = False,
-    **settings: Unpack[Settings],
+    **settings: Unpack[CommonSettings],
 ) -> SGD:
     """Return SGD with momentum, in Keras's form (TF: MomentumOptimizer).
 
@@ -134,7 +134,7 @@ def Momentum(
         >>> Momentum(0.1).slot_names
         ('momentum',)
     """
-    named: Settings = {"name": "momentum", **settings}
+    named: CommonSettings = {"name": "momentum", **settings}
     return SGD(learning_rate, momentum, nesterov, **named)
 
 
@@ -155,7 +155,7 @@ class _Adam(_BlockRule):
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
         amsgrad: bool = False,
-        **settings: Unpack[Settings],
+        **settings: Unpack[CommonSettings],
     ) -> None:
         self.beta_1 = beta_1
         self.beta_2 = beta_2
@@ -164,16 +164,16 @@ class _Adam(_BlockRule):
         kept = ("momentum", "velocity", "velocity_hat") if self.amsgrad else ("momentum", "velocity")
         super().__init__(learning_rate, slot_names=kept, **settings)
 
-    def loop(self, step: int, rate: float) -> Loop:
+    def _loop(self, step: int, rate: float) -> CompiledLoop:
         alpha = rate * math.sqrt(1 - self.beta_2**step) / (1 - self.beta_1**step)
         numbers = alpha, 1 - self.beta_1, 1 - self.beta_2, self.epsilon
-        return Loop("adam", numbers, ("momentum", "velocity", self._slot_for("amsgrad", "velocity_hat")))
+        return CompiledLoop("adam", numbers, ("momentum", "velocity", self._slot_for("amsgrad", "velocity_hat")))
 
     @may_underflow
     def update_block(self, block: Block) -> None:
         """Take twelve passes over the block, AMSGrad thirteen; the compiled loop takes one."""
         gradient, weights, slots, step, rate, scratch, _ = block
-        alpha, rest_1, rest_2, epsilon = self.loop(step, rate).numbers
+        alpha, rest_1, rest_2, epsilon = self._loop(step, rate).numbers
         momentum, velocity, work = slots["momentum"], slots["velocity"], scratch[0][: gradient.size]
         largest = slots["velocity_hat"] if self.amsgrad else None
         approach(momentum, gradient, rest_1, work)
@@ -232,7 +232,7 @@ class AdamW(_Adam):
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
         amsgrad: bool = False,
-        **settings: Unpack[SettingsButDecay],
+        **settings: Unpack[CommonSettingsButDecay],
     ) -> None:
         super().__init__(learning_rate, beta_1, beta_2, epsilon, amsgrad, weight_decay=weight_decay, **settings)
 
@@ -260,19 +260,18 @@ class Adagrad(_BlockRule):
         learning_rate: Rate = 0.001,
         initial_accumulator_value: float = 0.1,
         epsilon: float = 1e-7,
-        **settings: Unpack[Settings],
+        **settings: Unpack[CommonSettings],
     ) -> None:
         self.initial_accumulator_value = initial_accumulator_value
         self.epsilon = epsilon
         super().__init__(learning_rate, slot_names=("accumulator",), **settings)
 
-    @property
-    def slot_start(self) -> Mapping[str, float]:
+    def _slot_start(self) -> Mapping[str, float]:
         """The value of a before the first step of a variable."""
         return {"accumulator": self.initial_accumulator_value} if self.initial_accumulator_value else {}
 
-    def loop(self, step: int, rate: float) -> Loop:
-        return Loop("adagrad", (rate, self.epsilon), ("accumulator",))
+    def _loop(self, step: int, rate: float) -> CompiledLoop:
+        return CompiledLoop("adagrad", (rate, self.epsilon), ("accumulator",))
 
     @may_underflow
     def update_block(self, block: Block) -> None:
@@ -320,7 +319,7 @@ class RMSProp(_BlockRule):
         momentum: float = 0.0,
         epsilon: float = 1e-7,
         centered: bool = False,
-        **settings: Unpack[Settings],
+        **settings: Unpack[CommonSettings],
     ) -> None:
         self.rho = rho
         self.momentum = momentum
@@ -333,10 +332,10 @@ class RMSProp(_BlockRule):
             slots.append("average_gradient")
         super().__init__(learning_rate, slot_names=tuple(slots), **settings)
 
-    def loop(self, step: int, rate: float) -> Loop:
+    def _loop(self, step: int, rate: float) -> CompiledLoop:
         numbers = rate, self.rho, 1 - self.rho, self.momentum, self.epsilon
         average, momentum = self._slot_for("centered", "average_gradient"), self._slot_for("momentum", "momentum")
-        return Loop("rmsprop", numbers, ("velocity", average, momentum))
+        return CompiledLoop("rmsprop", numbers, ("velocity", average, momentum))
 
     @may_underflow
     def update_block(self, block: Block) -> None:

@@ -21,7 +21,7 @@ from ..variables.placement import Placement, SlotsHere
 from ..variables.variable import Variable
 from .hyperparameters import AVERAGE
 from .node_slots import waiting_of_nodes
-from .rule import Rule
+from .rule import UpdateRule
 
 if TYPE_CHECKING:
     from .outer_step import OuterSteps
@@ -119,7 +119,7 @@ class SlotStore:
         outer: the outer steps, where nodes train by themselves, with slots of their own; else None.
     """
 
-    def __init__(self, owner: Rule) -> None:
+    def __init__(self, owner: UpdateRule) -> None:
         self.names, self._owner = owner.slot_names, owner
         self.pending: dict[str, dict[str, Any]] = {}
         self.outer: OuterSteps | None = None
@@ -138,7 +138,7 @@ class SlotStore:
         """Return the slots of an arena; the first call fixes its slices. All ranks call it."""
         slots = self._arenas.get(arena)
         if slots is None:
-            slots = self._arenas[arena] = ArenaSlots(arena, self.names, self._owner.slot_start)
+            slots = self._arenas[arena] = ArenaSlots(arena, self.names, self._owner._slot_start())
         return slots
 
     def stored_of(self, variable: Variable) -> tuple[str, ...]:

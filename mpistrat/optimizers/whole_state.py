@@ -9,6 +9,7 @@ import numpy as np
 
 from ..base.errors import explain
 from ..variables import Variable
+from ..variables.kinds import receiver_of
 
 __all__ = ["StateArray", "require_whole"]
 
@@ -60,10 +61,10 @@ class StateArray:
             expected, got = f"state of shape {variable.shape}, as before the first step", f"shape {value.shape}"
             raise RuntimeError(explain("Optimizer.step", variable.name, expected=expected, got=got))
         flat = value.astype(variable.dtype).reshape(-1)
-        return [(low, flat[low:high].copy()) for low, high in variable.receiver().ranges]
+        return [(low, flat[low:high].copy()) for low, high in receiver_of(variable).ranges]
 
     def write(self, parts: Sequence[tuple[int, np.ndarray]]) -> None:
         """Write what `parts_of` returned: all ranks of a node have read the old value."""
-        receiver = self.variable.receiver()
+        receiver = receiver_of(self.variable)
         for low, part in parts:
             receiver.take(low, part)

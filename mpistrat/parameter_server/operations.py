@@ -77,8 +77,9 @@ def optimizer_key(optimizer: Optimizer) -> int:
 
     The same program makes the same optimizers in the same order on every rank. How losses are scaled is each worker's own.
     """
-    words = optimizer.describe(without=("loss_scale_factor",))
-    return optimizer.ordinal % ORDINALS + ORDINALS * (zlib.crc32(words.encode()) & 0x7FFF)
+    core = optimizer._core
+    words = core.describe(without=("loss_scale_factor",))
+    return core.ordinal % ORDINALS + ORDINALS * (zlib.crc32(words.encode()) & 0x7FFF)
 
 
 def apply_operation(operation: Operation, array: np.ndarray, rows: np.ndarray | None, values: np.ndarray) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from ..base.errors import MpistratError, explain
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
-from ..optimizers.optimizer import find, known
+from ..optimizers.core import find, known
 from ..variables import Placement, Variable
 from ..variables.placement import ORDINAL_STEP, Description, SlotsHere, Store, Target
 from .connections import ParameterServers
@@ -128,13 +128,13 @@ class ServerStore(Store):
             MpistratError: there is none like it here.
         """
         known = self._found.get(key)
-        if known is not None and known[0].revision == known[1]:
+        if known is not None and known[0]._core.revision == known[1]:
             return known[2]
         optimizer = self._find_made(key % ORDINALS)
         updates = self.updates(optimizer)  # which takes over what was restored
         if optimizer_key(optimizer) != key:
-            self._refuse(key % ORDINALS, f"another one: {optimizer.describe()}")
-        self._found[key] = optimizer, optimizer.revision, updates
+            self._refuse(key % ORDINALS, f"another one: {optimizer!r}")
+        self._found[key] = optimizer, optimizer._core.revision, updates
         return updates
 
     def updates(self, optimizer: Optimizer) -> LocalUpdates:
@@ -144,21 +144,21 @@ class ServerStore(Store):
             self._updates[optimizer] = (
                 LocalUpdates(optimizer) if server is None else LocalUpdates(optimizer, server.move)
             )
-            optimizer.join(self._strategy)
+            optimizer._core.join(self._strategy)
         return self._updates[optimizer]
 
     def number_of(self, optimizer: Optimizer) -> int:
         """Return the number of an optimizer in files: which one the program has made, in the scope or outside."""
-        count, series = divmod(optimizer.ordinal, ORDINAL_STEP)
+        count, series = divmod(optimizer._core.ordinal, ORDINAL_STEP)
         return count if series else _OUTSIDE + count
 
     def made(self) -> list[Optimizer]:
         """Return the optimizers that the program has made in the scope or outside of all scopes."""
-        return [one for one in known() if one.ordinal % ORDINAL_STEP in (0, self._series)]
+        return [one for one in known() if one._core.ordinal % ORDINAL_STEP in (0, self._series)]
 
     def numbers_of_names(self, names: Sequence[str]) -> list[int]:
         """Return the numbers of the first optimizers of these names that the program has made."""
-        made = sorted((self.number_of(one), one.name) for one in known() if one.may_join(self._strategy))
+        made = sorted((self.number_of(one), one.name) for one in known() if one._core.may_join(self._strategy))
         found: list[int] = []
         for index, name in enumerate(names):
             fitting = (number for number, own in made if own == name and number not in found)
@@ -172,14 +172,14 @@ class ServerStore(Store):
             function, path: of the file for which they do it: what others must call, too.
         """
         extended = self._strategy.extended
-        made = [one.ordinal for one in extended.placement.optimizers if one.may_join(self._strategy)]
+        made = [one._core.ordinal for one in extended.placement.optimizers if one._core.may_join(self._strategy)]
         with extended.process_group.collective(function, "optimizers", detail=os.fspath(path)):
-            mine = json.dumps([[one.ordinal for one in extended.optimizers], made])
+            mine = json.dumps([[one._core.ordinal for one in extended.optimizers], made])
             found = [json.loads(text) for text in extended.process_group.all_gather_text(mine)]
         applied = {ordinal for ordinals, _ in found for ordinal in ordinals}
         for ordinal in sorted(applied):
-            self._find_made(ordinal).join(self._strategy)
-        extended.optimizers.sort(key=lambda optimizer: optimizer.ordinal)
+            self._find_made(ordinal)._core.join(self._strategy)
+        extended.optimizers.sort(key=lambda optimizer: optimizer._core.ordinal)
         everywhere = set.intersection(*(set(ordinals) for _, ordinals in found))  # a coordinator sends some later
         self._early = [self._find_made(ordinal) for ordinal in sorted(everywhere - applied)]
 
@@ -190,7 +190,7 @@ class ServerStore(Store):
 
     def _find_made(self, ordinal: int) -> Optimizer:
         optimizer = find(ordinal)
-        if optimizer is None or not optimizer.may_join(self._strategy):
+        if optimizer is None or not optimizer._core.may_join(self._strategy):
             self._refuse(ordinal, "none")
         return optimizer
 

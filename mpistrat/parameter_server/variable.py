@@ -13,6 +13,7 @@ from ..base.types import IndexedSlices
 from ..variables.kinds import OnWriteVariable
 from ..variables.placement import Description, Placement
 from ..variables.scatter import row_numbers
+from ..variables.variable import require_gradient
 from .operations import Operation
 from .worker.access import Access
 
@@ -147,7 +148,7 @@ class ParameterServerVariable(OnWriteVariable):
 
     def _make_gradients(self) -> list[Any]:
         """Return the gradient arrays of all local replicas; the first thread that comes here makes them."""
-        self.require_gradient()
+        require_gradient(self)
         devices, access = self.placement.devices, self._access
         assert access is not None
         with access.lock:
@@ -186,6 +187,6 @@ class ParameterServerVariable(OnWriteVariable):
         """Whether the strategy was closed."""
         return self._access is None
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Let go of the memory; every later use raises ClosedError. The strategy calls it."""
         self._access = self._snapshot = self._gradients = None

@@ -21,7 +21,7 @@ from ..base.lazy import load_cloudpickle
 from ..base.text import named
 from ..cluster.rendezvous import add_check, remove_check, wait_for_ranks
 from ..optimizers import Optimizer
-from ..optimizers import optimizer as optimizers
+from ..optimizers import core as optimizers
 from ..strategy.assemble import PARAMETER_SERVER
 from ..strategy.extended import Coordination
 from .channel import MpiChannel

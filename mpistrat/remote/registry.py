@@ -21,7 +21,7 @@ from ..base.text import binary_size, error_text, traceback_text
 from ..cluster.world import is_loss
 from ..lookup import StaticHashTable
 from ..optimizers import Optimizer
-from ..optimizers import optimizer as optimizers
+from ..optimizers import core as optimizers
 from ..variables import Variable
 from ..variables.sharded import ShardedVariable
 from .scheduler import PerWorkerValues, RemoteError, RemoteTraceback, RemoteValue
@@ -81,7 +81,7 @@ class ObjectRegistry:
             return token("sharded", _position(thing, self._strategy.extended.placement.sharded))
         if isinstance(thing, Optimizer):
             self.used.append(thing)
-            return token("optimizer", thing.ordinal)
+            return token("optimizer", thing._core.ordinal)
         if isinstance(thing, PerWorkerValues):
             self._check_own(thing._scheduler, "a per-worker value")
             self.kept.append(thing)
@@ -120,9 +120,9 @@ class ObjectRegistry:
 
     def note_optimizer(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer is new, or has other numbers than the last time."""
-        what = optimizer.describe()
-        new = self._noted.get(optimizer.ordinal) != what
-        self._noted[optimizer.ordinal] = what
+        what, ordinal = repr(optimizer), optimizer._core.ordinal
+        new = self._noted.get(ordinal) != what
+        self._noted[ordinal] = what
         return new
 
     def note_optimizers(self) -> None:
@@ -162,7 +162,7 @@ class ObjectRegistry:
         return self.resources[key]
 
     def _optimizer(self, ordinal: int) -> Optimizer:
-        found = optimizers.find(ordinal)
+        found: Optimizer | None = optimizers.find(ordinal)
         if found is None:
             remedy = "Run the same program on every rank until the coordinator is made"
             expected, got = "the optimizer that the chief has", f"none with the ordinal {ordinal}"

@@ -49,7 +49,7 @@ class Kept:
         """Return its numbers in a file. Collective."""
         if self.state is None:
             one = self.optimizer
-            iterations, settings = one.all_iterations(), one.get_settings()
+            iterations, settings = one._core.all_iterations(), one.get_settings()
         else:
             iterations, settings = self.state["iterations"], self.state.get("settings")
         about = {"name": self.name, "iterations": iterations, "made": self.made, "settings": settings}
@@ -57,7 +57,7 @@ class Kept:
 
     def start_of(self, slot: str) -> float:
         """Return what a slot is where there is none."""
-        return 0.0 if self.optimizer is None else self.optimizer.slot_start.get(slot, 0.0)
+        return 0.0 if self.optimizer is None else self.optimizer._core.slot_start.get(slot, 0.0)
 
     def slots_here(
         self, writers: Collection[int] | None, all_else: bool, each_node: bool = False
@@ -73,11 +73,11 @@ class Kept:
         """
         waiting = None if self.state is None else self.state["slots"].items()
         if self.placement.grid is not None:
-            for name, slots in self.optimizer.slots_of_parts() if waiting is None else waiting:
+            for name, slots in self.optimizer._core.slots_of_parts() if waiting is None else waiting:
                 yield from waiting_slots(None, name, slots, writers, True, each_node)
             return
         if waiting is None:
-            yield from self.optimizer.slots_here(writers, all_else, each_node)
+            yield from self.optimizer._core.slots_here(writers, all_else, each_node)
             return
         for name, slots in waiting:
             yield from waiting_slots(self.placement, name, slots, writers, all_else, each_node)
@@ -125,7 +125,7 @@ class OptimizerStates:
     def _new_number(self, optimizer: Any) -> int:
         if self._placement.store is not None:
             return self._placement.store.number_of(optimizer)
-        own = (optimizer.number_in(self._placement), optimizer.name)
+        own = (optimizer._core.number_in(self._placement), optimizer.name)
         for number, waiting in self._restored.items():
             if own[0] is not None and (waiting.made, waiting.name) == own:
                 return number
@@ -142,16 +142,16 @@ class OptimizerStates:
         found = {}
         for one in self.registered:
             number = self.number_of(one)
-            made = number if store else one.number_in(placement)
+            made = number if store else one._core.number_in(placement)
             found[number] = Kept(one.name, made, one, None, placement)
         for number, (name, state, made) in self._restored.items():
             found[number] = Kept(name, number if store else made, None, state, placement)
         free = (number for number in itertools.count() if number not in found)
         waiting = {(kept.made, kept.name) for kept in found.values()}
         for one in self._early():
-            number, made = (store.number_of(one),) * 2 if store else (next(free), one.number_in(placement))
+            number, made = (store.number_of(one),) * 2 if store else (next(free), one._core.number_in(placement))
             if (made, one.name) not in waiting:
-                found[number] = Kept(one.name, made, one, one.early_state(), placement)
+                found[number] = Kept(one.name, made, one, one._core.early_state(), placement)
         return [found[number] for number in sorted(found)]
 
     def _early(self) -> list[Any]:
@@ -160,7 +160,7 @@ class OptimizerStates:
         if store is not None:
             return store.early
         known = set(map(id, self.registered))
-        return [one for one in self._placement.made if id(one) not in known and one.may_join(strategy)]
+        return [one for one in self._placement.made if id(one) not in known and one._core.may_join(strategy)]
 
     def numbers(self, optimizers: Sequence[Mapping[str, Any]], begun: Collection[int]) -> list[int | None]:
         """Return the number by which this strategy knows each optimizer of a file; None for one that is not taken.
@@ -178,8 +178,8 @@ class OptimizerStates:
             known = {(store.number_of(one), one.name) for one in store.made()}
             found: list[int | None] = [*(store.numbers_of_names(names) if None in made else made)]
         else:
-            here = {one.number_in(self._placement): self.number_of(one) for one in self.registered}
-            known = {(one.number_in(self._placement), one.name) for one in self._early()}
+            here = {one._core.number_in(self._placement): self.number_of(one) for one in self.registered}
+            known = {(one._core.number_in(self._placement), one.name) for one in self._early()}
             found = [None if number is None else here.get(number) for number in made]
             taken = {*found, *self._numbers.values()}
             for index, own in enumerate(zip(made, names, strict=True)):
@@ -208,7 +208,7 @@ class OptimizerStates:
                     state = {"iterations": about["iterations"], "settings": about["settings"], "slots": {}}
                     self._restored[number] = _Restored(about["name"], state, about["made"])
                 else:
-                    optimizer.set_counts(about["iterations"], about["settings"])
+                    optimizer._core.set_counts(about["iterations"], about["settings"])
 
     def fill(self, number: int, slots: Mapping[str, Any], restarted: Collection[Any]) -> None:
         """Take slots of an optimizer that `begin` was called for, by name of variable. Done by all ranks alike.
@@ -221,8 +221,8 @@ class OptimizerStates:
         with self._lock:
             optimizer = self.with_number(number)
             if optimizer is not None:
-                optimizer.restart_slots(restarted)
-                optimizer.fill_slots(slots)
+                optimizer._core.restart_slots(restarted)
+                optimizer._core.fill_slots(slots)
             else:
                 self._restored[number].state["slots"].update(slots)
 
@@ -239,7 +239,7 @@ class OptimizerStates:
         store, new = self._placement.store, list(self._made())
         if about["made"] is None or any(one.name == about["name"] for one in new):
             return None
-        numbers = ((store.number_of(one) if store else one.number_in(self._placement), one) for one in new)
+        numbers = ((store.number_of(one) if store else one._core.number_in(self._placement), one) for one in new)
         return next((one for number, one in numbers if number == about["made"]), None)
 
     def give(self) -> None:
@@ -249,7 +249,7 @@ class OptimizerStates:
             for number in sorted(self._restored):
                 optimizer = self._find(number, self._restored[number])
                 if optimizer is not None:
-                    optimizer.join(strategy)
+                    optimizer._core.join(strategy)
 
     def drop_waiting(self) -> list[str]:
         """Forget what was restored for optimizers that the program has not made, and return their names."""
@@ -265,7 +265,7 @@ class OptimizerStates:
         if store is not None:
             found = (one for one in new if store.number_of(one) == number)
         elif waiting.made is not None:
-            found = (one for one in new if one.number_in(self._placement) == waiting.made)
+            found = (one for one in new if one._core.number_in(self._placement) == waiting.made)
         else:  # a file without these numbers: only a name that is there once identifies
             alike = [other for other in self._restored.values() if other.name == waiting.name]
             found = (one for one in new if len(new) == len(alike) == 1)
@@ -276,7 +276,7 @@ class OptimizerStates:
         store, strategy = self._placement.store, self._placement.strategy
         made = self._placement.made if store is None else store.made()
         known = set(map(id, self.registered))
-        return (one for one in made if id(one) not in known and one.may_join(strategy))
+        return (one for one in made if id(one) not in known and one._core.may_join(strategy))
 
 
 def _first_free(least: int, taken: set[int | None]) -> int:

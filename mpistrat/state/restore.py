@@ -25,6 +25,7 @@ from ..comm.process_group import ProcessGroup
 from ..optimizers.node_slots import OUTER_MOMENTUM, slots_for
 from ..optimizers.slots import WIRE_RESIDUAL, residual_receiver
 from ..variables import Placement, Receiver
+from ..variables.kinds import receiver_of
 from .extra import read_extra
 from .file import CheckpointFile, from_rank_0, on_all
 from .list import Form, key_of, link_of, locations, name_of
@@ -224,7 +225,7 @@ class Restoring:
         for variable in self._placement.variables:
             key = f"variables/{self._link(variable)}"
             if key in self._forms:
-                receiver = self._locations[variable.name].box.receiver(variable.receiver())
+                receiver = self._locations[variable.name].box.receiver(receiver_of(variable))
                 self._receivers.setdefault(key, []).append(receiver)
 
     def _take_slots(self, number: int, known: set[int]) -> None:
@@ -241,7 +242,7 @@ class Restoring:
                 by_link.setdefault(link_of(key), {})[self._slot_names[key]] = key
         for link, slots in by_link.items():
             for variable in variables[here[name_of(link)]]:
-                receivers = None if optimizer is None else optimizer.take_slots(variable, slots)
+                receivers = None if optimizer is None else optimizer._core.take_slots(variable, slots)
                 if receivers is None:
                     kinds = {slot: self._forms[key].kind for slot, key in slots.items()}
                     whole[variable.name], receivers = _whole_slots(variable, kinds)
@@ -275,7 +276,7 @@ class Restoring:
             number = self._states.number_of(optimizer)
             saved = optimizers[number]["name"] if number in optimizers else None
             if saved is None:
-                outside = self._placement.store is None and optimizer.number_in(self._placement) is None
+                outside = self._placement.store is None and optimizer._core.number_in(self._placement) is None
                 why = ": if made outside of strategy.scope(), it is in files after its first step" if outside else ""
                 problems[number] = f"optimizer {optimizer.name!r} is not in it{why}"
             elif saved != optimizer.name:

@@ -250,7 +250,7 @@ class Strategy(RankCollectives, Files, OtherNames):
         """
         self._extended.require_cross("Strategy.outer_step")
         for optimizer in self._extended.optimizers if self.nodes_differ else ():
-            optimizer.take_outer_step()
+            optimizer._core.take_outer_step()
 
     # values
 

@@ -72,7 +72,7 @@ class Overlap:
     @torch.compiler.disable
     def _note(self, link: TorchLink) -> None:
         """Note that a backward pass has completed a gradient. Collective, where it is the last one of a bucket."""
-        if self._next == len(self._buckets) or not self._rule.begun.early:
+        if self._next == len(self._buckets) or not self._rule._core.begun.early:
             return
         for missing in self._missing[self._next :]:
             missing.discard(link)
@@ -93,12 +93,12 @@ class Overlap:
         with group.collective("begin: final"):
             final = bool(group.agree(int(final)))
         if not final:
-            self._rule.begun.forget()
+            self._rule._core.begun.forget()
             why = (
                 "gradients were changed after the backward pass that computed them, as by a second one before the step"
             )
             log.once(logging.INFO, f"ms.torch: sums wait for optimizer.step(): {why}")
-        if not final or not self._rule.begun.able:
+        if not final or not self._rule._core.begun.able:
             self._stop()
         self._reset()
 
@@ -304,7 +304,7 @@ def _with_hooks(optimizer: Any, closure: Callable[[], Any] | None) -> Any:
 
 def _give(rule: TorchRule, variable: Variable, slots: dict[str, Any]) -> None:
     """Give a variable its slots, now or at its first step."""
-    starts = rule.slot_start
+    starts = rule._core.slot_start
     slots |= {
         name: np.full(variable.shape, starts.get(name, 0.0), accumulation_dtype(variable.dtype))
         for name in rule.slot_names
@@ -313,7 +313,7 @@ def _give(rule: TorchRule, variable: Variable, slots: dict[str, Any]) -> None:
     if any(variable is known for known in rule.variables):
         rule.set_slots(variable, slots)
     else:
-        rule.pending_slots[variable.name] = slots
+        rule._core.slots.pending[variable.name] = slots
 
 
 def distribute_optimizer(

@@ -188,11 +188,11 @@ class TorchRule(ForeignRule):
         self, kind: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer, replicas: int, limit: float | None
     ) -> None:
         self.kind, self._optimizer = kind, optimizer
-        self.whole = not is_elementwise(kind)
-        names, start = ((), 0.0) if self.whole else slots_of(kind, optimizer.param_groups)
-        name = f"torch {kind.__name__}{' on whole tensors' if self.whole else ''}"  # which files compare
+        whole = not is_elementwise(kind)
+        names, start = ((), 0.0) if whole else slots_of(kind, optimizer.param_groups)
+        name = f"torch {kind.__name__}{' on whole tensors' if whole else ''}"  # which files compare
         super().__init__(self._rate_of_first, slot_names=names, slot_start=start, global_clipnorm=limit, name=name)
-        self._whole = TorchWholeRule(optimizer) if self.whole else None
+        self._whole = TorchWholeRule(optimizer) if whole else None
         self.scale = 1.0 / replicas
         self.rule, self.settings = kind.__name__, _settings(optimizer.param_groups)
         self.__taken = [StepsTaken(number) for number in range(len(optimizer.param_groups))]
@@ -226,7 +226,7 @@ class TorchRule(ForeignRule):
             for name in now
             if name != "lr" and now[name] and not before.get(name)
         ]
-        if self.whole or not turned_on:
+        if self._on_wholes or not turned_on:
             return
         needed = set(slots_of(self.kind, self._optimizer.param_groups)[0]) - set(self.slot_names)
         if needed:
@@ -244,7 +244,7 @@ class TorchRule(ForeignRule):
 
     def _saved_steps(self, group: int) -> dict[str, Any]:
         """Return what steps the variables of a group have taken, as JSON holds it."""
-        numbers = [self.group_of(variable) for variable in self.__variables.get(group, [])]
+        numbers = [self._group_of(variable) for variable in self.__variables.get(group, [])]
         known = list(dict.fromkeys(numbers))
         taken = [self.__taken[number] for number in known]
         return {
@@ -288,10 +288,10 @@ class TorchRule(ForeignRule):
         still = self.rule == "Adagrad" or (self.rule == "SGD" and all(not each["momentum"] for each in self.settings))
         return still and all(not each["weight_decay"] for each in self.settings)
 
-    def update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> Mapping[str, Any]:
+    def _update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> Mapping[str, Any]:
         """Return new weights, by torch's own step on whole tensors."""
         scaled = {name: gradient * gradient.dtype.type(self.scale) for name, gradient in gradients.items()}
-        return super().update_whole(scaled, weights)
+        return super()._update_whole(scaled, weights)
 
     @property
     def on_whole_tensors(self) -> TorchWholeRule | None:
@@ -303,13 +303,13 @@ class TorchRule(ForeignRule):
         self.__taken_by[variable] = group
         self.__variables.setdefault(group, []).append(variable)
 
-    def group_of(self, variable: Any) -> int:
+    def _group_of(self, variable: Any) -> int:
         """Return the number of the variables that have taken the same steps as this one."""
         return self.__taken_by.get(variable, 0)
 
     def taken_of(self, variable: Any) -> StepsTaken:
         """Return what steps a variable has taken."""
-        return self.__taken[self.group_of(variable)]
+        return self.__taken[self._group_of(variable)]
 
     def load_taken(self, taken: Mapping[Any, StepsTaken]) -> None:
         """Take over what steps variables have taken; those that are not named have taken none."""
@@ -325,15 +325,15 @@ class TorchRule(ForeignRule):
                     self.__taken.append(StepsTaken(group, found.lag, found.begun, found.scalars))  # type: ignore[union-attr]
                 self.__taken_by[variable] = group if key is None else known[key]
         self.__together = False
-        self._steps.clear()
+        self._core.steps.clear()
 
-    def take_step(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
+    def _take_step(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
         """Take a step; parameters without a gradient take none. Collective; in cross-replica context."""
         served = strategy.extended.placement.store is not None
         if served:
             self._check_served()
-        if self.whole or served:  # servers count for themselves
-            super().take_step(strategy, pairs, aggregate)
+        if self._on_wholes or served:  # servers count for themselves
+            super()._take_step(strategy, pairs, aggregate)
             return
         given = pairs_of(pairs)[0]
         if (
@@ -341,7 +341,7 @@ class TorchRule(ForeignRule):
             and len(given) == len(self.__taken_by)
             and all(gradient is not None for gradient, _ in given)
         ):
-            super().take_step(strategy, pairs, aggregate)
+            super()._take_step(strategy, pairs, aggregate)
             return
         stepping = self._stepping(given)
         if self.rule in _WITH_SCALARS:
@@ -350,7 +350,7 @@ class TorchRule(ForeignRule):
                 rate = float(self._optimizer.param_groups[taken.group]["lr"])
                 first = not taken.begun and step == 1
                 taken.next_scalars = self._trial(taken.group).scalars(step, first, taken.scalars, rate)
-        super().take_step(strategy, pairs, aggregate)
+        super()._take_step(strategy, pairs, aggregate)
         for number, taken in enumerate(self.__taken):
             if number in stepping:
                 taken.begun, taken.scalars = True, taken.next_scalars
@@ -380,7 +380,7 @@ class TorchRule(ForeignRule):
     def _stepping(self, pairs: Sequence[tuple[Any, Any]]) -> set[int]:
         """Return the numbers of what takes this step; variables that part from others in it get one of their own."""
         given = {variable for gradient, variable in pairs if gradient is not None}
-        numbers = {self.group_of(variable) for variable in given}
+        numbers = {self._group_of(variable) for variable in given}
         if len(given) == len(self.__taken_by):
             return numbers
         parted = {
@@ -391,7 +391,7 @@ class TorchRule(ForeignRule):
                 if variables:
                     self.__taken.append(self.__taken[number].copy())
                     self.__taken_by.update(dict.fromkeys(variables, len(self.__taken) - 1))
-            self._steps.clear()
+            self._core.steps.clear()
         return numbers
 
     def _update_by_library(self, block: Block) -> None:
@@ -401,7 +401,7 @@ class TorchRule(ForeignRule):
         group, step = self._optimizer.param_groups[taken.group], block.step - taken.lag
         first, rate = step == 1 and not taken.begun, float(group["lr"])
         scalars: Mapping[str, float] = taken.scalars
-        if self.rule in _WITH_SCALARS and self._store() is not None:
+        if self.rule in _WITH_SCALARS and self._core.store is not None:
             scalars = self._served_scalars(taken.group, step, rate)
         self._block_step(block, group).update(block, rate, step, first, scalars)
 
@@ -434,9 +434,9 @@ class TorchRule(ForeignRule):
         """Return this thread's step under a key, and whether it is new: settings have changed, or it is the first."""
         known: dict[Any, Any] = self.__local.__dict__
         step = known.get(key)
-        if step is not None and step.revision == self.revision:
+        if step is not None and step.revision == self._core.revision:
             return step, False
-        step = known[key] = _BlockStep(self.kind, group, dtype, self.revision)
+        step = known[key] = _BlockStep(self.kind, group, dtype, self._core.revision)
         return step, True
 
 

@@ -73,7 +73,8 @@ class Loop:
     def rate(self) -> float | None:
         """Return the optimizer's learning rate; None without one, and where a schedule has it. Of torch's the first group's."""
         groups = getattr(self.optimizer, "param_groups", None)
-        rate = groups[0]["lr"] if groups else getattr(self.optimizer, "given_learning_rate", None)
+        core = getattr(self.optimizer, "_core", None)
+        rate = groups[0]["lr"] if groups else None if core is None else core.given_rate
         return None if rate is None or callable(rate) else float(rate)
 
     def set_rate(self, rate: float) -> None:

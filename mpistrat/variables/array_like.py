@@ -152,7 +152,7 @@ class ArrayVariable(ScatterMethods, _Array):
         """Whether the strategy was closed."""
 
     @abstractmethod
-    def close(self) -> None:
+    def _close(self) -> None:
         """Free the memory; every later use raises ClosedError. The strategy calls it."""
 
     # reading

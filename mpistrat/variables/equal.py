@@ -90,7 +90,7 @@ def different_nodes(
 
 def _shown(variable: Variable) -> str:
     """Return a checksum of a variable's value, and how many numbers in it are not finite, in words."""
-    value = to_host(variable.primary)
+    value = to_host(variable.values[0])
     odd = value.size - int(np.count_nonzero(np.isfinite(value)))
     return f"#{checksum(value.reshape(-1)):08x}" + f" with {odd} that are not finite" * bool(odd)
 
@@ -116,7 +116,7 @@ def different_parts(
     """
     if not variables:
         return None
-    read = {"gradient": lambda variable: variable.gradient(0), "value": lambda variable: variable.primary}
+    read = {"gradient": lambda variable: variable.gradient(0), "value": lambda variable: variable.values[0]}
     sums = [[checksum(np.ascontiguousarray(to_host(read[kind](v))).reshape(-1)) for kind in kinds] for v in variables]
     table = grid.replica.all_gather_int(np.ravel(sums).tolist()).reshape(-1, len(variables), len(kinds))
     for number, variable in enumerate(variables):

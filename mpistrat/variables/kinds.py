@@ -30,7 +30,15 @@ if TYPE_CHECKING:
 
     from .own_gradients import OwnGradients
 
-__all__ = ["MirroredVariable", "OnWriteVariable", "SyncOnReadVariable", "check_kind"]
+__all__ = [
+    "MirroredVariable",
+    "OnWriteVariable",
+    "SyncOnReadVariable",
+    "apply_constraint",
+    "check_kind",
+    "own_gradients_of",
+    "receiver_of",
+]
 
 _IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {"assign_add": np.add, "assign_sub": np.subtract}
 
@@ -153,7 +161,7 @@ class MirroredVariable(OnWriteVariable):
     def closed(self) -> bool:
         return not self._views
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._views = self._gradients = ()
 
     def storage(self, local_replica: int = 0) -> Any:
@@ -162,12 +170,6 @@ class MirroredVariable(OnWriteVariable):
         copies = self.arena.copies
         copy = copies[local_replica if len(copies) > 1 else 0]
         return copy[self.offset : self.offset + self.size].reshape(self.shape)
-
-    @property
-    def own_gradients(self) -> OwnGradients | None:
-        """What its gradients are where they are handed over; else None."""
-        gradients = self.arena.gradients
-        return self._gradients if gradients is not None and gradients.handed_over else None
 
     def gradient(self, local_replica: int) -> Any:
         if self._gradients:
@@ -178,33 +180,6 @@ class MirroredVariable(OnWriteVariable):
         """See `Variable.gathered`; of one that is divided, on every rank."""
         value = self.numpy()
         return value if self.part is None else self.part.whole(value)
-
-    def receiver(self) -> Receiver:
-        """See `Variable.receiver`: the elements that this rank writes."""
-        low, high = self.arena.writes(self.size)
-        self.arena.forget_unsent(self.offset, self.offset + self.size)
-
-        def take(start: int, part: np.ndarray) -> None:
-            first = self.offset + start
-            for copy in self.arena.copies:
-                target = copy[first : first + part.size]
-                target[...] = move_like(part, target)
-
-        return Receiver([(low, high)] if low < high else [], take)
-
-    def apply_constraint(self, compare: bool = False) -> None:
-        """Replace the value by what the constraint makes of it, if there is one; optimizers call it. Collective.
-
-        Args:
-            compare: whether the ranks compare what their constraints made of it.
-
-        Raises:
-            CollectiveMismatchError: they differ.
-        """
-        if self.constraint is not None:
-            value = self.constraint(self.array)
-            flat = as_flat(value, self.shape, self.dtype, "Variable.constraint")
-            self._store("constraint", flat, given=compare)
 
     def _compared(self, *arrays: Any) -> Hashable:
         """Return a text that differs between values, so that ranks with different ones are found."""
@@ -259,6 +234,48 @@ class MirroredVariable(OnWriteVariable):
                 rows[...] = move_like(host, rows)
 
         self._write(f"scatter_{op}", detail, write, only)
+
+
+def own_gradients_of(variable: Variable) -> OwnGradients | None:
+    """Return the gradients of a variable that are given up as soon as they are submitted; None where they stay."""
+    if not isinstance(variable, MirroredVariable):
+        return None
+    gradients = variable.arena.gradients
+    return variable._gradients if gradients is not None and gradients.handed_over else None
+
+
+def apply_constraint(variable: Variable, compare: bool = False) -> None:
+    """Replace the value of a variable by its constraint's result, if it has a constraint; optimizers call it. Collective.
+
+    Args:
+        variable: one in an arena, or another one, which stays as it is.
+        compare: whether the ranks compare the results of their constraints.
+
+    Raises:
+        CollectiveMismatchError: they differ.
+    """
+    if isinstance(variable, MirroredVariable) and variable.constraint is not None:
+        value = variable.constraint(variable.array)
+        flat = as_flat(value, variable.shape, variable.dtype, "Variable.constraint")
+        variable._store("constraint", flat, given=compare)
+
+
+def receiver_of(variable: Variable) -> Receiver:
+    """Return this rank's receiver of a value that is read from a file: of a variable in an arena, what this rank writes."""
+    if not isinstance(variable, MirroredVariable):
+        value = np.empty(variable.shape, variable.dtype)
+        return Receiver.whole(value, lambda: variable.load(value))
+    arena, offset = variable.arena, variable.offset
+    low, high = arena.writes(variable.size)
+    arena.forget_unsent(offset, offset + variable.size)
+
+    def take(start: int, part: np.ndarray) -> None:
+        first = offset + start
+        for copy in arena.copies:
+            target = copy[first : first + part.size]
+            target[...] = move_like(part, target)
+
+    return Receiver([(low, high)] if low < high else [], take)
 
 
 @final
@@ -321,7 +338,7 @@ class SyncOnReadVariable(Variable):
     def closed(self) -> bool:
         return not self.copies
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self.copies = []
 
     def storage(self, local_replica: int = 0) -> Any:

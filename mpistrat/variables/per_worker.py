@@ -87,7 +87,7 @@ class PerWorkerVariable(Variable):
     def closed(self) -> bool:
         return self._copy is None
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._copy = None
 
     # writing

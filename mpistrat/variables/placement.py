@@ -225,9 +225,9 @@ class Placement:
     def close(self) -> None:
         """Close every variable and free their memory. Comes before the group's `close`."""
         for whole in self.sharded:
-            whole.close()
+            whole._close()
         for variable in self.variables:
-            variable.close()
+            variable._close()
         self.optimizers.clear()
         self.made.clear()
         if self.buckets is not None:

@@ -262,10 +262,10 @@ class ShardedVariable(ArrayVariable):
     def closed(self) -> bool:
         return self.variables[0].closed
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._gradients.clear()
         for variable in self.variables:
-            variable.close()
+            variable._close()
 
 
 def each_variable(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arena.arena import Arena
-from ..arena.layout import Part, Receiver
+from ..arena.layout import Part
 from ..base import context
 from ..base.context import Frame
 from ..base.distributed_values import DistributedValues
@@ -18,10 +18,7 @@ from ..base.types import VariableAggregation, VariableSynchronization
 from .array_like import ArrayVariable
 from .placement import Description, Placement
 
-if TYPE_CHECKING:
-    from .own_gradients import OwnGradients
-
-__all__ = ["Variable", "explain_foreign"]
+__all__ = ["Variable", "explain_foreign", "require_gradient"]
 
 
 class _FrontDoor(ABCMeta):
@@ -141,11 +138,6 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
     def num_copies(self) -> int:
         """Physical copies that this rank writes to."""
 
-    @property
-    def primary(self) -> Any:
-        """What the first local replica reads, as a read-only view."""
-        return self.values[0]
-
     def gathered(self) -> np.ndarray | None:
         """Return a copy, whole, at least on rank 0; None where this rank cannot read it. Collective; for files."""
         return self.numpy()
@@ -153,18 +145,6 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
     def load(self, value: np.ndarray) -> None:
         """Write a value that every rank has. Collective over all ranks of the strategy; for files."""
         self.assign(value)
-
-    def receiver(self) -> Receiver:
-        """Return what this rank takes of a value that is read from a file."""
-        value = np.empty(self.shape, self.dtype)
-        return Receiver.whole(value, lambda: self.load(value))
-
-    def apply_constraint(self, compare: bool = False) -> None:
-        """Replace the value by what the constraint makes of it, if there is one; optimizers call it. Collective.
-
-        Args:
-            compare: whether the ranks compare what their constraints made of it.
-        """
 
     def storage(self, local_replica: int = 0) -> Any:
         """Return the memory of a local replica's copy as a writable array, for adapters of other frameworks.
@@ -185,21 +165,6 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
         self._require_open()
         raise self._without_gradients()
 
-    @property
-    def own_gradients(self) -> OwnGradients | None:
-        """What its gradients are where they are handed over; else None."""
-        return None
-
-    def require_gradient(self) -> None:
-        """Raise an error if the variable has no gradients; no memory is taken for them.
-
-        Raises:
-            ValueError: it has none.
-        """
-        self._require_open()
-        if not self.trainable or self.dtype.kind in "biu":
-            raise self._without_gradients()
-
     def _without_gradients(self) -> ValueError:
         expected = "a trainable variable of a floating dtype"
         got = f"{self.dtype}, trainable={self.trainable}"
@@ -209,7 +174,7 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
         what = f"{type(self).__name__} {self.name!r} shape={self.shape} dtype={self.dtype}"
         if self.closed:
             return f"<{what} closed>"
-        return f"<{what} {self.synchronization.name} {self.aggregation.name} primary={self.primary!r}>"
+        return f"<{what} {self.synchronization.name} {self.aggregation.name} primary={self.values[0]!r}>"
 
     # where it is used
 
@@ -252,6 +217,17 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
         if isinstance(value, DistributedValues):
             return value.values
         return (value,) * self.placement.group.topology.num_local_replicas
+
+
+def require_gradient(variable: Variable) -> None:
+    """Raise an error if a variable has no gradients; no memory is taken for them.
+
+    Raises:
+        ValueError: it has none.
+    """
+    variable._require_open()
+    if not variable.trainable or variable.dtype.kind in "biu":
+        raise variable._without_gradients()
 
 
 def explain_foreign(function: str, variable: Any, strategy: Any) -> str:

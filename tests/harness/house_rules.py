@@ -26,6 +26,9 @@ KNOWN = Path(__file__).with_suffix(".json")
 CALLED_BY_PYTHON = {"find_spec"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 OWN = ("self", "cls", "mcs")
+HANDLE = (
+    "_core"  # what users do not see of a class, in one object: other packages use its public members, and nothing else
+)
 
 
 # What packages that import a framework override of its classes.
@@ -176,7 +179,7 @@ def scoped(path: Path) -> tuple[tuple[ast.AST, Scope], ...]:
 
 def is_private(name: str) -> bool:
     of_named_tuples = ("_asdict", "_fields", "_make", "_replace")
-    return name.startswith("_") and not name.startswith("__") and name not in of_named_tuples
+    return name.startswith("_") and not name.startswith("__") and name not in (*of_named_tuples, HANDLE)
 
 
 @functools.cache

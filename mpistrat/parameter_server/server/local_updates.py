@@ -50,7 +50,7 @@ class LocalUpdates:
     """
 
     def __init__(self, optimizer: Optimizer, between: Callable[[], object] = _nothing) -> None:
-        self._optimizer, self._between = optimizer, between
+        self._optimizer, self._core, self._between = optimizer, optimizer._core, between
         self._turn = threading.RLock()
         self._scratch: dict[np.dtype, list[_Scratch]] = {}
         self._kept: dict[Any, _VariableState] = {}
@@ -64,7 +64,7 @@ class LocalUpdates:
 
     def count_step(self) -> None:
         """Count a step that is complete."""
-        self._optimizer.count_step()
+        self._core.calls += 1
 
     # updates
 
@@ -117,7 +117,7 @@ class LocalUpdates:
         while len(scratches) < _threads():
             scratches.append(_Scratch(self._optimizer, kept.scratch.dtype))
         for scratch in scratches[1:]:
-            scratch.rule.begin(step, self._optimizer.rate_at(step))
+            scratch.rule.begin(step, self._core.rate_at(step))
         return scratches[1 : size // BLOCK]
 
     def rows(self, variable: Any, weights: np.ndarray, rows: np.ndarray, values: np.ndarray, step: int) -> None:
@@ -146,7 +146,7 @@ class LocalUpdates:
     def _begin(self, variable: Any, step: int, by_rows: bool = False) -> _VariableState:
         kept = self._known(variable) or self._add(variable, by_rows)
         kept.read_settings()
-        kept.scratch.rule.begin(step, self._optimizer.rate_at(step))
+        kept.scratch.rule.begin(step, self._core.rate_at(step))
         return kept
 
     # slots
@@ -202,7 +202,7 @@ class LocalUpdates:
 
     def _known(self, variable: Any) -> _VariableState | None:
         """Return what is kept for a variable, if anything is; slots that the optimizer has pending come first."""
-        waiting = self._optimizer.pending_slots
+        waiting = self._core.slots.pending
         if waiting and variable.name in waiting:
             self.set_slots(variable, waiting.pop(variable.name))
         return self._kept.get(variable)
@@ -251,7 +251,8 @@ class _VariableState:
     """
 
     def __init__(self, optimizer: Optimizer, variable: Any, scratch: _Scratch, by_rows: bool) -> None:
-        self.scratch, self._start, self._optimizer, self._variable = scratch, optimizer.slot_start, optimizer, variable
+        self.scratch, self._core, self._variable = scratch, optimizer._core, variable
+        self._start = self._core.slot_start
         self._revision, self._decay, self._group = -1, 0.0, 0
         size, make = int(np.prod(variable.shape, dtype=np.int64)), _untouched if by_rows else np.zeros
         self.slots = {name: make(size, scratch.rule.block.dtype) for name in optimizer.slot_names}
@@ -259,10 +260,10 @@ class _VariableState:
 
     def read_settings(self) -> None:
         """Read the settings that the variable has of its own, if the optimizer's numbers have changed."""
-        optimizer = self._optimizer
-        if optimizer.revision != self._revision:
-            self._revision = optimizer.revision
-            self._decay, self._group = optimizer.decay_of(self._variable), optimizer.group_of(self._variable)
+        core = self._core
+        if core.revision != self._revision:
+            self._revision = core.revision
+            self._decay, self._group = core.decay_of(self._variable), core.group_of(self._variable)
 
     def fill(self, rows: np.ndarray | None = None) -> None:
         """Give slots their start where they have had none yet: those of some rows, or all."""

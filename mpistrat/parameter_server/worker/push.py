@@ -116,7 +116,8 @@ class PushStep(UpdateRun):
         finite = np.isfinite(array)
         if not finite.all():
             count = int(finite.size - np.count_nonzero(finite))
-            got = f"{count} that are not, of {finite.size}, on rank {self.strategy.rank}, in step {self._optimizer.calls + 1}"
+            rank, step = self.strategy.rank, self._optimizer._core.calls + 1
+            got = f"{count} that are not, of {finite.size}, on rank {rank}, in step {step}"
             remedy = "Look at the loss and the learning rate; nothing of this step was pushed"
             raise FloatingPointError(
                 explain("apply_gradients", variable.name, expected="finite numbers", got=got, remedy=remedy)

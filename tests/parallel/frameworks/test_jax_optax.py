@@ -99,7 +99,7 @@ def test_every_chain_equals_optax(chain):
     tree, step = dict_tree()
     expected = plain(tree, step, CHAINS[chain](), traced=chain != "python")
     strategy, params, step, optimizer = put(CHAINS[chain]())
-    assert optimizer.whole == (chain in WHOLE)
+    assert optimizer._on_wholes == (chain in WHOLE)
     with strategy:
         found = difference(arrays(train(strategy, params, step, optimizer)), expected)
         assert found < (1e-6 if chain == "muon" else 1e-9)  # Newton-Schulz enlarges the last bits
@@ -297,7 +297,7 @@ def test_arguments_that_an_update_does_not_need(chain):
     with ms.MultiWorkerMirroredStrategy() as strategy:
         with strategy.scope():
             params, optimizer = ms.jax.distribute(start, SPARE[chain]())
-        assert optimizer.whole == (chain == "norm")
+        assert optimizer._on_wholes == (chain == "norm")
         for number, scale in enumerate([None, 0.5, 2, None, jnp.asarray(3.0), 0.25, np.float64(0.125)]):
             gradients = jax.tree.map(lambda leaf, number=number: (1.0 + number) * leaf, start)
             extra = {} if scale is None else {"scale": scale, "value_fn": jnp.sum}
@@ -494,7 +494,7 @@ def test_the_state_of_a_rule_that_keeps_something_else_is_refused(there, here, s
         before, taken = arrays(params), optimizer.iterations
         with pytest.raises(ValueError, match="optimizer 0 is 'optax rule.*, here 'optax rule"):
             strategy.restore(mpi_tmp_path / "x.h5")
-        if "whole" in state and not optimizer.whole:
+        if "whole" in state and not optimizer._on_wholes:
             with pytest.raises(ValueError, match="the whole tree"):
                 optimizer.set_state(state)
         params = ms.jax.current(params)

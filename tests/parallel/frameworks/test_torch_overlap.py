@@ -21,7 +21,7 @@ def started(monkeypatch):
     monkeypatch.setattr(early.EarlySums, "begin", lambda self, *given: count.append(1) or plain(self, *given))
     monkeypatch.setattr(overlap, "_BUCKET_BYTES", 1 << 20)
     monkeypatch.setattr(begun, "LEAST_BYTES", 1)
-    monkeypatch.setattr(begun.Choice, "note_step", lambda self, group, begun: None)
+    monkeypatch.setattr(begun.EarlyChoice, "note_step", lambda self, group, begun: None)
     monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")
     return count
 

@@ -13,7 +13,7 @@ import mpistrat as ms
 from mpistrat.arena import early
 from mpistrat.errors import ContextError
 from mpistrat.optimizers import begun
-from mpistrat.optimizers.begun import Choice
+from mpistrat.optimizers.begun import EarlyChoice
 from tests.harness.process_groups import set_layout
 from tests.models.optimizer_states import assert_same, state_of
 
@@ -26,7 +26,7 @@ def opened(request, monkeypatch):
     """A function that makes a strategy over nodes; begin always starts sums, however small."""
     set_layout(request.param, monkeypatch)
     monkeypatch.setattr(begun, "LEAST_BYTES", 1)
-    monkeypatch.setattr(Choice, "note_step", lambda self, group, begun: None)
+    monkeypatch.setattr(EarlyChoice, "note_step", lambda self, group, begun: None)
     return lambda **more: ms.MultiWorkerMirroredStrategy(**more)
 
 

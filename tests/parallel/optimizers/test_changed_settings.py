@@ -189,7 +189,7 @@ def expected(kind, first, changes):
 
 
 def _names_in_common():
-    return {"learning_rate", *ms.optimizers.hyperparameters.Settings.__annotations__}
+    return {"learning_rate", *ms.optimizers.hyperparameters.CommonSettings.__annotations__}
 
 
 @pytest.mark.ranks(2, 3)

@@ -161,7 +161,7 @@ def test_each_rank_keeps_its_part_of_the_slots():
     with ms.MirroredStrategy() as strategy:
         optimizer, variables = make(strategy, CASES["adam"][0], shapes=((100_000,),))
         train(strategy, optimizer, variables, range(1))
-        mine = optimizer._slots.of(variables[0].arena)
+        mine = optimizer._core.slots.of(variables[0].arena)
         sizes = [array.size for array in mine.arrays.values()]
         assert sizes == [mine.high - mine.low] * 2
         total = np.zeros(1, np.int64)
@@ -311,7 +311,7 @@ def test_averages_and_accumulated_gradients_go_on_after_restore(mpi_tmp_path):
             optimizer, variables = make(strategy, lambda o: o.Adam(0.03, **said))
             if calls.start:
                 strategy.restore(path)
-                assert (optimizer.iterations, optimizer.calls) == (1, 3)
+                assert (optimizer.iterations, optimizer._core.calls) == (1, 3)
             train(strategy, optimizer, variables, calls)
             strategy.save(path)
             found = [v.numpy() for v in variables]

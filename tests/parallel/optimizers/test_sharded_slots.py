@@ -112,7 +112,7 @@ def test_each_element_is_kept_once(opened):
         variables, optimizer = make(strategy, lambda o: o.Adam(0.1))
         train(strategy, variables, optimizer, range(1))
         arena = variables[0].arena
-        mine, owners = optimizer._slots.of(arena), strategy.extended.process_group
+        mine, owners = optimizer._core.slots.of(arena), strategy.extended.process_group
         assert [array.size for array in mine.arrays.values()] == [mine.high - mine.low] * 2
         count = owners.slices * owners.num_nodes
         ranges = sorted(r for r in MPI.COMM_WORLD.allgather((mine.low, mine.high)) if r[0] < r[1])

@@ -162,7 +162,7 @@ def test_checkpoints_of_all_forms(opened, mpi_tmp_path):
         variables, optimizer = make(strategy, build)
         strategy.restore(path)
         train(strategy, variables, optimizer, range(0))
-        optimizer.join(strategy)
+        optimizer._core.join(strategy)
         strategy.restore(path)
         train(strategy, variables, optimizer, range(3, 4))
         strategy.save(plain)
@@ -284,7 +284,7 @@ def test_a_value_that_is_assigned_is_that_value(opened, wire):
         values = [np.full(v.shape, 0.1, np.float32) for v in variables]
         for v, value in zip(variables, values, strict=True):
             v.assign(value)
-        before = [slots["wire_residual"] for _, slots in optimizer.each_slots()]
+        before = [slots["wire_residual"] for _, slots in optimizer._core.each_slots()]
         assert not any(array.any() for array in before)
         train(strategy, variables, optimizer, range(2, 3))
         after = state_of(variables, optimizer)
@@ -329,7 +329,7 @@ def test_a_refused_step_leaves_nothing(opened, wire):
         with pytest.raises(FloatingPointError, match=f"rank {strategy.size - 1}: 1 that"):
             strategy.run(bad)
         assert_same(state_of(variables, optimizer), middle)
-        for slots in optimizer._slots._arenas.values():
+        for slots in optimizer._core.slots._arenas.values():
             assert slots.unsent is None or not slots.unsent.array.any()
         train(strategy, variables, optimizer, range(2, 3))
         assert all(np.isfinite(v.numpy()).all() for v in variables)

@@ -178,7 +178,7 @@ def test_workers_count_steps_together():
             if strategy.num_workers == 1:
                 assert found == 2 - 0.5**3
         strategy.comm.Barrier()
-        assert optimizer.all_iterations() == 4 * strategy.num_workers
+        assert optimizer._core.all_iterations() == 4 * strategy.num_workers
 
 
 def test_ranks_that_have_made_other_strategies_before_know_the_same_optimizers():
@@ -277,7 +277,7 @@ def test_each_optimizer_is_restored_with_its_own_numbers(mpi_tmp_path, late):
             strategy.run(lambda: second.apply_gradients([(np.full(2, 3.0), w)]))
             strategy.run(lambda: first.apply_gradients([(np.ones(2), v)]))
         settle(strategy, v, w)
-        assert [first.all_iterations(), second.all_iterations()] == [4, 2]
+        assert [first._core.all_iterations(), second._core.all_iterations()] == [4, 2]
         moments = [first.slots(v)["momentum"][0], second.slots(w)["momentum"][0]]
         np.testing.assert_allclose(moments, [1 - 0.9**4, 3 * (1 - 0.9**2)], rtol=1e-12)
         strategy.comm.Barrier()
@@ -399,7 +399,7 @@ def test_a_server_counts_the_steps_before_it_gets_a_variable_of_an_optimizer(max
             if late is None:
                 late = ms.Variable(np.zeros(1), name="late")  # on the other server
         assert first.server != late.server
-        assert optimizer.all_iterations() == 4 * (strategy.num_workers if max_staleness is None else 1)
+        assert optimizer._core.all_iterations() == 4 * (strategy.num_workers if max_staleness is None else 1)
         if not strategy.is_server:
             assert late.numpy().tolist() == [0.0]
         strategy.barrier()
@@ -475,7 +475,7 @@ def test_each_worker_has_a_factor_of_its_own(max_staleness, tmp_path_factory):
         )
         together = max_staleness == 0 and strategy.num_workers > 1  # then the others' step is one
         steps = 4 if together else 4 * strategy.num_workers - 1
-        assert optimizer.inner_optimizer.all_iterations() == steps
+        assert optimizer.inner_optimizer._core.all_iterations() == steps
         strategy.save(path)
     with made(num_ps=1) as strategy:
         w, optimizer = opened()

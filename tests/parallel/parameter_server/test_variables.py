@@ -374,7 +374,7 @@ def test_slots_have_in_them_what_was_pushed_before(monkeypatch):
             elif number == 2:
                 assert np.abs(optimizer.get_state()["slots"][v.name]["momentum"]).tolist() == [total] * 3
             else:
-                assert optimizer.all_iterations() == total
+                assert optimizer._core.all_iterations() == total
         strategy.comm.Barrier()
 
 

@@ -106,7 +106,7 @@ def test_state_of_before_the_first_step_is_in_files(kind, how, mpi_tmp_path):
         program = Program(strategy)
         program.step(2)
         state, weights = program.optimizer.get_state(), program.arrays()
-        iterations = program.optimizer.all_iterations()
+        iterations = program.optimizer._core.all_iterations()
         program.step()
         expected = program.arrays()
     with kind() as strategy:
@@ -126,7 +126,7 @@ def test_state_of_before_the_first_step_is_in_files(kind, how, mpi_tmp_path):
         program = Program(strategy)
         strategy.restore(mpi_tmp_path / "x.h5")
         assert_equal(program.arrays(), weights)
-        assert program.optimizer.all_iterations() == iterations
+        assert program.optimizer._core.all_iterations() == iterations
         program.step()
         assert_equal(program.arrays(), expected)
 
@@ -163,7 +163,7 @@ def test_a_program_restores_its_file_of_before_the_first_step(kind, mpi_tmp_path
         program.step(2)
         expected = program.arrays()
         strategy.restore(mpi_tmp_path / "x.h5")
-        assert program.optimizer.all_iterations() == 0
+        assert program.optimizer._core.all_iterations() == 0
         np.testing.assert_array_equal(program.arrays().get("w", 1), np.ones(SHAPE))
         for name, array in program.arrays().items():
             assert "accumulator" not in name or (array == 0.1).all()

@@ -80,9 +80,9 @@ def restored(path):
     with ms.MultiWorkerMirroredStrategy() as strategy:
         program = Program(strategy)
         assert strategy.restore(path) == {"epoch": 2}
-        assert not program.adam.pending_slots, "no rank holds slots whole"
+        assert not program.adam._core.slots.pending, "no rank holds slots whole"
         assert program.adam.iterations == 2
-        program.outside.join(strategy)
+        program.outside._core.join(strategy)
         there = program.state()
         program.step()
         return there, program.state()
@@ -179,7 +179,7 @@ def test_a_file_that_cannot_be_read_any_more_is_told_on_all_ranks(mpi_tmp_path, 
             with pytest.raises(OSError, match="the disk is gone; .* changed in part"):
                 strategy.restore(mpi_tmp_path / "x.h5")
         strategy.restore(mpi_tmp_path / "x.h5")
-        program.outside.join(strategy)
+        program.outside._core.join(strategy)
         assert program.state() == expected
 
 

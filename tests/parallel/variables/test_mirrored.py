@@ -7,6 +7,7 @@ from mpistrat.base.distributed_values import Mirrored, PerReplica
 from mpistrat.errors import ClosedError, CollectiveMismatchError, ContextError
 from mpistrat.types import IndexedSlices, VariableAggregation
 from mpistrat.variables import Variable
+from mpistrat.variables.kinds import apply_constraint
 from tests.harness.variable_harness import VariableHarness, replica_id
 
 NONE, SUM = VariableAggregation.NONE, VariableAggregation.SUM
@@ -256,9 +257,9 @@ def test_constraint_is_applied_on_request(harness):
     with harness.scope():
         v = Variable([-1.0, 2.0], constraint=lambda w: np.maximum(w, 0))
         assert v.numpy().tolist() == [-1.0, 2.0]
-        v.apply_constraint()
+        apply_constraint(v)
         assert v.numpy().tolist() == [0.0, 2.0]
-        Variable(1.0).apply_constraint()
+        apply_constraint(Variable(1.0))
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

@@ -8,7 +8,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.optimizers.arena_step import _merged
-from mpistrat.optimizers.optimizer import find, known
+from mpistrat.optimizers.core import find, known
 from mpistrat.variables.placement import ORDINAL_STEP
 from tests.models import optimizer_reference as reference
 
@@ -270,11 +270,11 @@ def test_an_optimizer_is_found_only_when_it_is_complete(scope):
     with ms.OneDeviceStrategy() as strategy, strategy.scope() if scope else contextlib.nullcontext():
         made = Own(0.1)
         assert not seen
-        assert find(made.ordinal) is made
+        assert find(made._core.ordinal) is made
 
 
 def test_an_optimizer_whose_constructor_fails_takes_no_number():
     before = SGD(0.1)
     with pytest.raises(ValueError, match="weight_decay"):
         SGD(0.1, weight_decay=-1)
-    assert SGD(0.1).ordinal == before.ordinal + ORDINAL_STEP
+    assert SGD(0.1)._core.ordinal == before._core.ordinal + ORDINAL_STEP

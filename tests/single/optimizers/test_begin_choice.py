@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpistrat.optimizers import begun
-from mpistrat.optimizers.begun import Choice
+from mpistrat.optimizers.begun import EarlyChoice
 
 TRIED = 16  # steps
 
@@ -45,7 +45,7 @@ def run(monkeypatch):
 
 def test_the_faster_way_is_kept(run) -> None:
     for early, late in ((0.9, 1.0), (1.0, 0.9), (1.0, 1.0), (0.99, 1.0)):
-        choice = Choice()
+        choice = EarlyChoice()
         ways = run(choice, lambda _, way, early=early, late=late: early if way else late, 500)
         assert ways[:TRIED] == [True, False] * 8
         assert ways[TRIED:] == [early < 0.98 * late] * (500 - TRIED)
@@ -53,26 +53,26 @@ def test_the_faster_way_is_kept(run) -> None:
 
 def test_steps_that_were_disturbed_choose_nothing(run) -> None:
     """Two of the steps without took four times as long, and the others as long as with: by medians of few it could be either."""
-    choice, rng = Choice(), np.random.default_rng(0)
+    choice, rng = EarlyChoice(), np.random.default_rng(0)
     for _ in range(200):
         noise = rng.permutation([4.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0])
-        choice = Choice()
+        choice = EarlyChoice()
         run(choice, lambda number, way, noise=noise: 1.01 if way else noise[(number // 2 - 1) % 7], TRIED)
         assert not choice.early
     noise = [0.9, 0.9, 0.9, 0.9, 1.2, 1.2, 1.2]  # the median of these is less, but three are not
-    choice = Choice()
+    choice = EarlyChoice()
     run(choice, lambda number, way: noise[(number // 2 - 1) % 7] if way else 1.0, TRIED)
     assert not choice.early
 
 
 def test_a_machine_that_becomes_slower_chooses_nothing(run) -> None:
-    choice = Choice()
+    choice = EarlyChoice()
     run(choice, lambda number, way: (1.0 if way else 0.95) * 1.02**number, TRIED)
     assert not choice.early
 
 
 def test_both_ways_are_measured_again(run) -> None:
-    choice, period = Choice(), TRIED + begun._KEPT
+    choice, period = EarlyChoice(), TRIED + begun._KEPT
     slower, faster = (lambda _, way: 1.5 if way else 1.0), (lambda _, way: 0.5 if way else 1.0)
     ways = run(choice, slower, period)
     assert sum(ways) == 8
@@ -84,13 +84,13 @@ def test_both_ways_are_measured_again(run) -> None:
 
 
 def test_what_it_costs_to_measure_a_way_that_takes_half_as_long_again(run) -> None:
-    choice, taken = Choice(), []
+    choice, taken = EarlyChoice(), []
     run(choice, lambda _, way: taken.append(1.5 if way else 1.0) or taken[-1], 10 * (TRIED + begun._KEPT))
     assert sum(taken) < 1.005 * len(taken)
 
 
 def test_steps_in_which_nothing_is_begun_are_not_measured(run) -> None:
-    choice = Choice()
+    choice = EarlyChoice()
     times = lambda number, way: 100.0 if number % 2 else (0.5 if way else 1.0)  # noqa: E731
     ways = run(choice, times, 2 * TRIED, lambda number: number % 2 == 0)
     assert ways[::2] == [True, False] * 8

@@ -161,7 +161,7 @@ def test_update_with_its_documented_arguments(rule):
     """Called directly, as a rule of one's own may do with another rule, it changes weights and slots in place."""
     optimizer = getattr(ms.optimizers, rule)(0.1)
     weights, gradient = np.ones(3), np.full(3, 2.0)
-    slots = {name: np.full(3, optimizer.slot_start.get(name, 0.0)) for name in optimizer.slot_names}
+    slots = {name: np.full(3, optimizer._core.slot_start.get(name, 0.0)) for name in optimizer.slot_names}
     optimizer.update(gradient, weights, slots, 1, 0.1, [np.empty(3), np.empty(3)])
     # At the first step: 1 - 0.1 * 2; Adam's step is the rate; 0.1 * 2 / sqrt(0.1 + 4); 0.1 * 2 / sqrt(0.1 * 4).
     expected = {"SGD": 0.8, "Adam": 0.9, "AdamW": 0.9, "Adagrad": 1 - 0.2 / 4.1**0.5, "RMSProp": 1 - 0.2 / 0.4**0.5}
@@ -249,7 +249,7 @@ def test_any_callable_is_a_learning_rate():
         optimizer.apply_gradients([(np.ones(3), w)])
     assert w.numpy().tolist() == [-0.875] * 3
     warm = ms.optimizers.SGD(lambda step: 0.1 * step)
-    assert [warm.rate_at(number) for number in (1, 3)] == [0.0, 0.2]  # steps before it: 0 and 2
+    assert [warm._core.rate_at(number) for number in (1, 3)] == [0.0, 0.2]  # steps before it: 0 and 2
     assert ms.optimizers.SGD(lambda step=4: 0.1 * step).learning_rate == 0.4  # needs no argument
     assert "0x" not in repr(warm)
     text = repr(ms.optimizers.Adam(0.5, clipnorm=2.0))
@@ -265,7 +265,7 @@ def test_schedules_count_calls_where_gradients_are_accumulated():
     for _ in range(4):
         optimizer.apply_gradients([(np.ones(3), w)])
     assert w.numpy().tolist() == [-(1.0 + 3.0)] * 3
-    assert (optimizer.iterations, optimizer.calls) == (2, 4)
+    assert (optimizer.iterations, optimizer._core.calls) == (2, 4)
 
 
 def test_what_cannot_be_is_refused():

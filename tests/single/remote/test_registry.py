@@ -8,7 +8,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.errors import MissingDependencyError
-from mpistrat.optimizers import optimizer as optimizers
+from mpistrat.optimizers import core as optimizers
 from mpistrat.remote import registry as pickling
 from mpistrat.remote.dispatcher import Closure, ClosureQueue
 from mpistrat.remote.registry import ObjectRegistry
@@ -107,11 +107,11 @@ def test_an_optimizer_is_made_from_its_order_and_follows_changes(strategy, rule)
 
     chief = rule()
     name, args = order(chief)
-    del optimizers._known[chief.ordinal]  # as on a rank whose program made none
+    del optimizers._known[chief._core.ordinal]  # as on a rank whose program made none
     commands.execute(name, args)
-    made = optimizers.find(chief.ordinal)
-    assert made is not chief and type(made) is type(chief) and made.describe() == chief.describe()
-    assert (made.slot_names, made.slot_start) == (chief.slot_names, chief.slot_start)
+    made = optimizers.find(chief._core.ordinal)
+    assert made is not chief and type(made) is type(chief) and repr(made) == repr(chief)
+    assert (made.slot_names, made._core.slot_start) == (chief.slot_names, chief._core.slot_start)
     with strategy.scope():
         v, w = ms.Variable([1.0, 2.0]), ms.Variable([1.0, 2.0])
     for step in range(3):
@@ -123,7 +123,7 @@ def test_an_optimizer_is_made_from_its_order_and_follows_changes(strategy, rule)
     chief.learning_rate = 0.25
     assert registry.note_optimizer(chief)
     commands.execute(*order(chief))
-    assert optimizers.find(chief.ordinal) is made and made.learning_rate == 0.25
+    assert optimizers.find(chief._core.ordinal) is made and made.learning_rate == 0.25
 
 
 def test_the_order_of_a_variable_carries_its_form_only():

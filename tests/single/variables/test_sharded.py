@@ -110,8 +110,8 @@ def test_what_it_is():
 
 def test_only_the_parts_that_are_asked_for_are_read(monkeypatch):
     v = sharded(np.arange(12.0).reshape(6, 2), (2, 2, 2))
-    v.variables[0].close()
-    v.variables[2].close()
+    v.variables[0]._close()
+    v.variables[2]._close()
     assert v[2].tolist() == [4, 5] and v[-3, 1] == 7 and v[2:4].tolist() == [[4, 5], [6, 7]]
     assert v[3:1:-1, 0].tolist() == [6, 4] and v[[3, 2, 3], 1].tolist() == [7, 5, 7]
     assert v[np.arange(6) == 3].tolist() == [[6, 7]] and v[v_mask(6, 2, (3, 1))].tolist() == [7]

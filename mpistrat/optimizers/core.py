@@ -1,0 +1,337 @@
+"""The core of an optimizer: its counts, steps and slots, as steps, strategies and files need them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arena.layout import Receiver
+from ..base import context, log
+from ..base.errors import explain
+from ..base.limits import AT_LEAST_ZERO
+from ..comm.arrays import accumulation_dtype
+from ..variables.placement import ORDINAL_STEP, SlotsHere, Store
+from ..variables.variable import Variable
+from .begun import Begun
+from .hyperparameters import CallableRate, Rate, numbers_of, private_numbers_of
+from .rule import UpdateRule, UpdateRun
+from .schedules import LearningRateSchedule
+from .settings import changed
+from .slots import SlotStore, whole_slots
+
+__all__ = ["OptimizerCore", "find", "known"]
+
+_ROUNDING = 1e-12  # of a schedule that ends with 0
+_ordinals = itertools.count(step=ORDINAL_STEP)
+_known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+class OptimizerCore:
+    """The counts, steps and slots of one optimizer: what other parts of the package use of it, and programs do not.
+
+    Attributes:
+        optimizer: the optimizer.
+        ordinal: a number by which the same program names it on every rank: those of a scope are counted. In the scope of a
+            ParameterServerStrategy each has its own count, elsewhere there is one. Copies, by `copy.deepcopy` or from a pickle,
+            count as well: make them on every rank or on none.
+        calls: how often `apply_gradients` was called: more than `iterations` where gradients are accumulated.
+        rate: the learning rate, as it was set.
+        revision: a number that grows whenever an attribute is set, so that `describe` may give another text.
+        strategy: the strategy that it serves; None before the first step.
+        variables: those that were updated or restored so far, in that order.
+        updated_first: those of them that the step in progress updates for the first time.
+        steps: the step of each set of variables that had gradients together.
+        slots: the slots of all variables.
+        slots_words: a hash of what `set_slots` was given, which ranks compare.
+        begun: what `begin` was called for since the last step.
+        unsaved: the settings that files leave out: the program, or the optimizer around this one, sets them.
+        start: the value before the first step of each slot that does not begin with 0, as it was given.
+    """
+
+    ordinal: int
+    rate: Rate
+
+    def __init__(self, optimizer: UpdateRule, start: Mapping[str, float]) -> None:
+        self.optimizer, self.start = optimizer, start
+        self.calls, self.revision = 0, 0
+        self.strategy: Any = None
+        self.variables: list[Variable] = []
+        self.updated_first: list[Variable] = []
+        self.steps: dict[tuple[int, ...], UpdateRun] = {}
+        self.slots = SlotStore(optimizer)
+        self.slots_words = ""
+        self.begun = Begun()
+        self._counted_from = 0  # all ranks count the same steps, but one rank may set another number
+        self._private_words = ""
+        self.unsaved: frozenset[str] = frozenset()
+        self._made_in: Store | None
+        self._number: tuple[weakref.ref[Any], int] | None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which `take_next_ordinal` completes."""
+        return {name: value for name, value in vars(self).items() if name not in ("_made_in", "_number")}
+
+    # identity
+
+    def take_next_ordinal(self) -> None:
+        """Have `find` find the optimizer, when it is complete."""
+        placement = context.get_strategy().extended.placement if context.has_strategy() else None
+        self._made_in = None if placement is None else placement.store
+        self._number = None
+        if placement is not None:
+            self._number = weakref.ref(placement), placement.note_optimizer(self.optimizer)
+        if placement is None or placement.store is None:
+            self.take_ordinal(next(_ordinals))
+            return
+        self.take_ordinal(placement.store.next_ordinal())
+        placement.optimizers.append(self.optimizer)
+
+    def take_ordinal(self, ordinal: int) -> None:
+        """Have `find` find the optimizer by an ordinal."""
+        self.ordinal = ordinal
+        _known[ordinal] = self.optimizer
+
+    def number_in(self, placement: Any) -> int | None:
+        """Return how many optimizers were made in a scope before this one; None if it was not made there."""
+        if self._number is None or self._number[0]() is not placement:
+            return None
+        return self._number[1]
+
+    def join(self, strategy: Any) -> None:
+        """Serve the variables of a strategy from now on; strategies and the first step do it.
+
+        Raises:
+            ValueError: it serves another strategy.
+        """
+        if self.strategy is None:
+            strategy.extended.register_optimizer(self.optimizer)
+            self.strategy = strategy
+            self.slots.join(strategy.extended.placement)
+        elif strategy is not self.strategy:
+            expected, got = "the strategy of the earlier steps", "another one"
+            remedy = "Make an optimizer for each strategy"
+            raise ValueError(explain("apply_gradients", self.optimizer.name, expected=expected, got=got, remedy=remedy))
+
+    def may_join(self, strategy: Any) -> bool:
+        """Return whether it serves no other strategy."""
+        return self.strategy is None or self.strategy is strategy
+
+    # counts, rate and decay
+
+    @property
+    def updates(self) -> int:
+        """Number of updates that were made."""
+        return self.calls // (self.optimizer.gradient_accumulation_steps or 1)
+
+    def set_calls(self, calls: int) -> None:
+        """Set the number of calls; ranks compare it, as one may set another number."""
+        self.calls = self._counted_from = calls
+
+    def updates_at(self, call: int) -> bool:
+        """Return whether a call of `apply_gradients`, counted from 1, is an update."""
+        return call % (self.optimizer.gradient_accumulation_steps or 1) == 0
+
+    def changes_weights(self, call: int) -> bool:
+        """Return whether a call changes weights: an update does, and one that may overwrite them with averages."""
+        return self.updates_at(call) or self.optimizer.ema_overwrite_frequency is not None
+
+    @property
+    def given_rate(self) -> Rate:
+        """The value that `learning_rate` was set to: a number, a schedule, or a callable."""
+        return self.rate.function if isinstance(self.rate, CallableRate) else self.rate
+
+    def rate_at(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 1.
+
+        Raises:
+            ValueError: a schedule or callable returned NaN, an infinity or a negative number.
+        """
+        rate = self.rate
+        if not callable(rate):
+            return rate
+        found = float(rate(step - 1))
+        found = 0.0 if -_ROUNDING < found < 0 else found
+        if not AT_LEAST_ZERO.legal(found):
+            kind, got = type(self.optimizer).__name__, f"{found} from {rate} in step {step}"
+            raise ValueError(explain(kind, "learning_rate", expected=AT_LEAST_ZERO.text, got=got))
+        return found
+
+    def decay_of(self, variable: Variable) -> float:
+        """Return the part of a variable's weights, times the rate, that is subtracted before each update."""
+        optimizer = self.optimizer
+        if variable in optimizer._excluded or any(p.search(variable.name) for p in optimizer._excluded_names):
+            return 0.0
+        return optimizer.weight_decay or 0.0
+
+    def group_of(self, variable: Variable) -> int:
+        """Return the group of variables with numbers of their own that a variable belongs to."""
+        return self.optimizer._group_of(variable)
+
+    # settings, and how ranks compare them
+
+    def describe(self, without: Collection[str] = ()) -> str:
+        """Return the rule and its numbers in words, by which ranks are compared, without the named settings."""
+        rate: Any = self.rate
+        if isinstance(rate, LearningRateSchedule) and not is_dataclass(rate):
+            rate = f"{type(rate).__name__}({numbers_of(rate)})"
+        counted = f", counted from {self._counted_from}" if self._counted_from else ""
+        self._private_words = self._private_words or private_numbers_of(self.optimizer)
+        words = f"{numbers_of(self.optimizer, without)}{self._private_words}{counted}{self.slots_words}"
+        return f"{type(self.optimizer).__name__}(learning_rate={rate}, {words})"
+
+    def describe_steps(self) -> None:
+        """Let the steps describe the optimizer anew, after its numbers have changed."""
+        self.revision += 1
+        for step in self.steps.values():
+            step.describe()
+
+    def forget_first_update(self, key: tuple[int, ...]) -> None:
+        """After a step that failed, forget the variables that it would have updated first, and plan it again."""
+        if self.updated_first:
+            new = set(map(id, self.updated_first))
+            self.variables[:] = [variable for variable in self.variables if id(variable) not in new]
+            self.updated_first = []
+            self.steps.pop(key, None)
+
+    # slots in files
+
+    @property
+    def slot_start(self) -> Mapping[str, float]:
+        """The value before the first step of each slot that does not begin with 0."""
+        return self.optimizer._slot_start()
+
+    @property
+    def store(self) -> Store | None:
+        """The store of the slots, where these are not next to arenas."""
+        return self._made_in if self.strategy is None else self.strategy.extended.placement.store
+
+    def early_state(self) -> dict[str, Any]:
+        """Return the state of an optimizer that has taken no step, as `get_state` does. Local."""
+        slots = {name: dict(values) for name, values in self.slots.pending.items()}
+        return {"iterations": self.calls, "settings": self.optimizer.get_settings(), "slots": slots}
+
+    def each_slots(self) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+        """Yield each variable's name with its slots, as `slots` gives them, one variable at a time. Collective.
+
+        What `set_state` gave for variables that were not updated since is among them.
+        """
+        store = self.store
+        if store is not None:
+            yield from store.each_slots(self.optimizer)
+            return
+        variables = [] if self.strategy is None else self.strategy.extended.placement.variables
+        parts = {variable.name: variable.part for variable in variables}
+        for name, slots in self.slots_of_parts():
+            yield name, whole_slots(parts.get(name), slots)
+
+    def slots_of_parts(self) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+        """Yield what `each_slots` does, but of what a replica's ranks divide this rank's part. Collective; for files.
+
+        What waits for a first update may be whole.
+        """
+        yield from self.slots.pending.items()
+        for variable in self.variables:
+            if self.slots.stored_of(variable):
+                yield variable.name, self.slots.read(variable)
+
+    def slots_here(
+        self, writers: Collection[int] | None, all_else: bool, each_node: bool = False
+    ) -> Iterator[SlotsHere]:
+        """Yield this rank's part of the slots of each variable, each element on one rank; for files. Collective.
+
+        Args:
+            writers: the ranks that write; None for all, among whom nodes divide what they have alike.
+            all_else: whether this rank gives what all ranks have alike: what waits for the first update.
+            each_node: whether the ranks of each node give all.
+        """
+        store = self.store
+        if store is not None:
+            yield from store.slots_here(self.optimizer, writers, each_node)
+            return
+        yield from self.slots.waiting(writers, all_else, each_node)
+        for variable in self.variables:
+            if not self.slots.stored_of(variable) and self.slots.outer is None:
+                continue
+            parts = self.slots.here(variable, writers, each_node)
+            yield variable.name, variable.shape, accumulation_dtype(variable.dtype), parts
+
+    def all_iterations(self) -> int:
+        """Return the number of calls that all ranks made, together where they step together. Collective."""
+        store = self.store
+        return self.calls if store is None else store.iterations(self.optimizer)
+
+    def set_counts(self, iterations: int, settings: Sequence[Mapping[str, Any]] | None) -> None:
+        """Set the number of calls, and settings if there are any; forget what waits for a step. Every rank must call it."""
+        self.set_calls(int(iterations))
+        if settings is not None:
+            optimizer = self.optimizer
+            before = optimizer.get_settings()
+            optimizer.set_settings(settings)
+            pairs = zip(before, optimizer.get_settings(), strict=True)
+            for number, (old, new) in enumerate(pairs):
+                for name, value in changed(old, new).items():
+                    group = f" of group {number}" if len(before) > 1 else ""
+                    text = f"optimizer {optimizer.name!r}: {name}{group} is {value} as saved, not {old[name]}"
+                    log.once(logging.INFO, text)
+        self.describe_steps()
+        self.slots.forget_unsent()
+        self.slots.pending.clear()
+        if self.slots.outer is not None:
+            self.slots.outer.reset()
+
+    def restart_slots(self, variables: Collection[Variable] | None) -> None:
+        """Give the slots of variables, None for all, the values that they have before the first step. All ranks call it."""
+        store = self.store
+        if store is not None:
+            store.forget_slots(self.optimizer, variables)
+        else:
+            self.slots.restart(self.variables if variables is None else variables)
+        self.optimizer._on_restart(self.variables if variables is None else variables)
+
+    def fill_slots(self, slots: Mapping[str, Mapping[str, Any]]) -> None:
+        """Overwrite the slots of variables, by name, now or at their first update. Every rank must call it."""
+        self.slots.pending.update((name, dict(values)) for name, values in slots.items() if values)
+        self.slots.fill_pending(self.variables)
+
+    def take_slots(self, variable: Variable, names: Collection[str]) -> dict[str, Receiver] | None:
+        """Return what this rank takes of a variable's slots that are read from a file, by name. All ranks call it.
+
+        None where they must be given whole, to `set_state`: they are others, or kept elsewhere, or averages, which begin with
+        the weights of the first step, or nodes train by themselves.
+        """
+        if self.store is not None or self.slots.outer is not None or variable.arena is None or self.optimizer.use_ema:
+            return None
+        if set(names) != set(self.slots.stored_of(variable)):
+            return None
+        if not any(variable is known for known in self.variables):
+            self.variables.append(variable)
+        return {name: self.slots.receiver(variable, name) for name in names}
+
+    def take_outer_step(self) -> None:
+        """Take an outer step now, if nodes have taken local ones: what `Strategy.outer_step` calls. Collective."""
+        outer = self.slots.outer
+        if outer is not None and outer.begun:
+            outer.take()
+
+
+def find(ordinal: int) -> Any:
+    """Return the optimizer with an ordinal, if this process has made it and still has it; else None.
+
+    Example:
+        >>> from mpistrat.optimizers import SGD
+        >>> optimizer = SGD(0.1)
+        >>> find(optimizer._core.ordinal) is optimizer
+        True
+    """
+    return _known.get(ordinal)
+
+
+def known() -> list[Any]:
+    """Return the optimizers that this process has made and still has, by ordinal."""
+    return [optimizer for _, optimizer in sorted(_known.items())]
