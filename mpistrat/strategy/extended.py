@@ -126,10 +126,11 @@ class StrategyExtended(OtherNames):
         self._strategy = strategy
         self._shared = shared
         self.frame = Frame(strategy)
-        parts: dict[str, Any] = {"ops": ops, "options": options, "alone": is_default}
-        self.collectives = Collectives(sync_group, "Strategy", names=_OWN_NAMES, **parts)
+        self.collectives = Collectives(
+            sync_group, "Strategy", names=_OWN_NAMES, ops=ops, options=options, alone=is_default
+        )
         self.rank_collectives = self.collectives if sync_group is group else Collectives(group, "Strategy")
-        in_step = Collectives(sync_group, "ReplicaContext", **parts)
+        in_step = Collectives(sync_group, "ReplicaContext", ops=ops, options=options, alone=is_default)
         local = range(self.sync_topology.num_local_replicas)
         self.replicas = [ReplicaContext(strategy, index, self.sync_topology, in_step) for index in local]
         frames = [replica.frame for replica in self.replicas]
