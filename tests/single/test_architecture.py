@@ -103,7 +103,7 @@ def front_doors() -> frozenset[str]:
         if isinstance(node, ast.Assign):
             return all(isinstance(target, ast.Name) for target in node.targets)
         named = isinstance(node, ast.FunctionDef) and node.name in ("__getattr__", "__dir__")
-        return named or isinstance(node, (ast.Import, ast.ImportFrom, ast.AnnAssign, ast.Expr, ast.If))
+        return named or isinstance(node, (ast.Import, ast.ImportFrom, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.If))
 
     doors = set()
     for path in PACKAGE.glob("*.py"):
