@@ -189,29 +189,29 @@ class DistributedIterator(Feed):
         context.expect_outside_steps("DistributedIterator.get_next")
         started = time.perf_counter()
         event = RECORDER.begin(_INPUT, self._next)
-        for device in self._devices.copying:
-            device.reclaim()
         try:
+            for device in self._devices.copying:
+                device.reclaim()
             total, element, arrays = self._look()
+            self._peeked, self._ahead = NOTHING, None
+            self._next += 1
+            stats = self._stats
+            stats.steps += 1
+            for leaves in arrays:
+                if leaves:
+                    stats.samples += leaves[0].shape[0]
+                    stats.bytes += sum([leaf.nbytes for leaf in leaves])
+            self.global_batch_size = total
+            self._handed_out.next(arrays, total, (self._epoch, self._next - 1))
+            if self._drawn is not None:
+                self._drawn(self._epoch, self._next - 1, self._plan.first_read(self._epoch))
         except StopIteration:
-            RECORDER.end(event)
             self._time(started)
             self._last = self.global_batch_size = None
             self._handed_out.end()
             raise
-        self._peeked, self._ahead = NOTHING, None
-        self._next += 1
-        stats = self._stats
-        stats.steps += 1
-        for leaves in arrays:
-            if leaves:
-                stats.samples += leaves[0].shape[0]
-                stats.bytes += sum([leaf.nbytes for leaf in leaves])
-        self.global_batch_size = total
-        self._handed_out.next(arrays, total, (self._epoch, self._next - 1))
-        if self._drawn is not None:
-            self._drawn(self._epoch, self._next - 1, self._plan.first_read(self._epoch))
-        RECORDER.end(event)
+        finally:  # also after an error: one that the program catches must not count as input for ever
+            RECORDER.end(event)
         self._last = self._time(started)
         return element
 

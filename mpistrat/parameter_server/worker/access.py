@@ -355,8 +355,10 @@ class WorkerAccess(Access):
             return
         with self.lock:
             event = RECORDER.begin(_PUSH, variable)
-            self._transport(variable).push(variable, gradient, what=what, version=version, commit=last)
-            RECORDER.end(event)
+            try:
+                self._transport(variable).push(variable, gradient, what=what, version=version, commit=last)
+            finally:
+                RECORDER.end(event)
 
     def push_rows(
         self, variable: int, rows: np.ndarray, values: np.ndarray, what: int, version: int, last: bool

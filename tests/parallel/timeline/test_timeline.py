@@ -133,6 +133,24 @@ def test_a_slow_rank_is_named(many_groups):
         assert len(set(strategy.all_gather_object(repr(found)))) == 1
 
 
+@pytest.mark.ranks(1)
+def test_an_error_of_the_input_ends_its_time():
+    def fail(x):
+        if x == 5:
+            raise ArithmeticError("no such row")
+        return x
+
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        data = strategy.distribute_dataset(ms.data.from_arrays(np.arange(8.0)).map(fail).batch(8))
+        with pytest.raises(ArithmeticError):
+            next(iter(data))
+        begun = time.perf_counter()
+        time.sleep(0.05)
+        strategy.barrier()
+        (found,) = ms.timeline.times(strategy, time.perf_counter() - begun)
+        assert found.input < 0.5, found
+
+
 @pytest.mark.ranks(1, 2)
 def test_saves_have_their_share(mpi_tmp_path):
     with ms.MultiWorkerMirroredStrategy() as strategy:
