@@ -123,7 +123,7 @@ class OpenFiles(Generic[Handle]):
         self._keep = keep
         self._changed = threading.Condition(threading.Lock())
         self._closed = False
-        self._lent = 0
+        self._lent = self._waiting = 0  # of the threads that may hold a file: those that found no room for it
         self._idle: list[tuple[Path, Handle]] = []  # the one used last at the end
         self.opened: set[ShardFile] = set()  # ever
         weakref.finalize(self, _close, self._idle).atexit = False
@@ -162,21 +162,28 @@ class OpenFiles(Generic[Handle]):
             if handle is not None:
                 self._idle.append((file.path, handle))
             oldest = [self._idle.pop(0)] if len(self._idle) > self._keep else []
-            if self._closed:
-                self._changed.notify_all()
+            self._changed.notify_all()
         _close(oldest)
 
     def _open(self, file: ShardFile) -> Handle:
         self.opened.add(file)
-        try:
-            return self._opener(file)
-        except ShardError as error:
-            if getattr(error.__cause__, "errno", None) not in _TOO_MANY:
-                raise
-            with self._changed:
-                idle, self._idle[:] = list(self._idle), []
-            _close(idle)
-            return self._opener(file)
+        while True:
+            try:
+                return self._opener(file)
+            except ShardError as error:
+                if getattr(error.__cause__, "errno", None) not in _TOO_MANY or not self._make_room():
+                    raise
+
+    def _make_room(self) -> bool:
+        """Close the files that no thread uses, once there are any; return False if no other thread has one to give back."""
+        with self._changed:
+            self._waiting += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._idle or self._lent <= self._waiting, _PATIENCE)
+            self._waiting -= 1
+            idle, self._idle[:] = list(self._idle), []
+        _close(idle)
+        return bool(idle)
 
 
 def _close(files: list[tuple[Path, Handle]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -11,7 +12,10 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,7 @@ from mpistrat import OneDeviceStrategy
 from mpistrat.data import HDF5Dataset, write_shards
 from mpistrat.data.feed.distributed import distribute
 from mpistrat.data.feed.plan import Workers
-from mpistrat.data.files.handles import ShardFile
+from mpistrat.data.files.handles import OpenFiles, ShardFile
 from mpistrat.errors import ShardError
 from tests.harness.shard_sets import open_all, plain, small_set
 
@@ -470,6 +474,39 @@ def test_a_set_may_have_more_files_than_a_process_may_open(tmp_path: Path, compr
     rows = np.random.default_rng(0).permutation(120)
     with open_files(len(os.listdir("/proc/self/fd")) + 40):
         assert np.array_equal(HDF5Dataset(tmp_path, "x").rows(rows), rows)
+
+
+def test_threads_that_find_no_room_wait_for_each_others_files(tmp_path: Path) -> None:
+    """Room that one thread makes may be taken by another one before it is used."""
+    paths = [tmp_path / str(number) for number in range(12)]
+    for path in paths:
+        path.touch()
+    files = [ShardFile.of(path) for path in paths]
+    lock, count, most = threading.Lock(), [0], 3
+
+    class Limited:
+        def __init__(self, file: ShardFile) -> None:
+            with lock:
+                if count[0] == most:
+                    raise ShardError(str(file.path)) from OSError(errno.EMFILE, "too many")
+                count[0] += 1
+            time.sleep(1e-4)
+
+        def close(self) -> None:
+            with lock:
+                count[0] -= 1
+
+    opened = OpenFiles(Limited)
+
+    def read(seed: int) -> None:
+        for number in np.random.default_rng(seed).integers(0, len(files), 100):
+            with opened.lend(files[number]):
+                time.sleep(1e-4)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(read, range(8)))
+    opened.close()
+    assert count == [0]
 
 
 def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
