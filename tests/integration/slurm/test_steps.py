@@ -37,6 +37,8 @@ def test_steps_of_one_job(slurm, tmp_path) -> None:
     (tmp_path / "job.sh").write_text(SCRIPT.format(python=sys.executable))
     told: dict[str, list[list]] = {}
     for line in slurm.submit(tmp_path / "job.sh").completed().splitlines():
+        if line.startswith("srun: "):  # "step creation temporarily disabled, retrying", on a busy machine
+            continue
         name, *rest = json.loads(line)
         told.setdefault(name, []).append(rest)
     expected = {
