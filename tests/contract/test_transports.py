@@ -58,7 +58,7 @@ def test_what_is_read_where_it_lies_never_changes(transport, elements):
     with parameter_servers(transport, [((elements,), F4)]) as ps:
         views = check_views(ps, 60, 8.0)
         if ps.server is None and transport == "shared_window" and elements == 1_000_000:
-            assert views >= 1  # how many there are in the time depends on the machine's other work
+            assert views >= 10
         elif ps.server is None:
             assert views == 0
 
