@@ -14,6 +14,7 @@ from operator import attrgetter
 
 from docutils import nodes
 from docutils.statemachine import StringList
+from listed import expanded
 from public_names import PUBLIC, public_objects
 from sphinx.application import Sphinx
 from sphinx.domains.python import PyObject
@@ -22,15 +23,6 @@ from sphinx.util.docutils import SphinxDirective
 import mpistrat
 
 LINE = re.compile(r"(?P<name>[\w.]+)(?P<signature>\(.*\))?(?P<options>(?: [\w=,-]+)*?)(?: -- (?P<text>.*))?")
-
-
-def expanded(line: str) -> list[str]:
-    """The lines that a line with `.*` stands for; of another line this one."""
-    if not line.endswith(".*"):
-        return [line]
-    module = attrgetter(line[:-2])(mpistrat)
-    own = [name for name in module.__all__ if getattr(module, name).__name__ == name and name not in mpistrat.__all__]
-    return [f"{line[:-2]}.{name}" for name in own]
 
 
 def entry(name: str, signature: str, options: list[str], text: str) -> list[str]:

@@ -4,6 +4,7 @@ import ast
 import enum
 import inspect
 import re
+import runpy
 import types
 from operator import attrgetter
 
@@ -11,6 +12,7 @@ import mpistrat as ms
 from tests.harness.house_rules import FRAMEWORKS
 from tests.launch.launcher import ROOT
 
+EXPANDED = runpy.run_path(str(ROOT / "docs" / "_ext" / "listed.py"))["expanded"]
 BLOCK = re.compile(r"^\.\. api::\n\n((?: +.*\n)+)", re.MULTILINE)
 
 
@@ -23,17 +25,7 @@ def documented():
     """The names that the pages of the reference document."""
     texts = [path.read_text() for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]
     lines = [line.strip() for text in texts for block in BLOCK.findall(text) for line in block.splitlines()]
-    return [name for line in lines for name in named(line)]
-
-
-def named(line):
-    """The names that a line of a block documents: `MODULE.*` those of a module that are no other spellings and not at the top."""
-    name = re.findall(r"[\w.]+", line)[0]
-    if not line.endswith(".*"):
-        return [name]
-    module = attrgetter(name[:-1])(ms)
-    own = [inner for inner in module.__all__ if getattr(module, inner).__name__ == inner and inner not in ms.__all__]
-    return [f"{name}{inner}" for inner in own]
+    return [re.findall(r"[\w.]+", name)[0] for line in lines for name in EXPANDED(line)]
 
 
 def public(module=ms, prefix=""):
