@@ -136,7 +136,7 @@ class NodeCosts:
         if self.threaded:
             return cost.alone if ranks == 1 else cost.together, self.cores
         busy = min(ranks, cores, self.ranks)
-        # One core each: as quick as so many, up to what all at once are allowed by the memory.
+        # Each rank has one core. They are as fast as that many cores, until the memory bandwidth of all of them is used up.
         median, least, most = (max(a / busy, b) for a, b in zip(cost.alone, cost.together, strict=True))
         return (median, least, most), busy
 
@@ -269,7 +269,7 @@ class Machine:
         return machine.with_crowded(crowded.each, crowded.values)
 
     def with_crowded(self, ranks: int, values: Mapping[str, Spread]) -> Machine:
-        """Return this one with what so many ranks on one node lost in steps that were measured."""
+        """Return this machine with the seconds that a number of ranks on one node lost in measured steps."""
         lost, fixed = [], values[of.FIXED]
         for label, size in of.CROWDED.items():
             step = values.get(of.name_of(of.STEP, label))
@@ -281,7 +281,7 @@ class Machine:
         return replace(self, crowded=Crowded(ranks, fixed, sorted(lost)))
 
     def lost(self, seconds: float, ranks: int) -> Spread:
-        """Return what so many ranks lose that share cores, in a step whose sums and update should take so many seconds.
+        """Return the seconds that ranks lose because they share cores, in a step whose sums and update should take `seconds`.
 
         Ranks without a core wait for one, and the others for them: that grows with the step, from the largest measured one on
         in proportion. Of other numbers of ranks than were measured, some divide better among the cores, and some worse.

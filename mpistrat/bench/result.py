@@ -1,6 +1,6 @@
-"""What a benchmark found, and how it is told.
+"""The results of a benchmark, and their text.
 
-What figures depend on: the machine, MPI, versions, ranks.
+Figures depend on the machine, MPI, versions and ranks.
 """
 
 from __future__ import annotations

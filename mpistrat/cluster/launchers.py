@@ -1,6 +1,6 @@
 """The MPI library that mpi4py loads, found without starting MPI; the launchers on this machine, and which one starts that MPI.
 
-The nodes of a SLURM job, of which some may be lost: with `--no-kill` the job goes on without them.
+It also has the nodes of a SLURM job. Some may be lost: with `--no-kill` the job continues without them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Allocation(NamedTuple):
     lost: tuple[str, ...] = ()
 
     def share(self, ranks: int) -> int:
-        """Return how many of so many ranks the living nodes take, as many each as before; at least one.
+        """Return the number of ranks that fit the living nodes, of `ranks` that filled all nodes; at least one.
 
         Example:
             >>> Allocation(("n1", "n3"), ("n2",)).share(12)
