@@ -75,7 +75,7 @@ def start(framework: str, tree: Path, ranks: int) -> dict[str, Any]:
     from tests.launch.launcher import launch, mpi_env
 
     env = {
-        "PYTHONPATH": f"{tree}{os.pathsep}{ROOT / 'benchmarks'}",
+        "PYTHONPATH": f"{tree}{os.pathsep}{tree / 'benchmarks'}",
         "OMP_NUM_THREADS": "1",
         "KERAS_BACKEND": framework.partition("-")[2] or "jax",
         "JAX_COMPILATION_CACHE_DIR": "/tmp/mpistrat-before-after-jax",
@@ -121,6 +121,7 @@ def ratio(before: list[float], after: list[float]) -> tuple[float, float, float]
 
 def measure(framework: str) -> None:
     """Print the seconds of a framework's steps, on the slowest rank, as JSON. Collective."""
+    sys.path.pop(0)  # this file's folder: PYTHONPATH names the package's tree, whose harness fits it
 
     import mpistrat as ms
 

@@ -279,7 +279,7 @@ def draw_growth(axis: Any, cells: list[dict[str, Any]], names: list[str]) -> Non
 
 
 def draw_before_after(folder: Path) -> None:
-    """Draw how many times as long a step takes as before, over models: the median over pairs, and its limits of 95 %."""
+    """Draw how many times as long an operation takes as before: the median over pairs, and its limits of 95 %."""
     results = load(folder, "before_after")
     if not results:
         return
@@ -295,9 +295,9 @@ def draw_before_after(folder: Path) -> None:
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.axvline(1, color="#7f7f7f", linewidth=1)
-    axis.set_xlabel("time of a step / time before, of pairs in turns, with limits of 95 %")
+    axis.set_xlabel("time after / time before, of pairs in turns, with limits of 95 %")
     axis.grid(alpha=0.3, axis="x")
-    finish(figure, "A step with frameworks, before and after", caption(results), folder / "before_after.png")
+    finish(figure, "Operations and steps, before and after", caption(results), folder / "before_after.png")
 
 
 if __name__ == "__main__":

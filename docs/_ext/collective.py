@@ -11,6 +11,7 @@ from docutils import nodes
 from docutils.parsers.rst import directives, roles
 from docutils.statemachine import StringList
 from public_names import public_objects
+from signatures import FRONTS, signatures
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -57,9 +58,25 @@ class CollectiveCalls(SphinxDirective):
             seen.add((home, thing))
             words = match[1].strip(" ,;") or "yes"
             rows += [f"   * - :py:obj:`{name.removeprefix('mpistrat.')} <{name}>`", f"     - {words}"]
-        table = nodes.Element()
-        self.state.nested_parse(StringList(rows, self.get_source_info()[0]), self.content_offset, table)
-        return table.children
+        return parsed(self, rows)
+
+
+class CollectiveSignatures(SphinxDirective):
+    """A table of the signatures of all collectives, by the object that makes them."""
+
+    def run(self) -> list[nodes.Node]:
+        rows = [".. list-table::", "   :header-rows: 1", "   :widths: 70 30", "", "   * - call", "     - made"]
+        for name, signature in signatures().items():
+            made = FRONTS[name.partition(".")[0]].replace("`", "``")
+            rows += [f"   * - ``{name}{signature}``", f"     - {made}"]
+        return parsed(self, rows)
+
+
+def parsed(directive: SphinxDirective, lines: list[str]) -> list[nodes.Node]:
+    """Return what lines of reStructuredText stand for."""
+    holder = nodes.Element()
+    directive.state.nested_parse(StringList(lines, directive.get_source_info()[0]), directive.content_offset, holder)
+    return holder.children
 
 
 def calls() -> list[tuple[str, Any]]:
@@ -78,5 +95,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     look = {"class": ["badge", "collective"]}
     roles.register_local_role("collective", roles.CustomRole("collective", roles.generic_custom_role, look))
     app.add_directive("collective-calls", CollectiveCalls)
+    app.add_directive("collective-signatures", CollectiveSignatures)
     app.connect("autodoc-process-docstring", add_badge)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

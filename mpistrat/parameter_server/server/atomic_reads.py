@@ -78,16 +78,16 @@ class SeqLockReader:
             copy: copies what is read; called with `args`.
         """
         mailbox, rank, offset = self._mailbox, self._rank, self._offset
+        wait = None
         try:
             while True:
-                self._number += 1
+                self._number += 1  # anew after each pause, too: meanwhile the server may have given this reader up
                 mailbox.put_word(rank, offset, self._number * _VARIABLES + variable + 1)
                 before = slab.get_word(rank, version)
                 if before & 1:
-                    wait = self._wait()
-                    while before & 1:
-                        wait.pause()
-                        before = slab.get_word(rank, version)
+                    wait = wait or self._wait()
+                    wait.pause()
+                    continue
                 slab.sync()
                 copy(*args)
                 slab.sync()
@@ -114,7 +114,7 @@ class SeqLockWriter:
         self._words, self._announced = words, [offset // 8 for offset in offsets]
         self._sync, self._progress = sync, progress
         self._given_up: dict[int, int] = {}
-        self._most: dict[int, float] = {}  # seconds for the next attempt of readers that were given up
+        self._patience: dict[int, float] = {}  # seconds for the next attempt of readers that were given up
 
     def wait(self, variable: int, nbytes: int) -> None:
         """Wait until no reader is in a reading of a variable that began before now, or for long enough."""
@@ -125,19 +125,19 @@ class SeqLockWriter:
             announcement = words[word]
             if announcement % _VARIABLES == wanted and self._given_up.get(word) != announcement:
                 start = start or monotonic()  # one time for all: they read at the same time
-                self._wait_for(word, announcement, start, _SECONDS + nbytes / _BYTES_PER_SECOND)
+                at_first = min(_SECONDS + nbytes / _BYTES_PER_SECOND, _MOST_SECONDS)
+                self._wait_for(word, announcement, start, self._patience.get(word, at_first))
 
     def _wait_for(self, word: int, announcement: int, start: float, seconds: float) -> None:
-        most = self._most.get(word, _MOST_SECONDS)
-        until, backoff = start + min(seconds, most), Backoff(_SLEEP, yields=_YIELDS, start=_SLEEP)
+        until, backoff = start + seconds, Backoff(_SLEEP, yields=_YIELDS, start=_SLEEP)
         while self._words[word] == announcement:
             self._progress()
             self._sync()
             backoff.pause()  # on a busy machine to give way takes long, too
             if monotonic() > until:
-                self._given_up[word], self._most[word] = announcement, 2 * most
+                self._given_up[word], self._patience[word] = announcement, 2 * seconds
                 return
-        self._most.pop(word, None)
+        self._patience.pop(word, None)
 
     def readers(self) -> int:
         """Return a number that changes whenever a reader announces itself or is done."""

@@ -1,16 +1,16 @@
-"""The signatures of all collectives: one table here and in docs/reference/collective.md, read from the code."""
+"""The signatures of all collectives. The reference page collective.md shows the same table, read from the code."""
 
-import inspect
 import re
+import runpy
 
 import numpy as np
 import pytest
 
-import mpistrat as ms
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.strategy.old_calls import formerly
 from tests.launch.launcher import ROOT
 
+PAGE = runpy.run_path(str(ROOT / "docs" / "_ext" / "signatures.py"))  # what the page shows
 #: By front and method. TensorFlow's own are positional; of the others only the operation and the value are.
 SIGNATURES = {
     "Strategy.reduce": "(reduce_op, value, axis=None, options=None)",
@@ -53,31 +53,10 @@ SIGNATURES = {
     "Mesh.broadcast": "(value, *, root=0, mesh_axis)",
     "Mesh.broadcast_in_replica": "(value, *, root=0)",
 }
-FRONTS = ("Strategy", "StrategyExtended", "ReplicaContext", "ProcessSet", "Mesh")
-OPERATIONS = re.compile(
-    r"(batch_)?reduce(_to)?|gather|all_\w+|reduce_scatter\w*|re?shard\w*|shard\w*|replicate\w*|broadcast\w*|barrier"
-)
-
-
-def shown(method):
-    """The signature of a method, without self and annotations."""
-    parameters = [p.replace(annotation=p.empty) for p in inspect.signature(method).parameters.values()]
-    return str(inspect.Signature([p for p in parameters if p.name != "self"]))
 
 
 def test_of_every_front():
-    found = {
-        f"{front}.{name}": shown(getattr(getattr(ms, front), name))
-        for front in FRONTS
-        for name in dir(getattr(ms, front))
-        if OPERATIONS.fullmatch(name)
-    }
-    assert found == SIGNATURES
-
-
-def test_of_the_reference():
-    text = (ROOT / "docs" / "reference" / "collective.md").read_text()
-    assert dict(re.findall(r"^\| `([\w.]+)(\([^`]*\))` \|", text, re.MULTILINE)) == SIGNATURES
+    assert PAGE["signatures"]() == SIGNATURES
 
 
 def test_words():
@@ -94,7 +73,9 @@ def test_the_class_behind_the_fronts_takes_the_same():
         signature = SIGNATURES.get(f"Mesh.{name}" if name == "reshard" else f"ProcessSet.{name}")
         if signature and not name.startswith("_"):
             ours = re.sub(r"\*|mesh_axis", "", signature).strip("()").split(",")
-            assert {p.strip() for p in ours if p.strip()} <= {p.strip() for p in shown(method)[1:-1].split(",")}, name
+            assert {p.strip() for p in ours if p.strip()} <= {
+                p.strip() for p in PAGE["shown"](method)[1:-1].split(",")
+            }, name
 
 
 class Called:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from mpistrat.parameter_server.server.atomic_reads import _VARIABLES, SeqLockWriter
+from mpistrat.parameter_server.server.atomic_reads import _VARIABLES, SeqLockReader, SeqLockWriter
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_reader_that_never_ends_is_waited_for_once(gate):
 def test_a_reader_of_a_large_variable_holds_nobody_up_for_long_and_gets_more_time_if_it_goes_on(gate, monkeypatch):
     monkeypatch.setattr("mpistrat.parameter_server.server.atomic_reads._MOST_SECONDS", 0.4)
     words, writer = gate
-    for number, expected in (7, 0.4), (8, 0.8), (9, 1.3):  # the last is the time for 50 MB
+    for number, expected in (7, 0.4), (8, 0.8), (9, 1.6):  # the last is longer than 50 MB take, 1.3 s
         words[0] = number * _VARIABLES + 4 + 1
         assert expected - 0.01 < seconds(writer, nbytes=50_000_000) < expected + 0.25
     words[0] = 10 * _VARIABLES + 4 + 1
@@ -60,6 +60,37 @@ def test_a_reader_of_a_large_variable_holds_nobody_up_for_long_and_gets_more_tim
     timer.join()
     words[0] = 11 * _VARIABLES + 4 + 1  # once it has come to an end, it is as at first
     assert seconds(writer, nbytes=50_000_000) < 0.65
+
+
+def test_a_slow_reader_of_a_small_variable_gets_more_time_at_each_attempt(gate):
+    words, writer = gate
+    for number, expected in (7, 0.3), (8, 0.6), (9, 1.2):
+        words[0] = number * _VARIABLES + 4 + 1
+        assert expected - 0.01 < seconds(writer) < expected + 0.25
+
+
+def test_a_reader_that_waited_for_a_writer_announces_itself_anew():
+    """Meanwhile the writer may have given up the old announcement, and would wait for it no more."""
+    announced, versions = [], iter([1, 3, 4, 4])  # odd: it is being written
+
+    class Words:
+        def put_word(self, rank, offset, word):
+            announced.append(word)
+
+        def get_word(self, rank, offset):
+            return next(versions)
+
+        def sync(self):
+            pass
+
+    class Wait:
+        def pause(self):
+            pass
+
+    copied = []
+    assert SeqLockReader(Words(), 0, 0, Wait).read(4, Words(), 0, copied.append, "copy") == 2
+    assert copied == ["copy"]
+    assert announced == [number * _VARIABLES + 4 + 1 for number in (1, 2, 3)] + [0]
 
 
 def test_readers_are_waited_for_together(gate):
