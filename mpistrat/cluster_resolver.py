@@ -1,4 +1,4 @@
-"""`ms.cluster_resolver`: find the tasks of a cluster by TF_CONFIG, SLURM, MPI, a cloud or the program's own description."""
+"""`ms.cluster_resolver`: find the tasks of a cluster by what MPI, the batch system, a cloud or the program says."""
 
 from .cluster import ClusterSpec
 from .cluster import resolvers as _resolvers

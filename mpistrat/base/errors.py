@@ -33,7 +33,7 @@ class MpistratError(Exception):
 
 
 class ClusterError(MpistratError, ValueError):
-    """The description of the cluster (TF_CONFIG, SLURM, roles, launcher variables) is wrong or contradicts MPI."""
+    """The description of the cluster (TF_CONFIG, roles, a batch system's or launcher's variables) is wrong or contradicts MPI."""
 
 
 class LayoutError(MpistratError, ValueError):

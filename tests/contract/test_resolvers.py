@@ -1,10 +1,12 @@
 """The contract of all cluster resolvers. A new resolver adds one entry to RESOLVERS."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
 
+import mpistrat as ms
 from mpistrat.cluster import ClusterSpec
 from mpistrat.cluster.spec import validate
 from mpistrat.cluster_resolver import (
@@ -87,12 +89,31 @@ RESOLVERS = {
 }
 
 
-@pytest.fixture(params=RESOLVERS)
-def make(request, monkeypatch):
-    variables, function = RESOLVERS[request.param]
+LAUNCHERS = ("SLURM_", "PMI", "OMPI_COMM_", "TF_CONFIG")
+
+
+def set_up(entry, monkeypatch):
+    """Set an entry's variables, and no others of launchers, which pytest itself may have; return its function."""
+    variables, function = entry
+    for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+        monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     return function
+
+
+@pytest.fixture(params=RESOLVERS)
+def make(request, monkeypatch):
+    return set_up(RESOLVERS[request.param], monkeypatch)
+
+
+def test_of_every_resolver(monkeypatch):
+    found = {MPIClusterResolver}  # on ranks, below
+    for entry in RESOLVERS.values():
+        with monkeypatch.context() as patch:
+            found.add(type(set_up(entry, patch)()))
+    public = {getattr(ms.cluster_resolver, name) for name in ms.cluster_resolver.__all__}
+    assert found == {each for each in public if issubclass(each, ClusterResolver) and each is not ClusterResolver}
 
 
 def check_contract(make):

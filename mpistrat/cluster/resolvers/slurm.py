@@ -198,7 +198,7 @@ _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """Return the host names of SLURM's host list, in its order.
+    """Return the host names of a compressed host list such as `node[1-3,7]`, in its order.
 
     Raises:
         ClusterError: the text is malformed, or names more than 65,536 hosts.
