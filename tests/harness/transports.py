@@ -142,7 +142,7 @@ def check_views(ps, reads, seconds):
         version, array = transport.pull(0)
         found = (version, array) if any(np.shares_memory(array, s) for s in segments) else None
         assert version >= last
-        if first is None or (found and not views):  # a server that does not run lends nothing: its turns count from now on
+        if first is None or (found and not views):  # before, the server may not have run
             first, turns = version, 0
         kept, last, turns, views = kept or found, version, turns + 1, views + (found is not None)
         for number, there in ((version, array), kept or (version, array)):
