@@ -336,7 +336,7 @@ def checked_axis(array: Any, axis: int, function: str) -> int:
         raise ValueError(explain(function, "value", expected="at least one dimension", got="a scalar", remedy=remedy))
     if not isinstance(axis, int) or not -array.ndim <= axis < array.ndim:
         expected = f"-{array.ndim} <= axis < {array.ndim}, a dimension of an array of shape {tuple(array.shape)}"
-        raise ValueError(explain(function, "", expected=expected, got=repr(axis)))
+        raise ValueError(explain(function, "axis", expected=expected, got=repr(axis)))
     return axis % array.ndim
 
 

@@ -37,6 +37,9 @@ class Collectives:
     Each method checks its values, compares the call over all ranks (a mismatch raises an error that names them), and moves a nest
     in one message. Values are PerReplica of the local replicas' arrays, or the array of the only one.
 
+    A method puts all that ranks must share into the call that they compare (`detail`). It refuses values only inside of the call,
+    where all ranks know the same and raise the same error.
+
     Args:
         group: the ranks.
         front: the class whose methods call this object: "ProcessSet" makes `all_reduce` "ProcessSet.all_reduce" in errors.

@@ -169,7 +169,8 @@ class Repeat(Order):
         first = epoch * (1 if self.count is None else self.count)
         below = parent.cardinality()
         if below == INFINITE:
-            yield from parent.elements(epoch, start)
+            if self.count != 0:
+                yield from parent.elements(epoch, start)
             return
         done, start = divmod(start, below) if below > 0 else (0, start)
         for number in itertools.count(done) if self.count is None else range(done, self.count):

@@ -219,6 +219,13 @@ def test_repeat_without_end_ends_where_nothing_is_below() -> None:
     assert Dataset.range(3).repeat().filter(bool).take(2).cardinality() == UNKNOWN
 
 
+def test_repeat_no_times_of_what_has_no_end_is_empty() -> None:
+    for rows in (Dataset.counter(), Dataset.counter().scan(np.int64(0), lambda state, x: (state, x))):
+        assert rows.cardinality() == INFINITE
+        assert listed(itertools.islice(rows.repeat(0).node.elements(0), 3)) == []
+        assert listed(rows.repeat(0).concatenate(Dataset.range(2))) == [0, 1]
+
+
 def test_repeat_a_number_of_times_goes_on_behind_a_pass_without_elements() -> None:
     rows, _ = begin(1, "generator")  # 0, then 1000, then 2000
     assert listed(rows.filter(lambda x: x % 3 != 0).repeat(3)) == [1000, 2000]
