@@ -15,9 +15,14 @@ FRONTS = {
     "ProcessSet": "some ranks",
     "Mesh": "the ranks along `mesh_axis`",
 }
-OPERATIONS = re.compile(
-    r"(batch_)?reduce(_to)?|gather|all_\w+|reduce_scatter\w*|re?shard\w*|shard\w*|replicate\w*|broadcast\w*|barrier"
-)
+#: Collectives of the same classes that move no values of the program between replicas.
+OTHERS = {
+    "begin_save", "call_for_each_replica", "close", "create_variable", "distribute_dataset", "distribute_datasets_from_function",
+    "export", "merge_call", "newest_snapshot", "outer_step", "prepare_save", "process_set", "restore", "restore_snapshot",
+    "run", "save", "should_stop", "take_snapshot", "update",
+}  # fmt: skip
+#: What belongs to a collective, and moves nothing itself.
+HALVES = re.compile(r"replicate|shard|\w+_backward")
 
 
 def shown(method: Callable[..., object]) -> str:
@@ -33,5 +38,10 @@ def signatures() -> dict[str, str]:
         for front in FRONTS
         for cls in [getattr(mpistrat, front)]
         for name in dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
-        if OPERATIONS.fullmatch(name)
+        if name[0] != "_" and (HALVES.fullmatch(name) or (name not in OTHERS and is_collective(getattr(cls, name))))
     }
+
+
+def is_collective(method: object) -> bool:
+    """Return whether the first paragraph of a docstring says "Collective"."""
+    return re.search(r"\bCollective\b", (inspect.getdoc(method) or "").partition("\n\n")[0]) is not None

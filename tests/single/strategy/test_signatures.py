@@ -1,13 +1,11 @@
 """The signatures of all collectives. The reference page collective.md shows the same table, read from the code."""
 
-import inspect
 import re
 import runpy
 
 import numpy as np
 import pytest
 
-import mpistrat as ms
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.strategy.old_calls import formerly
 from tests.launch.launcher import ROOT
@@ -59,22 +57,6 @@ SIGNATURES = {
 
 def test_of_every_front():
     assert PAGE["signatures"]() == SIGNATURES
-
-
-#: Collectives of the same classes that move no values of the program between replicas.
-OTHERS = {
-    "begin_save", "call_for_each_replica", "close", "create_variable", "distribute_dataset", "distribute_datasets_from_function",
-    "export", "merge_call", "newest_snapshot", "outer_step", "prepare_save", "process_set", "restore", "restore_snapshot",
-    "run", "save", "should_stop", "take_snapshot", "update",
-}  # fmt: skip
-
-
-def test_that_none_is_missing():
-    for front in PAGE["FRONTS"]:
-        for name in set(dir(getattr(ms, front))) - OTHERS:
-            doc = inspect.getdoc(getattr(getattr(ms, front), name)) or ""
-            if name[0] != "_" and re.search(r"\bCollective\b", doc.partition("\n\n")[0]):
-                assert f"{front}.{name}" in SIGNATURES, f"add {name} to OPERATIONS of docs/_ext/signatures.py"
 
 
 def test_words():
