@@ -63,25 +63,29 @@ def register() -> None:
     Under torchrun the names are there to raise an error: its ranks are no ranks of MPI.
     """
     global _chosen
-    dist = importlib.import_module("torch.distributed")
+    dist: Any = importlib.import_module("torch.distributed")
     if not dist.is_available():
         _chosen = "off (this PyTorch was built without torch.distributed)"
         return
     if "mpistrat" in dist.Backend.backend_list:
         return
     dist.Backend.register_backend("mpistrat", _imported("create"), extended_api=True, devices=["cpu"])
-    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
     names = ["mpistrat"]
     if TORCHRUN in os.environ:
         _chosen = "off (torchrun started this process)"
         if getattr(c10d, "_MPI_AVAILABLE", True) is False and _has(c10d, "Store"):
             c10d.Store = _imported("refuse_torchrun")  # torch calls it for "mpi" alone
         return
-    module = importlib.import_module("torch.distributed.rendezvous")
+    module: Any = importlib.import_module("torch.distributed.rendezvous")
     if _has(module, "_rendezvous_handlers") and "env" in module._rendezvous_handlers:
         module._rendezvous_handlers["env"] = _rendezvous(module._rendezvous_handlers["env"])
         names.append("env://")
-    if _has(c10d, "_MPI_AVAILABLE") and (not c10d._MPI_AVAILABLE or os.environ.get(SWITCH) == "mpi") and _has(c10d, "Store"):
+    if (
+        _has(c10d, "_MPI_AVAILABLE")
+        and (not c10d._MPI_AVAILABLE or os.environ.get(SWITCH) == "mpi")
+        and _has(c10d, "Store")
+    ):
         c10d._MPI_AVAILABLE, c10d.ProcessGroupMPI = True, _GroupMaker
         # torch gives the default group of "mpi" an empty Store, with which no group of another backend can follow.
         c10d.Store = _imported("store")
@@ -126,17 +130,14 @@ def _rendezvous(theirs: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[
     """Return the handler of env://: torch's own if the user gives all four variables, else the one over MPI."""
 
     def handler(url: str, **kwargs: Any) -> Iterator[Any]:
-        given = {**os.environ}
-        for name, value in _set.items():
-            if given.get(name) == value:
-                del given[name]
-        for name, values in parse_qs(urlsplit(url).query).items():
-            given[name.upper()] = values[0]
+        query = {name.upper(): values[0] for name, values in parse_qs(urlsplit(url).query).items()}
+        given = {name: query.get(name) or os.environ.get(name) for name in _ENVIRONMENT}
+        ours = all(os.environ.get(name) == _set.get(name) for name in _ENVIRONMENT)
         # A child that multiprocessing has started is no rank of MPI.
-        if all(given.get(name) for name in _ENVIRONMENT) or multiprocessing.parent_process() is not None:
+        if (all(given.values()) and not ours) or multiprocessing.parent_process() is not None:
             return theirs(url, **kwargs)
-        numbers = {name: given[name] for name in ("RANK", "WORLD_SIZE") if given.get(name)}
-        return _imported("rendezvous")(numbers, **kwargs)
+        numbers = {name: given[name] for name in ("RANK", "WORLD_SIZE") if given[name]}
+        kept = {name: value for name, value in numbers.items() if name in query or value != _set.get(name)}
+        return _imported("rendezvous")(kept, **kwargs)
 
     return handler
-

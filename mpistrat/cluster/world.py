@@ -31,8 +31,8 @@ from ..base.errors import LayoutError, RanksLostError, explain
 from .start import running
 
 __all__ = [
-    "UNSAFE", "agree", "highest", "is_loss", "loses_ranks", "ranks_of_colors", "revoke", "shrink", "survives", "track", "unsafe_collectives",
-    "untrack", "world",
+    "UNSAFE", "agree", "highest", "is_loss", "loses_ranks", "ranks_of_colors", "revoke", "shrink", "survives", "track",
+    "unsafe_collectives", "untrack", "world",
 ]  # fmt: skip
 
 UNSAFE = ("han", "hcoll", "portals4")  # of Open MPI's collective components: they miss failures, or crash on them

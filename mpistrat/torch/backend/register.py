@@ -5,15 +5,17 @@ PyTorch makes the groups of "mpi" without timeout, name and store. `create_mpi` 
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
-from _mpistrat_torch import TORCHRUN
 from torch.distributed.constants import default_pg_timeout
+
+from _mpistrat_torch import TORCHRUN
 
 from ...base.agree import fingerprint
 from ...base.errors import ClusterError, explain
@@ -41,8 +43,7 @@ def create(opts: Any, options: Any) -> Any:
         remedy = "Start the ranks with mpiexec, srun or mpistrat run, and do not set RANK and WORLD_SIZE"
         expected = "as many ranks of torch.distributed as MPI has, or fewer"
         raise ClusterError(explain("init_process_group", "mpistrat", expected=expected, got=got, remedy=remedy))
-    from . import group
-
+    group: Any = importlib.import_module(".group", __package__)
     return group.create(opts, options)
 
 
@@ -52,8 +53,7 @@ def create_mpi(ranks: Sequence[int]) -> Any:
     Args:
         ranks: the members, numbered as in the default group; none for the default group.
     """
-    from . import group
-
+    group: Any = importlib.import_module(".group", __package__)
     caller = sys._getframe(2).f_locals  # PyTorch's _new_process_group_helper
     timeout, name, kept = (caller.get(word) for word in ("timeout", "group_name", "backend_prefix_store"))
     comm = world("init_process_group")
@@ -88,10 +88,10 @@ def rendezvous(numbers: Mapping[str, str], **kwargs: Any) -> Iterator[tuple[Any,
     yield meet(numbers, kwargs.get("timeout", default_pg_timeout))
 
 
-def refuse_torchrun(name: str = "mpi") -> NoReturn | None:
+def refuse_torchrun(name: str = "mpi") -> None:
     """Raise `ClusterError` if torchrun started this process."""
     if TORCHRUN not in os.environ:
-        return None
+        return
     remedy = (
         "torchrun starts processes without MPI. Start them with mpiexec, srun, or torchrun's own options under"
         ' mpistrat run --torchrun; or use "gloo" or "nccl"'

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+
 from _mpistrat_torch import register, set_variables
 
 from ...base.agree import as_told, gather_text, together
@@ -122,11 +123,11 @@ def _check_numbers(numbers: Mapping[str, str], comm: Any, whole: Any) -> None:
     legal = {"RANK": (comm.rank, whole.rank), "WORLD_SIZE": (comm.size, whole.size)}
     for name, value in numbers.items():
         if value not in map(str, legal[name]):
-            remedy = (
-                "Leave RANK and WORLD_SIZE out, and MPI's are used; or set MASTER_ADDR and MASTER_PORT, too, and all are yours"
-            )
+            remedy = "Leave RANK and WORLD_SIZE out to use MPI's; or set MASTER_ADDR and MASTER_PORT, too, to use yours"
             got = f"{value}, from the environment or the call"
-            raise ClusterError(explain(_FUNCTION, name, expected=f"MPI's, {legal[name][0]}", got=got, remedy=remedy, rank=comm.rank))
+            raise ClusterError(
+                explain(_FUNCTION, name, expected=f"MPI's, {legal[name][0]}", got=got, remedy=remedy, rank=comm.rank)
+            )
 
 
 def _address(comm: Any, node: Any, port: int, exchange: Any) -> str:
