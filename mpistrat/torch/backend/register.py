@@ -56,19 +56,20 @@ def create_mpi(ranks: Sequence[int]) -> Any:
     group: Any = importlib.import_module(".group", __package__)
     caller = sys._getframe(2).f_locals  # PyTorch's _new_process_group_helper
     timeout, name, kept = (caller.get(word) for word in ("timeout", "group_name", "backend_prefix_store"))
-    comm = world("init_process_group")
-    if ranks:
-        whole = comm.Get_group()
-        members = whole.Incl(list(ranks))
-        comm = comm.Create_group(members, fingerprint(str(name)) % _TAGS)
-        members.Free()
-        whole.Free()
-    return group.over(
-        comm,
-        kept if kept is not None else dist.HashStore(),
-        timeout if isinstance(timeout, timedelta) else default_pg_timeout,
-        str(name),
-    )
+    found = kept if kept is not None else dist.HashStore()
+    timeout = timeout if isinstance(timeout, timedelta) else default_pg_timeout
+    whole = world("init_process_group")
+    if not ranks:
+        return group.over(whole, found, timeout, str(name))
+    everyone = whole.Get_group()
+    members = everyone.Incl(list(ranks))
+    comm = whole.Create_group(members, fingerprint(str(name)) % _TAGS)
+    members.Free()
+    everyone.Free()
+    try:
+        return group.over(comm, found, timeout, str(name))
+    finally:
+        comm.Free()
 
 
 def store() -> Any:

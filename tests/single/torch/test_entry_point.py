@@ -10,7 +10,9 @@ import warnings
 import pytest
 
 import _mpistrat_torch
+import mpistrat as ms
 from mpistrat.cluster.launcher_variables import RANK_VARIABLES
+from mpistrat.doctor.process import check_torch
 from tests.launch.launcher import ROOT
 
 
@@ -226,3 +228,43 @@ def test_a_child_of_a_rank_is_no_rank(stub, monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
     assert rendezvous(stub, monkeypatch) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "known", "env", "status", "what"),
+    [
+        (None, True, {}, None, ""),
+        ("2.4.1", True, {}, "warning", "2.4.1 loads no backends"),
+        ("2.13.0+cpu", False, {}, "warning", "the installed mpistrat has no entry point"),
+        ("2.13.0+cpu", True, {"MPISTRAT_TORCH": "0"}, "OK", "MPISTRAT_TORCH=0 keeps torch.distributed from starting"),
+        ("2.13.0", True, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "OK", "TORCH_DEVICE_BACKEND_AUTOLOAD keeps"),
+        ("2.5.0", True, {}, "OK", "2.5.0; under a launcher torch.distributed starts over MPI"),
+    ],
+)
+def test_the_doctor_shows_it(monkeypatch, version, known, env, status, what):
+    def version_of(name):
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    names = types.SimpleNamespace(names={"mpistrat"} if known else {"other"})
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: names)
+    for name in ("MPISTRAT_TORCH", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    found = list(check_torch())
+    assert [one.status for one in found] == ([] if status is None else [status])
+    assert all(what in one.what for one in found)
+
+
+def test_show_config_shows_it(monkeypatch, stub, capsys):
+    for name in [name for name in sys.modules if name == "torch" or name.startswith("torch.")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert "torch.distributed" not in ms.show_config()
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    assert re.search(r"^torch\.distributed +not registered: call mpistrat\.torch\.use\(\)$", ms.show_config(), re.M)
+    stub.load()
+    assert re.search(r"^torch\.distributed +off \(no launcher of MPI started this process\)$", ms.show_config(), re.M)
+    assert re.search(r"^MPISTRAT_TORCH +1 \(default\)$", ms.show_config(), re.M)
