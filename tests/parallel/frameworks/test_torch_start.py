@@ -1,5 +1,6 @@
 """torch.distributed starts under MPI without variables: the numbers, the port, the ranks that take part, wrong use."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -237,6 +238,67 @@ def test_only_some_ranks_by_color(monkeypatch):
         assert (strategy.rank, strategy.size) == expected[rank][:2]
 
 
+ours = pytest.mark.skipif(
+    importlib.util.find_spec("mpistrat.torch.backend.group") is None, reason="the group over MPI is not there yet"
+)
+NAMES_OF_OURS = ["mpi", "mpistrat", "cpu:mpistrat,cuda:nccl"]
+
+
+@ours
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("backend", NAMES_OF_OURS)
+def test_the_group_over_mpi(backend):
+    """Gradients of DDP are those of gloo, side by side; groups of some ranks, and of gloo, follow."""
+    from mpi4py import MPI
+    from torch.nn.parallel import DistributedDataParallel
+
+    comm = MPI.COMM_WORLD
+    rows = torch.arange(12.0).reshape(4, 3) * (comm.rank + 1)
+    found = []
+    for name in ("gloo", backend):
+        dist.init_process_group(name)
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(3, 2))
+        model(rows).square().sum().backward()
+        found.append(model.module.weight.grad)
+        if name == backend:
+            assert (dist.get_rank(), dist.get_world_size()) == (comm.rank, comm.size)
+            assert total() == sum(range(comm.size + 1))
+            pair = dist.new_group([0, comm.size - 1])
+            if comm.rank in (0, comm.size - 1):
+                assert total(pair) == 3
+            assert total(dist.new_group(backend="gloo")) == sum(range(comm.size + 1))
+        dist.destroy_process_group()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=0)
+
+
+@ours
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("backend", NAMES_OF_OURS)
+def test_the_group_over_mpi_of_some_ranks(backend, monkeypatch):
+    """Ranks 1 and 3 of COMM_WORLD, by a communicator and by a color; torch numbers them 0 and 1."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    part = comm.Split(comm.rank % 2)
+    for by in ("comm", "color"):
+        if comm.rank % 2 == 0:
+            continue
+        if by == "comm":
+            ms.torch.use(part)
+        else:
+            ms.torch.use()
+            monkeypatch.setenv("MPISTRAT_COLORS", "train=1,3")
+        dist.init_process_group(backend)
+        assert (dist.get_rank(), dist.get_world_size(), total()) == (comm.rank // 2, 2, 3)
+        own = dist.new_group([1])
+        if dist.get_rank() == 1:
+            assert dist.get_world_size(own) == 1
+        dist.destroy_process_group()
+    comm.Barrier()
+    part.Free()
+
+
 PLAIN = """
 import os, sys
 import torch
@@ -261,13 +323,19 @@ def without_variables(words, **more):
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100)
 
 
-def test_a_program_without_a_word_of_this_package(mpi, tmp_path):
+@pytest.mark.parametrize("backend", ["gloo", *(pytest.param(name, marks=ours) for name in NAMES_OF_OURS)])
+def test_a_program_without_a_word_of_this_package(mpi, tmp_path, backend):
     """On an empty environment: the gradient is the mean of 2 x 0 and 2 x 1."""
     (tmp_path / "plain.py").write_text(PLAIN)
-    words = [*mpi.command(2), mpi.python, str(tmp_path / "plain.py"), "gloo"]
+    words = [*mpi.command(2), mpi.python, str(tmp_path / "plain.py"), backend]
     done = without_variables(words)
     lines = sorted(line for line in done.stdout.splitlines() if line)
     assert lines == [f"{rank} 2 [1.0, 1.0, 1.0, 1.0]" for rank in range(2)], done
+
+
+def test_the_variable_switches_it_off(mpi, tmp_path):
+    (tmp_path / "plain.py").write_text(PLAIN)
+    words = [*mpi.command(2), mpi.python, str(tmp_path / "plain.py"), "gloo"]
     done = without_variables(words, MPISTRAT_TORCH="0")
     assert done.returncode != 0 and "RANK expected, but not set" in done.stderr
 
