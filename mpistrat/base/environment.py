@@ -12,6 +12,8 @@
 | MPISTRAT_STRATEGY | | the strategy that `strategy_from_environment` makes: one_device, mirrored, multi_worker_mirrored, … |
 | MPISTRAT_NUM_PS | 1 | with MPISTRAT_STRATEGY=parameter_server: so many ranks, the last ones, are servers |
 | MPISTRAT_EVALUATOR | 0 | 1: the job's last rank evaluates, see `estimator.split_evaluator`; `mpistrat run --evaluator` sets it |
+| MPISTRAT_COLORS | | ranks that are a world of their own, such as `train=2-3`: see `cluster.world` |
+| MPISTRAT_TORCH | 1 | 0: `import torch` registers no backend; mpi: "mpi" is this package's where PyTorch has its own, too |
 | MPISTRAT_END_TIME | | when the job's time ends, in seconds since 1970, where the scheduler does not say |
 | MPISTRAT_STOP_BEFORE | | seconds before that at which `should_stop` says so; default 60, but at most a tenth of the time left |
 | MPISTRAT_JOB | | key of the job under which snapshots of its state are kept; `mpistrat run --restarts` sets it |
@@ -99,6 +101,8 @@ class Environment:
     strategy: str = ""
     num_ps: int | None = None
     evaluator: bool = False
+    colors: str = ""
+    torch: str = "1"
     job: str = ""
     generation: int = 0
     until: int = 0
@@ -145,6 +149,8 @@ class Environment:
             strategy=strategy,
             num_ps=int(servers) if servers else None,
             evaluator=_switch(env, "MPISTRAT_EVALUATOR", "0"),
+            colors=env.get("MPISTRAT_COLORS", ""),
+            torch=_word(env, "MPISTRAT_TORCH", "1", ("0", "1", "mpi")),
             job=_key(env),
             generation=int(_number(env, "MPISTRAT_GENERATION", 0, 0)),
             until=int(_number(env, "MPISTRAT_UNTIL", 0, 0)),

@@ -27,6 +27,7 @@ from ..launcher.standby import environment_with, words_of
 from ..launcher.supervise import supervise
 from .command import DONE, PROBLEM, Command
 from .terminal import complain, strategy_name
+from .torchrun import read_torchrun
 
 __all__ = ["COMMAND", "program_of", "strategy_arguments"]
 
@@ -72,7 +73,7 @@ def strategy_arguments(parser: argparse.ArgumentParser) -> None:
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         f"{parser.prog} [-n N] [--strategy NAME] [--ps N] [--evaluator] [--restarts N [--standby]] [--survive] [--tag] "
-        "[--log-dir DIR] [--dry-run | --json] (PROGRAM | -m MODULE) [ARGUMENT …]"
+        "[--log-dir DIR] [--numbers] [--dry-run | --json] (PROGRAM | -m MODULE | --torchrun OPTIONS PROGRAM) [ARGUMENT …]"
     )
     parser.add_argument(
         "-n", "--ranks", type=_count, metavar="N",
@@ -98,18 +99,46 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--tag", action="store_true", help="each line begins with its rank, and no line is torn")
     parser.add_argument("--log-dir", metavar="DIR", help="what rank N prints goes into DIR/rank-N.txt; with --tag, too")
+    parser.add_argument(
+        "--numbers", action="store_true",
+        help="each rank has RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment, as from torchrun",
+    )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print the command and its environment; start nothing")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="start a module, as python -m does"
     )
     parser.add_argument(
+        "--torchrun", nargs=argparse.REMAINDER, metavar="OPTIONS …",
+        help="all else is the command line of torchrun, whose ranks start under MPI; its --help lists the options",
+    )  # fmt: skip
+    parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="PROGRAM …",
         help="a file of Python, or another program, and its arguments",
     )  # fmt: skip
 
 
+def _program(args: argparse.Namespace) -> list[str]:
+    return program_of(args) if args.torchrun is None else list(read_torchrun(args.torchrun).program)
+
+
+def _take_torchrun(args: argparse.Namespace) -> None:
+    """Set the options of `mpistrat run` that torchrun's words stand for, and print which of them have no effect."""
+    asked = read_torchrun(args.torchrun)
+    for option, given in (("-n", args.ranks), ("-m", args.module), ("--restarts", args.restarts and asked.restarts)):
+        if given:
+            raise ValueError(
+                explain("mpistrat run", option, expected="none with --torchrun, which says it", got=f"{given}")
+            )
+    args.ranks, args.restarts = asked.ranks, args.restarts or asked.restarts
+    args.tag, args.log_dir, args.numbers = args.tag or asked.tag, args.log_dir or asked.log_dir, True
+    if asked.unused:
+        print(f"mpistrat run: not used, as MPI connects the ranks: {', '.join(asked.unused)}", file=sys.stderr)
+
+
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
+    if args.torchrun is not None:
+        _take_torchrun(args)
     try:
         start = _plan(args, args.ranks)
     except ClusterError as error:
@@ -145,8 +174,8 @@ def _check_standby(args: argparse.Namespace, start: Start) -> None:
         expected, got = "--restarts with it", "none"
     elif os.environ.get("SLURM_JOB_ID"):
         expected, got = "ranks on this machine", "a SLURM job, whose steps would wait for each other"
-    elif words_of(program_of(args)) is None:
-        expected, got = "a program of Python", program_of(args)[0]
+    elif words_of(_program(args)) is None:
+        expected, got = "a program of Python", _program(args)[0]
     if expected:
         raise ValueError(explain("mpistrat run", "--standby", expected=expected, got=got))
 
@@ -157,11 +186,12 @@ def _plan(
     options = {
         "evaluator": args.evaluator,
         "survive": args.survive,
+        "numbers": args.numbers,
         "tag": args.tag,
         "log_dir": args.log_dir,
         "nodes": nodes,
     }
-    program = program_of(args)
+    program = _program(args)
     return plan((standby and words_of(program)) or program, ranks, args.strategy, args.ps, **options)
 
 
@@ -229,6 +259,9 @@ wants besides is added; --dry-run shows the whole command. --strategy and --ps r
 MPISTRAT_NUM_PS, which ms.strategy_from_environment() reads, --evaluator as MPISTRAT_EVALUATOR, which ms.estimator
 reads. The ranks learn the terminal's width (COLUMNS).
 
+Behind --torchrun stands a command line of torchrun. Its ranks start under MPI, with RANK, WORLD_SIZE, LOCAL_RANK and
+LOCAL_WORLD_SIZE in their environment; --numbers sets these four without it.
+
 What killed ranks leave in /dev/shm is removed after the end.
 
 With --restarts the ranks are started again when one is killed or fails, until the program has ended. One with
@@ -246,6 +279,7 @@ does the latter (MPICH) or the former (Open MPI).""",
         "mpistrat run -n 4 --restarts 20 --standby train.py",
         "mpistrat run -n 2 -m mpistrat.examples.digits --epochs 2",
         "mpistrat run -n 4 --tag --log-dir logs train.py",
+        "mpistrat run --torchrun --standalone --nproc-per-node 4 train.py",
         "mpistrat run -n 4 --dry-run train.py",
     ),
     arguments=_arguments,

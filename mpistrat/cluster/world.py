@@ -1,5 +1,9 @@
 """The world: the ranks that a job has, by default COMM_WORLD, and after ranks were lost those that are left.
 
+Where only some ranks of a program use this package, MPISTRAT_COLORS names them, with the same value on all ranks:
+`train=2-3` makes ranks 2 and 3 of COMM_WORLD a world, `left=0-3,8:right=4-7` makes two. The other ranks take no part, and need
+not know of it: only the members of a color make its communicator.
+
 Where MPI survives the death of ranks (User-Level Failure Mitigation, ULFM: MPI 5 drafts; Open MPI 5 under `mpirun --with-ft
 ulfm`) a call that needs a dead rank raises, and a communicator can be revoked: every call on it raises on every rank, and those
 that wait in one are freed. So the ranks that live leave all communicators, and agree on a new world.
@@ -16,20 +20,23 @@ import contextlib
 import ctypes
 import functools
 import os
+import re
 import sys
 from typing import Any
 
 import numpy as np
 
-from ..base.errors import RanksLostError
+from ..base.environment import Environment
+from ..base.errors import LayoutError, RanksLostError, explain
 from .start import running
 
 __all__ = [
-    "UNSAFE", "agree", "highest", "is_loss", "loses_ranks", "revoke", "shrink", "survives", "track", "unsafe_collectives",
-    "untrack", "world",
+    "UNSAFE", "agree", "highest", "is_loss", "loses_ranks", "ranks_of_colors", "revoke", "shrink", "survives", "track",
+    "unsafe_collectives", "untrack", "world",
 ]  # fmt: skip
 
 UNSAFE = ("han", "hcoll", "portals4")  # of Open MPI's collective components: they miss failures, or crash on them
+_COLORS = "MPISTRAT_COLORS"
 _METHODS = ("Dup", "Clone", "Split", "Split_type", "Create", "Create_group")
 _world: Any = None
 _made: list[Any] = []  # communicators
@@ -38,8 +45,61 @@ _lost = False  # whether an error has said that ranks of this world were lost
 
 
 def world(mpi: Any) -> Any:
-    """Return the communicator of the ranks that the job has."""
-    return mpi.COMM_WORLD if _world is None else _world
+    """Return the communicator of the ranks that the job has. Collective over these the first time, with MPISTRAT_COLORS.
+
+    Raises:
+        LayoutError: this rank has no color, or MPISTRAT_COLORS is malformed.
+    """
+    if _world is not None:
+        return _world
+    text = Environment.read().colors
+    return _of_color(mpi, text) if text else mpi.COMM_WORLD
+
+
+@functools.cache
+def _of_color(mpi: Any, text: str) -> Any:
+    """Return the communicator of the ranks that have this rank's color. Collective over these."""
+    whole = mpi.COMM_WORLD
+    colors = ranks_of_colors(text, whole.size)
+    tag, members = next(
+        ((tag, ranks) for tag, ranks in enumerate(colors.values()) if whole.rank in ranks), (-1, tuple[int, ...]())
+    )
+    if not members:
+        expected, got = "a color for each rank that trains", f"{text}, which has none for rank {whole.rank}"
+        remedy = "Only ranks with a color make strategies and process groups: give it one, or leave the call out on this rank"
+        raise LayoutError(explain("environment", _COLORS, expected=expected, got=got, remedy=remedy, rank=whole.rank))
+    everyone = whole.Get_group()
+    group = everyone.Incl(members)
+    comm = whole.Create_group(group, tag)
+    group.Free()
+    everyone.Free()
+    return comm
+
+
+def ranks_of_colors(text: str, size: int) -> dict[str, tuple[int, ...]]:
+    """Return the ranks of each color, from the text of MPISTRAT_COLORS and the number of ranks.
+
+    Raises:
+        LayoutError: the text is malformed, a rank does not exist or has two colors.
+
+    Example:
+        >>> ranks_of_colors("left=0-2,6:right=3-5", 8)
+        {'left': (0, 1, 2, 6), 'right': (3, 4, 5)}
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    taken = set[int]()
+    for part in text.split(":"):
+        match = re.fullmatch(r"(\w+)=(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)", part)
+        ranks = set[int]()
+        for span in match[2].split(",") if match else ():
+            low, _, high = span.partition("-")
+            ranks.update(range(int(low), min(int(high or low), size) + 1))
+        if match is None or match[1] in found or not ranks or max(ranks) >= size or taken & ranks:
+            expected = f"COLOR=RANKS, such as train=2-3, parted by ':', and each of {size} ranks at most once"
+            raise LayoutError(explain("environment", _COLORS, expected=expected, got=repr(text)))
+        found[match[1]] = tuple(sorted(ranks))
+        taken |= ranks
+    return found
 
 
 def survives() -> bool:

@@ -17,7 +17,7 @@ from .launching import check_launchers, is_root
 from .libraries import check_gpus, check_hdf5, check_loops
 from .mpi import alone, check_library, check_start
 from .probe import Probe, command, last_line
-from .process import check_cores, check_interpreter, check_limits
+from .process import check_cores, check_interpreter, check_limits, check_torch
 
 __all__ = [
     "NEEDS",
@@ -93,5 +93,10 @@ def check_login(needs: Collection[str], limit: float, *, clean: bool = False) ->
     if library is not None and fitting is not None and ready:
         findings.append(check_pair(library, fitting, environment, limit))
     outcome = probes["libraries"].finish(limit)
-    findings += [*check_loops(outcome), *check_hdf5(outcome, library, needs), *check_gpus(outcome, needs)]
+    findings += [
+        *check_loops(outcome),
+        *check_hdf5(outcome, library, needs),
+        *check_gpus(outcome, needs),
+        *check_torch(),
+    ]
     return findings + here

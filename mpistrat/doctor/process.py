@@ -16,7 +16,7 @@ from ..base.text import ranges
 from ..base.version import __version__
 from .finding import Finding, ok, warning
 
-__all__ = ["blas_threads", "check_cores", "check_interpreter", "check_limits", "open_files", "versions"]
+__all__ = ["blas_threads", "check_cores", "check_interpreter", "check_limits", "check_torch", "open_files", "versions"]
 
 _PACKAGES = ("numpy", "mpi4py", "h5py")
 
@@ -42,6 +42,34 @@ def check_interpreter() -> Iterator[Finding]:
     found = versions()
     rest = ", ".join(f"{name} {found[name]}" for name in ("mpistrat", "numpy"))
     yield ok("Python", f"{found['python']} at {sys.executable}, {rest}, on {platform.system()} {platform.machine()}")
+
+
+_TORCH = 2, 5  # the first PyTorch that loads backends at its import
+
+
+def check_torch() -> Iterator[Finding]:
+    """Yield whether torch.distributed takes the backends of this package; nothing without PyTorch."""
+    name = "PyTorch"
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    known = "mpistrat" in importlib.metadata.entry_points(group="torch.backends").names
+    switch = os.environ.get("MPISTRAT_TORCH", "1")
+    numbers = [int(part) if part.isdigit() else 0 for part in version.split(".")[:2]]
+    if tuple(numbers) < _TORCH:
+        remedy = "Install PyTorch 2.5 or newer, or call mpistrat.torch.use() in the program"
+        yield warning(name, f"{version} loads no backends: init_process_group needs RANK, MASTER_ADDR, …", remedy)
+    elif not known:
+        remedy = (
+            "Install mpistrat again: pip install --force-reinstall --no-deps mpistrat; or call mpistrat.torch.use()"
+        )
+        yield warning(name, f"{version}; the installed mpistrat has no entry point in torch.backends", remedy)
+    elif switch == "0" or os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        variable = "MPISTRAT_TORCH=0" if switch == "0" else "TORCH_DEVICE_BACKEND_AUTOLOAD"
+        yield ok(name, f"{version}; {variable} keeps torch.distributed from starting over MPI")
+    else:
+        yield ok(name, f"{version}; under a launcher torch.distributed starts over MPI, without variables")
 
 
 def check_cores() -> Iterator[Finding]:

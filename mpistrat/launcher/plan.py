@@ -24,7 +24,7 @@ from ..cluster.launcher_variables import (
 )
 from ..cluster.launchers import USER, Allocation, MPILibrary, choose_launcher, find_launchers, loaded_library, mismatch
 from ..cluster.world import UNSAFE
-from . import pass_words, rank_output
+from . import pass_words, rank_output, rank_variables
 
 __all__ = ["MOST_RANKS", "Start", "plan"]
 
@@ -65,6 +65,7 @@ def plan(
     *,
     evaluator: bool = False,
     survive: bool = False,
+    numbers: bool = False,
     tag: bool = False,
     log_dir: str | None = None,
     nodes: Allocation = Allocation(),
@@ -78,6 +79,7 @@ def plan(
         servers: for MPISTRAT_NUM_PS.
         evaluator: for MPISTRAT_EVALUATOR: the last rank evaluates.
         survive: MPI goes on when a rank dies.
+        numbers: each rank has RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment.
         tag: each line that a rank prints begins with its number.
         log_dir: folder for a file of each rank; without `tag` nothing else shows what they print.
         nodes: of a SLURM job; those that are lost are left out, with their share of the ranks.
@@ -121,6 +123,9 @@ def plan(
         variables = ",".join(RANK_VARIABLES.values())
         start.command += isolated(rank_output.__file__, variables, "1" if tag else "0", folder)
         start.environment.setdefault("PYTHONUNBUFFERED", os.environ.get("PYTHONUNBUFFERED") or "1")
+    if numbers:
+        ranks_of, sizes = ",".join(RANK_VARIABLES.values()), ",".join(RANK_VARIABLES)
+        start.command += isolated(rank_variables.__file__, ranks_of, sizes)
     start.command += _passed(program)
     return start
 

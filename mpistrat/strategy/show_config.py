@@ -37,7 +37,7 @@ def show_config(strategy: Strategy | None = None) -> str:
         >>> "numpy" in show_config()
         mpistrat ...
     """
-    rows = [*_versions(), _loops(), *_mpi()]
+    rows = [*_versions(), _loops(), *_mpi(), *_torch()]
     if strategy is not None:
         strategy.extended.require_open("show_config")
         strategy.extended.coordination.announce("show_config")
@@ -82,6 +82,14 @@ def _mpi() -> Iterator[Row]:
     if module.Is_initialized() and not module.Is_finalized():
         levels = {getattr(module, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
         yield "MPI threads", levels[module.Query_thread()]
+
+
+def _torch() -> Iterator[Row]:
+    """Yield whether torch.distributed has the backends of this package, if the program has imported PyTorch."""
+    if "torch" in sys.modules:
+        entry: Any = sys.modules.get("_mpistrat_torch")
+        state = "" if entry is None else entry.chosen()
+        yield "torch.distributed", state or "not registered: call mpistrat.torch.use()"
 
 
 def _layout(strategy: Strategy) -> Iterator[Row]:

@@ -13,8 +13,9 @@ try:
 except ModuleNotFoundError as error:
     raise missing_framework("torch", "PyTorch", error) from error
 
+from .backend.rendezvous import use
 from .distribute import distribute
 from .module import gradients, local_gradient
 from .sync_batch_norm import SyncBatchNorm
 
-__all__ = ["SyncBatchNorm", "distribute", "gradients", "local_gradient"]
+__all__ = ["SyncBatchNorm", "distribute", "gradients", "local_gradient", "use"]

@@ -215,6 +215,7 @@ def test_python_is_started_by_path_alone():
     """`python -m` and `python -c` import from the working directory first: see `base/programs.py`."""
     users_own = {
         "mpistrat/cli/run.py",
+        "mpistrat/cli/torchrun.py",
         "mpistrat/batch_jobs/render.py",
     }  # the program that the user names, as plain Python
     wrong = []

@@ -20,6 +20,7 @@ from mpistrat.types import CommunicationImplementation, ReduceOp, VariableAggreg
         ("MPISTRAT_SHARED_MEMORY", "yes"),
         ("MPISTRAT_COMPILED_LOOPS", "on"),
         ("MPISTRAT_LOG", "loud"),
+        ("MPISTRAT_TORCH", "yes"),
         ("MPISTRAT_TRACEBACK", "long"),
         ("MPISTRAT_STRATEGY", "Mirrored"),
         ("MPISTRAT_NUM_PS", "0"),

@@ -1,0 +1,101 @@
+"""Functions that torch.distributed calls by way of the entry point `_mpistrat_torch`, which registers them.
+
+PyTorch makes the groups of "mpi" without timeout, name and store. `create_mpi` reads them from the calling function of PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from _mpistrat_torch import TORCHRUN
+
+from ...base.agree import fingerprint
+from ...base.errors import ClusterError, explain
+from .rendezvous import meet, world
+
+__all__ = ["create", "create_mpi", "refuse_torchrun", "rendezvous", "store"]
+
+_TAGS = 1 << 14  # of MPI_Comm_create_group; every MPI has at least 32767
+
+
+def create(opts: Any, options: Any) -> Any:
+    """Make a group of "mpistrat", for `Backend.register_backend`. Collective over the members of the group.
+
+    Args:
+        opts: PyTorch's description of the group: store, rank, size, ranks, timeout, name.
+        options: `pg_options` of the program.
+
+    Raises:
+        ClusterError: torchrun started this process, or MPI has fewer ranks than torch.distributed.
+    """
+    refuse_torchrun("mpistrat")
+    comm = world("init_process_group")
+    if opts.group_size > comm.size:
+        got = f"{opts.group_size} in WORLD_SIZE, and {comm.size} in MPI"
+        remedy = "Start the ranks with mpiexec, srun or mpistrat run, and do not set RANK and WORLD_SIZE"
+        expected = "as many ranks of torch.distributed as MPI has, or fewer"
+        raise ClusterError(explain("init_process_group", "mpistrat", expected=expected, got=got, remedy=remedy))
+    group: Any = importlib.import_module(".group", __package__)
+    return group.create(opts, options)
+
+
+def create_mpi(ranks: Sequence[int]) -> Any:
+    """Make a group of "mpi", in the place of `ProcessGroupMPI.create`. Collective over the members of the group.
+
+    Args:
+        ranks: the members, numbered as in the default group; none for the default group.
+    """
+    group: Any = importlib.import_module(".group", __package__)
+    caller = sys._getframe(2).f_locals  # PyTorch's _new_process_group_helper
+    timeout, name, kept = (caller.get(word) for word in ("timeout", "group_name", "backend_prefix_store"))
+    found = kept if kept is not None else dist.HashStore()
+    timeout = timeout if isinstance(timeout, timedelta) else default_pg_timeout
+    whole = world("init_process_group")
+    if not ranks:
+        return group.over(whole, found, timeout, str(name))
+    everyone = whole.Get_group()
+    members = everyone.Incl(list(ranks))
+    comm = whole.Create_group(members, fingerprint(str(name)) % _TAGS)
+    members.Free()
+    everyone.Free()
+    try:
+        return group.over(comm, found, timeout, str(name))
+    finally:
+        comm.Free()
+
+
+def store() -> Any:
+    """Return a store of all ranks, for the default group of "mpi". Collective over the world."""
+    module = sys.modules["torch.distributed.rendezvous"]
+    found, _, _ = next(module.rendezvous("env://"))
+    return found
+
+
+def rendezvous(numbers: Mapping[str, str], **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield store, rank and size as PyTorch's handler of env:// does. Collective over the world.
+
+    Args:
+        numbers: RANK and WORLD_SIZE, if the program or its environment gives them.
+        **kwargs: those of PyTorch's handlers; `timeout` is used.
+    """
+    yield meet(numbers, kwargs.get("timeout", default_pg_timeout))
+
+
+def refuse_torchrun(name: str = "mpi") -> None:
+    """Raise `ClusterError` if torchrun started this process."""
+    if TORCHRUN not in os.environ:
+        return
+    remedy = (
+        "torchrun starts processes without MPI. Start them with mpiexec, srun, or torchrun's own options under"
+        ' mpistrat run --torchrun; or use "gloo" or "nccl"'
+    )
+    expected, got = "ranks that a launcher of MPI started", f"a process of torchrun ({TORCHRUN} is set)"
+    raise ClusterError(explain("init_process_group", repr(name), expected=expected, got=got, remedy=remedy))
