@@ -398,7 +398,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._run("dist.all_reduce_coalesced", tensors, opts, tensors, operation)
 
     def _reduce_sparse(self, tensor: torch.Tensor, op: Any, seconds: float) -> None:
-        """Sum a sparse tensor: the entries of all ranks are gathered and added."""
+        """Sum a sparse tensor: the entries of all ranks are gathered and added. Collective."""
         function = "dist.all_reduce"
         if op != TorchOp.SUM:
             raise RuntimeError(explain(function, "op", expected="SUM for a sparse tensor", got=_name_of(function, op)))
