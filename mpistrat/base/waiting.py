@@ -144,6 +144,7 @@ class PeerWait:
         limited: whether there is a time limit; a server waits without one for workers that are there.
         remedy: what these ranks must do, for the warning and the error.
         backoff: how it polls. What may have gone wrong is looked for where it sleeps.
+        seconds: the time limit; default `environment.abort_after`.
     """
 
     def __init__(
@@ -154,7 +155,9 @@ class PeerWait:
         limited: bool = True,
         remedy: str = "",
         backoff: Backoff | None = None,
+        seconds: float | None = None,
     ) -> None:
+        self._seconds = group.environment.abort_after if seconds is None else seconds
         self._remedy = f"\n{remedy}" if remedy else ""
         self._group, self._what, self._ranks = group, what, ranks
         self._backoff, self._limited = backoff or Backoff(), limited
@@ -172,7 +175,7 @@ class PeerWait:
         Raises:
             PeerExitError: a rank that is waited for has left the program.
             mpi4py.MPI.Exception, RanksLostError: ranks were lost, where the program survives that.
-            CollectiveTimeoutError: the wait takes longer than `environment.abort_after`.
+            CollectiveTimeoutError: the wait takes longer than its time limit.
         """
         if self._backoff.pause() and monotonic() > self._next:
             self._check(monotonic())
@@ -187,9 +190,9 @@ class PeerWait:
         if not self._limited:
             return
         waited = now - self._start
-        if waited > environment.abort_after:
+        if waited > self._seconds:
             where = monitor.where(self._ranks)
-            waited_for = f"{self._what}: rank {monitor.rank} waited {environment.abort_after:g} s{where}"
+            waited_for = f"{self._what}: rank {monitor.rank} waited {self._seconds:g} s{where}"
             raise CollectiveTimeoutError(f"{waited_for}{self._remedy}")
         if waited > environment.warn_after and not self._warned:
             self._warned = True

@@ -11,7 +11,7 @@ from .call import Call
 from .node import STAGING_BYTES
 from .process_group import ProcessGroup
 
-__all__ = ["all_gather", "all_to_all", "exchange", "gather_parts"]
+__all__ = ["all_gather", "all_gather_into", "all_to_all", "broadcast_into", "exchange", "gather_parts", "staged"]
 
 _PIECE = 1 << 26  # bytes of a rank that MPI moves at a time
 _STAGED = 1 << 16  # bytes of a part up to which it goes through a node's memory: MPI copies larger ones once, not twice
@@ -38,6 +38,62 @@ def all_gather(group: ProcessGroup, call: Call, own: np.ndarray) -> np.ndarray:
             group.topology.comm.Allgather(mine[low : low + part.shape[1]], part)
             found[:, low : low + part.shape[1]] = part
     return found.view(own.dtype).reshape(size, *own.shape)
+
+
+def all_gather_into(group: ProcessGroup, call: Call, own: np.ndarray, rooms: Sequence[np.ndarray]) -> None:
+    """Write every rank's bytes into the caller's memory. Collective, inside `group.collective()`, whose call is given.
+
+    On one node the first meeting of the ranks is a barrier of `call`, if there are any bytes.
+
+    Args:
+        group: the ranks.
+        call: the call that is under way.
+        own: flat uint8 array with this rank's bytes.
+        rooms: flat uint8 arrays, by rank, which receive them; of the same lengths on all ranks. None overlaps `own`.
+    """
+
+    def write(buffer: np.ndarray, low: int, high: int) -> None:
+        piece = own[low:high]
+        buffer[: piece.size] = piece
+
+    def read(buffer: np.ndarray, rank: int, low: int, high: int) -> None:
+        piece = rooms[rank][low:high]
+        piece[:] = buffer[: piece.size]
+
+    size, largest = len(rooms), max(room.size for room in rooms)
+    if group.num_nodes == 1:
+        _stage(group, call, largest, STAGING_BYTES, write, read)
+        return
+    step = min(_PIECE, _LARGE // size)
+    for low in range(0, largest, step):
+        pieces = [room[low : low + step] for room in rooms]
+        ends = np.cumsum([piece.size for piece in pieces])
+        whole = np.empty(int(ends[-1]), np.uint8)
+        mine = pieces[group.topology.rank].size
+        whole[int(ends[group.topology.rank]) - mine :][:mine] = own[low : low + step]
+        gather_parts(group.topology.comm, whole, [piece.size for piece in pieces])
+        for piece, found in zip(pieces, np.split(whole, ends[:-1]), strict=True):
+            piece[:] = found
+
+
+def broadcast_into(group: ProcessGroup, call: Call, flat: np.ndarray, root: int) -> None:
+    """Overwrite flat bytes on every rank with the root's. Collective, inside `group.collective()`, whose call is given.
+
+    On one node the first meeting of the ranks is a barrier of `call`, if there are any bytes.
+    """
+    if group.num_nodes > 1:
+        group.broadcast(flat, root)
+        return
+
+    def write(buffer: np.ndarray, low: int, high: int) -> None:
+        if group.topology.rank == root:
+            buffer[: high - low] = flat[low:high]
+
+    def read(buffer: np.ndarray, rank: int, low: int, high: int) -> None:
+        if rank == root != group.topology.rank:
+            flat[low:high] = buffer[: high - low]
+
+    _stage(group, call, flat.size, STAGING_BYTES, write, read)
 
 
 def all_to_all(group: ProcessGroup, call: Call, parts: np.ndarray) -> np.ndarray:
@@ -93,10 +149,8 @@ def exchange(
         come: flat uint8 arrays, filled with what comes from each.
         largest: bytes of the longest on any rank, the same on all.
     """
-    topology = group.topology
-    size, rank = topology.size, topology.rank
-    # Where ranks share cores, one that waits in MPI keeps the core of another that has yet to come.
-    if group.num_nodes > 1 or (largest > _STAGED and 1 < size <= topology.node_cores):
+    size, rank = group.topology.size, group.topology.rank
+    if not staged(group, largest):
         _exchange_by_mpi(group, to, come, largest)
         return
     room = STAGING_BYTES // size // 64 * 64
@@ -114,6 +168,15 @@ def exchange(
 
     come[rank][:] = to[rank]
     _stage(group, call, largest, room, write, read)
+
+
+def staged(group: ProcessGroup, largest: int) -> bool:
+    """Return whether `exchange` moves messages of at most so many bytes through the node's memory, not by MPI.
+
+    Where ranks share cores, one that waits in MPI keeps the core of another that has yet to come.
+    """
+    topology = group.topology
+    return group.num_nodes == 1 and (largest <= _STAGED or not 1 < topology.size <= topology.node_cores)
 
 
 def _exchange_by_mpi(group: ProcessGroup, to: Sequence[np.ndarray], come: Sequence[np.ndarray], largest: int) -> None:

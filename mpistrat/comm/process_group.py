@@ -363,10 +363,15 @@ class ProcessGroup:
         """Whether its ranks can still make collectives, as far as this one knows."""
         return not self.closed and self.monitor.refusal is None and not (self._private is not None and _mpi_ended())
 
+    def drop(self) -> None:
+        """Leave the group to be freed when its ranks, all of which have dropped it, make the next group. Local."""
+        if self._key is not None and not self.closed:
+            DROPPED.groups[self._key] = self
+
     def __del__(self) -> None:
         """Keep what the ranks share until all of them can free it."""
-        if self._key is not None and not self.closed and not sys.is_finalizing():
-            DROPPED.groups[self._key] = self
+        if not sys.is_finalizing():
+            self.drop()
 
     def abandon(self) -> None:
         """Make every later collective raise RanksLostError, and free nothing. Local; for `ms.survive`."""

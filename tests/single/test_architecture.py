@@ -44,7 +44,7 @@ FILE_FLOORS = {"lookup": 1, "strategies": 10.5}  # strategies.py knows every str
 # Where a library beyond NumPy may be imported at all. A pickle could run a stranger's code.
 ALLOWED = {
     "mpi4py": {"base", "cluster", "comm", "arena", "cross_device", "data", "variables", "launcher", "timeline", "remote",
-               "parameter_server", "optimizers", "state", "strategy", "bench", "doctor", "estimator", "cli", "examples"},
+               "parameter_server", "optimizers", "state", "strategy", "torch", "bench", "doctor", "estimator", "cli", "examples"},
     "h5py": {"data", "state", "bench", "doctor", "cli", "examples"},
     "cupy": {"base", "comm", "arena", "cross_device"},
     "jinja2": {"batch_jobs"},

@@ -1,0 +1,860 @@
+"""A process group of torch.distributed on the ranks of an MPI communicator.
+
+Each operation runs inside the contract of `comm.ProcessGroup`: ranks compare their calls before data moves. On a node data moves
+through shared memory, between nodes by MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from types import FrameType
+from typing import Any, final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import ReduceOp as TorchOp
+
+from ...base import log
+from ...base.environment import Environment
+from ...base.errors import CollectiveMismatchError, SharedMemoryError, explain
+from ...base.options import CommunicationOptions
+from ...base.text import named
+from ...base.types import ReduceOp
+from ...cluster.topology import Topology, running_mpi
+from ...comm import exchange
+from ...comm.contract import Collective
+from ...comm.monitor.abort import is_user_code
+from ...comm.monitor.rank_monitor import user_line
+from ...comm.process_group import ProcessGroup
+from ...cross_device.all_to_all import reduce_scatter
+from ...cross_device.auto import make_cross_device_ops
+from ...cross_device.values import Leaves
+from .lane import Lane
+from .monitored_barrier import monitored_barrier
+from .transfers import Transfers, bytes_of, copy_back, dense, dtype_name
+from .work import OperationWork, seconds_of, torch_error
+
+__all__ = ["NAME", "MpiProcessGroup", "create", "over"]
+
+NAME = "mpistrat"
+_TAGS = 30_000  # of MPI_Comm_create_group: every MPI has at least 32767
+_SHOWN_RANKS = 20
+
+_REDUCTIONS = {
+    "SUM": ReduceOp.SUM,
+    "AVG": ReduceOp.SUM,
+    "PREMUL_SUM": ReduceOp.SUM,
+    "MAX": ReduceOp.MAX,
+    "MIN": ReduceOp.MIN,
+    "PRODUCT": ReduceOp.PROD,
+}
+_BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
+_OF_BOOLS = {"MIN": ReduceOp.MIN, "PRODUCT": ReduceOp.MIN, "BAND": ReduceOp.MIN}  # all others: MAX
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def create(opts: Any, options: Any = None) -> MpiProcessGroup:
+    """Return the group that torch.distributed asks a backend for. Collective over its members, which alone call it.
+
+    `Backend.register_backend(name, create, extended_api=True, devices=["cpu"])` registers it.
+
+    Args:
+        opts: torch's `_DistributedBackendOptions`: store, group_rank, group_size, timeout, group_id.
+        options: options of a backend, of which this one has none.
+
+    Raises:
+        ValueError: `options` is not None.
+        ClusterError: a process of the group is not a rank of this MPI program.
+    """
+    function = "dist.init_process_group"
+    if options is not None:
+        raise ValueError(explain(function, "pg_options", expected="None", got=repr(options)))
+    mpi = running_mpi(function)
+    world = mpi.COMM_WORLD
+    store, rank, size, name = opts.store, opts.group_rank, opts.group_size, str(opts.group_id)
+    # A rank of torch need not have the number that it has in MPI.
+    store.set(f"mpistrat/{name}/{rank}", str(world.rank))
+    numbers = [int(store.get(f"mpistrat/{name}/{each}")) for each in range(size)]
+    if len(set(numbers)) != size:
+        expected = f"{size} ranks of one MPI program"
+        remedy = "Start the program with mpiexec or srun, not torchrun, or take another backend"
+        got = f"{named('rank', numbers, _SHOWN_RANKS)} of MPI"
+        raise RuntimeError(explain(function, "backend", expected=expected, got=got, remedy=remedy))
+    everyone = world.Get_group()
+    members = everyone.Incl(numbers)
+    comm = world.Create_group(members, zlib.crc32(name.encode()) % _TAGS)
+    members.Free()
+    everyone.Free()
+    try:
+        group = over(comm, store, opts.timeout, name)
+    finally:
+        comm.Free()
+    return group
+
+
+def over(comm: Any, store: Any, timeout: timedelta, name: str) -> MpiProcessGroup:
+    """Return the group of a communicator's ranks, by their numbers there. Collective over `comm`, which it copies.
+
+    Args:
+        comm: an intracommunicator of mpi4py.
+        store: the group's store of torch.distributed.
+        timeout: the time limit of each operation that has none of its own.
+        name: the group's name, the same on all ranks.
+
+    Raises:
+        LayoutError: MPI has no more communicators.
+        CollectiveTimeoutError: a rank did not come.
+    """
+    mpi = running_mpi("dist.new_group")
+    environment, world = Environment.read(), mpi.COMM_WORLD
+    if comm.size == 1:
+        ranks = ProcessGroup(Topology.single(("cpu:0",)), environment)
+    else:
+        topology = Topology.create(comm, ("cpu:0",), "dist.new_group")
+        try:
+            ranks = ProcessGroup.create(topology, environment)
+        except SharedMemoryError as error:  # on every rank
+            log.once(logging.WARNING, f"torch.distributed moves data by MPI, not through shared memory: {error}")
+            ranks = ProcessGroup.create(topology, replace(environment, shared_memory=False))
+        if comm.size < world.size:
+            ranks.label = _members(comm, world)
+            log.set_rank(world.rank)
+    return MpiProcessGroup(ranks, store, timeout, name)
+
+
+def _members(comm: Any, world: Any) -> str:
+    """Return the ranks of a communicator, by their numbers in the world, in words."""
+    own, everyone = comm.Get_group(), world.Get_group()
+    numbers = type(own).Translate_ranks(own, range(own.size), everyone)
+    own.Free()
+    everyone.Free()
+    return named("rank", sorted(numbers), _SHOWN_RANKS)
+
+
+@final
+class MpiProcessGroup(dist.ProcessGroup):
+    """A process group of torch.distributed. Make it with `create` or `over` (collective).
+
+    torch calls its methods, under the names of c10d. Each takes tensors on the CPU.
+
+    Args:
+        ranks: the group of ranks, which this object frees.
+        store: the group's store.
+        timeout: the time limit of each operation that has none of its own.
+        name: the group's name.
+    """
+
+    def __init__(self, ranks: ProcessGroup, store: Any, timeout: timedelta, name: str) -> None:
+        topology = ranks.topology
+        super().__init__(topology.rank, topology.size)
+        self._rank, self._size = topology.rank, topology.size
+        self._ranks, self._store, self._timeout = ranks, store, timeout
+        self._ops = make_cross_device_ops()
+        self._ops.bind(ranks)
+        self._options: dict[float, CommunicationOptions] = {}
+        self._lane = Lane(f"mpistrat {name}", self._size == 1 or topology.thread_level >= _multiple())
+        self._transfers = Transfers(ranks)
+        self._sequence, self._monitored, self._closed = 0, 0, False
+        self._group_name, self._group_desc = name, "undefined"
+
+    # names and settings: C++ keeps them in its own backends, of which this group has none
+
+    def getBackendName(self) -> str:
+        """Return the name of the backend."""
+        return NAME
+
+    name = getBackendName
+
+    def rank(self) -> int:
+        """Return this rank's number in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._size
+
+    getRank, getSize = rank, size
+
+    def get_group_store(self) -> Any:
+        """Return the store of the group."""
+        return self._store
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch gave the group."""
+        return self._group_name
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    @property
+    def group_desc(self) -> str:
+        """The description that the program gave the group."""
+        return self._group_desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._group_desc = desc
+
+    @property
+    def bound_device_id(self) -> None:
+        """None: the group is bound to no device."""
+        return None
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: Any) -> None:
+        """Ignore a device, which torch sets for GPUs."""
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time limit of operations that have none of their own."""
+        self._timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        pass
+
+    def _start_coalescing(self, device: Any) -> None:
+        """Do nothing: operations run in order, one at a time."""
+
+    def _end_coalescing(self, device: Any) -> OperationWork:
+        return self._run("dist.barrier", [], None, (), lambda seconds: None)
+
+    def shutdown(self) -> None:
+        """End the lane, and leave memory and communicators to be freed when these ranks make their next group. Local."""
+        if not self._closed:
+            self._closed = True
+            self._lane.close()
+            self._ops.close()
+            self._ranks.drop()
+
+    def abort(self) -> None:
+        """Leave the group as `shutdown` does, without the operations that wait."""
+        self._closed = True
+
+    # how an operation runs
+
+    def _run(
+        self,
+        function: str,
+        result: Any,
+        opts: Any,
+        tensors: Sequence[torch.Tensor],
+        operation: Callable[[float], None],
+    ) -> OperationWork:
+        """Run an operation, a function of its time limit, in the lane. Return its work."""
+        self._check(function, tensors)
+        self._sequence += 1
+        work = OperationWork(function, result)
+        seconds = self._seconds(opts)
+        waits = opts is not None and not getattr(opts, "asyncOp", True)
+        line = "" if waits else _line_of_call()
+
+        def run() -> None:
+            try:
+                with torch.no_grad(), _profiled(function):
+                    operation(seconds)
+            except Exception as error:
+                raise torch_error(error, line or _line_of_call() or user_line(self._ranks.monitor.thread)) from None
+
+        return self._lane.run(work, run, waits)
+
+    def _check(self, function: str, tensors: Sequence[torch.Tensor]) -> None:
+        if self._closed:
+            raise RuntimeError(explain(function, "group", expected="a process group", got="one that was destroyed"))
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                remedy = (
+                    "Copy it with .cpu(), or make a group of NCCL for tensors on GPUs: dist.new_group(backend='nccl')"
+                )
+                expected, got = f"tensors on the CPU with backend {NAME!r}", f"one on {tensor.device}"
+                raise RuntimeError(
+                    explain(function, "tensor", expected=expected, got=got, remedy=remedy, rank=self._rank)
+                )
+
+    def _seconds(self, opts: Any) -> float:
+        """Return the time limit of a call with these options."""
+        limit = seconds_of(getattr(opts, "timeout", None)) or seconds_of(self._timeout)
+        return self._ranks.environment.abort_after if limit is None else limit
+
+    def _call(
+        self, function: str, like: torch.Tensor, detail: Hashable, seconds: float, *, synchronize: bool = True
+    ) -> Collective:
+        """Return the contract of a call that moves tensors of one form."""
+        dtype, shape = dtype_name(like.dtype), tuple(like.shape)
+        return self._ranks.collective(function, "", dtype, shape, detail, timeout=seconds, synchronize=synchronize)
+
+    def _meets(self, nbytes: int) -> bool:
+        """Return whether a call of so many bytes needs a meeting of its own: the barrier of staging memory is one."""
+        return self._ranks.num_nodes > 1 or nbytes == 0
+
+    # reductions
+
+    def _reduced(self, function: str, flat: torch.Tensor, op: Any, seconds: float, detail: str = "") -> torch.Tensor:
+        """Return the reduction over all ranks of a contiguous tensor: its own memory where the dtype allows. Collective."""
+        name = _name_of(function, op)
+        if flat.dtype == torch.bool:
+            return self._reduced_bool(function, flat, name, seconds, detail)
+        if name in _BITWISE:
+            rooms = [torch.empty_like(flat) for _ in range(self._size)]
+            self._gather_into(function, rooms, flat, seconds, name)
+            return functools.reduce(_BITWISE[name], rooms)
+        words = [detail, name if name in ("AVG", "PREMUL_SUM") else ""]
+        wide = flat
+        if flat.dtype in _WIDER:
+            wide = flat.to(_WIDER[flat.dtype])
+            words.append(dtype_name(flat.dtype))
+        if name == "PREMUL_SUM":
+            wide = wide * op.factor
+        array = wide.numpy()
+        self._reduce_array(Leaves(function, [array], " ".join(filter(None, words))), _REDUCTIONS[name], array, seconds)
+        return self._averaged(wide) if name == "AVG" else wide
+
+    def _averaged(self, total: torch.Tensor) -> torch.Tensor:
+        """Divide a sum by the number of ranks, in place; integers are rounded towards zero."""
+        if total.is_floating_point() or total.is_complex():
+            return total.div_(self._size)
+        array = total.numpy()
+        np.copyto(
+            array, np.sign(array) * (np.abs(array) // self._size) if array.dtype.kind == "i" else array // self._size
+        )
+        return total
+
+    def _reduce_array(self, leaves: Leaves, how: ReduceOp, array: np.ndarray, seconds: float) -> None:
+        if self._size == 1:
+            return
+        options = self._options.get(seconds)
+        if options is None:
+            options = self._options[seconds] = CommunicationOptions(timeout_seconds=seconds)
+        try:
+            self._ops.reduce_leaves(how, leaves, options, [array])
+        except SharedMemoryError as error:  # on every rank, before data moves
+            log.once(logging.WARNING, f"torch.distributed sums by MPI, not through shared memory: {error}")
+            self._ops.close()
+            self._ops = make_cross_device_ops("mpi")
+            self._ops.bind(self._ranks)
+            self._ops.reduce_leaves(how, leaves, options, [array])
+
+    def _reduced_bool(self, function: str, flat: torch.Tensor, name: str, seconds: float, detail: str) -> torch.Tensor:
+        """As `_reduced`, of truth values: a sum is True where any is, a product where all are."""
+        bits = flat.view(torch.uint8)
+        if name == "BXOR":
+            rooms = [torch.empty_like(bits) for _ in range(self._size)]
+            self._gather_into(function, rooms, bits, seconds, "BXOR bool")
+            return functools.reduce(torch.bitwise_xor, rooms).view(torch.bool)
+        array, words = bits.numpy(), " ".join(filter(None, [detail, f"{name} bool"]))
+        self._reduce_array(Leaves(function, [array], words), _OF_BOOLS.get(name, ReduceOp.MAX), array, seconds)
+        return flat
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
+        """Reduce tensors over all ranks, in place. Collective."""
+        opts, tensors = _options(c10d.AllreduceOptions, opts, timeout), _listed(tensors)
+        op = opts.reduceOp
+
+        def operation(seconds: float) -> None:
+            for tensor in tensors:
+                if tensor.is_sparse:
+                    self._reduce_sparse(tensor, op, seconds)
+                else:
+                    copy_back(self._reduced("dist.all_reduce", dense(tensor), op, seconds), tensor)
+
+        return self._run("dist.all_reduce", tensors, opts, tensors, operation)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> OperationWork:
+        """Reduce tensors over all ranks, in place; those of one dtype in one message. Collective."""
+        opts, tensors = _options(c10d.AllreduceCoalescedOptions, opts, None), _listed(tensors)
+        op = opts.reduceOp
+
+        def operation(seconds: float) -> None:
+            for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+                same = [tensor for tensor in tensors if tensor.dtype == dtype]
+                flat = torch.cat([dense(tensor).reshape(-1) for tensor in same])
+                total = self._reduced("dist.all_reduce_coalesced", flat, op, seconds)
+                for tensor, part in zip(same, total.split([each.numel() for each in same]), strict=True):
+                    tensor.detach().copy_(part.view(tensor.shape))
+
+        return self._run("dist.all_reduce_coalesced", tensors, opts, tensors, operation)
+
+    def _reduce_sparse(self, tensor: torch.Tensor, op: Any, seconds: float) -> None:
+        """Sum a sparse tensor: the entries of all ranks are gathered and added. Collective."""
+        function = "dist.all_reduce"
+        if op != TorchOp.SUM:
+            raise RuntimeError(explain(function, "op", expected="SUM for a sparse tensor", got=_name_of(function, op)))
+        mine = tensor.coalesce()
+        indices, values = mine.indices().t().contiguous(), mine.values().contiguous()
+        form = (dtype_name(tensor.dtype), "sparse", tensor.sparse_dim())
+        with self._ranks.collective(function, "", form[0], tuple(tensor.shape), form[1:], timeout=seconds) as call:
+            counts = self._ranks.all_gather_int([len(values)])[:, 0].tolist()
+            found = []
+            for part in (indices, values):
+                rooms = [part.new_empty((count, *part.shape[1:])) for count in counts]
+                exchange.all_gather_into(self._ranks, call, bytes_of(part), [bytes_of(room) for room in rooms])
+                found.append(torch.cat(rooms))
+        total = torch.sparse_coo_tensor(found[0].t(), found[1], tensor.shape).coalesce()
+        tensor.copy_(total)
+
+    def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> OperationWork:
+        """Reduce tensors over all ranks, in place on the root; the others' keep their values. Collective."""
+        if not isinstance(opts, c10d.ReduceOptions):
+            root, opts = opts or 0, c10d.ReduceOptions()
+            opts.rootRank = root
+            if more:
+                opts.reduceOp = more[0]
+        tensors, root, op = _listed(tensors), opts.rootRank, opts.reduceOp
+
+        def operation(seconds: float) -> None:
+            for tensor in tensors:
+                flat = dense(tensor) if self._rank == root else dense(tensor).clone()
+                total = self._reduced("dist.reduce", flat, op, seconds, f"root {root}")
+                if self._rank == root:
+                    copy_back(total, tensor)
+
+        return self._run("dist.reduce", tensors, opts, tensors, operation)
+
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, *more: Any) -> OperationWork:
+        """Reduce lists of one tensor for each rank; each rank receives its own. Collective."""
+        if torch.is_tensor(output_tensors):
+            output_tensors, input_tensors = [output_tensors], [input_tensors]
+        opts = _options(c10d.ReduceScatterOptions, opts, None)
+        outputs, inputs, op = list(output_tensors), [list(each) for each in input_tensors], opts.reduceOp
+        function = "dist.reduce_scatter"
+
+        def operation(seconds: float) -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                self._check_list(function, "input_list", parts)
+                mine = parts[self._rank]
+                if (mine.dtype, mine.numel()) != (output.dtype, output.numel()):
+                    raise ValueError(_forms(function, "output", mine, output, self._rank))
+                flat = torch.cat([dense(part).reshape(-1) for part in parts])
+                self._reduce_scatter(function, output, flat, [part.numel() for part in parts], op, seconds)
+
+        return self._run(function, outputs, opts, [*outputs, *(part for parts in inputs for part in parts)], operation)
+
+    def _reduce_scatter(
+        self, function: str, output: torch.Tensor, flat: torch.Tensor, counts: Sequence[int], op: Any, seconds: float
+    ) -> None:
+        """Reduce a flat tensor of one part for each rank, and write this rank's into a tensor."""
+        name = _name_of(function, op)
+        if name in _BITWISE or name == "PREMUL_SUM" or flat.dtype == torch.bool or len(set(counts)) > 1:
+            total = self._reduced(function, flat.clone(), op, seconds, "" if len(set(counts)) == 1 else str(counts))
+            output.detach().copy_(total.split(list(counts))[self._rank].view(output.shape))
+            return
+        wide = flat.to(_WIDER.get(flat.dtype, flat.dtype))
+        direct = output.is_contiguous() and output.dtype == wide.dtype
+        mine = output.detach() if direct else torch.empty(output.shape, dtype=wide.dtype)
+        words = [name] if name == "AVG" else []
+        words += [dtype_name(flat.dtype)] if wide.dtype != flat.dtype else []
+        options = CommunicationOptions(timeout_seconds=seconds)
+        leaves, outs = Leaves(function, [wide.numpy()], " ".join(words)), [mine.view(-1).numpy()]
+        reduce_scatter(self._ranks, leaves, _REDUCTIONS[name], 0, options, True, outs)
+        if name == "AVG":
+            self._averaged(mine)
+        copy_back(mine, output)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> OperationWork:
+        """Reduce a tensor of one part for each rank; each rank receives its own. Collective."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> OperationWork:
+        """Do `reduce_scatter_single` for several tensors. Collective."""
+        opts, outputs, inputs = _options(c10d.ReduceScatterOptions, opts, None), list(outputs), list(inputs)
+        op, function = opts.reduceOp, "dist.reduce_scatter_tensor"
+        for output, whole in zip(outputs, inputs, strict=True):
+            if whole.numel() != output.numel() * self._size or whole.dtype != output.dtype:
+                raise ValueError(_forms(function, "input", output, whole, self._rank, self._size))
+
+        def operation(seconds: float) -> None:
+            for output, whole in zip(outputs, inputs, strict=True):
+                self._reduce_scatter(
+                    function, output, dense(whole).reshape(-1), [output.numel()] * self._size, op, seconds
+                )
+
+        return self._run(function, outputs, opts, [*outputs, *inputs], operation)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # broadcast, gather, scatter
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
+        """Overwrite tensors with the root's. Collective. Ranks compare dtype and number of elements, as torch documents."""
+        if opts is None or isinstance(opts, int):
+            root, opts = opts or 0, c10d.BroadcastOptions()
+            opts.rootRank = root
+        if timeout is not None:
+            opts.timeout = timeout
+        tensors, root, function = _listed(tensors), opts.rootRank, "dist.broadcast"
+
+        def operation(seconds: float) -> None:
+            for tensor in tensors:
+                flat = dense(tensor).reshape(-1)
+                data = bytes_of(flat)
+                with self._call(function, flat, f"root {root}", seconds, synchronize=self._meets(data.size)) as call:
+                    exchange.broadcast_into(self._ranks, call, data, root)
+                if self._rank != root:
+                    copy_back(flat.view(tensor.shape), tensor)
+
+        return self._run(function, tensors, opts, tensors, operation)
+
+    def _gather_into(
+        self, function: str, rooms: Sequence[torch.Tensor], own: torch.Tensor, seconds: float, detail: str = ""
+    ) -> None:
+        """Write every rank's tensor into contiguous tensors. Collective."""
+        forms = {tuple(room.shape) for room in rooms}
+        more = detail if len(forms) == 1 else (detail, *(tuple(room.shape) for room in rooms))
+        like = rooms[0] if len(forms) == 1 else own.new_empty(0)
+        most = max(room.numel() * room.element_size() for room in rooms)
+        with self._call(function, like, more, seconds, synchronize=self._meets(most)) as call:
+            exchange.all_gather_into(self._ranks, call, bytes_of(own), [bytes_of(room) for room in rooms])
+
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> OperationWork:
+        """Write every rank's tensor into a list of tensors. Collective."""
+        if torch.is_tensor(input_tensors):
+            output_tensors, input_tensors = [output_tensors], [input_tensors]
+        opts = _options(c10d.AllgatherOptions, opts, None)
+        outputs, inputs = [list(each) for each in output_tensors], list(input_tensors)
+        function = "dist.all_gather"
+        for rooms in outputs:
+            self._check_list(function, "tensor_list", rooms)
+
+        def operation(seconds: float) -> None:
+            for rooms, tensor in zip(outputs, inputs, strict=True):
+                self._gather_list(function, rooms, tensor, seconds)
+
+        return self._run(function, outputs, opts, [*inputs, *(room for rooms in outputs for room in rooms)], operation)
+
+    def _gather_list(self, function: str, rooms: Sequence[torch.Tensor], tensor: torch.Tensor, seconds: float) -> None:
+        mine = rooms[self._rank]
+        if (mine.dtype, mine.numel()) != (tensor.dtype, tensor.numel()):
+            raise ValueError(_forms(function, f"tensor_list[{self._rank}]", tensor, mine, self._rank))
+        own, flats = dense(tensor), [dense(room) for room in rooms]
+        if any(own.data_ptr() == flat.data_ptr() for flat in flats):
+            own = own.clone()
+        self._gather_into(function, flats, own, seconds)
+        for flat, room in zip(flats, rooms, strict=True):
+            copy_back(flat, room)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> OperationWork:
+        """Write every rank's tensor into one tensor, in the order of ranks. Collective."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> OperationWork:
+        """Do `all_gather_single` for several tensors. Collective."""
+        opts, outputs, inputs = _options(c10d.AllgatherOptions, opts, None), list(outputs), list(inputs)
+        function = "dist.all_gather_into_tensor"
+        for output, tensor in zip(outputs, inputs, strict=True):
+            if output.numel() != tensor.numel() * self._size or output.dtype != tensor.dtype:
+                raise ValueError(_forms(function, "output_tensor", tensor, output, self._rank, self._size))
+
+        def operation(seconds: float) -> None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                whole, own = dense(output), dense(tensor)
+                rooms = whole.reshape(self._size, *own.shape).unbind()
+                if whole.data_ptr() <= own.data_ptr() < whole.data_ptr() + whole.nbytes:
+                    own = own.clone()
+                self._gather_into(function, rooms, own, seconds)
+                copy_back(whole, output)
+
+        return self._run(function, outputs, opts, [*outputs, *inputs], operation)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> OperationWork:
+        """Write every rank's list of tensors into lists, one for each rank. Collective."""
+        opts = _options(c10d.AllgatherOptions, opts, None)
+        lists, inputs, function = [list(each) for each in output_lists], list(input_list), "dist.all_gather_coalesced"
+        self._check_list(function, "output_tensor_lists", lists)
+
+        def operation(seconds: float) -> None:
+            for index, tensor in enumerate(inputs):
+                self._gather_list(function, [each[index] for each in lists], tensor, seconds)
+
+        return self._run(function, lists, opts, inputs, operation)
+
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
+        """Write every rank's tensor into a list of tensors on the root. Collective."""
+        if torch.is_tensor(input_tensors):
+            root, opts = opts or 0, c10d.GatherOptions()
+            opts.rootRank = root
+            output_tensors, input_tensors = [output_tensors] if output_tensors else [], [input_tensors]
+        opts = opts or c10d.GatherOptions()
+        root, function = opts.rootRank, "dist.gather"
+        outputs, (tensor,) = [list(each) for each in output_tensors], list(input_tensors)
+        if self._rank == root:
+            self._check_list(function, "gather_list", outputs[0])
+            for room in outputs[0]:
+                if (room.dtype, room.numel()) != (tensor.dtype, tensor.numel()):
+                    raise ValueError(_forms(function, "gather_list", tensor, room, self._rank))
+
+        def operation(seconds: float) -> None:
+            own, none = dense(tensor), [np.empty(0, np.uint8)] * self._size
+            rooms = [dense(room) for room in outputs[0]] if self._rank == root else []
+            to = [bytes_of(own) if rank == root else none[0] for rank in range(self._size)]
+            self._exchange(function, own, f"root {root}", to, [bytes_of(room) for room in rooms] or none, seconds)
+            for flat, room in zip(rooms, outputs[0] if rooms else (), strict=True):
+                copy_back(flat, room)
+
+        return self._run(function, outputs, opts, [tensor, *(room for rooms in outputs for room in rooms)], operation)
+
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
+        """Write the root's tensors, one for each rank, into the ranks' tensors. Collective."""
+        if torch.is_tensor(output_tensors):
+            root, opts = opts or 0, c10d.ScatterOptions()
+            opts.rootRank = root
+            output_tensors, input_tensors = [output_tensors], [input_tensors] if input_tensors else []
+        opts = opts or c10d.ScatterOptions()
+        root, function = opts.rootRank, "dist.scatter"
+        (output,), inputs = list(output_tensors), [list(each) for each in input_tensors]
+        if self._rank == root:
+            self._check_list(function, "scatter_list", inputs[0])
+            for part in inputs[0]:
+                if (part.dtype, part.numel()) != (output.dtype, output.numel()):
+                    raise ValueError(_forms(function, "scatter_list", output, part, self._rank))
+
+        def operation(seconds: float) -> None:
+            flat, none = dense(output), [np.empty(0, np.uint8)] * self._size
+            to = [bytes_of(dense(part)) for part in inputs[0]] if self._rank == root else none
+            come = [bytes_of(flat) if rank == root else none[0] for rank in range(self._size)]
+            self._exchange(function, flat, f"root {root}", to, come, seconds)
+            copy_back(flat, output)
+
+        return self._run(function, [output], opts, [output, *(part for parts in inputs for part in parts)], operation)
+
+    def _exchange(
+        self,
+        function: str,
+        like: torch.Tensor,
+        detail: str,
+        to: Sequence[np.ndarray],
+        come: Sequence[np.ndarray],
+        seconds: float,
+    ) -> None:
+        """Send each rank some bytes, of which no message is larger than a tensor. Collective."""
+        largest = like.numel() * like.element_size()
+        staged = exchange.staged(self._ranks, largest) and largest > 0
+        with self._call(function, like, detail, seconds, synchronize=not staged) as call:
+            exchange.exchange(self._ranks, call, to, come, largest)
+
+    # all-to-all
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> OperationWork:
+        """Send each rank a part of a tensor, cut along its first dimension, and write what comes into another. Collective."""
+        opts, function = _options(c10d.AllToAllOptions, opts, None), "dist.all_to_all_single"
+        coming = _splits(function, "output", output, output_split_sizes, self._size)
+        going = _splits(function, "input", input, input_split_sizes, self._size)
+        equal = not output_split_sizes and not input_split_sizes
+        if output.dtype != input.dtype or (equal and output.numel() != input.numel()):
+            raise ValueError(_forms(function, "output", input, output, self._rank))
+
+        def operation(seconds: float) -> None:
+            flat, whole = dense(input), dense(output)
+            to, come = _cut(bytes_of(flat), going), _cut(bytes_of(whole), coming)
+            if equal:
+                part = flat.reshape(self._size, -1)[0]
+                self._exchange(function, part, "equal parts", to, come, seconds)
+            else:
+                self._exchange_unequal(function, flat, to, come, seconds)
+            copy_back(whole, output)
+
+        return self._run(function, [output], opts, [output, input], operation)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> OperationWork:
+        """Send each rank a tensor, and write what comes into tensors. Collective."""
+        opts, function = _options(c10d.AllToAllOptions, opts, None), "dist.all_to_all"
+        outputs, inputs = list(output_tensors), list(input_tensors)
+        self._check_list(function, "output_tensor_list", outputs)
+        self._check_list(function, "input_tensor_list", inputs)
+
+        def operation(seconds: float) -> None:
+            flats, parts = [dense(output) for output in outputs], [dense(tensor) for tensor in inputs]
+            to, come = [bytes_of(part) for part in parts], [bytes_of(flat) for flat in flats]
+            self._exchange_unequal(function, parts[0], to, come, seconds)
+            for flat, output in zip(flats, outputs, strict=True):
+                copy_back(flat, output)
+
+        return self._run(function, outputs, opts, [*outputs, *inputs], operation)
+
+    def _exchange_unequal(
+        self,
+        function: str,
+        like: torch.Tensor,
+        to: Sequence[np.ndarray],
+        come: Sequence[np.ndarray],
+        seconds: float,
+    ) -> None:
+        """Send each rank some bytes, after the ranks have compared how many. Collective."""
+        dtype = dtype_name(like.dtype)
+        with self._ranks.collective(function, "", dtype, None, "split sizes", timeout=seconds) as call:
+            table = np.array([[part.size, max(each.size for each in to)] for part in to], np.int64)
+            found = exchange.all_to_all(self._ranks, call, table)
+            lengths, largest = found[:, 0].tolist(), int(found[:, 1].max())
+            wrong = [rank for rank, room in enumerate(come) if room.size != lengths[rank]]
+            rooms = [np.empty(length, np.uint8) for length in lengths] if wrong else come
+            exchange.exchange(self._ranks, call, to, rooms, largest)
+        if wrong:
+            item, rank = like.element_size(), wrong[0]
+            expected, got = f"{come[rank].size // item} elements from rank {rank}", f"{lengths[rank] // item}"
+            remedy = "What a rank sends to another is what that one receives: compare the split sizes of both"
+            raise CollectiveMismatchError(
+                explain(function, "output", expected=expected, got=got, remedy=remedy, rank=self._rank)
+            )
+
+    # barriers
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> OperationWork:
+        """Wait until all ranks are here. Collective."""
+        opts = opts or c10d.BarrierOptions()
+        if timeout is not None:
+            opts.timeout = timeout
+        return self._run(
+            "dist.barrier",
+            [],
+            opts,
+            (),
+            lambda seconds: self._ranks.barrier(timeout=seconds, function="dist.barrier"),
+        )
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait until all ranks are here; rank 0 names those that are not. Collective. The group is of use after an error."""
+        seconds = seconds_of(timeout)
+        if seconds is None:
+            seconds = 0.0 if timeout is not None else self._seconds(None)
+        self._monitored += 1
+        monitored_barrier(self._ranks, self._monitored, seconds, wait_all_ranks)
+
+    # messages between two ranks
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> OperationWork:
+        """Send a tensor to a rank."""
+        (tensor,) = _listed(tensors)
+        self._check("dist.send", [tensor])
+        with _profiled("dist.send"):
+            return self._transfers.send(tensor, dst, tag, self._seconds(None), _line_of_call())
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> OperationWork:
+        """Receive a tensor from a rank."""
+        return self._receive(tensors, src, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> OperationWork:
+        """Receive a tensor from any rank."""
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: Any, source: int | None, tag: int) -> OperationWork:
+        (tensor,) = _listed(tensors)
+        self._check("dist.recv", [tensor])
+        with _profiled("dist.recv"):
+            return self._transfers.receive(tensor, source, tag, self._seconds(None), _line_of_call())
+
+    def _check_list(self, function: str, argument: str, tensors: Sequence[Any]) -> None:
+        if len(tensors) != self._size:
+            expected = f"a list of {self._size} tensors, one for each rank"
+            raise ValueError(explain(function, argument, expected=expected, got=f"{len(tensors)}", rank=self._rank))
+
+
+def _multiple() -> int:
+    from mpi4py import MPI
+
+    return int(MPI.THREAD_MULTIPLE)
+
+
+def _name_of(function: str, op: Any) -> str:
+    """Return the name of a reduction. torch's members are equal to it only where it stands on the left."""
+    for name in (*_REDUCTIONS, *_BITWISE):
+        if op == getattr(TorchOp, name):
+            return name
+    raise ValueError(explain(function, "op", expected=f"one of {', '.join((*_REDUCTIONS, *_BITWISE))}", got=str(op)))
+
+
+def _options(kind: type[Any], opts: Any, timeout: Any) -> Any:
+    """Return the options of a call, which may be given as a reduction, or not at all."""
+    if opts is None:
+        opts = kind()
+    elif not isinstance(opts, kind) and isinstance(opts, (TorchOp, TorchOp.RedOpType)):
+        op, opts = opts, kind()
+        opts.reduceOp = op
+    if timeout is not None:
+        opts.timeout = timeout
+    return opts
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if torch.is_tensor(tensors) else list(tensors)
+
+
+def _forms(function: str, argument: str, like: torch.Tensor, tensor: torch.Tensor, rank: int, times: int = 1) -> str:
+    """Return the text of an error about a tensor that does not fit another."""
+    count = f"{like.numel()} elements" if times == 1 else f"{times} x {like.numel()} elements"
+    expected = f"{count} of {dtype_name(like.dtype)}"
+    got = f"{tensor.numel()} of {dtype_name(tensor.dtype)}"
+    return explain(function, argument, expected=expected, got=got, rank=rank)
+
+
+def _splits(function: str, which: str, tensor: torch.Tensor, sizes: Sequence[int] | None, count: int) -> list[int]:
+    """Return how many bytes of a tensor belong to each rank."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    row = tensor.numel() // rows * tensor.element_size() if rows else 0
+    if not sizes:
+        if rows % count:
+            expected, got = f"a first dimension that {count} ranks divide", f"{rows}"
+            raise ValueError(explain(function, which, expected=expected, got=got))
+        sizes = [rows // count] * count
+    elif len(sizes) != count or sum(sizes) != rows or min(sizes) < 0:
+        expected = f"{count} sizes, one for each rank, that make the {rows} rows of the tensor"
+        raise ValueError(explain(function, f"{which}_split_sizes", expected=expected, got=repr(list(sizes))))
+    return [int(size) * row for size in sizes]
+
+
+def _cut(data: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    return np.split(data, np.cumsum(lengths)[:-1])
+
+
+def _line_of_call() -> str:
+    """Return `file:line` of the user's code in this thread; "" where there is none, as in a thread of autograd."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if is_user_code(frame.f_code.co_filename):
+            return user_line(threading.get_ident())
+        frame = frame.f_back
+    return ""
+
+
+@contextlib.contextmanager
+def _profiled(function: str) -> Iterator[None]:
+    """Show an operation in torch's profiler, where that runs."""
+    if not torch.autograd._profiler_enabled():
+        yield
+        return
+    with torch.profiler.record_function(f"{NAME}:{function.removeprefix('dist.')}"):
+        yield

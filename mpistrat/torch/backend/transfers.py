@@ -1,0 +1,304 @@
+"""Messages between two ranks of a group: send, recv, and recv from any rank.
+
+A receive is not posted to MPI: the group keeps its receives in the order of their calls and probes for their messages. So the
+length of each is compared before data moves. Messages from any source need it: MPICH 5.0.2 loses them between several hosts where
+the receive was posted.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.futures import Future
+
+from ...base.errors import CollectiveMismatchError, PeerExitError, explain
+from ...base.waiting import PeerWait, wait_until
+from ...comm.process_group import ProcessGroup
+from .work import OperationWork, seconds_of, torch_error
+
+__all__ = ["Transfers", "bytes_of", "copy_back", "dense", "form_of"]
+
+_CHECKED = 1 << 16  # bytes of the largest message that carries its dtype
+_LAST_MESSAGES = 0.2  # seconds for messages of a rank that has left
+
+_DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
+_CODES = {dtype: code for code, dtype in enumerate(dict.fromkeys(_DTYPES))}
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor without history and contiguous: its own memory where that is contiguous."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def bytes_of(flat: torch.Tensor) -> np.ndarray:
+    """Return the memory of a contiguous tensor as a flat uint8 array."""
+    return flat.reshape(-1).view(torch.uint8).numpy()
+
+
+def copy_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy a result into a tensor, unless it is the tensor's memory."""
+    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+        with torch.no_grad():
+            tensor.detach().copy_(flat)
+
+
+def form_of(tensor: torch.Tensor) -> str:
+    """Return dtype and shape of a tensor in words.
+
+    Example:
+        >>> form_of(torch.zeros(2, 3))
+        'float32 (2, 3)'
+    """
+    return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch.".
+
+    Example:
+        >>> dtype_name(torch.bfloat16)
+        'bfloat16'
+    """
+    return str(dtype)[6:]
+
+
+@final
+class Transfers:
+    """The messages of one group. Any thread may call it.
+
+    Args:
+        ranks: the group, whose communicator carries the messages.
+    """
+
+    def __init__(self, ranks: ProcessGroup) -> None:
+        self.ranks, self.comm = ranks, ranks.topology.comm
+        self._lock = threading.Lock()
+        self._receives: list[ReceiveWork] = []  # without a message, in the order of their calls
+
+    def send(self, tensor: torch.Tensor, target: int, tag: int, seconds: float, line: str) -> SendWork:
+        """Start to send a tensor."""
+        self._check("dist.send", target, tag)
+        flat = dense(tensor)
+        data = bytes_of(flat)
+        if data.size <= _CHECKED:
+            data = np.append(data, np.uint8(_CODES[flat.dtype]))
+        with self._lock:
+            request = self.comm.Isend([data, _byte()], target, tag)
+        what = f"dist.send of {form_of(tensor)} to rank {target}"
+        return SendWork(self, what, [tensor], request, data, target, seconds, line)
+
+    def receive(self, tensor: torch.Tensor, source: int | None, tag: int, seconds: float, line: str) -> ReceiveWork:
+        """Start to receive a tensor, from any rank where `source` is None."""
+        self._check("dist.recv", source, tag)
+        sender = "any rank" if source is None else f"rank {source}"
+        work = ReceiveWork(self, f"dist.recv of {form_of(tensor)} from {sender}", tensor, source, tag, seconds, line)
+        with self._lock:
+            self._receives.append(work)
+        return work
+
+    def _check(self, function: str, peer: int | None, tag: int) -> None:
+        from mpi4py import MPI
+
+        topology = self.ranks.topology
+        if self.ranks.closed or self.comm is None:
+            raise RuntimeError(explain(function, "", expected="a group of several ranks", got=f"{topology.size}"))
+        if peer is not None and (not 0 <= peer < topology.size or peer == topology.rank):
+            expected = f"another rank of the group, 0 <= rank < {topology.size}"
+            raise ValueError(explain(function, "", expected=expected, got=repr(peer), rank=topology.rank))
+        most = self.comm.Get_attr(MPI.TAG_UB)
+        if not 0 <= tag <= most:
+            raise ValueError(
+                explain(function, "tag", expected=f"0 <= tag <= {most}, the largest of MPI", got=repr(tag))
+            )
+        if peer is None:
+            self.ranks.contacts.update(range(topology.size))
+        else:
+            self.ranks.contacts.add(peer)
+        self.ranks.contacts.discard(topology.rank)
+
+    def forget(self, work: ReceiveWork) -> None:
+        """Take a receive that failed out of the order."""
+        with self._lock:
+            if work in self._receives:
+                self._receives.remove(work)
+
+    def progress(self) -> None:
+        """Look for the messages of the receives in the order of their calls."""
+        from mpi4py import MPI
+
+        with self._lock:
+            for work in list(self._receives):
+                if work.matched:  # by a message that was found for a later one
+                    continue
+                status = MPI.Status()
+                source = MPI.ANY_SOURCE if work.sender is None else work.sender
+                message = self.comm.Improbe(source, work.tag, status)
+                if message is not None:
+                    found = status.Get_source()
+                    first = next(each for each in self._receives if each.accepts(found, work.tag))
+                    first.start(message, found, status.Get_count(MPI.BYTE))
+            self._receives = [work for work in self._receives if not work.matched]
+
+
+def _byte() -> Any:
+    from mpi4py import MPI
+
+    return MPI.BYTE
+
+
+class _Transfer(OperationWork):
+    """A message that is under way. MPI moves it while a thread tests it."""
+
+    def __init__(
+        self, transfers: Transfers, what: str, tensors: list[torch.Tensor], peers: list[int], seconds: float, line: str
+    ) -> None:
+        super().__init__(what, tensors)
+        self._transfers, self._peers, self._seconds, self._line = transfers, peers, seconds, line
+        self._testing = threading.Lock()
+
+    def _arrived(self) -> bool:
+        raise NotImplementedError
+
+    def _test(self) -> bool:
+        """Return True if the transfer has ended; an error of it is its outcome."""
+        with self._testing:
+            if self._event.is_set():
+                return True
+            try:
+                if not self._arrived():
+                    return False
+                error = None
+            except Exception as failure:
+                error = torch_error(failure, self._line)
+        self.finish(error)
+        return True
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        seconds = seconds_of(timeout) or self._seconds
+        if not self._test():
+            patience = PeerWait(self._transfers.ranks, self.what, self._peers, seconds=seconds)
+            try:
+                while not self._test():
+                    patience.pause()
+            except PeerExitError as error:  # its last messages may be on the way
+                if not wait_until(self._test, _LAST_MESSAGES):
+                    raise self._lost(error) from None
+            except Exception as error:
+                raise self._lost(error) from None
+        return super().wait()
+
+    def _lost(self, error: Exception) -> Exception:
+        return torch_error(error, self._line)
+
+    def is_completed(self) -> bool:
+        return self._test()
+
+    def get_future(self) -> Future[Any]:
+        future = super().get_future()
+        if not self._test():
+            threading.Thread(target=self._wait_for_future, name="mpistrat transfer", daemon=True).start()
+        return future
+
+    def _wait_for_future(self) -> None:
+        try:
+            self.wait()
+        except Exception as error:
+            if not self._event.is_set():
+                self.finish(error)
+
+
+@final
+class SendWork(_Transfer):
+    """A send."""
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        what: str,
+        tensors: list[torch.Tensor],
+        request: Any,
+        data: np.ndarray,
+        target: int,
+        seconds: float,
+        line: str,
+    ) -> None:
+        super().__init__(transfers, what, tensors, [target], seconds, line)
+        self._request, self._data = request, data
+
+    def _arrived(self) -> bool:
+        return bool(self._request.Test())
+
+
+@final
+class ReceiveWork(_Transfer):
+    """A receive.
+
+    Attributes:
+        sender: the rank that it waits for; None for any.
+        tag: the tag of the message.
+        matched: whether its message was found.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        what: str,
+        tensor: torch.Tensor,
+        sender: int | None,
+        tag: int,
+        seconds: float,
+        line: str,
+    ) -> None:
+        topology = transfers.ranks.topology
+        peers = [rank for rank in range(topology.size) if rank != topology.rank] if sender is None else [sender]
+        super().__init__(transfers, what, [tensor], peers, seconds, line)
+        self.sender, self.tag, self.matched = sender, tag, False
+        self._tensor, self._flat = tensor, dense(tensor)
+        self._request: Any = None
+        self._data: np.ndarray | None = None
+
+    def accepts(self, source: int, tag: int) -> bool:
+        """Return True if a message of a rank with a tag is this receive's."""
+        return not self.matched and self.tag == tag and self.sender in (None, source)
+
+    def start(self, message: Any, source: int, length: int) -> None:
+        """Start to receive the message that was found, of so many bytes."""
+        own = bytes_of(self._flat)
+        direct = length == own.size > _CHECKED
+        self._data = own if direct else np.empty(length, np.uint8)
+        self._request = message.Irecv([self._data, _byte()])
+        self.matched, self.source = True, source
+
+    def _arrived(self) -> bool:
+        if not self.matched:
+            self._transfers.progress()
+        if self._request is None or not self._request.Test():
+            return False
+        own, data = bytes_of(self._flat), self._data
+        if data is not None and data.ctypes.data != own.ctypes.data:
+            self._compare(data, own.size)
+            own[:] = data[: own.size]
+        copy_back(self._flat, self._tensor)
+        return True
+
+    def _compare(self, data: np.ndarray, nbytes: int) -> None:
+        """Raise CollectiveMismatchError unless the message has the length and the dtype of the tensor."""
+        small = data.size <= _CHECKED + 1
+        length = data.size - 1 if small else data.size
+        code = int(data[-1]) if small else _CODES[self._flat.dtype]
+        if length == nbytes and code == _CODES[self._flat.dtype]:
+            return
+        dtype = f" of {dtype_name(list(_CODES)[code])}" if small else ""
+        raise CollectiveMismatchError(
+            f"rank {self._transfers.ranks.topology.rank}: {self.what}: expected {nbytes} bytes of"
+            f" {dtype_name(self._flat.dtype)}, got {length} bytes{dtype} from rank {self.source}. Send and receive tensors of"
+            " one size and dtype"
+        )
+
+    def _lost(self, error: Exception) -> Exception:
+        self._transfers.forget(self)
+        return super()._lost(error)

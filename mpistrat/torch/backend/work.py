@@ -1,0 +1,129 @@
+"""The Work of an operation: the object that torch.distributed returns for `async_op=True`, and its future."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any, final
+
+import torch.distributed as dist
+from torch.futures import Future
+
+from ...base.errors import CollectiveTimeoutError, MpistratError
+
+__all__ = ["OperationWork", "seconds_of", "torch_error"]
+
+_classes: dict[type[MpistratError], type[Exception]] = {}
+
+
+def seconds_of(timeout: timedelta | float | None) -> float | None:
+    """Return torch's timeout in seconds; None for none, and for torch's negative "unset"."""
+    if timeout is None:
+        return None
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    return seconds if seconds > 0 else None
+
+
+def torch_error(error: Exception, line: str) -> Exception:
+    """Return an error of the package as one that is a RuntimeError, too, as torch's own are, with the user's line in its text."""
+    if not isinstance(error, MpistratError):
+        return error
+    first, newline, rest = str(error).partition("\n")
+    colon = ":" if newline and first.endswith(":") else ""
+    kind = " (a timeout of the process group)" if isinstance(error, CollectiveTimeoutError) else ""
+    where = f", called at {line}" if line else ""
+    changed = _torch_class(type(error))(f"{first.removesuffix(colon)}{kind}{where}{colon}{newline}{rest}")
+    changed.__dict__.update(error.__dict__)
+    changed.__cause__ = error.__cause__
+    return changed.with_traceback(error.__traceback__)
+
+
+def _torch_class(plain: type[MpistratError]) -> type[Exception]:
+    if issubclass(plain, RuntimeError):
+        return plain
+    if plain not in _classes:
+        _classes[plain] = type(
+            plain.__name__, (plain, RuntimeError), {"__module__": plain.__module__, "__doc__": plain.__doc__}
+        )
+    return _classes[plain]
+
+
+class OperationWork(dist.Work):
+    """The state of one operation. The thread that runs it calls `finish`.
+
+    Attributes:
+        what: the operation, as "dist.all_reduce".
+        source: the sender of a finished receive, by its rank in the group; -1 for all else.
+    """
+
+    def __init__(self, what: str, result: Any) -> None:
+        super().__init__()
+        self.what, self.source = what, -1
+        self._result = result
+        self._error: Exception | None = None
+        self._event, self._lock = threading.Event(), threading.Lock()
+        self._future: Future[Any] | None = None
+
+    @final
+    def finish(self, error: Exception | None = None) -> None:
+        """Set the outcome, wake the waiting threads and run the callbacks of the future in this thread."""
+        with self._lock:
+            self._error = error
+            self._event.set()
+            future = self._future
+        if future is not None:
+            self._fill(future)
+
+    def _fill(self, future: Future[Any]) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._result)
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Wait until the operation has ended, and raise its error if it has failed.
+
+        Raises:
+            RuntimeError: the operation runs longer than `timeout`; it goes on.
+        """
+        if not self._event.wait(seconds_of(timeout)):
+            text = f"{self.what}: Timed out waiting {timeout} for the operation, which goes on"
+            raise torch_error(CollectiveTimeoutError(text), "")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """Wait until the operation has ended."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return True if the operation has ended."""
+        return self._event.is_set()
+
+    def is_success(self) -> bool:
+        """Return True if the operation has ended without an error."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """Return the error of a failed operation."""
+        return self._error
+
+    def result(self) -> Any:
+        """Return the tensors of the operation."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """Return the sender of a finished receive."""
+        return self.source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[Any]:
+        """Return the future that the operation fills: with its tensors, or with its error."""
+        with self._lock:
+            if self._future is None:
+                self._future = Future()
+                if self._event.is_set():
+                    self._fill(self._future)
+            return self._future

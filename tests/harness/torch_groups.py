@@ -1,0 +1,47 @@
+"""Process groups of torch.distributed on the backend of this package, for tests on ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+
+import torch.distributed as dist
+
+NAME = "mpistrat"
+
+
+def register():
+    """Make torch know the backend."""
+    from mpistrat.torch.backend.group import create
+
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+
+
+def start(seconds=60.0, backend=NAME):
+    """Make the default group of all ranks."""
+    from mpi4py import MPI
+
+    register()
+    world, limit = MPI.COMM_WORLD, datetime.timedelta(seconds=seconds)
+    port, store = None, None
+    if world.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world.size, True, limit, wait_for_workers=False)
+        port = store.port
+    port = world.bcast(port, 0)
+    if store is None:
+        store = dist.TCPStore("127.0.0.1", port, world.size, False, limit, wait_for_workers=False)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
+
+
+@contextlib.contextmanager
+def default_group(seconds=60.0, backend=NAME):
+    """Open the default group of all ranks for a `with` block."""
+    from mpi4py import MPI
+
+    start(seconds, backend)
+    try:
+        yield dist.group.WORLD
+        MPI.COMM_WORLD.Barrier()  # rank 0 has the store
+    finally:
+        dist.destroy_process_group()

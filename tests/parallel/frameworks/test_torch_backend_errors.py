@@ -1,0 +1,200 @@
+"""Wrong use of torch.distributed on the backend of this package: each error names the rank, the call and the user's line."""
+
+import re
+from datetime import timedelta
+from time import monotonic, sleep
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
+
+import torch.distributed as dist  # noqa: E402
+
+import mpistrat as ms  # noqa: E402
+from tests.harness.torch_groups import default_group  # noqa: E402
+from tests.harness.torch_operations import CALLS, ROOTED, call, function_of  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+WITH_TENSORS = [name for name in CALLS if name != "barrier"]
+
+
+@pytest.fixture
+def group():
+    with default_group() as group:
+        yield group
+
+
+def check_mismatch(name, **wrong):
+    """Make a call that differs on the last rank, then a right one."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with pytest.raises(ms.errors.CollectiveMismatchError) as caught:
+        call(name, **(wrong if rank == ranks - 1 else {}))
+    text = str(caught.value)
+    assert isinstance(caught.value, RuntimeError), "as torch's own"
+    assert re.search(rf"ranks? 0.*{re.escape(function_of(name))}.*; rank {ranks - 1}: ", text) or "expected" in text, text
+    assert "called at torch_operations.py:" in text
+    call(name)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", [name for name in WITH_TENSORS if name != "all_to_all"])
+def test_other_shapes_and_dtypes(group, name):
+    check_mismatch(name, size=5)
+    check_mismatch(name, dtype=torch.float64)
+    check_mismatch(name, dtype=torch.int32)
+    if "sparse" not in name:
+        check_mismatch(name, dtype=torch.bfloat16)
+
+
+@pytest.mark.ranks(2)
+def test_other_shapes_and_dtypes_of_parts(group):
+    """The sizes of an all-to-all differ by rank: a rank compares what it expects with what comes."""
+    check_mismatch("all_to_all", dtype=torch.float64)
+    with pytest.raises(
+        ms.errors.CollectiveMismatchError, match=r"dist\.all_to_all: output: expected \d elements from rank"
+    ):
+        call("all_to_all", size=4 + dist.get_rank())
+    call("all_to_all")
+    rank = dist.get_rank()
+    going = [1, 2] if rank == 0 else [3, 1]
+    coming = [1, 3] if rank == 0 else [1, 1]
+    output = torch.zeros(sum(coming))
+    if rank == 1:
+        with pytest.raises(
+            RuntimeError, match="rank 1: dist.all_to_all_single: output: expected 1 elements from rank 0, got 2"
+        ):
+            dist.all_to_all_single(output, torch.ones(sum(going)), coming, going)
+    else:
+        dist.all_to_all_single(output, torch.ones(sum(going)), coming, going)
+        assert (output == 1).all()
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ROOTED)
+def test_other_roots(group, name):
+    check_mismatch(name, root=1)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", WITH_TENSORS)
+def test_other_operations(group, name):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with pytest.raises(
+        ms.errors.CollectiveMismatchError, match=rf"{re.escape(function_of(name))}.*; rank {ranks - 1}: dist.barrier"
+    ):
+        call("barrier" if rank == ranks - 1 else name)
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="SUM|sum") as caught:
+        dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX if rank == ranks - 1 else dist.ReduceOp.SUM)
+    assert "ranks entered different collectives" in str(caught.value)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", CALLS)
+def test_late_ranks(group, name):
+    own, done = dist.new_group(timeout=timedelta(seconds=0.4)), dist.new_group()
+    call(name, group=own)
+    if dist.get_rank() == 0:
+        start = monotonic()
+        text = rf"{re.escape(function_of(name))}.*rank 0 waited 0\.4 s for rank 1.*a timeout of .*called at torch_operations\.py"
+        with pytest.raises(ms.errors.CollectiveTimeoutError, match=text) as caught:
+            call(name, group=own)
+        assert monotonic() - start < 10
+        assert isinstance(caught.value, RuntimeError)
+        assert "rank 1 in dist.barrier" in str(caught.value) or "rank 1 not in" in str(caught.value)
+    dist.barrier(done)
+    if dist.get_rank() == 1:
+        with pytest.raises(ms.errors.CollectiveTimeoutError, match="gave up"):
+            call(name, group=own)
+
+
+@pytest.mark.ranks(2)
+def test_late_messages(group):
+    own = dist.new_group(timeout=timedelta(seconds=0.3))
+    if dist.get_rank() == 0:
+        for source, whom in ((1, "rank 1"), (None, "any rank")):
+            text = rf"dist\.recv of float32 \(3,\) from {whom}: rank 0 waited 0\.3 s.*called at test_torch_backend_errors\.py"
+            with pytest.raises(ms.errors.CollectiveTimeoutError, match=text):
+                dist.recv(torch.empty(3), source, group=own)
+    else:
+        sleep(4)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.send(torch.full((3,), 7.0), 0, group=own)
+    else:
+        room = torch.empty(3)
+        dist.recv(room, 1, group=own)
+        assert (room == 7).all()
+
+
+@pytest.mark.ranks(2)
+def test_tensors_elsewhere_and_wrong_arguments(group):
+    rank = dist.get_rank()
+    with pytest.raises(
+        RuntimeError,
+        match=rf"rank {rank}: dist\.all_reduce: tensor: expected tensors on the CPU.*got one on meta.*nccl",
+    ):
+        dist.all_reduce(torch.ones(3, device="meta"))
+    with pytest.raises(RuntimeError, match="expected tensors on the CPU"):
+        dist.send(torch.ones(3, device="meta"), 1 - rank)
+    with pytest.raises(ValueError, match=r"tensor_list: expected a list of 2 tensors, one for each rank, got 1"):
+        dist.all_gather([torch.ones(3)], torch.ones(3))
+    with pytest.raises(ValueError, match="output_tensor: expected 2 x 3 elements of float32, got 5 of float32"):
+        dist.all_gather_single(torch.ones(5), torch.ones(3))
+    with pytest.raises(ValueError, match="expected a first dimension that 2 ranks divide, got 3"):
+        dist.all_to_all_single(torch.ones(3), torch.ones(3))
+    with pytest.raises(RuntimeError, match="SUM for a sparse tensor, got MAX"):
+        dist.all_reduce(torch.sparse_coo_tensor([[0]], [1.0], (2,)), dist.ReduceOp.MAX)
+    dist.barrier()
+
+
+EXIT = """
+import sys, torch, torch.distributed as dist
+from tests.harness.torch_groups import start
+from tests.harness.torch_operations import CALLS, call, function_of
+import mpistrat as ms
+
+start(30)
+groups = {name: dist.new_group() for name in CALLS}
+recv = dist.new_group()
+dist.barrier()
+if dist.get_rank() == 1:
+    sys.exit(3)
+for name, group in groups.items():
+    try:
+        call(name, group=group)
+    except ms.errors.PeerExitError as error:
+        print(name, "OK" if f"rank 1 left the program with status 3 while rank 0 was in {function_of(name)}" in str(error)
+              and "called at torch_operations.py" in str(error) else error, flush=True)
+try:
+    dist.recv(torch.empty(3), 1, group=recv)
+except ms.errors.PeerExitError as error:
+    print("recv", "OK" if "rank 1 left the program while rank 0 was in dist.recv" in str(error) else error, flush=True)
+sys.exit(3)
+"""
+
+
+def test_ranks_that_left(mpi_run):
+    result = mpi_run(EXIT, 2, timeout=120)
+    for name in (*CALLS, "recv"):
+        assert f"{name} OK" in result.stdout, result.stdout + result.stderr
+    assert result.seconds < 110
+
+
+RAISE = """
+import torch, torch.distributed as dist
+from tests.harness.torch_groups import start
+start(30)
+dist.barrier()
+if dist.get_rank() == 1:
+    raise ValueError("the bug of rank 1")
+dist.recv(torch.empty(3), 1)
+"""
+
+
+def test_a_rank_that_raises(mpi_run):
+    result = mpi_run(RAISE, 2, timeout=120)
+    assert result.returncode != 0
+    assert "the bug of rank 1" in result.stderr
+    assert "the job ends because of rank 1: ValueError: the bug of rank 1" in result.stderr
