@@ -31,6 +31,9 @@ _FUNCTION = "init_process_group"
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
 _CONNECT = 2.0  # seconds in which a node of the job answers
 _comm: Any = None  # given to `use`
+_server: Any = (
+    None  # rank 0's store, kept until the next rendezvous: other ranks may still use it when rank 0 has left the group
+)
 
 
 def use(comm: Any = None) -> None:
@@ -83,6 +86,7 @@ def meet(numbers: Mapping[str, str], timeout: timedelta) -> tuple[Any, int, int]
         ClusterError: on every rank, if a rank has other numbers than MPI's, or no address of rank 0 is reachable.
         CollectiveTimeoutError: a rank did not come within MPISTRAT_ABORT_AFTER seconds.
     """
+    global _server
     given = world(_FUNCTION)
     wait_for_ranks(given, _FUNCTION)
     mpi = running_mpi(_FUNCTION)
@@ -98,6 +102,7 @@ def meet(numbers: Mapping[str, str], timeout: timedelta) -> tuple[Any, int, int]
             store = dist.TCPStore("127.0.0.1", 0, comm.size, True, timeout, wait_for_workers=False)
             port[0] = store.port
     comm.Bcast(port, 0)
+    _server = store
     host = _address(comm, node, int(port[0]), exchange)
     with together(exchange):
         if store is None:

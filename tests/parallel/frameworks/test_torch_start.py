@@ -86,6 +86,25 @@ def test_init_destroy_and_init_again():
 
 
 @pytest.mark.ranks(2)
+def test_the_store_outlives_the_group_of_rank_0():
+    """A rank that is late still finds it."""
+    from mpi4py import MPI
+
+    dist.init_process_group("gloo")
+    assert total() == 3
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        del store
+        dist.destroy_process_group()
+    MPI.COMM_WORLD.Barrier()
+    if MPI.COMM_WORLD.rank == 1:
+        store.set("late", "here")
+        assert store.get("late") == b"here"
+        dist.destroy_process_group()
+    MPI.COMM_WORLD.Barrier()
+
+
+@pytest.mark.ranks(2)
 def test_the_port_is_one_that_the_system_chose():
     """Nothing is at torchrun's port, and a port that another program has is none for the store."""
     import socket
@@ -340,7 +359,9 @@ def test_the_variable_switches_it_off(mpi, tmp_path):
     assert done.returncode != 0 and "RANK expected, but not set" in done.stderr
 
 
-@pytest.mark.parametrize("backend", ["mpi", "mpistrat"])
+@pytest.mark.parametrize(
+    "backend", ["mpi", "mpistrat"], ids="torchrun-{}".format
+)  # pytest-mpi takes "mpi" for a marker
 def test_torchrun_itself_is_refused_with_what_to_do(backend, tmp_path):
     (tmp_path / "plain.py").write_text(PLAIN)
     words = [
