@@ -120,7 +120,7 @@ def over(comm: Any, store: Any, timeout: timedelta, name: str) -> MpiProcessGrou
     if comm.size == 1:
         ranks = ProcessGroup(Topology.single(("cpu:0",)), environment)
     else:
-        topology = Topology.create(comm, ("cpu:0",), "dist.new_group")
+        topology = Topology.create(comm, devices=("cpu:0",), function="dist.new_group")
         try:
             ranks = ProcessGroup.create(topology, environment)
         except SharedMemoryError as error:  # on every rank

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 
 import torch.distributed as dist  # noqa: E402
 
+from tests.harness.process_groups import set_layout  # noqa: E402
 from tests.harness.torch_groups import NAME, default_group  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -21,8 +22,11 @@ MOVED = [torch.bool, *INTEGERS, *UNSIGNED, *FLOATS, *COMPLEX, torch.float8_e4m3f
 SIZES = [1, 70_000, 700_000]  # a plan, one exchange, several stages
 
 
-@pytest.fixture
-def group():
+@pytest.fixture(params=["shared", "private", "nodes"])
+def group(request, monkeypatch):
+    """The default group on one node, without shared memory, and on two nodes made of one machine."""
+    if request.param != "shared":
+        set_layout(request.param, monkeypatch)
     with default_group() as group:
         yield group
 
@@ -366,12 +370,13 @@ def test_groups_in_another_order_on_each_rank(group):
 
 
 @pytest.mark.ranks(2)
-def test_many_groups_leave_no_communicators(group):
+def test_many_groups_leave_no_communicators():
     """MPICH has room for some 2,000 communicators, of which a group has five."""
-    for _ in range(300):
-        one = dist.new_group()
-        dist.barrier(one)
-        dist.destroy_process_group(one)
+    with default_group():
+        for _ in range(300):
+            one = dist.new_group()
+            dist.barrier(one)
+            dist.destroy_process_group(one)
 
 
 @pytest.mark.ranks(1, 2)
