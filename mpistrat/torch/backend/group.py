@@ -254,6 +254,11 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Leave the group as `shutdown` does, without the operations that wait."""
         self._closed = True
 
+    def __del__(self) -> None:
+        """Shut down a group that the program has forgotten."""
+        if not sys.is_finalizing() and not getattr(self, "_closed", True):
+            self.shutdown()
+
     # how an operation runs
 
     def _run(
