@@ -26,7 +26,8 @@ def fake_nodes(comm, node_of, devices=("cpu:0",)):
         inter = own.Split(intra.rank if intra.rank < slices else MPI.UNDEFINED, key=node_of[own.rank])
         inter = None if inter == MPI.COMM_NULL else inter
     counts = own.allgather(len(devices))
-    return Topology(own.rank, node_of, counts, devices, comm=own, intra=intra, inter=inter)
+    level = MPI.Query_thread()
+    return Topology(own.rank, node_of, counts, devices, comm=own, intra=intra, inter=inter, thread_level=level)
 
 
 def nodes_of(size, layout):

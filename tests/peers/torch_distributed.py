@@ -3,11 +3,11 @@
     python -m tests.peers.torch_distributed --ranks 2 --output FOLDER [--backend gloo] [--match all_reduce] [--write]
 
 The tests are those of torch.testing._internal.distributed.distributed_test, which need `pip install expecttest`. Those of "gloo"
-run on the backend "mpistrat", or on gloo itself with `--backend gloo`. One job runs the tests until one fails, hangs or ends a rank;
-the next job starts after that one. Ranks agree through files, not through the backend under test.
+run on the backend "mpistrat", or on gloo itself with `--backend gloo`. One job runs the tests until one fails, hangs or ends a
+rank; the next job starts after that one. Ranks agree through files, not through the backend under test.
 
-Two changes of the suite: its lists of backends whose profiler events are compared are emptied, for Python cannot emit asynchronous
-events, and tests that want more ranks than there are run all the same where they can.
+Two changes of the suite: its lists of backends whose profiler events are compared are emptied, for Python cannot emit
+asynchronous events, and on four ranks or more no test is skipped because of few ranks.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def prepared(backend, size):
 
         distributed_c10d._new_process_group_helper = make
         distributed_c10d.get_backend = dist.get_backend = shown
-    common_distributed.skip_if_small_worldsize = lambda function: function
+    if size >= 4:
+        common_distributed.skip_if_small_worldsize = lambda function: function
     for feature in ("gpu", "cuda", "ddp", "subgroup", "plugin"):
         common_distributed.DistTestCases.backend_feature[feature].add("gloo")
     from torch.testing._internal.common_utils import TestCase

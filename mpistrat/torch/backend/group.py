@@ -120,7 +120,7 @@ def over(comm: Any, store: Any, timeout: timedelta, name: str) -> MpiProcessGrou
     if comm.size == 1:
         ranks = ProcessGroup(Topology.single(("cpu:0",)), environment)
     else:
-        topology = Topology.create(comm, ("cpu:0",), "dist.new_group")
+        topology = Topology.create(comm, devices=("cpu:0",), function="dist.new_group")
         try:
             ranks = ProcessGroup.create(topology, environment)
         except SharedMemoryError as error:  # on every rank
@@ -253,6 +253,11 @@ class MpiProcessGroup(dist.ProcessGroup):
     def abort(self) -> None:
         """Leave the group as `shutdown` does, without the operations that wait."""
         self._closed = True
+
+    def __del__(self) -> None:
+        """Shut down a group that the program has forgotten."""
+        if not sys.is_finalizing() and not getattr(self, "_closed", True):
+            self.shutdown()
 
     # how an operation runs
 

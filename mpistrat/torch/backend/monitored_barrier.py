@@ -45,6 +45,8 @@ def monitored_barrier(ranks: ProcessGroup, number: int, seconds: float, wait_all
                 " rank 0, which names the ranks that did not come"
             )
         return
+    if seconds == 0:
+        raise RuntimeError("[Rank 0]: Rank 0 timed out in monitoredBarrier after 0 ms")
     deadline, missing = Deadline(seconds), list[int]()
     for other in range(1, ranks.topology.size):
         if _receive(comm, other, most - 1, number, max(deadline.left, 1e-3)) is None:

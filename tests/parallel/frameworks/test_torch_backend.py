@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+import threading
 
 import pytest
 
@@ -10,6 +11,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 
 import torch.distributed as dist  # noqa: E402
 
+from tests.harness.process_groups import set_layout  # noqa: E402
 from tests.harness.torch_groups import NAME, default_group  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -21,8 +23,11 @@ MOVED = [torch.bool, *INTEGERS, *UNSIGNED, *FLOATS, *COMPLEX, torch.float8_e4m3f
 SIZES = [1, 70_000, 700_000]  # a plan, one exchange, several stages
 
 
-@pytest.fixture
-def group():
+@pytest.fixture(params=["shared", "private", "nodes"])
+def group(request, monkeypatch):
+    """The default group on one node, without shared memory, and on two nodes made of one machine."""
+    if request.param != "shared":
+        set_layout(request.param, monkeypatch)
     with default_group() as group:
         yield group
 
@@ -366,12 +371,51 @@ def test_groups_in_another_order_on_each_rank(group):
 
 
 @pytest.mark.ranks(2)
-def test_many_groups_leave_no_communicators(group):
+def test_many_groups_leave_no_communicators():
     """MPICH has room for some 2,000 communicators, of which a group has five."""
-    for _ in range(300):
-        one = dist.new_group()
-        dist.barrier(one)
-        dist.destroy_process_group(one)
+    with default_group():
+        for _ in range(300):
+            one = dist.new_group()
+            dist.barrier(one)
+            dist.destroy_process_group(one)
+
+
+@pytest.mark.ranks(1, 2)
+def test_forgotten_groups_are_freed():
+    from datetime import timedelta
+
+    from mpi4py import MPI
+
+    from mpistrat.comm.dropped import DROPPED
+    from mpistrat.torch.backend.group import over
+
+    before = threading.active_count()
+    for _ in range(20):
+        group = over(MPI.COMM_WORLD, dist.HashStore(), timedelta(seconds=20), "forgotten")
+        tensor = torch.ones(3)
+        group.allreduce([tensor]).wait()
+        assert (tensor == MPI.COMM_WORLD.size).all()
+        del group
+    assert len(DROPPED.groups) <= 3
+    assert threading.active_count() <= before + 2  # the watchdog, and the last lane
+
+
+@pytest.mark.ranks(1)
+def test_operations_run_in_the_calling_thread_where_mpi_allows_one():
+    from mpistrat.torch.backend.lane import Lane
+    from mpistrat.torch.backend.work import OperationWork
+
+    lane, found = Lane("one", threads=False), []
+
+    def outer():
+        found.append(threading.current_thread())
+        lane.run(OperationWork("inner", None), lambda: found.append("inner"), waits=False)
+
+    work = lane.run(OperationWork("outer", None), outer, waits=False)
+    assert work.is_completed()
+    assert found == [threading.current_thread(), "inner"]
+    with pytest.raises(RuntimeError, match=r"slow: Timed out waiting .* for the operation, which goes on"):
+        OperationWork("slow", None).wait(timeout=0.01)
 
 
 @pytest.mark.ranks(1, 2)

@@ -31,7 +31,9 @@ def check_mismatch(name, **wrong):
         call(name, **(wrong if rank == ranks - 1 else {}))
     text = str(caught.value)
     assert isinstance(caught.value, RuntimeError), "as torch's own"
-    assert re.search(rf"ranks? 0.*{re.escape(function_of(name))}.*; rank {ranks - 1}: ", text) or "expected" in text, text
+    assert re.search(rf"ranks? 0.*{re.escape(function_of(name))}.*; rank {ranks - 1}: ", text) or "expected" in text, (
+        text
+    )
     assert "called at torch_operations.py:" in text
     call(name)
 

@@ -102,6 +102,12 @@ def test_a_wait_that_takes_long_warns_once_and_ends_with_who_and_what_to_do(slep
     ]
 
 
+def test_a_wait_may_have_a_limit_of_its_own(slept):
+    with pytest.raises(CollectiveTimeoutError, match="the meeting: rank 0 waited 0.5 s"):
+        pause_until_error(PeerWait(group(), "the meeting", (1,), seconds=0.5))
+    assert 0.5 < sum(slept) < 0.7
+
+
 def test_a_wait_without_a_limit_goes_on(slept):
     wait = PeerWait(group(), "the meeting", (1,), limited=False)
     for _ in range(10_000):
