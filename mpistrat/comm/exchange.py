@@ -2,42 +2,80 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
 from .call import Call
-from .node import STAGING_BYTES
+from .node import STAGING_BYTES, Node
 from .process_group import ProcessGroup
 
-__all__ = ["all_gather", "all_to_all", "exchange", "gather_parts"]
+__all__ = ["SMALL", "SmallExchange", "all_to_all", "exchange", "gather_parts"]
 
+SMALL = 1 << 16  # bytes of a rank that travel in one message with the comparison of the call and with numbers
+
+_LINE = 64  # bytes to a multiple of which a head is filled up
 _PIECE = 1 << 26  # bytes of a rank that MPI moves at a time
 _STAGED = 1 << 16  # bytes of a part up to which it goes through a node's memory: MPI copies larger ones once, not twice
 _PADDED = 1 << 16  # bytes of all ranks from which parts of nearly equal lengths are filled up
 _LARGE = 1 << 30  # bytes in one all-to-all, whose counts and displacements must fit MPI's
 
 
-def all_gather(group: ProcessGroup, call: Call, own: np.ndarray) -> np.ndarray:
-    """Return every rank's array, by rank; all have one shape. Collective, inside `group.collective()`, whose call is given."""
-    size = group.topology.size
-    mine, found = _bytes(own), np.empty((size, own.nbytes), np.uint8)
+@final
+class SmallExchange:
+    """Moves some bytes of each rank of a node to all of them, in the barrier that compares the call.
 
-    def write(buffer: np.ndarray, low: int, high: int) -> None:
-        buffer[: high - low] = mine[low:high]
+    They lie in staging memory: what `move` fills is valid until this rank's next barrier. The head comes first, of equal length
+    on all ranks; then the data, of which each rank may have another form.
 
-    def read(buffer: np.ndarray, rank: int, low: int, high: int) -> None:
-        found[rank, low:high] = buffer[: high - low]
+    Args:
+        node: the ranks.
+        head: bytes of the head, a multiple of 8.
 
-    if group.num_nodes == 1:
-        _stage(group, call, own.nbytes, STAGING_BYTES, write, read)
-    else:
-        for low in range(0, own.nbytes, _PIECE):
-            part = np.empty((size, min(_PIECE, own.nbytes - low)), np.uint8)
-            group.topology.comm.Allgather(mine[low : low + part.shape[1]], part)
-            found[:, low : low + part.shape[1]] = part
-    return found.view(own.dtype).reshape(size, *own.shape)
+    Attributes:
+        turn: the half of staging memory that the last `move` has filled, 0 or 1.
+    """
+
+    def __init__(self, node: Node, head: int = 0) -> None:
+        self._node, self.turn = node, 0
+        self._start = -(-head // _LINE) * _LINE
+        self._heads = [half[:, :head] for half in node.halves] if head else []
+        own: list[Any] = [half[node.rank, :head] for half in node.halves]
+        self._own_heads = [memoryview(each) for each in own] if head else []
+
+    def views(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+        """Return the data of all ranks as arrays of one form, (ranks, *shape), in each half."""
+        end = self._start + math.prod(shape) * dtype.itemsize
+        every = [half[:, self._start : end].view(dtype).reshape(self._node.size, *shape) for half in self._node.halves]
+        return every[0], every[1]
+
+    def place(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+        """Return the room of this rank's data, of its form, in each half, for `move`."""
+        even, odd = self.views(shape, dtype)
+        return even[self._node.rank, ...], odd[self._node.rank, ...]
+
+    def data(self, turn: int, rank: int, nbytes: int) -> np.ndarray:
+        """Return the data of a rank in a half, flat bytes."""
+        return self._node.halves[turn][rank, self._start : self._start + nbytes]
+
+    def move(self, call: Call, place: tuple[np.ndarray, np.ndarray] | None, array: Any, head: bytes = b"") -> bytes:
+        """Show the others a head and an array (none without a `place`), and return the heads of all. Collective on the node.
+
+        Raises:
+            Exception: see `Node.barrier`.
+        """
+        node = self._node
+        self.turn = turn = ~node.barriers & 1
+        if place is not None:
+            place[turn][...] = array
+        if not head:
+            node.barrier(call)
+            return head
+        self._own_heads[turn][:] = head
+        node.barrier(call)
+        return self._heads[turn].tobytes()
 
 
 def all_to_all(group: ProcessGroup, call: Call, parts: np.ndarray) -> np.ndarray:

@@ -58,6 +58,7 @@ class Node:
         ranks: their numbers in the whole group.
         draws: what this rank has drawn from its datasets.
         shared: whether memory is shared with other ranks, if there are any.
+        halves: the staging buffers that belong to even barriers, and to odd ones; see `staging`.
     """
 
     def __init__(self, monitor: RankMonitor, comm: Any = None, world: Any = None, ranks: Sequence[int] = (0,)) -> None:
@@ -81,7 +82,7 @@ class Node:
             self._open_control()
         elif world is not None and world.size > 1:  # other nodes share memory, and check theirs
             shared_memory.check_others(world, "the ranks' flags")
-        self._halves = self._open_staging()
+        self.halves = self._open_staging()
 
     def _open_control(self) -> None:
         sizes = [self.size * _PAGE] + [0] * (self.size - 1)
@@ -99,11 +100,12 @@ class Node:
         table = memory.view(np.int64).reshape(self.size, words)
         self._tags = [table[:, _TAG + half] for half in (0, 1)]
 
-    def _open_staging(self) -> list[list[np.ndarray]]:
+    def _open_staging(self) -> list[np.ndarray]:
         block = self.allocate([2 * STAGING_BYTES] * self.size, "the ranks' staging room")
         populated = block.populate(self.rank, 0, 2 * STAGING_BYTES)
         self.agree_populated(populated, block.what)
-        return [[s[h * STAGING_BYTES : (h + 1) * STAGING_BYTES] for s in block.segments] for h in (0, 1)]
+        rooms = block.memory.reshape(self.size, 2 * STAGING_BYTES)
+        return [rooms[:, :STAGING_BYTES], rooms[:, STAGING_BYTES:]]
 
     # barrier
 
@@ -299,16 +301,16 @@ class Node:
         if self._control is not None:
             self._sync()
 
-    def staging(self) -> list[np.ndarray]:
+    def staging(self) -> np.ndarray:
         """Return the staging buffer of every rank of the node that belongs to the next barrier.
 
         Write `staging()[node.rank]` before `barrier()`, read the others after it, in the same list. The next barrier has
         other buffers, so one barrier is enough; two barriers later these are used again.
 
         Returns:
-            uint8 arrays of STAGING_BYTES bytes, by rank of the node.
+            uint8 array (ranks of the node, STAGING_BYTES).
         """
-        return self._halves[(self._sequence + 1) & 1]
+        return self.halves[(self._sequence + 1) & 1]
 
     def allocate(self, nbytes: Sequence[int], what: str) -> SharedBlock:
         """Make a block of memory with a segment for each rank of the node. Collective over all ranks of the group.
@@ -359,7 +361,7 @@ class Node:
 
     def close(self) -> None:
         """Give back all memory of which no view exists. Local."""
-        self._halves = [[], []]
+        self.halves = []
         self._starts, self._segments = [], []
         for block in self._blocks:
             block.close()

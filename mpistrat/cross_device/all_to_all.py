@@ -20,14 +20,13 @@ from ..base.types import ReduceOp
 from ..cluster.topology import Topology
 from ..comm.arrays import as_array, check_movable, dtype_name, to_host
 from ..comm.call import Call
-from ..comm.exchange import all_gather as gather_rows
 from ..comm.exchange import all_to_all as equal_parts
 from ..comm.exchange import exchange
 from ..comm.packing import Forms, forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
-from .values import Leaves, beside, call_of, check_out, counted_axis, local_arrays, local_values
+from .values import Leaves, beside, check_out, counted_axis, local_arrays, local_values
 
-__all__ = ["all_gather", "all_to_all", "between", "check_divided", "checked_axis", "reduce_scatter"]
+__all__ = ["all_to_all", "between", "check_divided", "checked_axis", "reduce_scatter"]
 
 _FAILED = -1  # in place of a number of bytes
 _POOL = BufferPool(kept=2)
@@ -280,24 +279,6 @@ def _joined(
                 parts[local].append(flat[start : start + size].reshape(part_shape))
                 start += size
     return [np.concatenate(each, axis=onto) for each in parts]
-
-
-def all_gather(group: ProcessGroup, values: Leaves, axis: int) -> list[Any]:
-    """Return the ranks' arrays, each of one shape, concatenated along an axis. Collective. See `Collectives.all_gather`."""
-    function = values.function
-    arrays = [as_array(value, function) for value in values.values]
-    with group.collective(function, values.name, *call_of(arrays, f"axis {axis}")) as call:
-        axes = [checked_axis(array, axis, function) for array in arrays]
-        for array in arrays:
-            check_movable(array.dtype, function)
-        hosts = [to_host(array) for array in arrays]
-        rows = gather_rows(group, call, to_bytes(hosts))
-    if axes == [0] and len(arrays) == 1:  # they lie side by side
-        shape = (len(rows) * hosts[0].shape[0], *hosts[0].shape[1:])
-        return [beside(rows.reshape(-1).view(hosts[0].dtype).reshape(shape), arrays[0])]
-    found = zip(*(of_bytes(row, forms_of(hosts)) for row in rows), strict=True)
-    whole = [np.concatenate(parts, axis=along) for parts, along in zip(found, axes, strict=True)]
-    return [beside(result, array) for result, array in zip(whole, arrays, strict=True)]
 
 
 # bytes of several arrays

@@ -60,7 +60,7 @@ class Collectives:
     ) -> None:
         self.group, self.alone = group, alone
         self._front, self.label, self._names = front, label, names or {}
-        self._all_reduce = self._called("all_reduce")
+        self._all_reduce, self._all_gather = self._called("all_reduce"), self._called("all_gather")
         self._options = None if options is None else replace(options, wire=None)
         self.ops = make_cross_device_ops() if ops is None else ops
         if ops is None:
@@ -135,12 +135,14 @@ class Collectives:
         """
         if self.alone:
             return value
-        leaves = Leaves.of(self._called("all_gather"), value, self.label)
-        if equal:
-            from .all_to_all import all_gather
-
-            return nest.pack_like(value, all_gather(self.group, leaves, axis))
-        return nest.pack_like(value, self.ops.gather_leaves(leaves, axis, self.merged(options)))
+        options = self.merged(options)
+        if type(value) is np.ndarray and type(axis) is int:
+            plan = self.ops.plans.get((self._all_gather, value.dtype, value.shape, axis, options, equal, self.label))
+            if plan is not None:
+                with plan[0] as call:
+                    return plan[1](value, call)
+        leaves = Leaves.of(self._all_gather, value, self.label)
+        return nest.pack_like(value, self.ops.gather_leaves(leaves, axis, options, equal=equal))
 
     def reduce_scatter(
         self,

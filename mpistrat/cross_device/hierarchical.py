@@ -31,7 +31,7 @@ from ..comm.node import Node
 from ..comm.process_group import ProcessGroup
 from .flat import Array, Arrays, FlatAllReduce
 from .mpi import mpi_sum
-from .ops import SmallReduction
+from .ops import Planned
 
 if TYPE_CHECKING:
     from ..arena.encoded import EncodedAllReduce
@@ -99,7 +99,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
             return False, "exchange"
         return True, ""
 
-    def small_reduction(self, reduce_op: ReduceOp, array: Any) -> SmallReduction | None:
+    def small_reduction(self, reduce_op: ReduceOp, array: Any) -> Planned | None:
         exchange = self._exchanged(array)
         if exchange is None or array.nbytes > SMALL_BYTES or is_gpu(array):
             return None
@@ -324,7 +324,7 @@ class _ExchangeSum:
                 round_into(chunk, total)
         return out
 
-    def small(self, shape: tuple[int, ...], how: Arithmetic) -> SmallReduction | None:
+    def small(self, shape: tuple[int, ...], how: Arithmetic) -> Planned | None:
         """Return what sums arrays of one shape, if it takes one barrier."""
         nbytes = int(np.prod(shape, dtype=np.int64)) * how.accumulate.itemsize
         return _SmallExchange(self._node, shape, how).sum if nbytes <= self._chunk else None

@@ -22,6 +22,7 @@ from ..base.types import CommunicationImplementation, IndexedSlices, ReduceOp
 from ..comm.arrays import array_module
 from ..comm.contract import Collective
 from ..comm.process_group import ProcessGroup
+from .gather import Gather, reduce_slices, to_gather
 from .values import (
     Leaves,
     broadcast_all,
@@ -32,17 +33,14 @@ from .values import (
     checked_slices,
     counted_axis,
     form,
-    gather_all,
     local_arrays,
     local_values,
     on_destination,
-    reduce_slices,
     reduced_already,
     reducible_values,
-    to_gather,
 )
 
-__all__ = ["IMPLEMENTATIONS", "CrossDeviceOps", "SmallReduction"]
+__all__ = ["IMPLEMENTATIONS", "CrossDeviceOps", "Planned"]
 
 CHUNK = 1 << 22  # elements that an algorithm without arenas of its own reduces at a time
 
@@ -55,7 +53,7 @@ _COPIED = 1 << 17  # bytes up to which results are copied into the caller's arra
 IMPLEMENTATIONS: dict[CommunicationImplementation, type[CrossDeviceOps]] = {}
 
 
-SmallReduction = Callable[[np.ndarray, Collective], np.ndarray]
+Planned = Callable[[np.ndarray, Collective], np.ndarray]
 
 
 class CrossDeviceOps(ABC):
@@ -83,8 +81,8 @@ class CrossDeviceOps(ABC):
 
     _group: ProcessGroup | None = None
     _others: dict[CommunicationImplementation, CrossDeviceOps] | None = None
-    #: The call and the function for small arrays, by reduction, dtype, shape, options, name and caller.
-    _plans: dict[Hashable, tuple[Collective, SmallReduction]] | None = None
+    #: The call, and what makes it, for an array whose dtype, shape and options have been seen before.
+    plans: dict[Hashable, tuple[Collective, Planned]]
     #: The collective call that is under way: what the first node barrier of `reduce_implementation` carries.
     call: Any = None
 
@@ -104,11 +102,11 @@ class CrossDeviceOps(ABC):
             expected, got = "an object of one strategy", "one that another strategy uses"
             raise ValueError(explain(type(self).__name__, "", expected=expected, got=got, remedy=remedy))
         self._group = group
-        self._others = self._plans = None
+        self._others, self.plans = None, {}
 
     def close(self) -> None:
         """Free what the algorithm owns, such as NCCL communicators. Collective; the strategy calls it before it closes."""
-        self._plans = None
+        self.plans.clear()
         for other in (self._others or {}).values():
             if other is not self:
                 other.close()
@@ -168,7 +166,7 @@ class CrossDeviceOps(ABC):
             value = value.values[0]
         if type(value) is np.ndarray or isinstance(value, _NUMBERS):
             array = np.asarray(value)
-            plan = self._plans and self._plans.get((op, array.dtype, array.shape, options, name, function))
+            plan = self.plans.get((op, array.dtype, array.shape, options, name, function))
             if plan:
                 with plan[0] as call:
                     result = plan[1](array, call)
@@ -190,8 +188,9 @@ class CrossDeviceOps(ABC):
         if isinstance(values[0], IndexedSlices):
             slices = checked_slices(values, op, function)
             how = arithmetic(op, slices[0].values.dtype, group.topology.num_replicas, function)
-            with group.collective(function, name, detail=(op.value, form(slices[0])), timeout=options.timeout_seconds):
-                return reduce_slices(group, how, slices, function)
+            what = op.value, form(slices[0])
+            with group.collective(function, name, detail=what, timeout=options.timeout_seconds) as call:
+                return reduce_slices(group, call, how, slices, function)
         arrays = local_arrays(values, function)
         first = arrays[0]
         ops = ops._algorithm_for(first, options)
@@ -211,9 +210,7 @@ class CrossDeviceOps(ABC):
         if len(arrays) == 1 and not synchronize:
             small = ops.small_reduction(op, first)
             if small is not None:
-                if self._plans is None or len(self._plans) >= _KEPT_PLANS:
-                    self._plans = {}
-                self._plans[op, first.dtype, first.shape, given, name, function] = ops.call, small
+                self.keep_plan((op, first.dtype, first.shape, given, name, function), ops.call, small)
         return result if destinations is None else on_destination(result, destinations)
 
     def batch_reduce(
@@ -268,7 +265,7 @@ class CrossDeviceOps(ABC):
                     results[index] = next(done)
                 else:
                     how = arithmetic(op, slices[0].values.dtype, group.topology.num_replicas, function)
-                    results[index] = reduce_slices(group, how, slices, function)
+                    results[index] = reduce_slices(group, ops.call, how, slices, function)
         return [on_destination(result, pair[1]) for result, pair in zip(results, value_destination_pairs, strict=True)]
 
     def reduce_leaves(
@@ -350,24 +347,42 @@ class CrossDeviceOps(ABC):
         return on_destination(self.gather_leaves(leaves, axis, options, destinations)[0], destinations)
 
     def gather_leaves(
-        self, leaves: Leaves, axis: int, options: CommunicationOptions | None, destinations: Any = None
+        self,
+        leaves: Leaves,
+        axis: int,
+        given: CommunicationOptions | None,
+        destinations: Any = None,
+        equal: bool = False,
     ) -> list[Any]:
-        """Return what `gather` would of each of several values, in one collective. Collective."""
-        options = options or _NO_OPTIONS
+        """Return what `gather` would of each of several values, in one collective. Collective.
+
+        `equal` is True where all ranks have one replica and arrays of one shape.
+        """
+        options = given or _NO_OPTIONS
         ops, function = self.chosen(options), leaves.function
         group = ops.group
         arrays = [
             to_gather(leaf, group, function, path) for leaf, path in zip(leaves.values, leaves.paths, strict=True)
         ]
+        gather = None
+        if type(ops).gather_implementation is CrossDeviceOps.gather_implementation:
+            gather = Gather(group, arrays, axis, leaves.paths, function, equal)
+        what = call_of([each[0] for each in arrays], f"axis {axis}") if equal else (None, None, ("axis", axis))
+        synchronize = gather is None or not gather.synchronizes
         with group.collective(
-            function, leaves.name, detail=("axis", axis), timeout=options.timeout_seconds
+            function, leaves.name, *what, timeout=options.timeout_seconds, synchronize=synchronize
         ) as ops.call:
-            if type(ops).gather_implementation is CrossDeviceOps.gather_implementation:
-                return gather_all(group, arrays, axis, leaves.paths, function)
-            return [
-                ops.gather_implementation(PerReplica(each), destinations, counted_axis(axis, each[0].ndim), options)
-                for each in arrays
-            ]
+            if gather is None:
+                return [
+                    ops.gather_implementation(PerReplica(each), destinations, counted_axis(axis, each[0].ndim), options)
+                    for each in arrays
+                ]
+            results = gather.gather(arrays, ops.call)
+        if len(arrays) == len(arrays[0]) == 1 and group.topology.size > 1:
+            self.keep_plan(
+                (function, arrays[0][0].dtype, arrays[0][0].shape, axis, given, equal, leaves.name), ops.call, gather
+            )
+        return results
 
     # What algorithms override
 
@@ -405,7 +420,8 @@ class CrossDeviceOps(ABC):
         self, per_replica_value: PerReplica, destinations: Any, axis: int, options: CommunicationOptions | None
     ) -> Any:
         """Return the concatenated arrays. Collective; all ranks have arrived, and compare the shapes in here."""
-        return gather_all(self.group, [per_replica_value.values], axis, [""], "gather")[0]
+        leaves = [per_replica_value.values]
+        return Gather(self.group, leaves, axis, [""], "gather").gather(leaves, self.call)[0]
 
     def reduce_into(
         self, reduce_op: ReduceOp, arrays: Sequence[Any], out: np.ndarray, options: CommunicationOptions | None
@@ -453,7 +469,7 @@ class CrossDeviceOps(ABC):
         """
         return None
 
-    def small_reduction(self, reduce_op: ReduceOp, array: Any) -> SmallReduction | None:
+    def small_reduction(self, reduce_op: ReduceOp, array: Any) -> Planned | None:
         """Return what reduces arrays of one dtype and shape, wherever they lie, instead of `reduce_implementation`; else None.
 
         It is called as small(array, call), and itself begins with `self.group.node.barrier(call)`: `entry` has said so.
@@ -485,6 +501,12 @@ class CrossDeviceOps(ABC):
             TypeError: values of the dtype cannot be reduced.
         """
         return arithmetic(reduce_op, dtype, self.group.topology.num_replicas)
+
+    def keep_plan(self, key: Hashable, call: Collective, planned: Planned) -> None:
+        """Keep in `plans` what makes a call of one array."""
+        if len(self.plans) >= _KEPT_PLANS:
+            self.plans.clear()
+        self.plans[key] = call, planned
 
     # Internals
 
