@@ -54,7 +54,8 @@ class SmallExchange:
     def place(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
         """Return the room of this rank's data, of its form, in each half, for `move`."""
         even, odd = self.views(shape, dtype)
-        return even[self._node.rank, ...], odd[self._node.rank, ...]
+        own = self._node.rank
+        return even[own, ...], odd[own, ...]
 
     def data(self, turn: int, rank: int, nbytes: int) -> np.ndarray:
         """Return the data of a rank in a half, flat bytes."""

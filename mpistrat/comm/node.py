@@ -58,6 +58,7 @@ class Node:
         ranks: their numbers in the whole group.
         draws: what this rank has drawn from its datasets.
         shared: whether memory is shared with other ranks, if there are any.
+        barriers: number of barriers so far.
         halves: the staging buffers that belong to even barriers, and to odd ones; see `staging`.
     """
 
@@ -73,7 +74,7 @@ class Node:
         self._blocks: list[SharedBlock] = []
         self._starts: list[int] = []
         self._segments: list[tuple[int, SharedBlock, int]] = []
-        self._sequence = 0
+        self.barriers = 0
         self.draws = Draws()
         self._laid: list[bytes | None] = [None, None]
         self._plain = Call("barrier of the node", monitor.default_timeout)
@@ -121,7 +122,7 @@ class Node:
             return
         if call is None:
             call = self._plain
-        self._sequence = sequence = self._sequence + 1
+        self.barriers = sequence = self.barriers + 1
         half = sequence & 1
         if self._laid[half] is not call.payload:
             self._lay(half, call)
@@ -256,11 +257,6 @@ class Node:
         self._refuse_all(text)
         raise CollectiveTimeoutError(text)
 
-    @property
-    def barriers(self) -> int:
-        """Number of barriers so far."""
-        return self._sequence
-
     def agree_later(self, request: bool) -> bool:
         """Return whether a rank requested it in a call before the last barrier. Collective on the node; no rank waits.
 
@@ -269,7 +265,7 @@ class Node:
         """
         if self.size == 1:
             return request
-        flags, own, sequence = self._flags, self._own + _REQUEST, self._sequence
+        flags, own, sequence = self._flags, self._own + _REQUEST, self.barriers
         if request and not flags[own]:
             flags[own] = sequence + 1
         self._sync()
@@ -310,7 +306,7 @@ class Node:
         Returns:
             uint8 array (ranks of the node, STAGING_BYTES).
         """
-        return self.halves[(self._sequence + 1) & 1]
+        return self.halves[(self.barriers + 1) & 1]
 
     def allocate(self, nbytes: Sequence[int], what: str) -> SharedBlock:
         """Make a block of memory with a segment for each rank of the node. Collective over all ranks of the group.

@@ -23,8 +23,10 @@ from ..comm.arrays import array_module
 from ..comm.contract import Collective
 from ..comm.process_group import ProcessGroup
 from .gather import Gather, reduce_slices, to_gather
+from .small import small_broadcast
 from .values import (
     Leaves,
+    beside,
     broadcast_all,
     call_of,
     check_destinations,
@@ -53,7 +55,7 @@ _COPIED = 1 << 17  # bytes up to which results are copied into the caller's arra
 IMPLEMENTATIONS: dict[CommunicationImplementation, type[CrossDeviceOps]] = {}
 
 
-Planned = Callable[[np.ndarray, Collective], np.ndarray]
+Planned = Callable[..., Any]
 
 
 class CrossDeviceOps(ABC):
@@ -165,7 +167,7 @@ class CrossDeviceOps(ABC):
         if type(value) is PerReplica and len(value.values) == 1:
             value = value.values[0]
         if type(value) is np.ndarray or isinstance(value, _NUMBERS):
-            array = np.asarray(value)
+            array = value if type(value) is np.ndarray else np.asarray(value)
             plan = self.plans.get((op, array.dtype, array.shape, options, name, function))
             if plan:
                 with plan[0] as call:
@@ -314,12 +316,21 @@ class CrossDeviceOps(ABC):
         function, group = leaves.function, self.group
         check_root(root, group, function)
         arrays = [local_arrays(local_values(leaf, group, function), function) for leaf in leaves.values]
-        with group.collective(
-            function, leaves.name, *call_of([each[0] for each in arrays], f"root {root}")
-        ) as self.call:
-            if type(self).broadcast_implementation is not CrossDeviceOps.broadcast_implementation:
+        firsts = [each[0] for each in arrays]
+        own = type(self).broadcast_implementation is not CrossDeviceOps.broadcast_implementation
+        small = None if own else small_broadcast(group, firsts, root)
+        what = call_of(firsts, f"root {root}")
+        with group.collective(function, leaves.name, *what, synchronize=small is None) as self.call:
+            if own:
                 return [self.broadcast_implementation(PerReplica(each), destinations, root) for each in arrays]
-            return broadcast_all(group, arrays, root, leaves.paths, function)
+            if small is None:
+                return broadcast_all(group, arrays, root, leaves.paths, function)
+            results = [
+                beside(part, first) for part, first in zip(small.broadcast(arrays, self.call), firsts, strict=True)
+            ]
+        if len(arrays) == len(arrays[0]) == 1:
+            self.keep_plan((function, firsts[0].dtype, firsts[0].shape, root, leaves.name), self.call, small)
+        return results
 
     def gather(
         self,
