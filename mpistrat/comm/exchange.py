@@ -12,7 +12,7 @@ from .call import Call
 from .node import STAGING_BYTES, Node
 from .process_group import ProcessGroup
 
-__all__ = ["SMALL", "SmallExchange", "all_to_all", "exchange", "gather_parts"]
+__all__ = ["SMALL", "MessageExchange", "SmallExchange", "all_to_all", "exchange", "gather_parts"]
 
 SMALL = 1 << 16  # bytes of a rank that travel in one message with the comparison of the call and with numbers
 
@@ -77,6 +77,50 @@ class SmallExchange:
         self._own_heads[turn][:] = head
         node.barrier(call)
         return self._heads[turn].tobytes()
+
+
+@final
+class MessageExchange:
+    """Moves a head and some bytes of each rank to all of them in one MPI_Allgather, where ranks are on several nodes.
+
+    What `move` fills is valid until the next one. Each rank's data has the same room in the message.
+
+    Args:
+        group: the ranks.
+        head: bytes of the head, a multiple of 8.
+        form: shape and dtype of this rank's data; None for none.
+    """
+
+    def __init__(self, group: ProcessGroup, head: int, form: tuple[tuple[int, ...], np.dtype] | None) -> None:
+        self._comm, self._rank = group.topology.comm, group.topology.rank
+        self._head, self._start, self._form = head, -(-head // _LINE) * _LINE, form
+        self._nbytes = SMALL + 1 if form is None else math.prod(form[0]) * form[1].itemsize
+        self._size, self._room = group.topology.size, -1
+
+    def _open(self, room: int) -> None:
+        self._room = room
+        width = self._start - (-room // _LINE) * _LINE
+        self._sent, self._came = np.zeros(width, np.uint8), np.empty((self._size, width), np.uint8)
+        self._heads = self._came[:, : self._head]
+        self._place = None
+        if self._form is not None and self._nbytes <= room:
+            flat = self._sent[self._start : self._start + self._nbytes]
+            self._place = flat.view(self._form[1]).reshape(self._form[0])
+
+    def data(self, rank: int, nbytes: int) -> np.ndarray:
+        """Return the data of a rank, flat bytes."""
+        return self._came[rank, self._start : self._start + nbytes]
+
+    def move(self, room: int, array: Any, head: bytes) -> bytes:
+        """Send a head and an array that has room, and return the heads of all. Collective; `room` is the same on all ranks."""
+        if room != self._room:
+            self._open(room)
+        if self._place is not None:
+            self._place[...] = array
+        if head:
+            self._sent[: self._head] = np.frombuffer(head, np.uint8)
+        self._comm.Allgather(self._sent, self._came)
+        return self._heads.tobytes()
 
 
 def all_to_all(group: ProcessGroup, call: Call, parts: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from ..base.errors import CollectiveMismatchError, explain
 from ..base.types import IndexedSlices
 from ..comm.arrays import array_module, as_array, check_movable, dtype_name, on_device_of, to_host
 from ..comm.call import Call
-from ..comm.exchange import SMALL, SmallExchange, gather_parts
+from ..comm.exchange import SMALL, MessageExchange, SmallExchange, gather_parts
 from ..comm.packing import Forms, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
 from .values import beside, counted_axis, local_values
@@ -26,6 +26,7 @@ __all__ = ["Gather", "reduce_slices", "to_gather"]
 _LARGE = 1 << 30  # bytes; above, the counts of one call might not fit MPI's
 _POOL = BufferPool(kept=2)
 _SMALL = 1 << 16  # bytes on all ranks; up to that several arrays are one message, which costs a copy on either side
+_IN_ONE = 1 << 16  # bytes of all ranks that travel between nodes together with their lengths
 _KEPT = 16  # combinations of lengths that are remembered
 
 
@@ -46,10 +47,12 @@ class _Found(NamedTuple):
 
     Attributes:
         totals: of each value the length of each rank along the axis.
-        parts: for each half of staging memory, of each value the arrays of the ranks; empty where MPI moves them.
+        largest: the most bytes that a rank has.
+        parts: for each half of the memory that moves them, of each value the arrays of the ranks; empty for large arrays.
     """
 
     totals: list[list[int]]
+    largest: int
     parts: tuple[list[list[np.ndarray]], ...]
 
 
@@ -57,7 +60,8 @@ class _Found(NamedTuple):
 class Gather:
     """The gather of some values, of which the forms of the local replicas' arrays are known.
 
-    On a node the ranks' lengths and small arrays are exchanged in the barrier that compares the call.
+    On a node the ranks' lengths and small arrays are exchanged in the barrier that compares the call; between nodes in one
+    message, which has room for as much as a rank had in the last gathers.
 
     Args:
         group: the ranks.
@@ -94,14 +98,17 @@ class Gather:
         self._numbers = [] if equal else [*prints, *self._lengths]
         self._head = np.array(self._numbers, np.int64).tobytes()
         self._found: dict[bytes, _Found] = {}
+        form = self._own_form()
+        self._has_data = form is not None
         self.synchronizes = group.num_nodes == 1 < group.topology.size and len(self._head) <= SMALL
-        self._place: tuple[np.ndarray, np.ndarray] | None = None
         if self.synchronizes:
             self._exchange = SmallExchange(group.node, len(self._head))
-            self._place = self._own_place()
+            self._place = None if form is None else self._exchange.place(*form)
+        else:
+            self._messages, self._last_room = MessageExchange(group, len(self._head), form), 0
 
-    def _own_place(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the room of this rank's arrays in staging memory; None for large ones, and for an error that all ranks raise."""
+    def _own_form(self) -> tuple[tuple[int, ...], np.dtype] | None:
+        """Return the form of this rank's data; None where it is large, and for an error that all ranks raise."""
         try:
             for index in range(len(self._axes)):
                 self._check(index)
@@ -111,18 +118,14 @@ class Gather:
         nbytes = num_bytes(forms)
         if -1 in self._numbers or nbytes > SMALL:
             return None
-        return (
-            self._exchange.place(*forms[0]) if len(forms) == 1 else self._exchange.place((nbytes,), np.dtype(np.uint8))
-        )
+        return forms[0] if len(forms) == 1 else ((nbytes,), np.dtype(np.uint8))
 
     def __call__(self, array: np.ndarray, call: Call) -> np.ndarray:
         """Return the concatenated array of the only value, of which the local replica's is given. Collective, inside one."""
-        if self._place is None:
-            return self.gather([[array]], call)[0]
-        found = self._meet(array, call)
+        found, turn = self._meet(array, call)
         if not found.parts:
             return self._by_messages([[array]], found.totals)[0]
-        return np.concatenate(found.parts[self._exchange.turn][0], axis=self._axes[0])
+        return np.concatenate(found.parts[turn][0], axis=self._axes[0])
 
     def gather(self, leaves: Sequence[Sequence[Any]], call: Call) -> list[Any]:
         """Return the concatenated array of each value. Collective, inside one.
@@ -133,32 +136,46 @@ class Gather:
             TypeError: Python objects or structured arrays.
         """
         data = None
-        if self._place is not None:
+        if self._has_data:
             hosts = self._hosts(leaves)
             data = hosts[0] if len(hosts) == 1 else to_bytes(hosts)
-        found = self._meet(data, call)
+        found, turn = self._meet(data, call)
         if not found.parts:
             return self._by_messages(leaves, found.totals)
         return [
             beside(np.concatenate(parts, axis=axis), values[0])
-            for parts, axis, values in zip(found.parts[self._exchange.turn], self._axes, leaves, strict=True)
+            for parts, axis, values in zip(found.parts[turn], self._axes, leaves, strict=True)
         ]
 
-    def _meet(self, data: np.ndarray | None, call: Call) -> _Found:
-        """Exchange the lengths, and the data where it is small."""
+    def _meet(self, data: np.ndarray | None, call: Call) -> tuple[_Found, int]:
+        """Exchange the lengths, and the data where it is small. Return which half of the memory has it."""
         if self.synchronizes:
-            heads = self._exchange.move(call, self._place, data, self._head)
+            room, heads = SMALL, self._exchange.move(call, self._place, data, self._head)
+            turn = self._exchange.turn
         else:
-            heads = self._group.all_gather_int(self._numbers).tobytes() if self._numbers else b""
+            room, turn, heads = self._room(), 0, self._head
+            if room != self._last_room:  # the memory of the parts that were found
+                self._last_room = room
+                self._found.clear()
+            if room or (heads and self._group.topology.size > 1):
+                heads = self._messages.move(room, data, heads)
         found = self._found.get(heads)
         if found is None:
-            found = self._look(np.frombuffer(heads, np.int64).reshape(self._group.topology.size, -1))
+            found = self._look(np.frombuffer(heads, np.int64).reshape(self._group.topology.size, -1), room)
             if len(self._found) >= _KEPT:
                 self._found.clear()
             self._found[heads] = found
-        return found
+        if self._numbers:
+            self._group.gathered = self._group.gathered[1], found.largest
+        return found, turn
 
-    def _look(self, table: np.ndarray) -> _Found:
+    def _room(self) -> int:
+        """Return how much data of each rank travels with the lengths: all, or as much as a rank had in the last gathers."""
+        size = self._group.topology.size
+        needed = max(self._group.gathered) if self._numbers else num_bytes(self._forms(self._lengths)) * self._has_data
+        return needed if size > 1 and needed * size <= _IN_ONE else 0
+
+    def _look(self, table: np.ndarray, room: int) -> _Found:
         """Check what all ranks have, and find where it lies."""
         count = len(self._axes)
         for index in range(count):
@@ -171,13 +188,17 @@ class Gather:
         totals = [[int(n) for n in lengths[:, index]] for index in range(count)]
         every = [self._forms(own) for own in lengths.tolist()]
         nbytes = [num_bytes(forms) for forms in every]
-        if not self.synchronizes or max(nbytes) > SMALL:
-            return _Found(totals, ())
+        if not 0 < room >= max(nbytes):
+            return _Found(totals, max(nbytes), ())
         halves = []
-        for turn in (0, 1):
-            rows = [of_bytes(self._exchange.data(turn, rank, nbytes[rank]), forms) for rank, forms in enumerate(every)]
+        for turn in (0, 1) if self.synchronizes else (0,):
+            rows = []
+            for rank, forms in enumerate(every):
+                args = rank, nbytes[rank]
+                data = self._exchange.data(turn, *args) if self.synchronizes else self._messages.data(*args)
+                rows.append(of_bytes(data, forms))
             halves.append([list(parts) for parts in zip(*rows, strict=True)])
-        return _Found(totals, tuple(halves))
+        return _Found(totals, max(nbytes), tuple(halves))
 
     def _check(self, index: int) -> None:
         """Raise an error where arrays of one value cannot be gathered."""
