@@ -9,12 +9,10 @@ from typing import Any, final
 import numpy as np
 
 from .call import Call
-from .node import STAGING_BYTES, Node
+from .node import SMALL, STAGING_BYTES, Node
 from .process_group import ProcessGroup
 
-__all__ = ["SMALL", "MessageExchange", "SmallExchange", "all_to_all", "exchange", "gather_parts"]
-
-SMALL = 1 << 16  # bytes of a rank that travel in one message with the comparison of the call and with numbers
+__all__ = ["MessageExchange", "SmallExchange", "all_to_all", "exchange", "gather_parts"]
 
 _LINE = 64  # bytes to a multiple of which a head is filled up
 _PIECE = 1 << 26  # bytes of a rank that MPI moves at a time

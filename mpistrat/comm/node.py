@@ -30,9 +30,10 @@ from .recorder import RECORDER
 from .shared_memory import SharedBlock
 from .window import Fence
 
-__all__ = ["STAGING_BYTES", "Node"]
+__all__ = ["SMALL", "STAGING_BYTES", "Node"]
 
 STAGING_BYTES = 1 << 20  # for each rank, twice
+SMALL = 1 << 16  # bytes of a rank that travel in the barrier that compares the call
 FLAG_RANKS = 16  # with more ranks MPI's own barrier is faster than every rank polling every flag
 
 # The control page of a rank, in words of 8 bytes: barriers it has reached, two tags, its state, and its request.

@@ -21,8 +21,9 @@ from ..cluster.topology import Topology
 from ..comm.arrays import as_array, check_movable, dtype_name, to_host
 from ..comm.call import Call
 from ..comm.contract import Collective
-from ..comm.exchange import SMALL, SmallExchange, exchange
+from ..comm.exchange import SmallExchange, exchange
 from ..comm.exchange import all_to_all as equal_parts
+from ..comm.node import SMALL
 from ..comm.packing import Forms, forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
 from .small import SmallReduction

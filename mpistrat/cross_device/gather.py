@@ -16,7 +16,8 @@ from ..base.errors import CollectiveMismatchError, explain
 from ..base.types import IndexedSlices
 from ..comm.arrays import array_module, as_array, check_movable, dtype_name, on_device_of, to_host
 from ..comm.call import Call
-from ..comm.exchange import SMALL, MessageExchange, SmallExchange, gather_parts
+from ..comm.exchange import MessageExchange, SmallExchange, gather_parts
+from ..comm.node import SMALL
 from ..comm.packing import Forms, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
 from .values import beside, counted_axis, local_values

@@ -31,7 +31,6 @@ from ..comm.process_group import ProcessGroup
 from .flat import Array, Arrays, FlatAllReduce
 from .mpi import mpi_sum
 from .ops import Planned
-from .small import SmallReduction
 
 if TYPE_CHECKING:
     from ..arena.encoded import EncodedAllReduce
@@ -101,7 +100,9 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
 
     def small_reduction(self, reduce_op: ReduceOp, array: Any) -> Planned | None:
         exchange = self._exchanged(array)
-        if exchange is None or array.nbytes > SMALL_BYTES or is_gpu(array):
+        if exchange is None:
+            return super().small_reduction(reduce_op, array)
+        if array.nbytes > SMALL_BYTES or is_gpu(array):
             return None
         return exchange.small(array.shape, self.arithmetic(reduce_op, array.dtype))
 
@@ -326,6 +327,8 @@ class _ExchangeSum:
 
     def small(self, shape: tuple[int, ...], how: Arithmetic) -> Planned | None:
         """Return what sums arrays of one shape, if it takes one barrier."""
+        from .small import SmallReduction
+
         nbytes = int(np.prod(shape, dtype=np.int64)) * how.accumulate.itemsize
         return SmallReduction(self._group, shape, how) if nbytes <= self._chunk else None
 

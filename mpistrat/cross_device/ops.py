@@ -22,8 +22,6 @@ from ..base.types import CommunicationImplementation, IndexedSlices, ReduceOp
 from ..comm.arrays import array_module
 from ..comm.contract import Collective
 from ..comm.process_group import ProcessGroup
-from .gather import Gather, reduce_slices, to_gather
-from .small import small_broadcast
 from .values import (
     Leaves,
     beside,
@@ -188,6 +186,8 @@ class CrossDeviceOps(ABC):
             return per_replica_value
         values = reducible_values(per_replica_value, group, op, function)
         if isinstance(values[0], IndexedSlices):
+            from .gather import reduce_slices
+
             slices = checked_slices(values, op, function)
             how = arithmetic(op, slices[0].values.dtype, group.topology.num_replicas, function)
             what = op.value, form(slices[0])
@@ -209,7 +209,7 @@ class CrossDeviceOps(ABC):
                 ops.reduce_into(op, arrays, out, options)
                 return out
             result = ops.reduce_implementation(op, PerReplica(arrays), destinations, options)
-        if len(arrays) == 1 and not synchronize:
+        if len(arrays) == 1 and (not synchronize or options.wire is None):
             small = ops.small_reduction(op, first)
             if small is not None:
                 self.keep_plan((op, first.dtype, first.shape, given, name, function), ops.call, small)
@@ -266,6 +266,8 @@ class CrossDeviceOps(ABC):
                 if slices is None:
                     results[index] = next(done)
                 else:
+                    from .gather import reduce_slices
+
                     how = arithmetic(op, slices[0].values.dtype, group.topology.num_replicas, function)
                     results[index] = reduce_slices(group, ops.call, how, slices, function)
         return [on_destination(result, pair[1]) for result, pair in zip(results, value_destination_pairs, strict=True)]
@@ -316,6 +318,8 @@ class CrossDeviceOps(ABC):
         function, group = leaves.function, self.group
         check_root(root, group, function)
         arrays = [local_arrays(local_values(leaf, group, function), function) for leaf in leaves.values]
+        from .small import small_broadcast
+
         firsts = [each[0] for each in arrays]
         own = type(self).broadcast_implementation is not CrossDeviceOps.broadcast_implementation
         small = None if own else small_broadcast(group, firsts, root)
@@ -369,6 +373,8 @@ class CrossDeviceOps(ABC):
 
         `equal` is True where all ranks have one replica and arrays of one shape.
         """
+        from .gather import Gather, to_gather
+
         options = given or _NO_OPTIONS
         ops, function = self.chosen(options), leaves.function
         group = ops.group
@@ -431,6 +437,8 @@ class CrossDeviceOps(ABC):
         self, per_replica_value: PerReplica, destinations: Any, axis: int, options: CommunicationOptions | None
     ) -> Any:
         """Return the concatenated arrays. Collective; all ranks have arrived, and compare the shapes in here."""
+        from .gather import Gather
+
         leaves = [per_replica_value.values]
         return Gather(self.group, leaves, axis, [""], "gather").gather(leaves, self.call)[0]
 
@@ -483,7 +491,7 @@ class CrossDeviceOps(ABC):
     def small_reduction(self, reduce_op: ReduceOp, array: Any) -> Planned | None:
         """Return what reduces arrays of one dtype and shape, wherever they lie, instead of `reduce_implementation`; else None.
 
-        It is called as small(array, call), and itself begins with `self.group.node.barrier(call)`: `entry` has said so.
+        It is called as small(array, call), and where `entry` has said so, itself begins with `self.group.node.barrier(call)`.
         """
         return None
 

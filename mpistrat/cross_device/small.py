@@ -10,7 +10,8 @@ import numpy as np
 from ..arena.arithmetic import Arithmetic, combine, finish, flatten_all
 from ..comm.arrays import is_movable, to_host
 from ..comm.call import Call
-from ..comm.exchange import SMALL, SmallExchange
+from ..comm.exchange import SmallExchange
+from ..comm.node import SMALL
 from ..comm.packing import Forms, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
 

@@ -14,6 +14,7 @@ from ..base.distributed_values import DistributedValues, Mirrored
 from ..base.errors import CollectiveMismatchError, explain
 from ..base.types import IndexedSlices, ReduceOp
 from ..comm.arrays import array_module, as_array, check_movable, dtype_name, import_cupy, is_gpu, on_device_of, to_host
+from ..comm.call import Call
 from ..comm.packing import forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
 
@@ -21,6 +22,7 @@ __all__ = [
     "Leaves",
     "beside",
     "broadcast_all",
+    "broadcast_one",
     "call_of",
     "check_destinations",
     "check_out",
@@ -246,6 +248,17 @@ def broadcast_all(
             if host.nbytes > _SMALL or len(leaves) == 1:
                 group.broadcast(host, root=rank)
     return [beside(host, values[0]) for host, values in zip(hosts, leaves, strict=True)]
+
+
+def broadcast_one(group: ProcessGroup, root: int, array: np.ndarray, call: Call) -> np.ndarray:
+    """Return replica `root`'s array, a new one, where each rank gives one of the same form. Collective, inside the call."""
+    rank = group.topology.rank_of_replica(root)[0]
+    if rank == group.topology.rank:
+        host = np.array(array, order="C")
+    else:
+        host = _POOL.empty(array.size, array.dtype).reshape(array.shape)
+    group.broadcast(host, root=rank)
+    return host
 
 
 # IndexedSlices
