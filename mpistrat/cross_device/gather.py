@@ -167,7 +167,7 @@ class Gather:
                 self._found.clear()
             self._found[heads] = found
         if self._numbers:
-            self._group.gathered = self._group.gathered[1], found.largest
+            self._group.gathered = (*self._group.gathered[1:], found.largest)
         return found, turn
 
     def _room(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from .values import (
     Leaves,
     beside,
     broadcast_all,
+    broadcast_one,
     call_of,
     check_destinations,
     check_out,
@@ -328,12 +330,13 @@ class CrossDeviceOps(ABC):
             if own:
                 return [self.broadcast_implementation(PerReplica(each), destinations, root) for each in arrays]
             if small is None:
-                return broadcast_all(group, arrays, root, leaves.paths, function)
-            results = [
-                beside(part, first) for part, first in zip(small.broadcast(arrays, self.call), firsts, strict=True)
-            ]
-        if len(arrays) == len(arrays[0]) == 1:
-            self.keep_plan((function, firsts[0].dtype, firsts[0].shape, root, leaves.name), self.call, small)
+                results = broadcast_all(group, arrays, root, leaves.paths, function)
+            else:
+                parts = small.broadcast(arrays, self.call)
+                results = [beside(part, first) for part, first in zip(parts, firsts, strict=True)]
+        if len(arrays) == len(arrays[0]) == 1 < group.topology.size:
+            key = function, firsts[0].dtype, firsts[0].shape, root, leaves.name
+            self.keep_plan(key, self.call, small or partial(broadcast_one, group, root))
         return results
 
     def gather(

@@ -65,6 +65,24 @@ def test_gather_of_lengths_that_change(of):
 
 
 @pytest.mark.ranks(2, 3)
+def test_lengths_and_small_arrays_are_one_message_between_nodes(monkeypatch):
+    """From the second gather on, also of shapes that take turns. What has no room follows in a message of its own."""
+    from mpistrat.cross_device import gather
+
+    sent, send = [], gather.gather_parts
+    monkeypatch.setattr(gather, "gather_parts", lambda *args: sent.append(args) or send(*args))
+    with open_group("private") as group:
+        of, rank, size = Collectives(group, "Test"), group.topology.rank, group.topology.size
+        for count, lengths in enumerate(([3], [2, 3, 1] * 3, [9], [3, 9] * 4, [SMALL], [2]), 1):
+            before = len(sent)
+            for turn, length in enumerate(lengths):
+                every = [rows(r, turn, length + r) for r in range(size)]
+                assert np.array_equal(of.all_gather(every[rank]), np.concatenate(every))
+            assert len(sent) - before == (count in (1, 3, 5)), lengths
+        of.close()
+
+
+@pytest.mark.ranks(2, 3)
 def test_a_gather_that_differs_on_one_rank_is_an_error_on_all(of):
     """Also of a form that this rank has gathered before, and of one that the others have."""
     odd = of.group.topology.rank == 1
