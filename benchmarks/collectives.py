@@ -1,6 +1,7 @@
-"""Collectives beside all-reduce, each against MPI's own by mpi4py: parts of values, nests, what is started and waited for later.
+"""Collectives, each against MPI's own by mpi4py: whole values and parts, nests, what is started and waited for later.
 
-A figure is the least of all repetitions, of the slowest rank, or with --median the median.
+A figure is the least of all repetitions, of the slowest rank, or with --median the median. --small leaves out what is larger than
+64 KB; "alternating" are two shapes that take turns.
 
 mpiexec -n 2 python benchmarks/collectives.py --output benchmarks/results/today
 """
@@ -15,7 +16,14 @@ import numpy as np
 
 import mpistrat as ms
 
-SIZES = {"4 KB": 1 << 10, "64 KB": 1 << 14, "1 MB": 1 << 18, "16.8 MB": 1 << 22}  # float32 of a rank
+SIZES = {
+    "8 B": 2,
+    "512 B": 1 << 7,
+    "4 KB": 1 << 10,
+    "64 KB": 1 << 14,
+    "1 MB": 1 << 18,
+    "16.8 MB": 1 << 22,
+}  # float32 of a rank
 LEAVES = 8  # of a nest
 OURS, RAW = "mpistrat", "MPI"
 
@@ -29,7 +37,7 @@ def timed(comm: Any, operations: dict[str, harness.Operation], options: Any) -> 
 def parts(some: ms.ProcessSet, comm: Any, count: int, options: Any) -> dict[str, dict[str, harness.Operation]]:
     """Return what moves parts of `count` elements: ours and MPI's, by the name of the call."""
     size = comm.size
-    count -= count % size
+    count = max(size, count - count % size)
     mine, out = np.full(count, comm.rank + 1.0, np.float32), np.empty(count, np.float32)
     splits = np.full(size, count // size)
     splits[0] += splits[-1] // 2
@@ -49,9 +57,32 @@ def parts(some: ms.ProcessSet, comm: Any, count: int, options: Any) -> dict[str,
     }
 
 
+def whole(some: ms.ProcessSet, comm: Any, count: int, options: Any) -> dict[str, dict[str, harness.Operation]]:
+    """Return what moves whole arrays of `count` elements, or none."""
+    mine, out = np.full(count, comm.rank + 1.0, np.float32), np.empty(count, np.float32)
+    every, longer = np.empty((comm.size, count), np.float32), np.full(count + 1, comm.rank + 1.0, np.float32)
+    longer_out = np.empty(count + 1, np.float32)
+
+    def both() -> None:
+        some.all_reduce("SUM", mine)
+        some.all_reduce("SUM", longer)
+
+    def raw_both() -> None:
+        comm.Allreduce(mine, out)
+        comm.Allreduce(longer, longer_out)
+
+    return {
+        "all_reduce": {OURS: lambda: some.all_reduce("SUM", mine), RAW: lambda: comm.Allreduce(mine, out)},
+        "all_reduce, alternating": {OURS: both, RAW: raw_both},
+        "all_gather": {OURS: lambda: some.all_gather(mine), RAW: lambda: comm.Allgather(mine, every)},
+        "broadcast": {OURS: lambda: some.broadcast(mine), RAW: lambda: comm.Bcast(out)},
+        "barrier": {OURS: some.barrier, RAW: comm.Barrier},
+    }
+
+
 def nests(some: ms.ProcessSet, comm: Any, count: int, options: Any) -> dict[str, dict[str, harness.Operation]]:
     """Return what moves a nest of `count` elements in all: MPI's once for each leaf, and once for as many bytes."""
-    leaf = [np.full(count // LEAVES, comm.rank + 1.0, np.float32) for _ in range(LEAVES)]
+    leaf = [np.full(max(1, count // LEAVES), comm.rank + 1.0, np.float32) for _ in range(LEAVES)]
     whole = np.concatenate(leaf)
     outs, out = (
         [np.empty((comm.size, each.size), np.float32) for each in leaf],
@@ -68,7 +99,6 @@ def nests(some: ms.ProcessSet, comm: Any, count: int, options: Any) -> dict[str,
 
     name = f"each of {LEAVES}"
     return {
-        "all_gather": {OURS: lambda: some.all_gather(whole), RAW: lambda: comm.Allgather(whole, out)},
         f"all_gather of {LEAVES}": {
             OURS: lambda: some.all_gather(leaf),
             f"{RAW}, {name}": gather_each,
@@ -127,13 +157,15 @@ def started(some: ms.ProcessSet, comm: Any, count: int, options: Any) -> dict[st
 
 def main() -> None:
     """Run the benchmark. Collective."""
-    options = harness.arguments(__doc__, seconds=0.6, median=False)
+    options = harness.arguments(__doc__, seconds=0.6, median=False, small=False)
     strategy = ms.MultiWorkerMirroredStrategy()
     comm = strategy.comm
     some = strategy.process_set(range(strategy.size))  # a value of each rank, outside of steps
     result: dict[str, Any] = {"benchmark": "collectives", "machine": harness.machine(comm), "seconds": {}}
     for label, count in SIZES.items():
-        for make in (parts, nests, started):
+        if options.small and count > 1 << 14:
+            break
+        for make in (whole, parts, nests, started):
             for call, operations in make(some, comm, count, options).items():
                 times = timed(comm, operations, options)
                 result["seconds"].setdefault(call, {})[label] = times

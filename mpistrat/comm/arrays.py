@@ -38,6 +38,7 @@ __all__ = [
     "import_cupy",
     "is_bfloat16",
     "is_gpu",
+    "is_movable",
     "mean_dtype",
     "mpi_datatype",
     "mpi_op",
@@ -268,13 +269,18 @@ def check_reducible(dtype: np.dtype, function: str, argument: str = "value") -> 
     raise TypeError(explain(function, argument, expected="an array of numbers", got=got, remedy=remedy))
 
 
+def is_movable(dtype: np.dtype) -> bool:
+    """Return whether values of a dtype can be sent as bytes."""
+    return dtype.kind in _MOVABLE_KINDS or is_bfloat16(dtype)
+
+
 def check_movable(dtype: np.dtype, function: str, argument: str = "value") -> None:
     """Do nothing if values of a dtype can be sent as bytes.
 
     Raises:
         TypeError: for structured dtypes and Python objects.
     """
-    if dtype.kind in _MOVABLE_KINDS or is_bfloat16(dtype):
+    if is_movable(dtype):
         return
     remedy = "Send the fields one by one" if dtype.names else "Python objects are not sent between ranks"
     expected = "an array of numbers, bools, dates or fixed-length strings"

@@ -2,42 +2,125 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
 from .call import Call
-from .node import STAGING_BYTES
+from .node import SMALL, STAGING_BYTES, Node
 from .process_group import ProcessGroup
 
-__all__ = ["all_gather", "all_gather_into", "all_to_all", "broadcast_into", "exchange", "gather_parts", "staged"]
+__all__ = [
+    "MessageExchange", "SmallExchange", "all_gather_into", "all_to_all", "broadcast_into", "exchange", "gather_parts", "staged",
+]  # fmt: skip
 
+_LINE = 64  # bytes to a multiple of which a head is filled up
 _PIECE = 1 << 26  # bytes of a rank that MPI moves at a time
 _STAGED = 1 << 16  # bytes of a part up to which it goes through a node's memory: MPI copies larger ones once, not twice
 _PADDED = 1 << 16  # bytes of all ranks from which parts of nearly equal lengths are filled up
 _LARGE = 1 << 30  # bytes in one all-to-all, whose counts and displacements must fit MPI's
 
 
-def all_gather(group: ProcessGroup, call: Call, own: np.ndarray) -> np.ndarray:
-    """Return every rank's array, by rank; all have one shape. Collective, inside `group.collective()`, whose call is given."""
-    size = group.topology.size
-    mine, found = _bytes(own), np.empty((size, own.nbytes), np.uint8)
+@final
+class SmallExchange:
+    """Moves some bytes of each rank of a node to all of them, in the barrier that compares the call.
 
-    def write(buffer: np.ndarray, low: int, high: int) -> None:
-        buffer[: high - low] = mine[low:high]
+    They lie in staging memory: what `move` fills is valid until this rank's next barrier. The head comes first, of equal length
+    on all ranks; then the data, of which each rank may have another form.
 
-    def read(buffer: np.ndarray, rank: int, low: int, high: int) -> None:
-        found[rank, low:high] = buffer[: high - low]
+    Args:
+        node: the ranks.
+        head: bytes of the head, a multiple of 8.
 
-    if group.num_nodes == 1:
-        _stage(group, call, own.nbytes, STAGING_BYTES, write, read)
-    else:
-        for low in range(0, own.nbytes, _PIECE):
-            part = np.empty((size, min(_PIECE, own.nbytes - low)), np.uint8)
-            group.topology.comm.Allgather(mine[low : low + part.shape[1]], part)
-            found[:, low : low + part.shape[1]] = part
-    return found.view(own.dtype).reshape(size, *own.shape)
+    Attributes:
+        turn: the half of staging memory that the last `move` has filled, 0 or 1.
+    """
+
+    def __init__(self, node: Node, head: int = 0) -> None:
+        self._node, self.turn = node, 0
+        self._start = -(-head // _LINE) * _LINE
+        self._heads = [half[:, :head] for half in node.halves] if head else []
+        own: list[Any] = [half[node.rank, :head] for half in node.halves]
+        self._own_heads = [memoryview(each) for each in own] if head else []
+
+    def views(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+        """Return the data of all ranks as arrays of one form, (ranks, *shape), in each half."""
+        end = self._start + math.prod(shape) * dtype.itemsize
+        every = [half[:, self._start : end].view(dtype).reshape(self._node.size, *shape) for half in self._node.halves]
+        return every[0], every[1]
+
+    def place(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+        """Return the room of this rank's data, of its form, in each half, for `move`."""
+        even, odd = self.views(shape, dtype)
+        own = self._node.rank
+        return even[own, ...], odd[own, ...]
+
+    def data(self, turn: int, rank: int, nbytes: int) -> np.ndarray:
+        """Return the data of a rank in a half, flat bytes."""
+        return self._node.halves[turn][rank, self._start : self._start + nbytes]
+
+    def move(self, call: Call, place: tuple[np.ndarray, np.ndarray] | None, array: Any, head: bytes = b"") -> bytes:
+        """Show the others a head and an array (none without a `place`), and return the heads of all. Collective on the node.
+
+        Raises:
+            Exception: see `Node.barrier`.
+        """
+        node = self._node
+        self.turn = turn = ~node.barriers & 1
+        if place is not None:
+            place[turn][...] = array
+        if not head:
+            node.barrier(call)
+            return head
+        self._own_heads[turn][:] = head
+        node.barrier(call)
+        return self._heads[turn].tobytes()
+
+
+@final
+class MessageExchange:
+    """Moves a head and some bytes of each rank to all of them in one MPI_Allgather, where ranks are on several nodes.
+
+    What `move` fills is valid until the next one. Each rank's data has the same room in the message.
+
+    Args:
+        group: the ranks.
+        head: bytes of the head, a multiple of 8.
+        form: shape and dtype of this rank's data; None for none.
+    """
+
+    def __init__(self, group: ProcessGroup, head: int, form: tuple[tuple[int, ...], np.dtype] | None) -> None:
+        self._comm, self._rank = group.topology.comm, group.topology.rank
+        self._head, self._start, self._form = head, -(-head // _LINE) * _LINE, form
+        self._nbytes = SMALL + 1 if form is None else math.prod(form[0]) * form[1].itemsize
+        self._size, self._room = group.topology.size, -1
+
+    def _open(self, room: int) -> None:
+        self._room = room
+        width = self._start - (-room // _LINE) * _LINE
+        self._sent, self._came = np.zeros(width, np.uint8), np.empty((self._size, width), np.uint8)
+        self._heads = self._came[:, : self._head]
+        self._place = None
+        if self._form is not None and self._nbytes <= room:
+            flat = self._sent[self._start : self._start + self._nbytes]
+            self._place = flat.view(self._form[1]).reshape(self._form[0])
+
+    def data(self, rank: int, nbytes: int) -> np.ndarray:
+        """Return the data of a rank, flat bytes."""
+        return self._came[rank, self._start : self._start + nbytes]
+
+    def move(self, room: int, array: Any, head: bytes) -> bytes:
+        """Send a head and an array that has room, and return the heads of all. Collective; `room` is the same on all ranks."""
+        if room != self._room:
+            self._open(room)
+        if self._place is not None:
+            self._place[...] = array
+        if head:
+            self._sent[: self._head] = np.frombuffer(head, np.uint8)
+        self._comm.Allgather(self._sent, self._came)
+        return self._heads.tobytes()
 
 
 def all_gather_into(group: ProcessGroup, call: Call, own: np.ndarray, rooms: Sequence[np.ndarray]) -> None:

@@ -30,9 +30,10 @@ from .recorder import RECORDER
 from .shared_memory import SharedBlock
 from .window import Fence
 
-__all__ = ["STAGING_BYTES", "Node"]
+__all__ = ["SMALL", "STAGING_BYTES", "Node"]
 
 STAGING_BYTES = 1 << 20  # for each rank, twice
+SMALL = 1 << 16  # bytes of a rank that travel in the barrier that compares the call
 FLAG_RANKS = 16  # with more ranks MPI's own barrier is faster than every rank polling every flag
 
 # The control page of a rank, in words of 8 bytes: barriers it has reached, two tags, its state, and its request.
@@ -58,6 +59,8 @@ class Node:
         ranks: their numbers in the whole group.
         draws: what this rank has drawn from its datasets.
         shared: whether memory is shared with other ranks, if there are any.
+        barriers: number of barriers so far.
+        halves: the staging buffers that belong to even barriers, and to odd ones; see `staging`.
     """
 
     def __init__(self, monitor: RankMonitor, comm: Any = None, world: Any = None, ranks: Sequence[int] = (0,)) -> None:
@@ -72,7 +75,7 @@ class Node:
         self._blocks: list[SharedBlock] = []
         self._starts: list[int] = []
         self._segments: list[tuple[int, SharedBlock, int]] = []
-        self._sequence = 0
+        self.barriers = 0
         self.draws = Draws()
         self._laid: list[bytes | None] = [None, None]
         self._plain = Call("barrier of the node", monitor.default_timeout)
@@ -81,7 +84,7 @@ class Node:
             self._open_control()
         elif world is not None and world.size > 1:  # other nodes share memory, and check theirs
             shared_memory.check_others(world, "the ranks' flags")
-        self._halves = self._open_staging()
+        self.halves = self._open_staging()
 
     def _open_control(self) -> None:
         sizes = [self.size * _PAGE] + [0] * (self.size - 1)
@@ -99,11 +102,12 @@ class Node:
         table = memory.view(np.int64).reshape(self.size, words)
         self._tags = [table[:, _TAG + half] for half in (0, 1)]
 
-    def _open_staging(self) -> list[list[np.ndarray]]:
+    def _open_staging(self) -> list[np.ndarray]:
         block = self.allocate([2 * STAGING_BYTES] * self.size, "the ranks' staging room")
         populated = block.populate(self.rank, 0, 2 * STAGING_BYTES)
         self.agree_populated(populated, block.what)
-        return [[s[h * STAGING_BYTES : (h + 1) * STAGING_BYTES] for s in block.segments] for h in (0, 1)]
+        rooms = block.memory.reshape(self.size, 2 * STAGING_BYTES)
+        return [rooms[:, :STAGING_BYTES], rooms[:, STAGING_BYTES:]]
 
     # barrier
 
@@ -119,7 +123,7 @@ class Node:
             return
         if call is None:
             call = self._plain
-        self._sequence = sequence = self._sequence + 1
+        self.barriers = sequence = self.barriers + 1
         half = sequence & 1
         if self._laid[half] is not call.payload:
             self._lay(half, call)
@@ -254,11 +258,6 @@ class Node:
         self._refuse_all(text)
         raise CollectiveTimeoutError(text)
 
-    @property
-    def barriers(self) -> int:
-        """Number of barriers so far."""
-        return self._sequence
-
     def agree_later(self, request: bool) -> bool:
         """Return whether a rank requested it in a call before the last barrier. Collective on the node; no rank waits.
 
@@ -267,7 +266,7 @@ class Node:
         """
         if self.size == 1:
             return request
-        flags, own, sequence = self._flags, self._own + _REQUEST, self._sequence
+        flags, own, sequence = self._flags, self._own + _REQUEST, self.barriers
         if request and not flags[own]:
             flags[own] = sequence + 1
         self._sync()
@@ -299,16 +298,16 @@ class Node:
         if self._control is not None:
             self._sync()
 
-    def staging(self) -> list[np.ndarray]:
+    def staging(self) -> np.ndarray:
         """Return the staging buffer of every rank of the node that belongs to the next barrier.
 
         Write `staging()[node.rank]` before `barrier()`, read the others after it, in the same list. The next barrier has
         other buffers, so one barrier is enough; two barriers later these are used again.
 
         Returns:
-            uint8 arrays of STAGING_BYTES bytes, by rank of the node.
+            uint8 array (ranks of the node, STAGING_BYTES).
         """
-        return self._halves[(self._sequence + 1) & 1]
+        return self.halves[(self.barriers + 1) & 1]
 
     def allocate(self, nbytes: Sequence[int], what: str) -> SharedBlock:
         """Make a block of memory with a segment for each rank of the node. Collective over all ranks of the group.
@@ -359,7 +358,7 @@ class Node:
 
     def close(self) -> None:
         """Give back all memory of which no view exists. Local."""
-        self._halves = [[], []]
+        self.halves = []
         self._starts, self._segments = [], []
         for block in self._blocks:
             block.close()

@@ -71,6 +71,7 @@ class ProcessGroup:
         inter: communicator of the owners of this rank's slice; None with one domain, and without a slice.
         replicas_of_node: number of local replicas of each rank of the domain.
         monitor: what this rank is doing.
+        gathered: the most bytes that a rank had in each of the last four gathers of arrays with lengths; equal on all ranks.
         contacts: ranks that wait for this one outside collectives, and receive a message when it leaves the program.
         label: which ranks it has, shown with the names of its calls; "" for all of them.
     """
@@ -85,6 +86,7 @@ class ProcessGroup:
         self.monitor = RankMonitor(topology.rank, topology.size, environment.abort_after, environment.warn_after)
         self._comparison: Comparison | None = None  # with other nodes
         self._calls: dict[Hashable, Collective] = {}
+        self.gathered = (0, 0, 0, 0)
         self.contacts: set[int] = set()
         self._attached: list[Attachment] = []
         ranks: Sequence[int] = (topology.rank,)
@@ -187,7 +189,7 @@ class ProcessGroup:
         """Return the context in which one collective runs. Entering it is collective over all ranks.
 
         On entry the ranks of a node wait for each other and compare their calls. Between nodes they compare when an
-        operation of this name is called differently from the last time, and every `environment.check_every` collectives;
+        operation of this name is not called as expected from its last calls, and every `environment.check_every` collectives;
         then they find every difference since the last comparison.
 
         Args:

@@ -47,14 +47,15 @@ class SharedBlock:
     A NumPy view of a segment stays valid memory after `close()`, for as long as the view lives; then the system frees it.
 
     Attributes:
+        memory: the segments one after the other, each from a page on.
         segments: for each rank of the node a uint8 array, page-aligned; zeros at first.
         nbytes: their sizes.
         what: what it is for, in words.
         shared: whether other ranks map the same memory.
     """
 
-    def __init__(self, segments: list[np.ndarray], what: str, shared: bool = False) -> None:
-        self.segments, self.what, self.shared = segments, what, shared
+    def __init__(self, memory: np.ndarray, segments: list[np.ndarray], what: str, shared: bool = False) -> None:
+        self.memory, self.segments, self.what, self.shared = memory, segments, what, shared
         self.nbytes = [segment.nbytes for segment in segments]
 
     @property
@@ -72,7 +73,7 @@ class SharedBlock:
 
     def close(self) -> None:
         """Give the memory back, when no view of it lives. Local."""
-        self.segments = []
+        self.memory, self.segments = np.empty(0, np.uint8), []
 
 
 def allocate_private(nbytes: int, what: str) -> SharedBlock:
@@ -85,7 +86,8 @@ def allocate_private(nbytes: int, what: str) -> SharedBlock:
     start = mmap.PAGESIZE + -memory.ctypes.data % mmap.PAGESIZE
     if nbytes >= _OWN_MAPPING and hasattr(mmap, "MADV_NOHUGEPAGE") and (call := _madvise()) is not None:
         call(memory.ctypes.data + start - mmap.PAGESIZE, mmap.PAGESIZE, mmap.MADV_NOHUGEPAGE)
-    return SharedBlock([memory[start : start + nbytes]], what)
+    segment = memory[start : start + nbytes]
+    return SharedBlock(segment, [segment], what)
 
 
 def allocate_shared(node: Any, world: Any, nbytes: Sequence[int], what: str) -> SharedBlock:
@@ -127,7 +129,7 @@ def allocate_shared(node: Any, world: Any, nbytes: Sequence[int], what: str) -> 
     for size, room in zip(nbytes, pages, strict=True):
         segments.append(np.frombuffer(memory, np.uint8, size, low) if size else np.empty(0, np.uint8))
         low += room
-    return SharedBlock(segments, what, shared=True)
+    return SharedBlock(np.frombuffer(memory, np.uint8), segments, what, shared=True)
 
 
 def _make(nbytes: int) -> tuple[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -20,15 +20,26 @@ from ..base.types import ReduceOp
 from ..cluster.topology import Topology
 from ..comm.arrays import as_array, check_movable, dtype_name, to_host
 from ..comm.call import Call
-from ..comm.exchange import all_gather as gather_rows
+from ..comm.contract import Collective
+from ..comm.exchange import SmallExchange, exchange
 from ..comm.exchange import all_to_all as equal_parts
-from ..comm.exchange import exchange
+from ..comm.node import SMALL
 from ..comm.packing import Forms, forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
-from .values import Leaves, beside, call_of, check_out, counted_axis, local_arrays, local_values
+from .small import SmallReduction
+from .values import Leaves, beside, check_out, counted_axis, local_arrays, local_values
 
-__all__ = ["all_gather", "all_to_all", "between", "check_divided", "checked_axis", "reduce_scatter"]
+__all__ = [
+    "all_to_all",
+    "between",
+    "check_divided",
+    "checked_axis",
+    "reduce_scatter",
+    "small_all_to_all",
+    "small_reduce_scatter",
+]
 
+_KEPT = 16  # combinations of lengths that are remembered
 _FAILED = -1  # in place of a number of bytes
 _POOL = BufferPool(kept=2)
 
@@ -39,8 +50,9 @@ def reduce_scatter(
     op: ReduceOp,
     axis: int,
     options: CommunicationOptions | None,
-    equal: bool,
     outs: Sequence[np.ndarray] | None,
+    equal: bool,
+    small: tuple[Collective, SmallReduction] | None,
 ) -> list[Any]:
     """Return for each value the local replicas' parts of its reduction. Collective.
 
@@ -50,16 +62,24 @@ def reduce_scatter(
         op: the reduction.
         axis: the dimension that the replicas divide, the first ones getting one more where it does not divide evenly.
         options: timeout_seconds.
-        equal, outs: see `Collectives.reduce_scatter`.
+        outs, equal: see `Collectives.reduce_scatter`.
+        small: what `small_reduce_scatter` has made.
 
     Raises:
         Exception: see `ReplicaContext.reduce_scatter`.
     """
     topology, function = group.topology, values.function
     leaves = [local_arrays(local_values(value, group, function, repeat=False), function) for value in values.values]
-    forms = tuple((dtype_name(arrays[0].dtype), tuple(arrays[0].shape)) for arrays in leaves)
-    timeout = None if options is None else options.timeout_seconds
-    with group.collective(function, values.name, detail=(op.value, "axis", axis, *forms), timeout=timeout) as call:
+    if small is not None:
+        call, planned = small
+        for out in outs or ():
+            check_out(out, planned.shape, planned.dtype, function)
+        with call:
+            part = planned(to_host(leaves[0][0]), call)
+        for out in outs or ():
+            out[...] = part
+        return [beside(part, leaves[0][0])]
+    with _reduce_scatter_call(group, values, op, axis, options, leaves, True) as call:
         hows = [arithmetic(op, arrays[0].dtype, topology.num_replicas, function) for arrays in leaves]
         axes = [checked_axis(arrays[0], axis, function) for arrays in leaves]
         for arrays, along in zip(leaves, axes, strict=True) if equal else ():
@@ -95,6 +115,50 @@ def reduce_scatter(
     return results
 
 
+def _reduce_scatter_call(
+    group: ProcessGroup,
+    values: Leaves,
+    op: ReduceOp,
+    axis: int,
+    options: CommunicationOptions | None,
+    leaves: Sequence[Sequence[Any]],
+    synchronize: bool,
+) -> Collective:
+    forms = tuple((dtype_name(arrays[0].dtype), tuple(arrays[0].shape)) for arrays in leaves)
+    detail, timeout = (op.value, "axis", axis, *forms), None if options is None else options.timeout_seconds
+    return group.collective(values.function, values.name, detail=detail, timeout=timeout, synchronize=synchronize)
+
+
+def small_reduce_scatter(
+    group: ProcessGroup, values: Leaves, op: ReduceOp, axis: int, options: CommunicationOptions | None, equal: bool
+) -> tuple[Collective, SmallReduction] | None:
+    """Return the call and the reduction of the own part of a small array on one node; None for all others.
+
+    Also where `reduce_scatter` raises an error, which it does after the ranks have compared their calls.
+    """
+    topology, function = group.topology, values.function
+    if not _is_one_array(group, values):
+        return None
+    array = local_arrays(local_values(values.values[0], group, function, repeat=False), function)[0]
+    try:
+        how, along = arithmetic(op, array.dtype, topology.num_replicas, function), checked_axis(array, axis, function)
+        if equal:
+            check_divided(array, along, topology.size, function)
+    except (TypeError, ValueError):
+        return None
+    if array.size * how.accumulate.itemsize > SMALL:
+        return None
+    call = _reduce_scatter_call(group, values, op, axis, options, [[array]], False)
+    part = (*(slice(None),) * along, slice(*bounds(array.shape[along], topology.size)[topology.rank]))
+    return call, SmallReduction(group, array.shape, how, part)
+
+
+def _is_one_array(group: ProcessGroup, values: Leaves) -> bool:
+    """Return whether each rank of one node has one array of one replica."""
+    topology = group.topology
+    return group.num_nodes == 1 < topology.size == topology.num_replicas and len(values.values) == 1
+
+
 def _summed_here(topology: Topology, arrays: Sequence[Any], how: Arithmetic) -> np.ndarray:
     """Return what this rank sends of a leaf: its array, or where ranks have several replicas, their reduction."""
     hosts = [to_host(array) for array in arrays]
@@ -106,7 +170,12 @@ def _summed_here(topology: Topology, arrays: Sequence[Any], how: Arithmetic) -> 
 
 
 def all_to_all(
-    group: ProcessGroup, values: Leaves, splits: Any, axis: int, joined: int | None = None
+    group: ProcessGroup,
+    values: Leaves,
+    splits: Any,
+    axis: int,
+    joined: int | None,
+    small: tuple[Collective, SmallAllToAll] | None,
 ) -> tuple[list[Any], Any]:
     """Return for each value what the local replicas get of it, and the lengths that each got of every one. Collective.
 
@@ -116,6 +185,7 @@ def all_to_all(
         axis: the dimension that is cut.
         joined: the dimension along which parts are concatenated, where all ranks have one replica and arrays of one shape: no
             lengths are exchanged; default `axis`.
+        small: what `small_all_to_all` has made.
 
     Raises:
         Exception: see `ReplicaContext.all_to_all` and `Mesh.reshard`.
@@ -124,10 +194,13 @@ def all_to_all(
     leaves = [
         [as_array(v, function) for v in local_values(value, group, function, repeat=False)] for value in values.values
     ]
+    if small is not None:
+        call, planned = small
+        with call:
+            result, lengths = planned(to_host(leaves[0][0]), call, splits)
+        return [beside(result, leaves[0][0])], lengths
     axes = [counted_axis(axis, arrays[0].ndim) for arrays in leaves]
-    forms = tuple(_form(arrays, None if equal else along, function) for arrays, along in zip(leaves, axes, strict=True))
-    how = f"to axis {joined}" if equal else "equal parts" if splits is None else "splits"
-    with group.collective(function, values.name, detail=(how, "axis", axis, *forms)) as call:
+    with _all_to_all_call(group, values, splits is None, axis, joined, leaves, True) as call:
         onto = axes
         for arrays in leaves:
             checked_axis(arrays[0], axis, function)
@@ -147,6 +220,161 @@ def all_to_all(
         results.append(_placed(local, arrays))
     received = [came[:, local].max(axis=1, initial=0) for local in range(topology.num_local_replicas)]
     return results, received[0] if len(received) == 1 else PerReplica(received)
+
+
+def _all_to_all_call(
+    group: ProcessGroup,
+    values: Leaves,
+    divided: bool,
+    axis: int,
+    joined: int | None,
+    leaves: Sequence[Sequence[Any]],
+    synchronize: bool,
+) -> Collective:
+    function = values.function
+    forms = [
+        _form(arrays, None if joined is not None else counted_axis(axis, arrays[0].ndim), function) for arrays in leaves
+    ]
+    how = f"to axis {joined}" if joined is not None else "equal parts" if divided else "splits"
+    return group.collective(function, values.name, detail=(how, "axis", axis, *forms), synchronize=synchronize)
+
+
+def small_all_to_all(
+    group: ProcessGroup, values: Leaves, splits: Any, axis: int, joined: int | None
+) -> tuple[Collective, SmallAllToAll] | None:
+    """Return the call and the exchange of one array of each rank of a node; None for all others. See `all_to_all`.
+
+    Also where `all_to_all` raises an error, which it does after the ranks have compared their calls.
+    """
+    function = values.function
+    if not _is_one_array(group, values):
+        return None
+    array = as_array(local_values(values.values[0], group, function, repeat=False)[0], function)
+    try:
+        along = checked_axis(array, axis, function)
+        onto = along if joined is None else checked_axis(array, joined, function)
+        check_movable(array.dtype, function)
+    except (TypeError, ValueError):
+        return None
+    if joined is not None and onto == along:
+        return None
+    call = _all_to_all_call(group, values, splits is None, axis, joined, [[array]], False)
+    return call, SmallAllToAll(group, function, array, along, onto, joined is not None)
+
+
+class _Parts(NamedTuple):
+    """The consequences of the lengths of all ranks.
+
+    Attributes:
+        sent, came: how much this rank sends to each rank, and gets from it.
+        largest: the most that any rank sends to one.
+        parts: for each half of staging memory what comes from each rank; empty where MPI moves it.
+    """
+
+    sent: list[int]
+    came: np.ndarray
+    largest: int
+    parts: tuple[list[np.ndarray], ...]
+
+
+@final
+class SmallAllToAll:
+    """The exchange of parts of an array of each rank of a node.
+
+    The ranks exchange lengths, and arrays that are small, in the barrier that compares the call.
+
+    Args:
+        group: the ranks.
+        function: the public caller to name in errors.
+        array: an array of this rank, of the dtype and shape of all that follow.
+        axis, onto: the dimension that is cut, and that along which parts are concatenated.
+        equal: True where all ranks have arrays of one shape.
+    """
+
+    def __init__(self, group: ProcessGroup, function: str, array: Any, axis: int, onto: int, equal: bool) -> None:
+        self._group, self._function, self._axis, self._onto = group, function, axis, onto
+        self._shape, self._dtype, self._equal = array.shape, array.dtype, equal
+        self._row = math.prod(array.shape[:axis] + array.shape[axis + 1 :])
+        self._exchange = SmallExchange(group.node, 0 if equal else 8 + 8 * group.topology.size)
+        small = array.size * array.dtype.itemsize <= SMALL
+        self._place = self._exchange.place(array.shape, array.dtype) if small else None
+        self._heads: dict[Hashable, bytes] = {}
+        self._found: dict[bytes, _Parts] = {}
+
+    def __call__(self, array: np.ndarray, call: Call, splits: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return what comes from all ranks, and how much from each. Collective, inside one.
+
+        Raises:
+            ValueError: on every rank, for lengths that do not fit an array on one.
+        """
+        key, place, failure = None, self._place, None
+        if splits is not None:
+            splits = np.asarray(splits.values[0] if isinstance(splits, PerReplica) else splits)
+            key = splits.tobytes(), splits.dtype, splits.shape
+        head = self._heads.get(key)
+        if head is None:
+            try:
+                head = self._head(array, splits)
+                if len(self._heads) >= _KEPT:
+                    self._heads.clear()
+                self._heads[key] = head
+            except Exception as error:  # of which the others learn with the lengths
+                place, failure = None, error
+                head = b"" if self._equal else np.full(1 + self._group.topology.size, _FAILED, np.int64).tobytes()
+        heads = self._exchange.move(call, place, array, head)
+        found = self._found.get(heads)
+        if found is None:
+            found = self._look(heads, failure)
+        if found.parts:
+            return np.concatenate(found.parts[self._exchange.turn], axis=self._onto), found.came.copy()
+        return self._by_messages(array, call, found), found.came.copy()
+
+    def _head(self, array: np.ndarray, splits: Any) -> bytes:
+        lengths = _lengths(self._group.topology, self._function, [[array]], splits, [self._axis])
+        return b"" if self._equal else np.array([0, *lengths.reshape(-1)], np.int64).tobytes()
+
+    def _look(self, heads: bytes, failure: Exception | None) -> _Parts:
+        """Raise the error of a rank on all, or find where the parts lie."""
+        group, axis, shape = self._group, self._axis, self._shape
+        size, rank = group.topology.size, group.topology.rank
+        if failure is not None and self._equal:  # on every rank
+            raise failure
+        if self._equal:
+            lengths = np.full((size, size), shape[axis] // size)
+        else:
+            table = np.frombuffer(heads, np.int64).reshape(size, 1 + size)
+            if (table[:, 0] == _FAILED).any():
+                with together(group.all_gather_text):
+                    if failure is not None:
+                        raise failure
+            lengths = table[:, 1:]
+        wholes, starts = lengths.sum(axis=1).tolist(), lengths[:, :rank].sum(axis=1).tolist()
+        came, row = lengths[:, rank].copy(), self._row * self._dtype.itemsize
+        halves = []
+        for turn in (0, 1) if max(wholes) * row <= SMALL else ():
+            parts = []
+            for other, (whole, low, length) in enumerate(zip(wholes, starts, came.tolist(), strict=True)):
+                flat = self._exchange.data(turn, other, whole * row).view(self._dtype)
+                there = flat.reshape(*shape[:axis], whole, *shape[axis + 1 :])
+                parts.append(between(there, axis, low, low + length))
+            halves.append(parts)
+        if len(self._found) >= _KEPT:
+            self._found.clear()
+        found = self._found[heads] = _Parts(lengths[rank].tolist(), came, int(lengths.max()) * row, tuple(halves))
+        return found
+
+    def _by_messages(self, array: np.ndarray, call: Call, found: _Parts) -> np.ndarray:
+        axis, shape, came = self._axis, self._shape, found.came.tolist()
+        cuts = itertools.pairwise(itertools.accumulate(found.sent, initial=0))
+        parts = [[np.ascontiguousarray(between(array, axis, *cut)).reshape(-1)] for cut in cuts]
+        expected = [[((length * self._row,), self._dtype)] for length in came]
+        room, flats = _exchanged(self._group, call, parts, expected, found.largest)
+        if axis == 0 == self._onto:  # they lie side by side
+            return room.view(self._dtype).reshape(sum(came), *shape[1:])
+        arrays = [
+            flat[0].reshape(*shape[:axis], length, *shape[axis + 1 :]) for flat, length in zip(flats, came, strict=True)
+        ]
+        return np.concatenate(arrays, axis=self._onto)
 
 
 def _moved(
@@ -280,24 +508,6 @@ def _joined(
                 parts[local].append(flat[start : start + size].reshape(part_shape))
                 start += size
     return [np.concatenate(each, axis=onto) for each in parts]
-
-
-def all_gather(group: ProcessGroup, values: Leaves, axis: int) -> list[Any]:
-    """Return the ranks' arrays, each of one shape, concatenated along an axis. Collective. See `Collectives.all_gather`."""
-    function = values.function
-    arrays = [as_array(value, function) for value in values.values]
-    with group.collective(function, values.name, *call_of(arrays, f"axis {axis}")) as call:
-        axes = [checked_axis(array, axis, function) for array in arrays]
-        for array in arrays:
-            check_movable(array.dtype, function)
-        hosts = [to_host(array) for array in arrays]
-        rows = gather_rows(group, call, to_bytes(hosts))
-    if axes == [0] and len(arrays) == 1:  # they lie side by side
-        shape = (len(rows) * hosts[0].shape[0], *hosts[0].shape[1:])
-        return [beside(rows.reshape(-1).view(hosts[0].dtype).reshape(shape), arrays[0])]
-    found = zip(*(of_bytes(row, forms_of(hosts)) for row in rows), strict=True)
-    whole = [np.concatenate(parts, axis=along) for parts, along in zip(found, axes, strict=True)]
-    return [beside(result, array) for result, array in zip(whole, arrays, strict=True)]
 
 
 # bytes of several arrays

@@ -20,7 +20,7 @@ from ..comm.process_group import ProcessGroup
 from .auto import make_cross_device_ops
 from .ops import CrossDeviceOps
 from .over_axes import OVER_AXES, Axis
-from .values import Leaves
+from .values import Leaves, check_out
 
 if TYPE_CHECKING:
     from .nonblocking import CollectiveRequest, NonblockingCollectives
@@ -63,7 +63,9 @@ class Collectives:
     ) -> None:
         self.group, self.alone = group, alone
         self._front, self.label, self._names = front, label, names or {}
-        self._all_reduce = self._called("all_reduce")
+        self._all_reduce, self._all_gather = self._called("all_reduce"), self._called("all_gather")
+        self._broadcast, self._all_to_all = self._called("broadcast"), self._called("all_to_all")
+        self._reduce_scatter = self._called("reduce_scatter")
         self._options = None if options is None else replace(options, wire=None)
         self.ops = make_cross_device_ops() if ops is None else ops
         if ops is None:
@@ -108,7 +110,8 @@ class Collectives:
             if self.alone:
                 return value
             if type(value) in PLAIN or not nest.is_nested(value):
-                return as_scalar(self.ops.reduce(op, value, None, self.merged(options), self.label, self._all_reduce))
+                options = self._options if options is None else self.merged(options)
+                return as_scalar(self.ops.reduce(op, value, None, options, self.label, self._all_reduce))
         leaves = Leaves.of(self._all_reduce, value, self.label)
         if out is not None:
             outs = _outs(self._all_reduce, value, out)
@@ -138,12 +141,14 @@ class Collectives:
         """
         if self.alone:
             return value
-        leaves = Leaves.of(self._called("all_gather"), value, self.label)
-        if equal:
-            from .all_to_all import all_gather
-
-            return nest.pack_like(value, all_gather(self.group, leaves, axis))
-        return nest.pack_like(value, self.ops.gather_leaves(leaves, axis, self.merged(options)))
+        options = self.merged(options)
+        if type(value) is np.ndarray and type(axis) is int:
+            plan = self.ops.plans.get((self._all_gather, value.dtype, value.shape, axis, options, equal, self.label))
+            if plan is not None:
+                with plan[0] as call:
+                    return plan[1](value, call)
+        leaves = Leaves.of(self._all_gather, value, self.label)
+        return nest.pack_like(value, self.ops.gather_leaves(leaves, axis, options, equal=equal))
 
     def reduce_scatter(
         self,
@@ -162,39 +167,73 @@ class Collectives:
             equal: True where parts must be of one length.
             out: arrays of the parts' shapes and dtypes, which receive them and are returned; for one replica a rank.
         """
-        from .all_to_all import reduce_scatter
+        from .all_to_all import reduce_scatter, small_reduce_scatter
 
-        function = self._called("reduce_scatter")
-        op = ReduceOp.parse(reduce_op, function)
+        function, axis = self._reduce_scatter, index(axis)
+        op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.parse(reduce_op, function)
         if self.alone:
             return value
-        leaves = Leaves.of(function, value, self.label)
-        outs = None if out is None else _outs(function, value, out)
-        parts = reduce_scatter(self.group, leaves, op, index(axis), self.merged(options), equal, outs)
-        return out if out is not None else nest.pack_like(value, parts)
+        options, key = self.merged(options), None
+        plan: Any = None
+        if type(value) is np.ndarray and (out is None or type(out) is np.ndarray):
+            key = function, op, value.dtype, value.shape, axis, options, equal, self.label
+            plan = self.ops.plans.get(key)
+        if plan is None:
+            leaves = Leaves.of(function, value, self.label)
+            plan = small_reduce_scatter(self.group, leaves, op, axis, options, equal)
+            if key is None or plan is None:
+                outs = None if out is None else _outs(function, value, out)
+                parts = reduce_scatter(self.group, leaves, op, axis, options, outs, equal, plan)
+                return out if out is not None else nest.pack_like(value, parts)
+            self.ops.keep_plan(key, *plan)
+        if out is not None:
+            check_out(out, plan[1].shape, plan[1].dtype, function)
+        with plan[0] as call:
+            part = plan[1](value, call)
+        if out is None:
+            return part
+        out[...] = part
+        return out
 
     def all_to_all(self, value: Any, *, splits: Any = None, axis: int = 0) -> tuple[Any, Any]:
         """Return a nest with what each local replica receives, and its lengths. Collective. See `ReplicaContext.all_to_all`."""
-        from .all_to_all import all_to_all
-
-        if self.alone:
-            return value, splits
-        leaves = Leaves.of(self._called("all_to_all"), value, self.label)
-        results, lengths = all_to_all(self.group, leaves, splits, index(axis))
-        return nest.pack_like(value, results), lengths
+        return (value, splits) if self.alone else self._sent(self._all_to_all, value, splits, index(axis), None)
 
     def reshard(self, value: Any, *, old: int, new: int) -> Any:
         """Return a nest with this rank's parts along axis `new` of arrays that are split along axis `old`. Collective."""
-        from .all_to_all import all_to_all
+        return self._sent(self._called("reshard"), value, None, new, old)[0]
 
-        leaves = Leaves.of(self._called("reshard"), value, self.label)
-        return nest.pack_like(value, all_to_all(self.group, leaves, None, new, old)[0])
+    def _sent(self, function: str, value: Any, splits: Any, axis: int, joined: int | None) -> tuple[Any, Any]:
+        """Return a nest with what comes from the others, and its lengths. Collective. See `all_to_all.all_to_all`."""
+        from .all_to_all import all_to_all, small_all_to_all
+
+        plan: Any = None
+        key = None
+        if type(value) is np.ndarray and type(axis) is int and (joined is None or type(joined) is int):
+            key = function, value.dtype, value.shape, splits is None, axis, joined, self.label
+            plan = self.ops.plans.get(key)
+        if plan is None:
+            leaves = Leaves.of(function, value, self.label)
+            plan = small_all_to_all(self.group, leaves, splits, axis, joined)
+            if key is None or plan is None:
+                results, lengths = all_to_all(self.group, leaves, splits, axis, joined, plan)
+                return nest.pack_like(value, results), lengths
+            self.ops.keep_plan(key, *plan)
+        with plan[0] as call:
+            result: tuple[Any, Any] = plan[1](value, call, splits)
+        return result
 
     def broadcast(self, value: Any, *, root: int = 0) -> Any:
         """Return a nest with the arrays of replica `root`. Collective. See `ReplicaContext.broadcast`."""
         if self.alone:
             return value
-        found = self.ops.broadcast_leaves(Leaves.of(self._called("broadcast"), value, self.label), root)
+        if type(value) is np.ndarray and type(root) is int:
+            plan = self.ops.plans.get((self._broadcast, value.dtype, value.shape, root, self.label))
+            if plan is not None:
+                with plan[0] as call:
+                    result = plan[1](value, call)
+                return result if value.ndim else as_scalar(result)
+        found = self.ops.broadcast_leaves(Leaves.of(self._broadcast, value, self.label), root)
         return nest.pack_like(value, [as_scalar(leaf) for leaf in found])
 
     # started now, waited for later

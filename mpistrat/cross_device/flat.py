@@ -15,8 +15,10 @@ from ..base.distributed_values import Mirrored, PerReplica
 from ..base.options import CommunicationOptions
 from ..base.types import ReduceOp
 from ..comm.arrays import array_module, is_gpu, on_device_of, to_host
+from ..comm.contract import Collective
+from ..comm.node import SMALL
 from ..comm.packing import pack_sizes, plan_packs
-from .ops import CrossDeviceOps
+from .ops import CrossDeviceOps, Planned
 
 __all__ = ["Array", "Arrays", "FlatAllReduce", "device_sum", "on_devices"]
 
@@ -56,6 +58,17 @@ class FlatAllReduce(CrossDeviceOps):
         """Return the most bytes of a pack of values (0: any number), and the number of messages that it is sent in."""
         limit = options.bytes_per_pack if options else None
         return (limit, 1) if limit is not None else (int(self.num_packs == 0), max(1, self.num_packs))
+
+    def small_reduction(self, reduce_op: ReduceOp, array: Any) -> Planned | None:
+        if is_gpu(array) or array.nbytes > SMALL:
+            return None
+        how = self.arithmetic(reduce_op, array.dtype)
+
+        def reduce(array: np.ndarray, call: Collective) -> np.ndarray:
+            self.call = call
+            return self._sum_flat(flatten_all([array]), how).reshape(array.shape)
+
+        return reduce
 
     @final
     def reduce_implementation(

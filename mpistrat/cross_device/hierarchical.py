@@ -27,11 +27,10 @@ from ..base.errors import explain
 from ..base.partition import aligned_bounds
 from ..base.types import CommunicationImplementation, ReduceOp
 from ..comm.arrays import all_reduce, is_gpu
-from ..comm.node import Node
 from ..comm.process_group import ProcessGroup
 from .flat import Array, Arrays, FlatAllReduce
 from .mpi import mpi_sum
-from .ops import SmallReduction
+from .ops import Planned
 
 if TYPE_CHECKING:
     from ..arena.encoded import EncodedAllReduce
@@ -99,9 +98,11 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
             return False, "exchange"
         return True, ""
 
-    def small_reduction(self, reduce_op: ReduceOp, array: Any) -> SmallReduction | None:
+    def small_reduction(self, reduce_op: ReduceOp, array: Any) -> Planned | None:
         exchange = self._exchanged(array)
-        if exchange is None or array.nbytes > SMALL_BYTES or is_gpu(array):
+        if exchange is None:
+            return super().small_reduction(reduce_op, array)
+        if array.nbytes > SMALL_BYTES or is_gpu(array):
             return None
         return exchange.small(array.shape, self.arithmetic(reduce_op, array.dtype))
 
@@ -295,7 +296,7 @@ class _ExchangeSum:
     """
 
     def __init__(self, group: ProcessGroup, results: BufferPool) -> None:
-        self._node, self._results = group.node, results
+        self._group, self._node, self._results = group, group.node, results
         self._views: dict[tuple[int, np.dtype, int], tuple[Any, list[np.ndarray]]] = {}
         self._chunk = min(EXCHANGE_CHUNK, self._node.staging()[0].nbytes)
         self.limit = EXCHANGE_BYTES // self._node.size if self._node.size > 2 else sys.maxsize
@@ -324,10 +325,12 @@ class _ExchangeSum:
                 round_into(chunk, total)
         return out
 
-    def small(self, shape: tuple[int, ...], how: Arithmetic) -> SmallReduction | None:
+    def small(self, shape: tuple[int, ...], how: Arithmetic) -> Planned | None:
         """Return what sums arrays of one shape, if it takes one barrier."""
+        from .small import SmallReduction
+
         nbytes = int(np.prod(shape, dtype=np.int64)) * how.accumulate.itemsize
-        return _SmallExchange(self._node, shape, how).sum if nbytes <= self._chunk else None
+        return SmallReduction(self._group, shape, how) if nbytes <= self._chunk else None
 
     def _sum_chunk(self, arrays: Sequence[np.ndarray], total: np.ndarray, ufunc: np.ufunc, call: Any) -> None:
         views = self._staged(total.dtype, total.size)
@@ -347,35 +350,3 @@ class _ExchangeSum:
             cached = half, [memory[: size * dtype.itemsize].view(dtype) for memory in half]
             self._views[key] = cached
         return cached[1]
-
-
-@final
-class _SmallExchange:
-    """The same for one form of array: what can be known before is, for here each microsecond counts."""
-
-    def __init__(self, node: Node, shape: tuple[int, ...], how: Arithmetic) -> None:
-        self._node, self._shape, self._how = node, shape, how
-        self._ufunc, self._dtype = how.ufunc, how.accumulate
-        self._rounded = how.divisor != 1 or how.accumulate != how.result
-        self._size = int(np.prod(shape, dtype=np.int64))
-        self._views: list[list[np.ndarray]] = [[], []]  # of every rank's part, for even barriers and for odd ones
-
-    def sum(self, array: np.ndarray, call: Any) -> np.ndarray:
-        """Return the reduction, a new array. Collective on the node. The barrier compares `call`."""
-        node = self._node
-        half = node.barriers & 1
-        parts = self._views[half] or self._view(half)
-        parts[node.rank][...] = array
-        node.barrier(call)
-        if len(parts) == 2:
-            total = np.asarray(self._ufunc(parts[0], parts[1]))
-        else:
-            total = np.empty(self._shape, self._dtype)
-            combine(self._ufunc, [part.reshape(-1) for part in parts], total.reshape(-1))
-        return finish(total, self._how) if self._rounded else total
-
-    def _view(self, half: int) -> list[np.ndarray]:
-        nbytes = self._size * self._dtype.itemsize
-        views = [memory[:nbytes].view(self._dtype).reshape(self._shape) for memory in self._node.staging()]
-        self._views[half] = views
-        return views

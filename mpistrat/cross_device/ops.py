@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,9 @@ from ..comm.contract import Collective
 from ..comm.process_group import ProcessGroup
 from .values import (
     Leaves,
+    beside,
     broadcast_all,
+    broadcast_one,
     call_of,
     check_destinations,
     check_out,
@@ -32,17 +35,14 @@ from .values import (
     checked_slices,
     counted_axis,
     form,
-    gather_all,
     local_arrays,
     local_values,
     on_destination,
-    reduce_slices,
     reduced_already,
     reducible_values,
-    to_gather,
 )
 
-__all__ = ["IMPLEMENTATIONS", "CrossDeviceOps", "SmallReduction"]
+__all__ = ["IMPLEMENTATIONS", "CrossDeviceOps", "Planned"]
 
 CHUNK = 1 << 22  # elements that an algorithm without arenas of its own reduces at a time
 
@@ -55,7 +55,7 @@ _COPIED = 1 << 17  # bytes up to which results are copied into the caller's arra
 IMPLEMENTATIONS: dict[CommunicationImplementation, type[CrossDeviceOps]] = {}
 
 
-SmallReduction = Callable[[np.ndarray, Collective], np.ndarray]
+Planned = Callable[..., Any]
 
 
 class CrossDeviceOps(ABC):
@@ -83,8 +83,8 @@ class CrossDeviceOps(ABC):
 
     _group: ProcessGroup | None = None
     _others: dict[CommunicationImplementation, CrossDeviceOps] | None = None
-    #: The call and the function for small arrays, by reduction, dtype, shape, options, name and caller.
-    _plans: dict[Hashable, tuple[Collective, SmallReduction]] | None = None
+    #: The call, and what makes it, for an array whose dtype, shape and options have been seen before.
+    plans: dict[Hashable, tuple[Collective, Planned]]
     #: The collective call that is under way: what the first node barrier of `reduce_implementation` carries.
     call: Any = None
 
@@ -104,11 +104,11 @@ class CrossDeviceOps(ABC):
             expected, got = "an object of one strategy", "one that another strategy uses"
             raise ValueError(explain(type(self).__name__, "", expected=expected, got=got, remedy=remedy))
         self._group = group
-        self._others = self._plans = None
+        self._others, self.plans = None, {}
 
     def close(self) -> None:
         """Free what the algorithm owns, such as NCCL communicators. Collective; the strategy calls it before it closes."""
-        self._plans = None
+        self.plans.clear()
         for other in (self._others or {}).values():
             if other is not self:
                 other.close()
@@ -167,8 +167,8 @@ class CrossDeviceOps(ABC):
         if type(value) is PerReplica and len(value.values) == 1:
             value = value.values[0]
         if type(value) is np.ndarray or isinstance(value, _NUMBERS):
-            array = np.asarray(value)
-            plan = self._plans and self._plans.get((op, array.dtype, array.shape, options, name, function))
+            array = value if type(value) is np.ndarray else np.asarray(value)
+            plan = self.plans.get((op, array.dtype, array.shape, options, name, function))
             if plan:
                 with plan[0] as call:
                     result = plan[1](array, call)
@@ -188,10 +188,13 @@ class CrossDeviceOps(ABC):
             return per_replica_value
         values = reducible_values(per_replica_value, group, op, function)
         if isinstance(values[0], IndexedSlices):
+            from .gather import reduce_slices
+
             slices = checked_slices(values, op, function)
             how = arithmetic(op, slices[0].values.dtype, group.topology.num_replicas, function)
-            with group.collective(function, name, detail=(op.value, form(slices[0])), timeout=options.timeout_seconds):
-                return reduce_slices(group, how, slices, function)
+            what = op.value, form(slices[0])
+            with group.collective(function, name, detail=what, timeout=options.timeout_seconds) as call:
+                return reduce_slices(group, call, how, slices, function)
         arrays = local_arrays(values, function)
         first = arrays[0]
         ops = ops._algorithm_for(first, options)
@@ -208,12 +211,10 @@ class CrossDeviceOps(ABC):
                 ops.reduce_into(op, arrays, out, options)
                 return out
             result = ops.reduce_implementation(op, PerReplica(arrays), destinations, options)
-        if len(arrays) == 1 and not synchronize:
+        if len(arrays) == 1 and (not synchronize or options.wire is None):
             small = ops.small_reduction(op, first)
             if small is not None:
-                if self._plans is None or len(self._plans) >= _KEPT_PLANS:
-                    self._plans = {}
-                self._plans[op, first.dtype, first.shape, given, name, function] = ops.call, small
+                self.keep_plan((op, first.dtype, first.shape, given, name, function), ops.call, small)
         return result if destinations is None else on_destination(result, destinations)
 
     def batch_reduce(
@@ -267,8 +268,10 @@ class CrossDeviceOps(ABC):
                 if slices is None:
                     results[index] = next(done)
                 else:
+                    from .gather import reduce_slices
+
                     how = arithmetic(op, slices[0].values.dtype, group.topology.num_replicas, function)
-                    results[index] = reduce_slices(group, how, slices, function)
+                    results[index] = reduce_slices(group, ops.call, how, slices, function)
         return [on_destination(result, pair[1]) for result, pair in zip(results, value_destination_pairs, strict=True)]
 
     def reduce_leaves(
@@ -317,12 +320,24 @@ class CrossDeviceOps(ABC):
         function, group = leaves.function, self.group
         check_root(root, group, function)
         arrays = [local_arrays(local_values(leaf, group, function), function) for leaf in leaves.values]
-        with group.collective(
-            function, leaves.name, *call_of([each[0] for each in arrays], f"root {root}")
-        ) as self.call:
-            if type(self).broadcast_implementation is not CrossDeviceOps.broadcast_implementation:
+        from .small import small_broadcast
+
+        firsts = [each[0] for each in arrays]
+        own = type(self).broadcast_implementation is not CrossDeviceOps.broadcast_implementation
+        small = None if own else small_broadcast(group, firsts, root)
+        what = call_of(firsts, f"root {root}")
+        with group.collective(function, leaves.name, *what, synchronize=small is None) as self.call:
+            if own:
                 return [self.broadcast_implementation(PerReplica(each), destinations, root) for each in arrays]
-            return broadcast_all(group, arrays, root, leaves.paths, function)
+            if small is None:
+                results = broadcast_all(group, arrays, root, leaves.paths, function)
+            else:
+                parts = small.broadcast(arrays, self.call)
+                results = [beside(part, first) for part, first in zip(parts, firsts, strict=True)]
+        if len(arrays) == len(arrays[0]) == 1 < group.topology.size:
+            key = function, firsts[0].dtype, firsts[0].shape, root, leaves.name
+            self.keep_plan(key, self.call, small or partial(broadcast_one, group, root))
+        return results
 
     def gather(
         self,
@@ -350,24 +365,44 @@ class CrossDeviceOps(ABC):
         return on_destination(self.gather_leaves(leaves, axis, options, destinations)[0], destinations)
 
     def gather_leaves(
-        self, leaves: Leaves, axis: int, options: CommunicationOptions | None, destinations: Any = None
+        self,
+        leaves: Leaves,
+        axis: int,
+        given: CommunicationOptions | None,
+        destinations: Any = None,
+        equal: bool = False,
     ) -> list[Any]:
-        """Return what `gather` would of each of several values, in one collective. Collective."""
-        options = options or _NO_OPTIONS
+        """Return what `gather` would of each of several values, in one collective. Collective.
+
+        `equal` is True where all ranks have one replica and arrays of one shape.
+        """
+        from .gather import Gather, to_gather
+
+        options = given or _NO_OPTIONS
         ops, function = self.chosen(options), leaves.function
         group = ops.group
         arrays = [
             to_gather(leaf, group, function, path) for leaf, path in zip(leaves.values, leaves.paths, strict=True)
         ]
+        gather = None
+        if type(ops).gather_implementation is CrossDeviceOps.gather_implementation:
+            gather = Gather(group, arrays, axis, leaves.paths, function, equal)
+        what = call_of([each[0] for each in arrays], f"axis {axis}") if equal else (None, None, ("axis", axis))
+        synchronize = gather is None or not gather.synchronizes
         with group.collective(
-            function, leaves.name, detail=("axis", axis), timeout=options.timeout_seconds
+            function, leaves.name, *what, timeout=options.timeout_seconds, synchronize=synchronize
         ) as ops.call:
-            if type(ops).gather_implementation is CrossDeviceOps.gather_implementation:
-                return gather_all(group, arrays, axis, leaves.paths, function)
-            return [
-                ops.gather_implementation(PerReplica(each), destinations, counted_axis(axis, each[0].ndim), options)
-                for each in arrays
-            ]
+            if gather is None:
+                return [
+                    ops.gather_implementation(PerReplica(each), destinations, counted_axis(axis, each[0].ndim), options)
+                    for each in arrays
+                ]
+            results = gather.gather(arrays, ops.call)
+        if len(arrays) == len(arrays[0]) == 1 and group.topology.size > 1:
+            self.keep_plan(
+                (function, arrays[0][0].dtype, arrays[0][0].shape, axis, given, equal, leaves.name), ops.call, gather
+            )
+        return results
 
     # What algorithms override
 
@@ -405,7 +440,10 @@ class CrossDeviceOps(ABC):
         self, per_replica_value: PerReplica, destinations: Any, axis: int, options: CommunicationOptions | None
     ) -> Any:
         """Return the concatenated arrays. Collective; all ranks have arrived, and compare the shapes in here."""
-        return gather_all(self.group, [per_replica_value.values], axis, [""], "gather")[0]
+        from .gather import Gather
+
+        leaves = [per_replica_value.values]
+        return Gather(self.group, leaves, axis, [""], "gather").gather(leaves, self.call)[0]
 
     def reduce_into(
         self, reduce_op: ReduceOp, arrays: Sequence[Any], out: np.ndarray, options: CommunicationOptions | None
@@ -453,10 +491,10 @@ class CrossDeviceOps(ABC):
         """
         return None
 
-    def small_reduction(self, reduce_op: ReduceOp, array: Any) -> SmallReduction | None:
+    def small_reduction(self, reduce_op: ReduceOp, array: Any) -> Planned | None:
         """Return what reduces arrays of one dtype and shape, wherever they lie, instead of `reduce_implementation`; else None.
 
-        It is called as small(array, call), and itself begins with `self.group.node.barrier(call)`: `entry` has said so.
+        It is called as small(array, call), and where `entry` has said so, itself begins with `self.group.node.barrier(call)`.
         """
         return None
 
@@ -485,6 +523,12 @@ class CrossDeviceOps(ABC):
             TypeError: values of the dtype cannot be reduced.
         """
         return arithmetic(reduce_op, dtype, self.group.topology.num_replicas)
+
+    def keep_plan(self, key: Hashable, call: Collective, planned: Planned) -> None:
+        """Keep in `plans` what makes a call of one array."""
+        if len(self.plans) >= _KEPT_PLANS:
+            self.plans.clear()
+        self.plans[key] = call, planned
 
     # Internals
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import zlib
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arena.arithmetic import Arithmetic, finish
 from ..base import nest
 from ..base.buffers import BufferPool
 from ..base.devices import parse
@@ -18,6 +14,7 @@ from ..base.distributed_values import DistributedValues, Mirrored
 from ..base.errors import CollectiveMismatchError, explain
 from ..base.types import IndexedSlices, ReduceOp
 from ..comm.arrays import array_module, as_array, check_movable, dtype_name, import_cupy, is_gpu, on_device_of, to_host
+from ..comm.call import Call
 from ..comm.packing import forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
 
@@ -25,6 +22,7 @@ __all__ = [
     "Leaves",
     "beside",
     "broadcast_all",
+    "broadcast_one",
     "call_of",
     "check_destinations",
     "check_out",
@@ -32,12 +30,9 @@ __all__ = [
     "checked_slices",
     "counted_axis",
     "form",
-    "gather_all",
     "local_arrays",
     "local_values",
     "on_destination",
-    "to_gather",
-    "reduce_slices",
     "reduced_already",
     "reducible_values",
 ]
@@ -192,110 +187,12 @@ def on_destination(result: Any, destinations: Any) -> Any:
         return cupy.asarray(result)
 
 
-# gather
-
-_LARGE = 1 << 30  # bytes; above, the counts of one call might not fit MPI's
-_POOL = BufferPool(kept=2)
-_SMALL = 1 << 16  # bytes on all ranks; up to that several arrays are one message, which costs a copy on either side
-
-
-def to_gather(value: Any, group: ProcessGroup, function: str, path: str) -> list[Any]:
-    """Return the arrays of the local replicas of what lies at a path of a nest.
-
-    Raises:
-        TypeError: it has IndexedSlices, or what is no array.
-    """
-    values = local_values(value, group, function, repeat=False)
-    if any(isinstance(each, IndexedSlices) for each in values):
-        raise TypeError(explain(function, f"value{path}", expected="arrays", got="IndexedSlices"))
-    return [as_array(each, function, f"value{path}") for each in values]
-
-
-def gather_all(
-    group: ProcessGroup, leaves: Sequence[Sequence[Any]], axis: int, paths: Sequence[str], function: str
-) -> list[Any]:
-    """Return the arrays of all replicas concatenated along an axis, in replica order, of each value. Collective, inside one.
-
-    Small ones are one message.
-
-    Args:
-        group: the ranks.
-        leaves: of each value one array for each local replica; lengths along `axis` may differ, the rest may not.
-        axis: from 0, or from the end if it is negative.
-        paths: where each value is in the nest, to name in errors.
-        function: the public caller to name in errors.
-
-    Raises:
-        CollectiveMismatchError: on every rank, naming a rank and both shapes, before any data moved.
-        ValueError: a scalar, or an axis out of range.
-        TypeError: Python objects or structured arrays.
-    """
-    axes = [counted_axis(axis, values[0].ndim) for values in leaves]
-    totals = _rank_lengths(group, leaves, axes, paths, function)
-    local = [_join(values, own) for values, own in zip(leaves, axes, strict=True)]
-    if group.topology.size == 1:
-        return [array.copy() if array is values[0] else array for array, values in zip(local, leaves, strict=True)]
-    hosts = [np.ascontiguousarray(to_host(array)) for array in local]
-    whole = [sum(total) * _row(host, own) * host.itemsize for host, total, own in zip(hosts, totals, axes, strict=True)]
-    small = [index for index, nbytes in enumerate(whole) if nbytes <= _SMALL and len(leaves) > 1]
-    joined: list[Any] = [None] * len(leaves)
-    if small:
-        chosen = [hosts[i] for i in small], [axes[i] for i in small], [totals[i] for i in small]
-        found = _exchange_together(group, *chosen)
-        for index, result in zip(small, found, strict=True):
-            joined[index] = result
-    for index, host in enumerate(hosts):
-        if joined[index] is None:
-            joined[index] = _exchange(group, host, axes[index], totals[index])
-    return [beside(result, array) for result, array in zip(joined, local, strict=True)]
-
-
 def beside(result: np.ndarray, array: Any) -> Any:
     """Return a result where an array lies: on its GPU, or as it is."""
     if not is_gpu(array):
         return result
     with on_device_of(array):
         return array_module(array).asarray(result)
-
-
-def _join(values: Sequence[Any], axis: int) -> Any:
-    if len(values) == 1:
-        return values[0]
-    with on_device_of(values[0]):
-        return array_module(values[0]).concatenate(values, axis=axis)
-
-
-def _form_but_axis(value: Any, axis: int) -> str:
-    """The form that all replicas must share: everything but the length along the axis."""
-    shape = ["*" if dim == axis else str(size) for dim, size in enumerate(value.shape)]
-    return f"{dtype_name(value.dtype)} of shape ({', '.join(shape)})"
-
-
-def _rank_lengths(
-    group: ProcessGroup, leaves: Sequence[Sequence[Any]], axes: Sequence[Any], paths: Sequence[str], function: str
-) -> list[list[int]]:
-    """Compare the forms of all replicas; return of each value each rank's length along the axis."""
-    forms, lengths = [], []
-    for values, axis in zip(leaves, axes, strict=True):
-        forms.append(list(dict.fromkeys(_form_but_axis(value, axis) for value in values)))
-        lengths.append(sum(value.shape[axis] for value in values if _is_axis(axis, value)))
-    prints = [zlib.crc32("; ".join(form).encode()) if len(form) == 1 else -1 for form in forms]
-    table = group.all_gather_int([*prints, *lengths])
-    for index, (values, axis, path) in enumerate(zip(leaves, axes, paths, strict=True)):
-        hashes, argument = table[:, index].tolist(), f"value{path}"
-        if -1 in hashes or len(set(hashes)) > 1:
-            shapes = " and ".join(dict.fromkeys(f"{dtype_name(value.dtype)} {tuple(value.shape)}" for value in values))
-            raise CollectiveMismatchError(_mismatch(function, argument, group.all_gather_text(shapes), hashes))
-        value = values[0]
-        if value.ndim == 0:
-            remedy = "Reduce it, or give it a dimension: value.reshape(1)"
-            expected = "at least one dimension"
-            raise ValueError(explain(function, argument, expected=expected, got="a scalar", remedy=remedy))
-        if not _is_axis(axis, value):
-            expected = f"-{value.ndim} <= axis < {value.ndim}"
-            raise ValueError(explain(function, "axis", expected=expected, got=repr(axis)))
-        check_movable(value.dtype, function, argument)
-    return [[int(n) for n in table[:, len(leaves) + index]] for index in range(len(leaves))]
 
 
 def counted_axis(axis: Any, ndim: int) -> Any:
@@ -308,81 +205,8 @@ def counted_axis(axis: Any, ndim: int) -> Any:
     return int(axis) + ndim if isinstance(axis, (int, np.integer)) and -ndim <= axis < 0 else axis
 
 
-def _is_axis(axis: Any, value: Any) -> bool:
-    return isinstance(axis, (int, np.integer)) and 0 <= axis < value.ndim
-
-
-def _mismatch(function: str, argument: str, shapes: list[str], hashes: list[int]) -> str:
-    common = max(set(hashes), key=lambda h: (hashes.count(h), -hashes.index(h)))
-    odd = next((rank for rank, h in enumerate(hashes) if h != common), 0)
-    usual = hashes.index(common)
-    if odd == usual:  # one rank, or every rank in the same way
-        return explain(
-            function, argument, expected="equal shapes but for the axis on every replica", got=shapes[0], rank=0
-        )
-    return explain(
-        function,
-        argument,
-        expected=f"{shapes[usual]} as on rank {usual}, but for the length along the axis",
-        got=shapes[odd],
-        rank=odd,
-    )
-
-
-def _row(array: np.ndarray, axis: int) -> int:
-    """How many elements lie at one place along the axis."""
-    return math.prod(array.shape[:axis] + array.shape[axis + 1 :])
-
-
-def _exchange(group: ProcessGroup, local: np.ndarray, axis: int, totals: list[int]) -> np.ndarray:
-    rest = local.shape[:axis] + local.shape[axis + 1 :]
-    row = _row(local, axis)
-    ends = np.cumsum([total * row for total in totals]).tolist()
-    flat = _POOL.empty(ends[-1], local.dtype)
-    _all_gather(group, local.reshape(-1), flat, [0, *ends])
-    if axis == 0:
-        return flat.reshape(ends[-1] // row if row else sum(totals), *rest)
-    parts = []
-    for rank, total in enumerate(totals):
-        shape = (*local.shape[:axis], total, *local.shape[axis + 1 :])
-        parts.append(flat[ends[rank] - total * row : ends[rank]].reshape(shape))
-    return np.concatenate(parts, axis=axis)
-
-
-def _exchange_together(
-    group: ProcessGroup, local: Sequence[np.ndarray], axes: Sequence[int], totals: Sequence[Sequence[int]]
-) -> list[np.ndarray]:
-    """As `_exchange` of several arrays, in one message of each rank."""
-    forms = [
-        [
-            ((*array.shape[:axis], lengths[rank], *array.shape[axis + 1 :]), array.dtype)
-            for array, axis, lengths in zip(local, axes, totals, strict=True)
-        ]
-        for rank in range(group.topology.size)
-    ]
-    ends = np.cumsum([num_bytes(form) for form in forms]).tolist()
-    flat = np.empty(ends[-1], np.uint8)
-    _all_gather(group, to_bytes(local), flat, [0, *ends])
-    rows = [of_bytes(part, form) for part, form in zip(np.split(flat, ends[:-1]), forms, strict=True)]
-    return [np.concatenate(parts, axis=axis) for axis, parts in zip(axes, zip(*rows, strict=True), strict=True)]
-
-
-def _all_gather(group: ProcessGroup, local: np.ndarray, flat: np.ndarray, borders: list[int]) -> None:
-    """Fill `flat` with every rank's elements; rank r's lie between borders r and r + 1."""
-    if flat.nbytes > _LARGE:
-        for rank, low in enumerate(borders[:-1]):
-            part = flat[low : borders[rank + 1]]
-            if rank == group.topology.rank:
-                part[...] = local
-            if part.size:
-                group.broadcast(part, root=rank)
-        return
-    low, high = borders[group.topology.rank : group.topology.rank + 2]
-    flat[low:high] = local
-    from ..comm.exchange import gather_parts
-
-    gather_parts(group.topology.comm, flat, [end - begin for begin, end in itertools.pairwise(borders)])
-
+_POOL = BufferPool(kept=2)
+_SMALL = 1 << 16  # bytes; up to that several arrays are one message, which costs a copy on either side
 
 # broadcast
 
@@ -424,6 +248,17 @@ def broadcast_all(
             if host.nbytes > _SMALL or len(leaves) == 1:
                 group.broadcast(host, root=rank)
     return [beside(host, values[0]) for host, values in zip(hosts, leaves, strict=True)]
+
+
+def broadcast_one(group: ProcessGroup, root: int, array: np.ndarray, call: Call) -> np.ndarray:
+    """Return replica `root`'s array, a new one, where each rank gives one of the same form. Collective, inside the call."""
+    rank = group.topology.rank_of_replica(root)[0]
+    if rank == group.topology.rank:
+        host = np.array(array, order="C")
+    else:
+        host = _POOL.empty(array.size, array.dtype).reshape(array.shape)
+    group.broadcast(host, root=rank)
+    return host
 
 
 # IndexedSlices
@@ -476,24 +311,3 @@ def form(value: IndexedSlices) -> Hashable:
         value.indices.dtype.name,
         value.dense_shape,
     )
-
-
-def reduce_slices(
-    group: ProcessGroup, how: Arithmetic, values: Sequence[IndexedSlices], function: str
-) -> IndexedSlices:
-    """Return the rows and indices of all replicas in replica order; MEAN divides the rows. Collective, inside one.
-
-    `values` come from `checked_slices`.
-    """
-    rows, indices = (
-        gather_all(group, [leaf], 0, [""], function)[0]
-        for leaf in ([value.values for value in values], [value.indices for value in values])
-    )
-    return IndexedSlices(_divide(rows, how), indices, values[0].dense_shape)
-
-
-def _divide(rows: Any, how: Arithmetic) -> Any:
-    if how.divisor == 1:
-        return rows
-    with on_device_of(rows):
-        return finish(array_module(rows).asarray(rows, how.accumulate), how)
