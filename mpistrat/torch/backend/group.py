@@ -36,7 +36,7 @@ from ...comm.contract import Collective
 from ...comm.monitor.abort import is_user_code
 from ...comm.monitor.rank_monitor import user_line
 from ...comm.process_group import ProcessGroup
-from ...cross_device.all_to_all import reduce_scatter
+from ...cross_device.all_to_all import reduce_scatter, small_reduce_scatter
 from ...cross_device.auto import make_cross_device_ops
 from ...cross_device.values import Leaves
 from .lane import Lane
@@ -473,7 +473,9 @@ class MpiProcessGroup(dist.ProcessGroup):
         words += [dtype_name(flat.dtype)] if wide.dtype != flat.dtype else []
         options = CommunicationOptions(timeout_seconds=seconds)
         leaves, outs = Leaves(function, [wide.numpy()], " ".join(words)), [mine.view(-1).numpy()]
-        reduce_scatter(self._ranks, leaves, _REDUCTIONS[name], 0, options, True, outs)
+        how = _REDUCTIONS[name]
+        small = small_reduce_scatter(self._ranks, leaves, how, 0, options, True)
+        reduce_scatter(self._ranks, leaves, how, 0, options, outs, True, small)
         if name == "AVG":
             self._averaged(mine)
         copy_back(mine, output)
