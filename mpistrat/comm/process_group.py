@@ -369,6 +369,7 @@ class ProcessGroup:
         """Leave the group to be freed when its ranks, all of which have dropped it, make the next group. Local."""
         if self._key is not None and not self.closed:
             DROPPED.groups[self._key] = self
+            _groups.discard(self)
 
     def __del__(self) -> None:
         """Keep what the ranks share until all of them can free it."""
