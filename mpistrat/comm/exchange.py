@@ -92,10 +92,9 @@ class MessageExchange:
     """
 
     def __init__(self, group: ProcessGroup, head: int, form: tuple[tuple[int, ...], np.dtype] | None) -> None:
-        self._comm, self._rank = group.topology.comm, group.topology.rank
+        self._comm, self._size, self._room = group.topology.comm, group.topology.size, -1
         self._head, self._start, self._form = head, -(-head // _LINE) * _LINE, form
         self._nbytes = SMALL + 1 if form is None else math.prod(form[0]) * form[1].itemsize
-        self._size, self._room = group.topology.size, -1
 
     def _open(self, room: int) -> None:
         self._room = room

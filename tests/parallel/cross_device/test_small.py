@@ -198,6 +198,29 @@ def test_parts_that_differ_on_one_rank_are_an_error_on_all(node):
 
 
 @pytest.mark.ranks(2, 4)
+def test_a_rank_that_reads_late_gets_the_same_numbers(node, monkeypatch):
+    """The others are in the next call by then, and have written what they have for it."""
+    memory, size, rank = node.group.node, node.group.topology.size, node.group.topology.rank
+    barrier, turns = memory.barrier, iter(range(10_000))
+
+    def late(call=None):
+        barrier(call)
+        if next(turns) % size == rank:
+            time.sleep(0.002)
+
+    monkeypatch.setattr(memory, "barrier", late)
+    for turn in range(12):
+        every = [rows(r, turn, size, size, "f8") for r in range(size)]
+        mine, total = every[rank], sum(every)
+        assert np.array_equal(node.all_gather(mine), np.concatenate(every))
+        assert np.array_equal(node.all_reduce("SUM", mine), total)
+        assert np.array_equal(node.all_to_all(mine)[0], [part[rank] for part in every])
+        assert np.array_equal(node.reduce_scatter("SUM", mine), total[[rank]])
+        assert np.array_equal(node.broadcast(mine, root=turn % size), every[turn % size])
+        assert np.array_equal(node.all_gather(mine, equal=True), np.concatenate(every))
+
+
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("way", ["compiled", "python"])
 def test_a_small_call_takes_one_barrier(node, way, monkeypatch):
     if way == "python":
