@@ -46,6 +46,7 @@ _STATES = 4
 _POISON = -1  # the tag of a rank that gave up: no call has it
 
 _SPIN, _YIELDS = 2000, 1500  # ns without letting others run, then times that it does: about 1 ms
+_FEW_YIELDS = 20  # where ranks share cores: one that yields for long takes the time of one that has yet to come
 _DIFFERENT, _LATE = -1, -2  # of `_meet`
 _START, _GROWTH = 5e-5, 1.01  # seconds of the first sleep; the end of a wait of 50 ms is noticed within half a ms
 
@@ -63,14 +64,23 @@ class Node:
         halves: the staging buffers that belong to even barriers, and to odd ones; see `staging`.
     """
 
-    def __init__(self, monitor: RankMonitor, comm: Any = None, world: Any = None, ranks: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self,
+        monitor: RankMonitor,
+        comm: Any = None,
+        world: Any = None,
+        ranks: Sequence[int] = (0,),
+        cores: int | None = None,
+    ) -> None:
         """Set up control pages and staging buffers. Collective over `world`; not collective without it.
 
-        Without `comm`, the ranks of this node, all memory is private; `ranks` are their numbers in `world`.
+        Without `comm`, the ranks of this node, all memory is private; `ranks` are their numbers in `world`. With fewer `cores`
+        than ranks, a rank that waits sleeps early.
         """
         self.ranks, self.size = tuple(ranks), len(ranks)
         self.rank = 0 if comm is None else int(comm.rank)
         self.shared = self.size > 1
+        self._crowded = cores is not None and cores < self.size
         self._monitor, self._comm, self._world = monitor, comm, world
         self._blocks: list[SharedBlock] = []
         self._starts: list[int] = []
@@ -128,7 +138,7 @@ class Node:
         if self._laid[half] is not call.payload:
             self._lay(half, call)
         tag = call.tag ^ self.draws.mark
-        waited = self._by_flags and loops.meet(self._bytes, self.rank, sequence, tag, _SPIN)
+        waited = self._by_flags and not self._crowded and loops.meet(self._bytes, self.rank, sequence, tag, _SPIN)
         if waited is False:
             waited = self._meet(sequence, tag)
         if waited >= 0:
@@ -175,7 +185,7 @@ class Node:
     def _comes(self, i: int, sequence: int) -> bool:
         """Return whether a rank comes soon; let others run meanwhile."""
         flags, yield_core = self._flags, os.sched_yield
-        for _ in range(_YIELDS):
+        for _ in range(_FEW_YIELDS if self._crowded else _YIELDS):
             if flags[i] >= sequence:
                 return True
             yield_core()

@@ -92,7 +92,7 @@ class ProcessGroup:
         ranks: Sequence[int] = (topology.rank,)
         if environment.shared_memory and private is not None:
             ranks = topology.ranks_of_node(topology.node_index)
-            self.node = Node(self.monitor, topology.intra, topology.comm, ranks)
+            self.node = Node(self.monitor, topology.intra, topology.comm, ranks, topology.node_cores)
             self.num_nodes, self.slices, self.inter = topology.num_nodes, topology.slices, topology.inter
         else:
             self.node = Node(self.monitor, ranks=ranks)

@@ -44,6 +44,24 @@ def group(request, make_group, monkeypatch):
     return make_group()
 
 
+@pytest.mark.parametrize("cores", [1, 64])
+def test_a_rank_sleeps_early_where_ranks_share_cores(make_group, monkeypatch, cores):
+    """It yields a few times for each rank that is late, or for a millisecond."""
+    from mpistrat.comm import process_group
+
+    plain, yields = process_group.Node, []
+    monkeypatch.setattr(process_group, "Node", lambda *args: plain(*args[:4], cores))
+    monkeypatch.setattr(loops, "meet", loops.leave_to_numpy)
+    node = make_group().node
+    monkeypatch.setattr(os, "sched_yield", lambda: yields.append(0))
+    for late in range(node.size):
+        if node.rank == late:
+            time.sleep(0.02)
+        node.barrier()
+    most = 20 * node.size * node.size
+    assert (len(yields) <= most) == (cores == 1), len(yields)
+
+
 def test_nobody_passes_before_all_have_come(group):
     """Every rank raises its own number before the barrier; after it all numbers have been raised."""
     node = group.node
