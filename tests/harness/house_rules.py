@@ -37,7 +37,12 @@ HANDLE = (
 FRAMEWORKS = {
     "torch": {"train", "forward", "backward", "setup_context", "generate_vmap_rule", "state_dict",
               "load_state_dict", "zero_grad", "step", "add_param_group",
-              "strict", "assign", "set_to_none", "closure"},
+              "strict", "assign", "set_to_none", "closure",
+              # of a process group, its work, and of "mpi"
+              "allgather", "alltoall", "allreduce", "allreduce_coalesced", "allgather_coalesced", "recv_anysource", "opts",
+              "timeout", "tag", "_start_coalescing", "_end_coalescing", "_device_types", "_set_group_name", "_set_group_desc",
+              "group_desc", "get_group_store", "_set_sequence_number_for_group", "_get_sequence_number_for_group", "_has_hooks",
+              "_wait_for_pending_works", "is_success", "create_mpi"},
     "jax": set(),
     "keras": {"compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "save", "save_weights", "export",
               "make_train_function", "make_test_function", "force", "get_metrics_result", "_symbolic_build",

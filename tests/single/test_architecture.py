@@ -291,6 +291,7 @@ def test_files_that_the_architecture_names_are_there():
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = {word for words in re.findall(r"`([^`\n]+)`", text) for word in words.split() if word.endswith(".py")}
     there = {where(path) for folder in ("mpistrat", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
+    there |= {path.name for path in ROOT.glob("*.py")}
     missing = [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in there)]
     assert len(named) > 80 and not missing, missing
 

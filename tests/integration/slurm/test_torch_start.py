@@ -4,8 +4,6 @@ import subprocess
 
 import pytest
 
-from tests.launch.launcher import ROOT
-
 PROGRAM = """
 import os, sys
 numbers = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
@@ -33,13 +31,7 @@ def with_torch(mpi):
         pytest.skip("PyTorch is not installed: make test-frameworks")
 
 
-ours = pytest.mark.skipif(
-    not (ROOT / "mpistrat" / "torch" / "backend" / "group.py").exists(),
-    reason="the group over MPI is not there yet",
-)
-
-
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=ours)])
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_the_job(slurm, slurm_mpi, tmp_path, backend):
     from tests.launch.slurm import mpi_type
 

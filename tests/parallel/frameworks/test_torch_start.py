@@ -1,6 +1,5 @@
 """torch.distributed starts under MPI without variables: the numbers, the port, the ranks that take part, wrong use."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -257,13 +256,9 @@ def test_only_some_ranks_by_color(monkeypatch):
         assert (strategy.rank, strategy.size) == expected[rank][:2]
 
 
-ours = pytest.mark.skipif(
-    importlib.util.find_spec("mpistrat.torch.backend.group") is None, reason="the group over MPI is not there yet"
-)
 NAMES_OF_OURS = ["mpi", "mpistrat", "cpu:mpistrat,cuda:nccl"]
 
 
-@ours
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("backend", NAMES_OF_OURS)
 def test_the_group_over_mpi(backend):
@@ -291,7 +286,6 @@ def test_the_group_over_mpi(backend):
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=0)
 
 
-@ours
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("backend", NAMES_OF_OURS)
 def test_the_group_over_mpi_of_some_ranks(backend, monkeypatch):
@@ -342,7 +336,7 @@ def without_variables(words, **more):
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.parametrize("backend", ["gloo", *(pytest.param(name, marks=ours) for name in NAMES_OF_OURS)])
+@pytest.mark.parametrize("backend", ["gloo", *NAMES_OF_OURS])
 def test_a_program_without_a_word_of_this_package(mpi, tmp_path, backend):
     """On an empty environment: the gradient is the mean of 2 x 0 and 2 x 1."""
     (tmp_path / "plain.py").write_text(PLAIN)

@@ -71,3 +71,21 @@ def test_ranks_of_one_host():
     dist.destroy_process_group()
     ms.torch.use()
     node.Free()
+
+
+PROGRAM = """
+import torch, torch.distributed as dist
+dist.init_process_group("mpi")
+value = torch.ones(1)
+dist.all_reduce(value)
+if {destroys}:
+    dist.destroy_process_group()
+print(value.item())
+"""
+
+
+@pytest.mark.parametrize("destroys", [True, False])
+def test_the_program_ends_well(mpi_run, hosts, destroys):
+    ended = mpi_run(PROGRAM.format(destroys=destroys), 4, hosts=hosts, timeout=90)
+    assert ended.returncode == 0, ended
+    assert [out.strip() for out in ended.out] == ["4.0"] * 4, ended
