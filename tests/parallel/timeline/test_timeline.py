@@ -121,12 +121,12 @@ def test_some_ranks_only(mpi_tmp_path):
 @pytest.mark.ranks(2, 3)
 def test_a_slow_rank_is_named(many_groups):
     with ms.MultiWorkerMirroredStrategy() as strategy:
-        seconds = train(strategy, slow=1)
+        seconds = train(strategy, slow=1, seconds=0.03)  # long beside the time slices of a busy machine
         found = ms.timeline.times(strategy, seconds)
         assert [one.rank for one in found] == list(range(strategy.size))
         slow, others = found[1], [one for one in found if one.rank != 1]
         assert slow.last >= 17 and slow.compared >= 17  # of 20 steps; the window may cut the first and the last ones
-        assert slow.cost >= 17 * 0.004 * len(others)
+        assert slow.cost >= 17 * 0.024 * len(others)
         assert all(one.last <= 3 for one in others)
         assert slow.compute > 0.5 and all(one.waiting > 0.5 for one in others)
         assert 0.9 * seconds < slow.seconds <= 1.1 * seconds and slow.steps >= 19
