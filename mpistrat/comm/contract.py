@@ -24,8 +24,7 @@ from .recorder import RECORDER
 __all__ = ["Collective", "Comparison"]
 
 _MASK = (1 << 63) - 1
-_SERIES = 4096  # so many names are remembered, and so many changes of calls
-_CONTEXT = 4  # calls of a name from which the next one is expected
+_SERIES = 4096  # so many names are remembered
 _NAME_CHARACTERS = 80  # of a call in the recorder
 
 
@@ -107,9 +106,6 @@ class Comparison:
     """Compares the calls of all ranks over a communicator on which nothing else is reduced.
 
     Not every call is compared, but no difference is lost: what is compared is a hash of all calls so far.
-
-    A call that is expected is not compared at once. The expected one follows from the calls before, so it is the same on all
-    ranks, and of different calls at most one is expected: a rank with another one compares.
     """
 
     def __init__(self, comm: Any, every: int, draws: Draws) -> None:
@@ -119,32 +115,19 @@ class Comparison:
         self._comm, self._min, self._max = comm, MPI.MIN, MPI.MAX
         self._pair, self._least = np.empty(2, np.int64), np.empty(2, np.int64)
         self._recent: deque[tuple[int, str]] = deque(maxlen=every)  # number and text
-        self._last: dict[str, tuple[int, ...]] = {}  # the last kinds of each operation and name
-        self._next: dict[tuple[str, tuple[int, ...]], int] = {}  # the kind that followed them, where it was another one
+        self._last: dict[str, int] = {}  # kind of each operation and name
         self._rolling = 0
         self._every, self._compared = every, 0  # number of the call that was compared last
 
     def due(self, call: Call, number: int) -> bool:
-        """Record a call. Return whether to compare now: every `every` calls, and when a series does not go on as before.
-
-        A series is expected to go on as it did after the same four calls, else to repeat its last one.
-        """
+        """Note a call. Return whether to compare now: one `every` calls, and when a series changes."""
         self._rolling = (self._rolling * 0x100000001B3 + (call.tag ^ self._draws.mark)) & _MASK
         self._recent.append((number, call.text))
-        kind, series = call.kind, call.series
-        last = self._last.get(series)
-        if last is None:
-            changed = True
+        changed = self._last.get(call.series) != call.kind
+        if changed:
             if len(self._last) >= _SERIES:  # at the same moment on every rank
                 self._last.clear()
-            self._last[series] = (kind,)
-        else:
-            changed = self._next.get((series, last), last[-1]) != kind
-            if changed:
-                if len(self._next) >= _SERIES:
-                    self._next.clear()
-                self._next[series, last] = kind
-            self._last[series] = (*last[1 - _CONTEXT :], kind)
+            self._last[call.series] = call.kind
         return changed or number - self._compared >= self._every
 
     def recent(self, number: int) -> str:
@@ -167,7 +150,6 @@ class Comparison:
         own = {at: text for at, text in self._recent if at > before}
         self._rolling = 0
         self._last.clear()
-        self._next.clear()
         # Ranks whose calls failed, while others still wait in them, are ahead of these.
         first, last = np.empty((2, 1), np.int64)
         self._comm.Allreduce(np.array([min(own)]), first, self._max)

@@ -189,7 +189,7 @@ class ProcessGroup:
         """Return the context in which one collective runs. Entering it is collective over all ranks.
 
         On entry the ranks of a node wait for each other and compare their calls. Between nodes they compare when an
-        operation of this name is not called as expected from its last calls, and every `environment.check_every` collectives;
+        operation of this name is called differently from the last time, and every `environment.check_every` collectives;
         then they find every difference since the last comparison.
 
         Args:

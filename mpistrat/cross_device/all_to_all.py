@@ -365,6 +365,7 @@ class SmallAllToAll:
 
     def _by_messages(self, array: np.ndarray, call: Call, found: _Parts) -> np.ndarray:
         axis, shape, came = self._axis, self._shape, found.came.tolist()
+        array = np.asarray(array, self._dtype)  # of this machine's byte order, as the receivers read it
         cuts = itertools.pairwise(itertools.accumulate(found.sent, initial=0))
         parts = [[np.ascontiguousarray(between(array, axis, *cut)).reshape(-1)] for cut in cuts]
         expected = [[((length * self._row,), self._dtype)] for length in came]

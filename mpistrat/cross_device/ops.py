@@ -5,6 +5,7 @@ It checks and compares; the algorithms are in a file each, gather and broadcast 
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -83,8 +84,6 @@ class CrossDeviceOps(ABC):
 
     _group: ProcessGroup | None = None
     _others: dict[CommunicationImplementation, CrossDeviceOps] | None = None
-    #: The call, and what makes it, for an array whose dtype, shape and options have been seen before.
-    plans: dict[Hashable, tuple[Collective, Planned]]
     #: The collective call that is under way: what the first node barrier of `reduce_implementation` carries.
     call: Any = None
 
@@ -92,6 +91,11 @@ class CrossDeviceOps(ABC):
         super().__init_subclass__(**more)
         if implementation is not None:
             IMPLEMENTATIONS[implementation] = cls
+
+    @functools.cached_property
+    def plans(self) -> dict[Hashable, tuple[Collective, Planned]]:
+        """The call, and what makes it, for an array whose dtype, shape and options have been seen before."""
+        return {}
 
     def bind(self, group: ProcessGroup) -> None:
         """Set the ranks that this object works over; the strategy does it once.
@@ -334,7 +338,7 @@ class CrossDeviceOps(ABC):
             else:
                 parts = small.broadcast(arrays, self.call)
                 results = [beside(part, first) for part, first in zip(parts, firsts, strict=True)]
-        if len(arrays) == len(arrays[0]) == 1 < group.topology.size:
+        if len(arrays) == 1 == len(arrays[0]) and group.topology.size > 1:
             key = function, firsts[0].dtype, firsts[0].shape, root, leaves.name
             self.keep_plan(key, self.call, small or partial(broadcast_one, group, root))
         return results
@@ -398,7 +402,7 @@ class CrossDeviceOps(ABC):
                     for each in arrays
                 ]
             results = gather.gather(arrays, ops.call)
-        if len(arrays) == len(arrays[0]) == 1 and group.topology.size > 1:
+        if len(arrays) == 1 == len(arrays[0]) and group.topology.size > 1:
             self.keep_plan(
                 (function, arrays[0][0].dtype, arrays[0][0].shape, axis, given, equal, leaves.name), ops.call, gather
             )

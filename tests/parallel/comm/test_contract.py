@@ -59,36 +59,6 @@ def test_an_exchanged_order_is_found_at_the_next_comparison(group):
     use(group, "d")
 
 
-def shapes(group, *lengths):
-    for length in lengths:
-        enter(group, "reduce", "w", np.float32, (length,))
-
-
-def test_calls_that_take_turns_are_compared_until_their_order_is_known(make_group, monkeypatch):
-    """Then no longer: a shape that follows as before is expected. Whatever else comes is compared at once."""
-    from mpistrat.comm.contract import Comparison
-
-    compared, compare = [], Comparison.compare
-
-    def counted(self, monitor):
-        compared.append(monitor.number)
-        compare(self, monitor)
-
-    monkeypatch.setattr(Comparison, "compare", counted)
-    group = make_group(shared_memory=False, check_every=1000)
-    rank = group.topology.rank
-    shapes(group, *[1, 2, 3] * 4)
-    compared.clear()
-    shapes(group, *[1, 2, 3] * 20)
-    assert compared == []
-    with pytest.raises(CollectiveMismatchError, match=r"rank 0: reduce 'w' float32 \(2,\); ranks? 1.*\(3,\)$"):
-        shapes(group, 2 if rank == 0 else 3)  # where 1 is expected
-    shapes(group, *[1] * 5, *[2] * 5, *[1, 2, 3] * 4)
-    compared.clear()
-    shapes(group, *[1, 2, 3] * 5, *[3] * 10)
-    assert len(compared) == 1
-
-
 def test_every_fifth_collective_compares(group):
     use(group, "a", "b")
     mine = "aabbb" if group.topology.rank == 0 else "abbbb"

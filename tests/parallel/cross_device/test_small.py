@@ -246,3 +246,45 @@ def test_a_small_call_takes_one_barrier(node, way, monkeypatch):
             before = node.group.node.barriers
             call()
             assert node.group.node.barriers == before + 1, name
+
+
+ORDERS = (">f8", ">i4", ">c16", "<f8")
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("dtype", ORDERS)
+@pytest.mark.parametrize("length", [1, 20_000], ids=["small", "large"])
+def test_the_byte_order_of_an_array_changes_no_number(of, dtype, length):
+    """Each operation twice: by itself, and by what is kept of it."""
+    size, rank = of.group.topology.size, of.group.topology.rank
+    every = [np.arange(size * length, dtype="f8").astype(dtype) + 1000 * r for r in range(size)]
+    mine, total = every[rank], sum(each.astype(dtype[1:]) for each in every)
+    whole = np.concatenate(every)
+    for _ in range(2):
+        for splits in (None, np.full(size, length)):
+            found, _lengths = of.all_to_all(mine, splits=splits)
+            assert np.array_equal(found, np.concatenate([each[rank * length :][:length] for each in every]))
+        assert np.array_equal(of.all_gather(mine), whole)
+        assert np.array_equal(of.broadcast(mine, root=size - 1), every[-1])
+        assert np.array_equal(of.all_reduce("SUM", mine), total)
+        assert np.array_equal(of.reduce_scatter("SUM", mine), total[rank * length :][:length])
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("empty", [{}, [], (), {"a": ()}], ids=repr)
+def test_a_nest_without_arrays_stays_empty(of, empty):
+    assert of.all_gather(empty) == of.broadcast(empty) == of.all_reduce("SUM", empty) == empty
+    assert of.reduce_scatter("SUM", empty) == of.all_to_all(empty)[0] == empty
+
+
+@pytest.mark.ranks(2)
+def test_shapes_that_take_turns_are_compared():
+    """Also where a rank makes the call that came next the times before."""
+    with open_group("nodes") as group:
+        of = Collectives(group, "Test")
+        for _ in range(4):
+            for length in (2, 3, 4):
+                of.broadcast(np.ones(length))
+        with pytest.raises(CollectiveMismatchError, match=r"\(2,\)(.|\n)*\(3,\)"):
+            of.broadcast(np.ones(2 + group.topology.rank))
+        of.close()
