@@ -171,10 +171,10 @@ class Gather:
         return found, turn
 
     def _room(self) -> int:
-        """Return how much data of each rank travels with the lengths: all, or as much as a rank had in the last gathers."""
+        """Return how much data of each rank travels with the lengths: all, or as much as a rank had in the last small gathers."""
         size = self._group.topology.size
-        needed = max(self._group.gathered) if self._numbers else num_bytes(self._forms(self._lengths)) * self._has_data
-        return needed if size > 1 and needed * size <= _IN_ONE else 0
+        needed = self._group.gathered if self._numbers else [num_bytes(self._forms(self._lengths)) * self._has_data]
+        return max(each if size > 1 and each * size <= _IN_ONE else 0 for each in needed)
 
     def _look(self, table: np.ndarray, room: int) -> _Found:
         """Check what all ranks have, and find where it lies."""
