@@ -210,7 +210,7 @@ class Gather:
             expected = "at least one dimension"
             raise ValueError(explain(function, argument, expected=expected, got="a scalar", remedy=remedy))
         if not _is_axis(axis, len(shape)):
-            expected = f"-{len(shape)} <= axis < {len(shape)}"
+            expected = f"-{len(shape)} <= axis < {len(shape)}, a dimension of an array of shape {tuple(shape)}"
             raise ValueError(explain(function, "axis", expected=expected, got=repr(axis)))
         check_movable(dtype, function, argument)
 
