@@ -41,7 +41,7 @@ from ...cross_device.auto import make_cross_device_ops
 from ...cross_device.values import Leaves
 from .lane import Lane
 from .monitored_barrier import monitored_barrier
-from .transfers import Transfers, bytes_of, copy_back, dense, dtype_name
+from .transfers import Transfers, array_of, bytes_of, copy_back, dense, dtype_name
 from .work import OperationWork, seconds_of, torch_error
 
 __all__ = ["NAME", "MpiProcessGroup", "create", "over"]
@@ -299,6 +299,14 @@ class MpiProcessGroup(dist.ProcessGroup):
                     explain(function, "tensor", expected=expected, got=got, remedy=remedy, rank=self._rank)
                 )
 
+    def _root(self, function: str, opts: Any) -> int:
+        """Return the root of a call, by its number in the group; raise ValueError where no rank has it."""
+        root = int(opts.rootRank)
+        if not 0 <= root < self._size:
+            expected = f"a rank of the group, 0 <= rank < {self._size}"
+            raise ValueError(explain(function, "root", expected=expected, got=repr(root), rank=self._rank))
+        return root
+
     def _seconds(self, opts: Any) -> float:
         """Return the time limit of a call with these options."""
         limit = seconds_of(getattr(opts, "timeout", None)) or seconds_of(self._timeout)
@@ -333,7 +341,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             words.append(dtype_name(flat.dtype))
         if name == "PREMUL_SUM":
             wide = wide * op.factor
-        array = wide.numpy()
+        array = array_of(wide)
         self._reduce_array(Leaves(function, [array], " ".join(filter(None, words))), _REDUCTIONS[name], array, seconds)
         return self._averaged(wide) if name == "AVG" else wide
 
@@ -341,7 +349,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Divide a sum by the number of ranks, in place; integers are rounded towards zero."""
         if total.is_floating_point() or total.is_complex():
             return total.div_(self._size)
-        array = total.numpy()
+        array = array_of(total)
         np.copyto(
             array, np.sign(array) * (np.abs(array) // self._size) if array.dtype.kind == "i" else array // self._size
         )
@@ -369,7 +377,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             rooms = [torch.empty_like(bits) for _ in range(self._size)]
             self._gather_into(function, rooms, bits, seconds, "BXOR bool")
             return functools.reduce(torch.bitwise_xor, rooms).view(torch.bool)
-        array, words = bits.numpy(), " ".join(filter(None, [detail, f"{name} bool"]))
+        array, words = array_of(bits), " ".join(filter(None, [detail, f"{name} bool"]))
         self._reduce_array(Leaves(function, [array], words), _OF_BOOLS.get(name, ReduceOp.MAX), array, seconds)
         return flat
 
@@ -427,7 +435,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             opts.rootRank = root
             if more:
                 opts.reduceOp = more[0]
-        tensors, root, op = _listed(tensors), opts.rootRank, opts.reduceOp
+        tensors, root, op = _listed(tensors), self._root("dist.reduce", opts), opts.reduceOp
 
         def operation(seconds: float) -> None:
             for tensor in tensors:
@@ -472,7 +480,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         words = [name] if name == "AVG" else []
         words += [dtype_name(flat.dtype)] if wide.dtype != flat.dtype else []
         options = CommunicationOptions(timeout_seconds=seconds)
-        leaves, outs = Leaves(function, [wide.numpy()], " ".join(words)), [mine.view(-1).numpy()]
+        leaves, outs = Leaves(function, [array_of(wide)], " ".join(words)), [array_of(mine.view(-1))]
         how = _REDUCTIONS[name]
         small = small_reduce_scatter(self._ranks, leaves, how, 0, options, True)
         reduce_scatter(self._ranks, leaves, how, 0, options, outs, True, small)
@@ -512,7 +520,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             opts.rootRank = root
         if timeout is not None:
             opts.timeout = timeout
-        tensors, root, function = _listed(tensors), opts.rootRank, "dist.broadcast"
+        tensors, root, function = _listed(tensors), self._root("dist.broadcast", opts), "dist.broadcast"
 
         def operation(seconds: float) -> None:
             for tensor in tensors:
@@ -608,7 +616,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             opts.rootRank = root
             output_tensors, input_tensors = [output_tensors] if output_tensors else [], [input_tensors]
         opts = opts or c10d.GatherOptions()
-        root, function = opts.rootRank, "dist.gather"
+        root, function = self._root("dist.gather", opts), "dist.gather"
         outputs, (tensor,) = [list(each) for each in output_tensors], list(input_tensors)
         if self._rank == root:
             self._check_list(function, "gather_list", outputs[0])
@@ -633,7 +641,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             opts.rootRank = root
             output_tensors, input_tensors = [output_tensors], [input_tensors] if input_tensors else []
         opts = opts or c10d.ScatterOptions()
-        root, function = opts.rootRank, "dist.scatter"
+        root, function = self._root("dist.scatter", opts), "dist.scatter"
         (output,), inputs = list(output_tensors), [list(each) for each in input_tensors]
         if self._rank == root:
             self._check_list(function, "scatter_list", inputs[0])

@@ -7,6 +7,7 @@ the receive was posted.
 
 from __future__ import annotations
 
+import functools
 import threading
 from datetime import timedelta
 from typing import Any, final
@@ -20,7 +21,7 @@ from ...base.waiting import PeerWait, wait_until
 from ...comm.process_group import ProcessGroup
 from .work import OperationWork, seconds_of, torch_error
 
-__all__ = ["Transfers", "bytes_of", "copy_back", "dense", "form_of"]
+__all__ = ["Transfers", "array_of", "bytes_of", "copy_back", "dense", "form_of"]
 
 _CHECKED = 1 << 16  # bytes of the largest message that carries its dtype
 _LAST_MESSAGES = 0.2  # seconds for messages of a rank that has left
@@ -34,9 +35,31 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
+@final
+class _Memory:
+    """The memory of a tensor, for NumPy. `Tensor.numpy` would take the tensor's right to change its size, which FSDP needs."""
+
+    def __init__(self, tensor: torch.Tensor, dtype: np.dtype[Any]) -> None:
+        self._tensor = tensor  # which lives as long as arrays of this memory
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False), "shape": tuple(tensor.shape), "typestr": dtype.str, "version": 3,
+        }  # fmt: skip
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    """Return the memory of a contiguous tensor as an array of its shape. Its dtype is one that NumPy has."""
+    dtype = _numpy_dtype(tensor.dtype)
+    return np.asarray(_Memory(tensor, dtype)) if tensor.numel() else np.empty(tensor.shape, dtype)
+
+
+@functools.cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
 def bytes_of(flat: torch.Tensor) -> np.ndarray:
     """Return the memory of a contiguous tensor as a flat uint8 array."""
-    return flat.reshape(-1).view(torch.uint8).numpy()
+    return array_of(flat.reshape(-1).view(torch.uint8))
 
 
 def copy_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:

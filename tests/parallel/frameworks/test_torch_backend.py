@@ -484,3 +484,45 @@ def test_profiles_show_the_operations(group):
     with torch.profiler.profile() as profile:
         dist.all_reduce(torch.ones(3))
     assert any(event.name == "mpistrat:all_reduce" for event in profile.events())
+
+
+@pytest.mark.ranks(1, 2)
+def test_tensors_may_change_their_size_afterwards(group):
+    """As FSDP changes the size of its parameters' storage; `Tensor.numpy` would forbid it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensors = {name: torch.ones(4) for name in ("all_reduce", "broadcast", "gathered", "scattered", "received")}
+    whole = torch.ones(4 * size)
+    dist.all_reduce(tensors["all_reduce"])
+    dist.broadcast(tensors["broadcast"], 0)
+    dist.all_gather_into_tensor(whole, tensors["gathered"])
+    dist.reduce_scatter_tensor(tensors["scattered"], whole)
+    if size > 1:
+        request = dist.isend(torch.ones(4), 1 - rank)
+        dist.recv(tensors["received"], 1 - rank)
+        request.wait()
+    for name, tensor in {**tensors, "whole": whole}.items():
+        assert tensor.untyped_storage().resizable(), name
+
+
+@pytest.mark.ranks(1, 2)
+def test_fully_sharded_data_parallel(group):
+    """The first FSDP, beside plain SGD: all ranks have the same rows."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.manual_seed(3)
+    plain = torch.nn.Linear(4, 4)
+    wrapped = torch.nn.Linear(4, 4)
+    wrapped.load_state_dict(plain.state_dict())
+    model = FullyShardedDataParallel(wrapped, device_id=torch.device("cpu"))
+    rows, steps = torch.randn(8, 4), []
+    for module in (plain, model):
+        rule = torch.optim.SGD(module.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            rule.zero_grad()
+            loss = module(rows).square().mean()
+            loss.backward()
+            rule.step()
+            losses.append(loss.item())
+        steps.append(losses)
+    assert steps[0] == pytest.approx(steps[1], rel=1e-6)

@@ -200,3 +200,22 @@ def test_a_rank_that_raises(mpi_run):
     assert result.returncode != 0
     assert "the bug of rank 1" in result.stderr
     assert "the job ends because of rank 1: ValueError: the bug of rank 1" in result.stderr
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("root", [-1, 2, 7])
+@pytest.mark.parametrize("name", ["broadcast", "reduce", "gather", "scatter"])
+def test_a_root_that_is_no_rank(group, name, root):
+    value, size = torch.ones(2), dist.get_world_size()
+    call_of = {
+        "broadcast": lambda: dist.broadcast(value, root),
+        "reduce": lambda: dist.reduce(value, root),
+        "gather": lambda: dist.gather(value, None, root),
+        "scatter": lambda: dist.scatter(value, None, root),
+    }
+    with pytest.raises(
+        (ValueError, RuntimeError), match=rf"dist\.{name}: root: expected a rank of the group.*got {root}"
+    ):
+        call_of[name]()
+    dist.all_reduce(value)
+    assert value.tolist() == [size, size]
