@@ -66,8 +66,9 @@ _program: CodeType | None = None  # of the main thread's outermost frame
 _wait_at_end: Callable[[], object] | None = None  # and then leave without MPI's end
 _exit_status: int | None = None  # what sys.exit was called with
 
-_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
-_EXAMPLES = _PACKAGE + "examples" + os.sep  # programs as a user would write them
+# Both paths where the package lies behind a symbolic link: a frame has the path by which Python found the file.
+_PACKAGE = tuple({str(path.parents[2]) + os.sep for path in (Path(__file__), Path(__file__).resolve())})
+_EXAMPLES = tuple(path + "examples" + os.sep for path in _PACKAGE)  # programs as a user would write them
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -105,8 +106,13 @@ def _report_end(text: str, reason: str, others: bool) -> bool:
     except BaseException as error:
         alike = f"(the other ranks could not be told why the job ends: {error_text(error)})\n"
     if alike is not None:
-        print_text(text + alike)
+        print_text(text + alike, _lasting_stderr())
     return alike is not None
+
+
+def _lasting_stderr() -> Any:
+    """Return sys.stderr, or the process's own where that is memory: torch.distributed's hook collects there what ours prints."""
+    return sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
 
 
 def end_where_nobody_does() -> None:
@@ -116,20 +122,21 @@ def end_where_nobody_does() -> None:
         os._exit(1)
 
 
-def print_text(text: str) -> None:
-    """Print a text on stderr at once, as far as there is one: no stream keeps the job alive."""
+def print_text(text: str, stream: Any = None) -> None:
+    """Print a text at once on a stream, default stderr, as far as there is one: no stream keeps the job alive."""
+    stream = sys.stderr if stream is None else stream
     with contextlib.suppress(BaseException):
         text = printable(text if text.endswith("\n") else text + "\n", keep="\n\t")
-        sys.stderr.write(displayable(text, sys.stderr))
-    for stream in (sys.stdout, sys.stderr):
+        stream.write(displayable(text, stream))
+    for each in (sys.stdout, stream):
         with contextlib.suppress(BaseException):
-            stream.flush()
+            each.flush()
 
 
 @functools.cache
 def is_user_code(filename: str) -> bool:
     """Return whether a file is the user's: neither of this package nor of an installed one or the standard library."""
-    return filename.startswith(_EXAMPLES) or not filename.startswith((_PACKAGE, *_LIBRARIES, "<frozen"))
+    return filename.startswith(_EXAMPLES) or not filename.startswith((*_PACKAGE, *_LIBRARIES, "<frozen"))
 
 
 def format_exception(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> str:

@@ -5,6 +5,7 @@ Each test starts a job of its own. It must end by itself, leave no process behin
 
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -256,6 +257,18 @@ HOOKS_SET_LATER = {
     "raises": "def hook(*args): raise KeyError('of the hook')\nsys.excepthook = hook",
     "Python's": "sys.excepthook = sys.__excepthook__",
     "none": "del sys.excepthook",
+    "collects": """
+import io
+before = sys.excepthook
+def hook(*args):  # as torch.distributed's, which then prints each line with the rank
+    before_it, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        before(*args)
+    finally:
+        text, sys.stderr = sys.stderr.getvalue(), before_it
+    sys.stderr.write(text)
+sys.excepthook = hook
+""",
 }
 
 
@@ -264,7 +277,8 @@ def test_the_job_ends_whatever_hook_the_program_has_set_since(shared_job, hook):
     other_waits = "from mpi4py import MPI; MPI.COMM_WORLD.recv(source=1)"  # in no collective of a strategy
     result = shared_job(f"{hook}\nif last: raise ValueError('mine')\n{other_waits}")
     assert result.returncode == 1, result
-    assert "rank 1 of 2: the job ends on this exception\nValueError: mine" in result.err[1], result
+    whole = r"rank 1 of 2: the job ends on this exception\n(Traceback .*\n)?ValueError: mine"
+    assert re.search(whole, result.err[1], re.DOTALL), result
 
 
 def test_a_thread_that_exits_ends_the_thread_only(mpi_run):
