@@ -86,6 +86,7 @@ print(value.item())
 
 @pytest.mark.parametrize("destroys", [True, False])
 def test_the_program_ends_well(mpi_run, hosts, destroys):
-    ended = mpi_run(PROGRAM.format(destroys=destroys), 4, hosts=hosts, timeout=90)
+    """Over OFI, whose MPI_Finalize fails if a rank has sent what no other received; `mpistrat run` chooses it, too."""
+    ended = mpi_run(PROGRAM.format(destroys=destroys), 4, hosts=hosts, timeout=90, env={"MPIR_CVAR_CH4_NETMOD": "ofi"})
     assert ended.returncode == 0, ended
-    assert [out.strip() for out in ended.out] == ["4.0"] * 4, ended
+    assert [out.split()[0] for out in ended.out] == ["4.0"] * 4, ended
