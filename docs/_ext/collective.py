@@ -7,21 +7,13 @@ import inspect
 import re
 from typing import Any, ClassVar
 
+from api import parse
 from docutils import nodes
 from docutils.parsers.rst import directives, roles
-from docutils.statemachine import StringList
 from public_names import public_objects
-from signatures import FRONTS, signatures
+from signatures import FRONTS, SENTENCE, first_paragraph, signatures
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
-
-SENTENCE = re.compile(r"(?<![\w`])Collective((?:`[^`]*`|[^.`])*)\.(?=\s|$)")
-
-
-def first_paragraph(lines: list[str]) -> tuple[str, int]:
-    """The first paragraph as one line, and the number of lines that it takes."""
-    end = next((number for number, line in enumerate(lines) if not line.strip()), len(lines))
-    return " ".join(line.strip() for line in lines[:end]), end
 
 
 def badge(match: re.Match[str]) -> str:
@@ -58,7 +50,7 @@ class CollectiveCalls(SphinxDirective):
             seen.add((home, thing))
             words = match[1].strip(" ,;") or "yes"
             rows += [f"   * - :py:obj:`{name.removeprefix('mpistrat.')} <{name}>`", f"     - {words}"]
-        return parsed(self, rows)
+        return parse(self, rows)
 
 
 class CollectiveSignatures(SphinxDirective):
@@ -69,14 +61,7 @@ class CollectiveSignatures(SphinxDirective):
         for name, signature in signatures().items():
             made = FRONTS[name.partition(".")[0]].replace("`", "``")
             rows += [f"   * - ``{name}{signature}``", f"     - {made}"]
-        return parsed(self, rows)
-
-
-def parsed(directive: SphinxDirective, lines: list[str]) -> list[nodes.Node]:
-    """Return what lines of reStructuredText stand for."""
-    holder = nodes.Element()
-    directive.state.nested_parse(StringList(lines, directive.get_source_info()[0]), directive.content_offset, holder)
-    return holder.children
+        return parse(self, rows)
 
 
 def calls() -> list[tuple[str, Any]]:

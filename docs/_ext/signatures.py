@@ -25,6 +25,15 @@ OTHERS = {
 HALVES = re.compile(r"replicate|shard|\w+_backward")
 
 
+SENTENCE = re.compile(r"(?<![\w`])Collective((?:`[^`]*`|[^.`])*)\.(?=\s|$)")
+
+
+def first_paragraph(lines: list[str]) -> tuple[str, int]:
+    """Return the first paragraph as one line, and the number of lines that it takes."""
+    end = next((number for number, line in enumerate(lines) if not line.strip()), len(lines))
+    return " ".join(line.strip() for line in lines[:end]), end
+
+
 def shown(method: Callable[..., object]) -> str:
     """Return the signature of a method, without self and annotations."""
     parameters = [p.replace(annotation=p.empty) for p in inspect.signature(method).parameters.values()]
@@ -44,4 +53,4 @@ def signatures() -> dict[str, str]:
 
 def is_collective(method: object) -> bool:
     """Return whether the first paragraph of a docstring says "Collective"."""
-    return re.search(r"\bCollective\b", (inspect.getdoc(method) or "").partition("\n\n")[0]) is not None
+    return SENTENCE.search(first_paragraph((inspect.getdoc(method) or "").splitlines())[0]) is not None

@@ -118,19 +118,15 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _program(args: argparse.Namespace) -> list[str]:
-    return program_of(args) if args.torchrun is None else list(read_torchrun(args.torchrun).program)
-
-
 def _take_torchrun(args: argparse.Namespace) -> None:
-    """Set the options of `mpistrat run` that torchrun's words stand for, and print which of them have no effect."""
+    """Parse the words of torchrun, set the options of `mpistrat run` that they stand for, and print those without effect."""
     asked = read_torchrun(args.torchrun)
     for option, given in (("-n", args.ranks), ("-m", args.module), ("--restarts", args.restarts and asked.restarts)):
         if given:
             raise ValueError(
                 explain("mpistrat run", option, expected="none with --torchrun, which says it", got=f"{given}")
             )
-    args.ranks, args.restarts = asked.ranks, args.restarts or asked.restarts
+    args.program, args.ranks, args.restarts = list(asked.program), asked.ranks, args.restarts or asked.restarts
     args.tag, args.log_dir, args.numbers = args.tag or asked.tag, args.log_dir or asked.log_dir, True
     if asked.unused:
         print(f"mpistrat run: not used, as MPI connects the ranks: {', '.join(asked.unused)}", file=sys.stderr)
@@ -174,8 +170,8 @@ def _check_standby(args: argparse.Namespace, start: Start) -> None:
         expected, got = "--restarts with it", "none"
     elif os.environ.get("SLURM_JOB_ID"):
         expected, got = "ranks on this machine", "a SLURM job, whose steps would wait for each other"
-    elif words_of(_program(args)) is None:
-        expected, got = "a program of Python", _program(args)[0]
+    elif words_of(program_of(args)) is None:
+        expected, got = "a program of Python", program_of(args)[0]
     if expected:
         raise ValueError(explain("mpistrat run", "--standby", expected=expected, got=got))
 
@@ -191,7 +187,7 @@ def _plan(
         "log_dir": args.log_dir,
         "nodes": nodes,
     }
-    program = _program(args)
+    program = program_of(args)
     return plan((standby and words_of(program)) or program, ranks, args.strategy, args.ps, **options)
 
 

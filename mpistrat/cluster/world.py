@@ -22,21 +22,24 @@ import functools
 import os
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ..base.agree import fingerprint
 from ..base.environment import Environment
 from ..base.errors import LayoutError, RanksLostError, explain
 from .start import running
 
 __all__ = [
-    "UNSAFE", "agree", "highest", "is_loss", "loses_ranks", "ranks_of_colors", "revoke", "shrink", "survives", "track",
-    "unsafe_collectives", "untrack", "world",
+    "UNSAFE", "agree", "communicator_of", "highest", "is_loss", "loses_ranks", "ranks_of_colors", "revoke", "shrink", "survives",
+    "track", "unsafe_collectives", "untrack", "world",
 ]  # fmt: skip
 
 UNSAFE = ("han", "hcoll", "portals4")  # of Open MPI's collective components: they miss failures, or crash on them
 _COLORS = "MPISTRAT_COLORS"
+_TAGS = 1 << 14  # of MPI_Comm_create_group; every MPI has at least 32767
 _METHODS = ("Dup", "Clone", "Split", "Split_type", "Create", "Create_group")
 _world: Any = None
 _made: list[Any] = []  # communicators
@@ -61,16 +64,25 @@ def _of_color(mpi: Any, text: str) -> Any:
     """Return the communicator of the ranks that have this rank's color. Collective over these."""
     whole = mpi.COMM_WORLD
     colors = ranks_of_colors(text, whole.size)
-    tag, members = next(
-        ((tag, ranks) for tag, ranks in enumerate(colors.values()) if whole.rank in ranks), (-1, tuple[int, ...]())
-    )
+    color, members = next((each for each in colors.items() if whole.rank in each[1]), ("", ()))
     if not members:
         expected, got = "a color for each rank that trains", f"{text}, which has none for rank {whole.rank}"
         remedy = "Only ranks with a color make strategies and process groups: give it one, or leave the call out on this rank"
         raise LayoutError(explain("environment", _COLORS, expected=expected, got=got, remedy=remedy, rank=whole.rank))
+    return communicator_of(whole, members, color)
+
+
+def communicator_of(whole: Any, ranks: Sequence[int], name: str) -> Any:
+    """Return the communicator of some ranks of another one. Collective over these ranks alone.
+
+    Args:
+        whole: the other communicator.
+        ranks: by their numbers there, the same on all of them.
+        name: the same on all of them, and another one for each communicator that a rank makes at the same time.
+    """
     everyone = whole.Get_group()
-    group = everyone.Incl(members)
-    comm = whole.Create_group(group, tag)
+    group = everyone.Incl(list(ranks))
+    comm = whole.Create_group(group, fingerprint(name) % _TAGS)
     group.Free()
     everyone.Free()
     return comm

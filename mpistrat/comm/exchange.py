@@ -253,7 +253,7 @@ def exchange(
 
 
 def staged(group: ProcessGroup, largest: int) -> bool:
-    """Return whether `exchange` moves messages of at most so many bytes through the node's memory, not by MPI.
+    """Return True if `exchange` moves messages of up to `largest` bytes through the node's memory, False if by MPI.
 
     Where ranks share cores, one that waits in MPI keeps the core of another that has yet to come.
     """

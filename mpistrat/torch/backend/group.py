@@ -11,7 +11,6 @@ import functools
 import logging
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -31,6 +30,7 @@ from ...base.options import CommunicationOptions
 from ...base.text import named
 from ...base.types import ReduceOp
 from ...cluster.topology import Topology, running_mpi
+from ...cluster.world import communicator_of
 from ...comm import exchange
 from ...comm.contract import Collective
 from ...comm.monitor.abort import is_user_code
@@ -47,7 +47,6 @@ from .work import OperationWork, seconds_of, torch_error
 __all__ = ["NAME", "MpiProcessGroup", "create", "over"]
 
 NAME = "mpistrat"
-_TAGS = 30_000  # of MPI_Comm_create_group: every MPI has at least 32767
 _SHOWN_RANKS = 20
 
 _REDUCTIONS = {
@@ -90,11 +89,7 @@ def create(opts: Any, options: Any = None) -> MpiProcessGroup:
         remedy = "Start the program with mpiexec or srun, not torchrun, or take another backend"
         got = f"{named('rank', numbers, _SHOWN_RANKS)} of MPI"
         raise RuntimeError(explain(function, "backend", expected=expected, got=got, remedy=remedy))
-    everyone = world.Get_group()
-    members = everyone.Incl(numbers)
-    comm = world.Create_group(members, zlib.crc32(name.encode()) % _TAGS)
-    members.Free()
-    everyone.Free()
+    comm = communicator_of(world, numbers, name)
     try:
         group = over(comm, store, opts.timeout, name)
     finally:
@@ -299,13 +294,20 @@ class MpiProcessGroup(dist.ProcessGroup):
                     explain(function, "tensor", expected=expected, got=got, remedy=remedy, rank=self._rank)
                 )
 
-    def _root(self, function: str, opts: Any) -> int:
-        """Return the root of a call, by its number in the group; raise ValueError where no rank has it."""
+    def _rooted(self, function: str, kind: type[Any], opts: Any) -> tuple[Any, int]:
+        """Return the options of a call with a root, which may be given as the root's number or not at all, and the root.
+
+        Raises:
+            ValueError: no rank of the group has this number.
+        """
+        if not isinstance(opts, kind):
+            given, opts = opts or 0, kind()
+            opts.rootRank = given
         root = int(opts.rootRank)
         if not 0 <= root < self._size:
             expected = f"a rank of the group, 0 <= rank < {self._size}"
             raise ValueError(explain(function, "root", expected=expected, got=repr(root), rank=self._rank))
-        return root
+        return opts, root
 
     def _seconds(self, opts: Any) -> float:
         """Return the time limit of a call with these options."""
@@ -320,7 +322,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._ranks.collective(function, "", dtype, shape, detail, timeout=seconds, synchronize=synchronize)
 
     def _meets(self, nbytes: int) -> bool:
-        """Return whether a call of so many bytes needs a meeting of its own: the barrier of staging memory is one."""
+        """Return True if a call that moves `nbytes` needs a meeting of its own. The barrier of staging memory is one."""
         return self._ranks.num_nodes > 1 or nbytes == 0
 
     # reductions
@@ -430,12 +432,10 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> OperationWork:
         """Reduce tensors over all ranks, in place on the root; the others' keep their values. Collective."""
-        if not isinstance(opts, c10d.ReduceOptions):
-            root, opts = opts or 0, c10d.ReduceOptions()
-            opts.rootRank = root
-            if more:
-                opts.reduceOp = more[0]
-        tensors, root, op = _listed(tensors), self._root("dist.reduce", opts), opts.reduceOp
+        opts, root = self._rooted("dist.reduce", c10d.ReduceOptions, opts)
+        if more:
+            opts.reduceOp = more[0]
+        tensors, op = _listed(tensors), opts.reduceOp
 
         def operation(seconds: float) -> None:
             for tensor in tensors:
@@ -515,12 +515,10 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Overwrite tensors with the root's. Collective. Ranks compare dtype and number of elements, as torch documents."""
-        if opts is None or isinstance(opts, int):
-            root, opts = opts or 0, c10d.BroadcastOptions()
-            opts.rootRank = root
+        opts, root = self._rooted("dist.broadcast", c10d.BroadcastOptions, opts)
         if timeout is not None:
             opts.timeout = timeout
-        tensors, root, function = _listed(tensors), self._root("dist.broadcast", opts), "dist.broadcast"
+        tensors, function = _listed(tensors), "dist.broadcast"
 
         def operation(seconds: float) -> None:
             for tensor in tensors:
@@ -612,11 +610,9 @@ class MpiProcessGroup(dist.ProcessGroup):
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Write every rank's tensor into a list of tensors on the root. Collective."""
         if torch.is_tensor(input_tensors):
-            root, opts = opts or 0, c10d.GatherOptions()
-            opts.rootRank = root
             output_tensors, input_tensors = [output_tensors] if output_tensors else [], [input_tensors]
-        opts = opts or c10d.GatherOptions()
-        root, function = self._root("dist.gather", opts), "dist.gather"
+        function = "dist.gather"
+        opts, root = self._rooted(function, c10d.GatherOptions, opts)
         outputs, (tensor,) = [list(each) for each in output_tensors], list(input_tensors)
         if self._rank == root:
             self._check_list(function, "gather_list", outputs[0])
@@ -637,11 +633,9 @@ class MpiProcessGroup(dist.ProcessGroup):
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Write the root's tensors, one for each rank, into the ranks' tensors. Collective."""
         if torch.is_tensor(output_tensors):
-            root, opts = opts or 0, c10d.ScatterOptions()
-            opts.rootRank = root
             output_tensors, input_tensors = [output_tensors], [input_tensors] if input_tensors else []
-        opts = opts or c10d.ScatterOptions()
-        root, function = self._root("dist.scatter", opts), "dist.scatter"
+        function = "dist.scatter"
+        opts, root = self._rooted(function, c10d.ScatterOptions, opts)
         (output,), inputs = list(output_tensors), [list(each) for each in input_tensors]
         if self._rank == root:
             self._check_list(function, "scatter_list", inputs[0])

@@ -17,13 +17,11 @@ from torch.distributed.constants import default_pg_timeout
 
 from _mpistrat_torch import TORCHRUN
 
-from ...base.agree import fingerprint
 from ...base.errors import ClusterError, explain
+from ...cluster.world import communicator_of
 from .rendezvous import meet, world
 
 __all__ = ["create", "create_mpi", "refuse_torchrun", "rendezvous", "store"]
-
-_TAGS = 1 << 14  # of MPI_Comm_create_group; every MPI has at least 32767
 
 
 def create(opts: Any, options: Any) -> Any:
@@ -61,11 +59,7 @@ def create_mpi(ranks: Sequence[int]) -> Any:
     whole = world("init_process_group")
     if not ranks:
         return group.over(whole, found, timeout, str(name))
-    everyone = whole.Get_group()
-    members = everyone.Incl(list(ranks))
-    comm = whole.Create_group(members, fingerprint(str(name)) % _TAGS)
-    members.Free()
-    everyone.Free()
+    comm = communicator_of(whole, ranks, str(name))
     try:
         return group.over(comm, found, timeout, str(name))
     finally:

@@ -289,7 +289,7 @@ class ReceiveWork(_Transfer):
         return not self.matched and self.tag == tag and self.sender in (None, source)
 
     def start(self, message: Any, source: int, length: int) -> None:
-        """Start to receive the message that was found, of so many bytes."""
+        """Start to receive a found message of `length` bytes."""
         own = bytes_of(self._flat)
         direct = length == own.size > _CHECKED
         self._data = own if direct else np.empty(length, np.uint8)

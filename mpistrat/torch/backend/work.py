@@ -84,10 +84,10 @@ class OperationWork(dist.Work):
         """Wait until the operation has ended, and raise its error if it has failed.
 
         Raises:
-            RuntimeError: the operation runs longer than `timeout`; it goes on.
+            RuntimeError: the operation takes longer than `timeout`. It continues.
         """
         if not self._event.wait(seconds_of(timeout)):
-            text = f"{self.what}: Timed out waiting {timeout} for the operation, which goes on"
+            text = f"{self.what}: Timed out waiting {timeout} for the operation, which continues"
             raise torch_error(CollectiveTimeoutError(text), "")
         if self._error is not None:
             raise self._error

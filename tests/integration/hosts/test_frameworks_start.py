@@ -29,7 +29,7 @@ def test_two_hosts():
 
 @pytest.mark.hosts(2, ranks_per_host=2)
 def test_an_address_that_the_other_host_cannot_reach_is_passed_over(monkeypatch):
-    """192.0.2.1 is nobody's; the loopback reaches the store on one host only."""
+    """No host has the address 192.0.2.1. The loopback address reaches the store on one host only."""
     addresses = rendezvous._own_addresses()
     monkeypatch.setattr(rendezvous, "_CONNECT", 0.5)
     monkeypatch.setattr(rendezvous, "_own_addresses", lambda: ["192.0.2.1", "127.0.0.1", *addresses])

@@ -39,19 +39,23 @@ def rows(rank, turn, length, width=3, dtype="f4"):
     return np.random.default_rng([rank, turn]).integers(-99, 99, (length, width)).astype(dtype)
 
 
+def drawn(turn, rank, *shape):
+    """Return a turn's lengths and dtype, after a short wait on a rank: every 20th turn has a length that is not small."""
+    lengths = np.random.default_rng(turn).integers(0, 4, shape) if turn % 3 else np.full(shape, 2)
+    if turn % 20 == 19:
+        lengths.reshape(len(lengths), -1)[turn % len(lengths), 0] = SMALL // 12 + turn % 2
+    if turn % 10 == rank:
+        time.sleep(0.001)
+    return lengths, "f4" if turn % 7 else "i2"
+
+
 @pytest.mark.ranks(2, 3, 4)
 def test_gather_of_lengths_that_change(of):
     """Some lengths come again, others do not; some ranks have more than a small message has room for."""
     size, rank = of.group.topology.size, of.group.topology.rank
     kept = []
     for turn in range(60):
-        random = np.random.default_rng(turn)
-        lengths = random.integers(0, 4, size) if turn % 3 else np.full(size, 2)
-        if turn % 20 == 19:
-            lengths[turn % size] = SMALL // 12 + turn % 2
-        if turn % 10 == rank:
-            time.sleep(0.001)
-        dtype = "f4" if turn % 7 else "i2"
+        lengths, dtype = drawn(turn, rank, size)
         every = [rows(r, turn, lengths[r], dtype=dtype) for r in range(size)]
         for axis in (0, 1):
             parts = [part if axis == 0 else part.T for part in every]
@@ -107,13 +111,7 @@ def test_parts_whose_lengths_change(of):
     size, rank = of.group.topology.size, of.group.topology.rank
     kept = []
     for turn in range(60):
-        random = np.random.default_rng(turn)
-        splits = random.integers(0, 4, (size, size)) if turn % 3 else np.full((size, size), 2)
-        if turn % 20 == 19:
-            splits[turn % size, 0] = SMALL // 12 + turn % 2
-        if turn % 10 == rank:
-            time.sleep(0.001)
-        dtype = "f4" if turn % 7 else "i2"
+        splits, dtype = drawn(turn, rank, size, size)
         every = [rows(r, turn, splits[r].sum(), dtype=dtype) for r in range(size)]
         came = [np.split(part, splits[r].cumsum()[:-1])[rank] for r, part in enumerate(every)]
         for axis in (0, 1):

@@ -414,7 +414,7 @@ def test_operations_run_in_the_calling_thread_where_mpi_allows_one():
     work = lane.run(OperationWork("outer", None), outer, waits=False)
     assert work.is_completed()
     assert found == [threading.current_thread(), "inner"]
-    with pytest.raises(RuntimeError, match=r"slow: Timed out waiting .* for the operation, which goes on"):
+    with pytest.raises(RuntimeError, match=r"slow: Timed out waiting .* for the operation, which continues"):
         OperationWork("slow", None).wait(timeout=0.01)
 
 
