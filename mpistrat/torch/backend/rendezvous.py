@@ -6,7 +6,6 @@ same port. On several nodes an address is used that every node has connected to.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
 import socket
@@ -32,17 +31,9 @@ _FUNCTION = "init_process_group"
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
 _CONNECT = 2.0  # seconds in which a node of the job answers
 _comm: Any = None  # given to `use`
-# Rank 0's store, kept until the next rendezvous: other ranks may still use it when rank 0 has left the group.
-_server: Any = None
-
-
-def _close_server() -> None:
-    """Close the store before the interpreter ends: it has a thread."""
-    global _server
-    _server = None
-
-
-atexit.register(_close_server)
+_server: Any = (
+    None  # rank 0's store, kept until the next rendezvous: other ranks may still use it when rank 0 has left the group
+)
 
 
 def use(comm: Any = None) -> None:
