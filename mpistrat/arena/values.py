@@ -1,7 +1,4 @@
-"""The arrays of variables: what is written to one, checked, in which dtype and shape, and private memory on a device.
-
-The GPU branches have not yet been run on a GPU.
-"""
+"""The arrays of variables: what is written to one, checked, in which dtype and shape, and private memory on a device."""
 
 from __future__ import annotations
 

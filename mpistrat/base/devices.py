@@ -6,13 +6,14 @@ import importlib.util
 import logging
 import os
 import re
+import sys
 from collections.abc import Sequence
 from uuid import UUID
 
 from .errors import DeviceError, explain
 from .log import once
 
-__all__ = ["canonical", "check_devices", "count_gpus", "default_devices", "gpu_identities", "parse"]
+__all__ = ["canonical", "check_devices", "count_gpus", "default_devices", "gpu_identities", "parse", "use_device"]
 
 # Optional job/replica/task parts, then "cpu", "gpu:1", "/gpu:1" or "/device:GPU:1".
 _DEVICE = re.compile(
@@ -108,6 +109,25 @@ def default_devices(local_rank: int, local_size: int) -> tuple[str, ...]:
     if gpus < local_size and not bound_by_launcher and local_rank == 0:
         once(logging.WARNING, f"{local_size} ranks on this node share {gpus} GPU(s): start as many ranks as GPUs")
     return (f"gpu:{local_rank % gpus}",)
+
+
+def use_device(device: str) -> None:
+    """Make a GPU the current one of this thread, for CuPy and PyTorch; nothing for a CPU.
+
+    What a program makes then lies on it: `cupy.zeros(3)`, `torch.zeros(3, device="cuda")`.
+
+    Args:
+        device: such as "gpu:1", which this rank has.
+    """
+    kind, index = parse(device)
+    if kind != "gpu":
+        return
+    import cupy
+
+    cupy.cuda.Device(index).use()
+    torch = sys.modules.get("torch")  # one that is imported later takes the thread's current GPU, which CUDA keeps
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.set_device(index)
 
 
 def check_devices(devices: Sequence[str] | str, function: str = "check_devices") -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Arrays of NumPy and CuPy: conversion, the dtypes that can be sent and summed, and sums over a communicator.
 
-CuPy is imported only when an array is on a GPU. The GPU branches have not yet been run on a GPU.
+CuPy is imported only when an array is on a GPU.
 """
 
 from __future__ import annotations
@@ -109,6 +109,8 @@ def as_array(value: Any, function: str = "as_array", argument: str = "value") ->
         return _array_of_tensor(value, torch, function, argument)
     if is_gpu(value):
         cupy = import_cupy(function)
+        if isinstance(value, cupy.ndarray):
+            return value
         if hasattr(value, "__cuda_array_interface__"):
             return cupy.asarray(value)
         return cupy.from_dlpack(value)
@@ -123,7 +125,7 @@ def as_array(value: Any, function: str = "as_array", argument: str = "value") ->
 
 
 def _array_of_tensor(tensor: Any, torch: Any, function: str, argument: str) -> Any:
-    """A tensor of PyTorch as an array of the same memory. The branch of GPUs has not yet been run on one."""
+    """A tensor of PyTorch as an array of the same memory."""
     plain = tensor.detach()
     if plain.is_cuda:
         return import_cupy(function).from_dlpack(plain)
@@ -169,10 +171,7 @@ def on_device_of(value: Any) -> Iterator[None]:
 
 
 def pinned_empty(size: int, dtype: np.dtype) -> np.ndarray:
-    """Return an uninitialised flat host array in pinned memory, which a GPU copies to and from at full speed.
-
-    Not yet run on a GPU.
-    """
+    """Return an uninitialised flat host array in pinned memory, which a GPU copies to and from at full speed."""
     cupy = import_cupy("pinned_empty")
     memory = cupy.cuda.alloc_pinned_memory(max(1, size * dtype.itemsize))
     return np.frombuffer(memory, np.uint8, size * dtype.itemsize).view(dtype)
@@ -386,8 +385,8 @@ def _all_reduce_narrow(comm: MPI.Intracomm, target: np.ndarray, part: np.ndarray
 def all_reduce_gpu(comm: MPI.Intracomm, array: Any) -> None:
     """Sum a contiguous CuPy array over the ranks, in place, by a CUDA-aware MPI. Collective over `comm`.
 
-    The stream is synchronised first, because MPI does not know it. The dtype must be one that MPI sums. Not yet run on
-    a GPU.
+    The stream is synchronised first, because MPI does not know it. The dtype must be one that MPI sums. Not yet run:
+    it takes an MPI that knows CUDA.
     """
     from mpi4py import MPI
 

@@ -1,4 +1,4 @@
-"""GPUs: copies from the host on a CUDA stream of their own, and NCCL communicators over all ranks. Not yet run on a GPU.
+"""GPUs: copies from the host on a CUDA stream of their own, and NCCL communicators over all ranks.
 
 NCCL and MPI calls never overlap, because this may deadlock: every call here synchronises its streams before it returns,
 and every MPI call of this package blocks.
@@ -6,10 +6,13 @@ and every MPI call of this package blocks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, final
@@ -25,13 +28,30 @@ __all__ = [
     "DeviceCopy",
     "NcclCommunicator",
     "Started",
+    "computing_streams",
     "lend",
     "nccl_available",
     "nccl_datatype_name",
     "require_nccl",
+    "shared_gpus",
 ]
 
 _KEPT = 16  # free buffers of either kind that are kept
+
+
+def computing_streams() -> list[Any]:
+    """Return the streams on which the program computes on the current GPU: CuPy's, and that of PyTorch if it is another one.
+
+    A stream that PyTorch made waits for no other, nor does CuPy's wait for it.
+    """
+    cupy, torch = import_cupy("computing_streams"), sys.modules.get("torch")
+    own = cupy.cuda.get_current_stream()
+    if torch is None or not torch.cuda.is_initialized():
+        return [own]
+    stream = torch.cuda.current_stream(cupy.cuda.Device().id)
+    if stream.cuda_stream in (0, own.ptr):  # 0 is the default stream, with which CuPy's are in order
+        return [own]
+    return [own, cupy.cuda.ExternalStream(stream.cuda_stream, stream.device_index)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +86,11 @@ def _lent(pointer: Any, nbytes: int, device: int, like: Any, kept: Any = None) -
 
 @dataclass(eq=False)
 class _Buffer:
-    """Memory, host or GPU, and the event after which it may be written again; None for at once."""
+    """Memory, host or GPU, and the events after which it may be written again."""
 
     memory: Any
     nbytes: int
-    free_after: Any = None
+    free_after: Sequence[Any] = ()
     loan: weakref.ref[_Loan] | None = None
 
 
@@ -120,12 +140,12 @@ class DeviceCopy:
             target.set(pinned, stream=self._stream)
             arrived = cupy.cuda.Event(disable_timing=True)
             arrived.record(self._stream)
-            host.free_after = arrived
+            host.free_after = [arrived]
             self._staging.append(host)
             return Started(target, arrived)
 
     def _host_memory(self, nbytes: int) -> _Buffer:
-        arrived = [buffer for buffer in self._staging if buffer.free_after.done]
+        arrived = [buffer for buffer in self._staging if all(event.done for event in buffer.free_after)]
         found = _fitting(arrived, nbytes)
         if found is not None:
             self._staging.remove(found)
@@ -140,18 +160,19 @@ class DeviceCopy:
         if buffer is None:
             with self._stream:  # the memory pool keeps what a stream has used for that stream
                 buffer = _Buffer(cupy.cuda.alloc(array.nbytes), array.nbytes)
-        elif buffer.free_after is not None:
-            self._stream.wait_event(buffer.free_after)
+        for event in buffer.free_after:
+            self._stream.wait_event(event)
         lent, buffer.loan = _lent(buffer.memory.ptr, buffer.nbytes, self._index, array)
         self._lent.append(buffer)
         return lent
 
     def finish(self, started: Started) -> Any:
-        """Make the current stream wait for a copy, and return the array on the GPU."""
+        """Make the streams of the program wait for a copy, and return the array on the GPU."""
         if started.arrived is not None:
             cupy = import_cupy("DeviceCopy")
             with cupy.cuda.Device(self._index):
-                cupy.cuda.get_current_stream().wait_event(started.arrived)
+                for stream in computing_streams():
+                    stream.wait_event(started.arrived)
         return started.array
 
     def reclaim(self) -> None:
@@ -162,14 +183,16 @@ class DeviceCopy:
                 return
             cupy = import_cupy("DeviceCopy")
             with cupy.cuda.Device(self._index):
-                used = cupy.cuda.Event(disable_timing=True)
-                used.record(cupy.cuda.get_current_stream())
+                used = []
+                for stream in computing_streams():
+                    used.append(cupy.cuda.Event(disable_timing=True))
+                    used[-1].record(stream)
                 for buffer in gone:
                     self._lent.remove(buffer)
                     buffer.free_after = used
                     self._free.append(buffer)
-                for buffer in self._free[:-_KEPT]:
-                    self._stream.wait_event(buffer.free_after)  # the pool may give it to this stream's next array
+                for event in itertools.chain.from_iterable(buffer.free_after for buffer in self._free[:-_KEPT]):
+                    self._stream.wait_event(event)  # the pool may give it to this stream's next array
                 del self._free[:-_KEPT]
 
 
@@ -240,11 +263,48 @@ def require_nccl(function: str) -> ModuleType:
     return nccl
 
 
+def _id_bytes(unique_id: Any) -> NDArray[np.uint8]:
+    """Return the bytes of NCCL's unique id: CuPy 14 has bytes, CuPy 13 a tuple of signed numbers."""
+    if isinstance(unique_id, bytes):
+        return np.frombuffer(unique_id, np.uint8)
+    return np.asarray(unique_id, np.int8).view(np.uint8)
+
+
+def shared_gpus(group: ProcessGroup, devices: Sequence[int]) -> str:
+    """Return which ranks share a GPU, in words; "" where each replica has its own. Collective over all ranks.
+
+    GPUs are compared by node and PCI bus id. Instances of one GPU (MIG) have the same: NCCL refuses them, too.
+
+    Args:
+        group: the ranks.
+        devices: the numbers of this rank's GPUs, one for each local replica.
+    """
+    runtime, topology = import_cupy("shared_gpus").cuda.runtime, group.topology
+    mine = [str(_text(runtime.deviceGetPCIBusId(device))) for device in devices]
+    everyones = topology.comm.allgather(mine) if topology.size > 1 else [mine]
+    owners: dict[tuple[int, str], list[int]] = {}
+    for rank, found in enumerate(everyones):
+        for bus in found:
+            owners.setdefault((topology.node_of[rank], bus), []).append(rank)
+    return "; ".join(
+        f"ranks {', '.join(map(str, ranks))} share the GPU {bus} of node {node}"
+        for (node, bus), ranks in owners.items()
+        if len(ranks) > 1
+    )
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
 @final
 class NcclCommunicator:
     """One NCCL communicator for each local GPU, over all GPUs of all ranks. A context manager.
 
     The order of replicas is the topology's: by rank, then by device.
+
+    Attributes:
+        devices: the numbers of this rank's GPUs.
     """
 
     def __init__(self, group: ProcessGroup, devices: Sequence[int]) -> None:
@@ -256,22 +316,31 @@ class NcclCommunicator:
         self._nccl = require_nccl("NcclCommunicator")
         self._group = group
         self._cupy = import_cupy("NcclCommunicator")
-        self._devices = tuple(devices)
+        self.devices = tuple(devices)
         self._comms: list[Any] = []
         topology = group.topology
         unique = np.zeros(_ID_BYTES, np.uint8)
         if topology.rank == 0:
-            unique[:] = np.asarray(self._nccl.get_unique_id(), np.int16).astype(np.uint8)
+            unique[:] = _id_bytes(self._nccl.get_unique_id())
         if group.topology.size > 1:
             group.broadcast(unique, root=0)
             topology.comm.Barrier()  # no rank is inside MPI when the first one enters NCCL
-        identity = tuple(int(byte) for byte in unique.view(np.int8))
-        with group.quiet():
-            self._nccl.groupStart()
-            for index, device in enumerate(self._devices):
+        identity: Any = unique.tobytes()
+        if int(self._cupy.__version__.split(".")[0]) < 14:  # which takes a tuple of signed numbers
+            identity = tuple(unique.view(np.int8).tolist())
+        with group.quiet(), self._grouped():
+            for index, device in enumerate(self.devices):
                 with self._cupy.cuda.Device(device):
                     number = topology.replica_offset + index
                     self._comms.append(self._nccl.NcclCommunicator(topology.num_replicas, identity, number))
+
+    @contextlib.contextmanager
+    def _grouped(self) -> Iterator[None]:
+        """Make NCCL begin the calls of a block together. A group that an error left open would take in all later calls."""
+        self._nccl.groupStart()
+        try:
+            yield
+        finally:
             self._nccl.groupEnd()
 
     def all_reduce(self, arrays: Sequence[Any]) -> None:
@@ -296,13 +365,12 @@ class NcclCommunicator:
 
     def _sum(self, arrays: Sequence[Any], count: int, datatype: int) -> None:
         streams = []
-        self._nccl.groupStart()
-        for device, comm, array in zip(self._devices, self._comms, arrays, strict=True):
-            with self._cupy.cuda.Device(device):
-                stream = self._cupy.cuda.get_current_stream()
-                comm.allReduce(array.data.ptr, array.data.ptr, count, datatype, self._nccl.NCCL_SUM, stream.ptr)
-                streams.append((device, stream))
-        self._nccl.groupEnd()
+        with self._grouped():
+            for device, comm, array in zip(self.devices, self._comms, arrays, strict=True):
+                with self._cupy.cuda.Device(device):
+                    stream = self._cupy.cuda.get_current_stream()
+                    comm.allReduce(array.data.ptr, array.data.ptr, count, datatype, self._nccl.NCCL_SUM, stream.ptr)
+                    streams.append((device, stream))
         for device, stream in streams:
             with self._cupy.cuda.Device(device):
                 stream.synchronize()
@@ -310,7 +378,7 @@ class NcclCommunicator:
     def close(self) -> None:
         """Destroy the communicators. Collective the first time; later calls do nothing."""
         comms, self._comms = self._comms, []
-        for device, comm in zip(self._devices, comms, strict=False):
+        for device, comm in zip(self.devices, comms, strict=False):
             with self._cupy.cuda.Device(device):
                 comm.destroy()
 

@@ -15,6 +15,7 @@ from typing import Any, final
 
 from ..arena.reduction import ArenaSum, Consume, GradientArena
 from ..arena.wire import Unsent
+from ..base.devices import parse
 from ..base.distributed_values import PerReplica
 from ..base.errors import explain
 from ..base.files import read_whole
@@ -22,8 +23,8 @@ from ..base.log import once
 from ..base.options import CommunicationOptions
 from ..base.text import printable
 from ..base.types import CommunicationImplementation, ReduceOp
-from ..comm.arrays import is_gpu
-from ..comm.gpu import nccl_available
+from ..comm.arrays import cuda_aware, is_gpu
+from ..comm.gpu import nccl_available, shared_gpus
 from ..comm.process_group import ProcessGroup
 from .hierarchical import LEAST_ENCODED, HierarchicalAllReduce
 from .mpi import MpiAllReduce
@@ -31,6 +32,8 @@ from .nccl import NcclAllReduce
 from .ops import IMPLEMENTATIONS, CrossDeviceOps
 
 __all__ = ["AutoAllReduce", "Chooser", "ChooserRule", "make_cross_device_ops"]
+
+_PLACES = {"MPI": "CUDA-aware MPI", "HIERARCHICAL": "host memory"}
 
 
 def make_cross_device_ops(
@@ -67,8 +70,8 @@ def make_cross_device_ops(
 class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.AUTO):
     """Hands each reduction to the algorithm that a table names for its device, layout and size.
 
-    The table is the file that MPISTRAT_CHOOSER names, else the one that ships. Where it names NCCL and there is none, MPI
-    or shared memory is used, which is logged once.
+    The table is the file that MPISTRAT_CHOOSER names, else the one that ships. Where it names NCCL, and there is none, or ranks
+    share a GPU, CUDA-aware MPI or shared memory is used, which is logged once.
 
     Example:
         >>> print(AutoAllReduce().chooser)  # doctest: +ELLIPSIS
@@ -158,10 +161,15 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
         return self._algorithms[name]
 
     def _nccl_or_other(self) -> CrossDeviceOps:
+        """Return NCCL's algorithm, or the one in its place. Collective: all ranks reduce their first array on GPUs."""
+        topology, name = self.group.topology, "MPI" if cuda_aware() else "HIERARCHICAL"
         reason = nccl_available()
+        if not reason:
+            kinds = [parse(device) for device in topology.devices]
+            reason = shared_gpus(self.group, [index for kind, index in kinds if kind == "gpu"])
         if reason:
-            once(logging.WARNING, f"arrays on a GPU go through host memory or a CUDA-aware MPI, not NCCL: {reason}")
-            return self._algorithms["MPI"]
+            once(logging.WARNING, f"arrays on GPUs go through {_PLACES[name]}, not NCCL: {reason}")
+            return self._algorithms[name]
         nccl = NcclAllReduce()
         nccl.bind(self.group)
         return nccl

@@ -50,7 +50,7 @@ class FlatAllReduce(CrossDeviceOps):
         return [None] * len(pairs)
 
     def _sum_on_gpus(self, values: Sequence[Any], how: Arithmetic, wire: Wire | None) -> Any:
-        """Return the reduction of arrays on GPUs, through host memory. Not yet run on a GPU."""
+        """Return the reduction of arrays on GPUs, through host memory."""
         host = to_host(device_sum(values, how))
         return on_devices(self._sum_flat([host.reshape(-1)], how, wire).reshape(values[0].shape), values)
 
@@ -137,10 +137,7 @@ def _wire_of(options: CommunicationOptions | None) -> Wire | None:
 
 
 def device_sum(values: Sequence[Any], how: Arithmetic) -> Any:
-    """Return a new CuPy array, on the first value's GPU, with the reduction of the local replicas'.
-
-    Not yet run on a GPU.
-    """
+    """Return a new CuPy array, on the first value's GPU, with the reduction of the local replicas'."""
     xp = array_module(values[0])
     with on_device_of(values[0]):
         parts = [xp.asarray(value) for value in values]  # copied to this GPU where they lie on another
@@ -152,10 +149,7 @@ def device_sum(values: Sequence[Any], how: Arithmetic) -> Any:
 
 
 def on_devices(result: Any, values: Sequence[Any]) -> Any:
-    """Return a result on the GPUs of the values: one array, or a Mirrored with one for each GPU.
-
-    Not yet run on a GPU.
-    """
+    """Return a result on the GPUs of the values: one array, or a Mirrored with one for each GPU."""
     xp = array_module(values[0])
     copies = []
     for value in values:

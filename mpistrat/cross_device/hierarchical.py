@@ -59,7 +59,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
     network. On one node that second half is empty. Any number of ranks, and of replicas on each, works. Where ranks
     share no memory it is one MPI_Allreduce.
 
-    Arrays on a GPU go through pinned host memory (not yet run on a GPU).
+    Arrays on a GPU go through pinned host memory.
 
     Args:
         num_packs: into how many messages `batch_reduce` cuts the values of one dtype; 0 sends each value by itself.

@@ -25,7 +25,7 @@ class MpiAllReduce(FlatAllReduce, implementation=CommunicationImplementation.MPI
     """Sums over the local replicas, then over all ranks by one call of MPI_Allreduce.
 
     Sums of arrays on a GPU are left to a CUDA-aware MPI; without one, and for MIN, MAX and PROD, the arrays go through
-    pinned host memory (not yet run on a GPU).
+    pinned host memory.
 
     Example:
         >>> import mpistrat as ms

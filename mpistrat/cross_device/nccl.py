@@ -8,12 +8,12 @@ from typing import Any, final
 
 from ..arena.arithmetic import Arithmetic, finish
 from ..base.distributed_values import Mirrored, PerReplica
-from ..base.errors import explain
+from ..base.errors import DeviceError, explain
 from ..base.log import once
 from ..base.options import CommunicationOptions
 from ..base.types import CommunicationImplementation, ReduceOp
-from ..comm.arrays import array_module, is_gpu, on_device_of
-from ..comm.gpu import NcclCommunicator, nccl_datatype_name, require_nccl
+from ..comm.arrays import array_module, import_cupy, is_gpu, on_device_of
+from ..comm.gpu import NcclCommunicator, nccl_datatype_name, require_nccl, shared_gpus
 from ..comm.packing import pack_sizes, plan_packs
 from ..comm.process_group import ProcessGroup
 from .hierarchical import HierarchicalAllReduce
@@ -28,7 +28,7 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
     """Sums CuPy arrays over the GPUs of all ranks with NCCL; each replica needs a GPU of its own.
 
     Arrays on the host, dtypes that NCCL does not know, and MIN, MAX and PROD, for which NCCL does not define the
-    result of NaN, are reduced by HierarchicalAllReduce or MpiAllReduce, which is logged once. Not yet run on a GPU.
+    result of NaN, are reduced by HierarchicalAllReduce or MpiAllReduce, which is logged once. Not yet run on several GPUs.
 
     Args:
         num_packs: into how many messages `batch_reduce` cuts the values of one dtype, the last taking the remainder; 0
@@ -37,6 +37,8 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
     Raises:
         MissingDependencyError: CuPy or NCCL is missing, with the remedy.
         ValueError: num_packs is negative.
+
+    Its reductions raise DeviceError, on every rank, where replicas share a GPU.
     """
 
     reduce_ops = tuple(ReduceOp)
@@ -75,7 +77,7 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
         if other is not None:
             return other.reduce_implementation(reduce_op, per_replica_value, destinations, options)
         how = self.arithmetic(reduce_op, values[0].dtype)
-        return _wrap(self._sum([_wide(value, how) for value in values], how), values)
+        return _wrap(self._sum(self._wide(values, how), how, values), values)
 
     def batch_reduce_implementation(
         self,
@@ -94,11 +96,12 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
         cut = self.num_packs if limit is None else 1
         for pack in plan_packs([leaves[index][0] for index in mine], 1 if cut == 0 else limit):
             how = self.arithmetic(reduce_op, pack.dtype)
-            flats = []
-            for replica in range(len(leaves[mine[0]])):
-                with on_device_of(leaves[mine[0]][replica]):
-                    flats.append(_wide(pack.pack([leaves[index][replica] for index in mine]), how))
-            totals = [pack.unpack(flat) for flat in self._sum(flats, how, max(1, cut))]
+            first, packed = leaves[mine[0]], []
+            for replica, value in enumerate(first):
+                with on_device_of(value):
+                    packed.append(pack.pack([leaves[index][replica] for index in mine]))
+            flats = self._wide(packed, how)
+            totals = [pack.unpack(flat) for flat in self._sum(flats, how, first, max(1, cut))]
             for position, members in zip(pack.indices, zip(*totals, strict=True), strict=True):
                 results[mine[position]] = _wrap(members, leaves[mine[position]])
         return results
@@ -118,27 +121,43 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
             return self._unknown
         return None
 
-    def _sum(self, arrays: list[Any], how: Arithmetic, messages: int = 1) -> list[Any]:
-        """The reduction of each local GPU's array, on that GPU."""
+    def _connected(self, values: Sequence[Any]) -> NcclCommunicator:
+        """Return the communicator of the GPUs that the first values lay on. Collective the first time."""
         if self._communicator is None:
-            self._communicator = NcclCommunicator(self.group, [array.device.id for array in arrays])
-        flats = [array.reshape(-1) for array in arrays]
-        low = 0
-        for size in pack_sizes(flats[0].size, messages):
-            if size:
-                self._communicator.all_reduce([flat[low : low + size] for flat in flats])
-            low += size
+            devices = [value.device.id for value in values]
+            shared = shared_gpus(self.group, devices)
+            if shared:
+                remedy = "Start one rank for each GPU, or choose another algorithm: AUTO takes one that goes through the host"
+                expected = "a GPU for each replica, which NCCL requires"
+                raise DeviceError(explain("NcclAllReduce", "devices", expected=expected, got=shared, remedy=remedy))
+            self._communicator = NcclCommunicator(self.group, devices)
+        return self._communicator
+
+    def _wide(self, values: Sequence[Any], how: Arithmetic) -> list[Any]:
+        """Return new contiguous arrays in the dtype of accumulation, on the GPUs of the communicator."""
+        copies, alone = [], self.group.topology.num_replicas == 1
+        devices = [values[0].device.id] if alone else self._connected(values).devices
+        for device, value in zip(devices, values, strict=True):
+            with import_cupy("NcclAllReduce").cuda.Device(device):
+                copies.append(array_module(value).array(value, dtype=how.accumulate, order="C"))
+        return copies
+
+    def _sum(self, arrays: list[Any], how: Arithmetic, values: Sequence[Any], messages: int = 1) -> list[Any]:
+        """Return the reduction of each local GPU's array, on the GPU of its value; the arrays are overwritten."""
+        if self.group.topology.num_replicas > 1:
+            flats = [array.reshape(-1) for array in arrays]
+            low = 0
+            for size in pack_sizes(flats[0].size, messages):
+                if size:
+                    self._connected(arrays).all_reduce([flat[low : low + size] for flat in flats])
+                low += size
         results = []
-        for array in arrays:
+        for array, value in zip(arrays, values, strict=True):
             with on_device_of(array):
-                results.append(finish(array, how))
+                result = finish(array, how)
+            with on_device_of(value):
+                results.append(array_module(value).asarray(result))
         return results
-
-
-def _wide(value: Any, how: Arithmetic) -> Any:
-    """A new contiguous array on the value's GPU, in the dtype of accumulation."""
-    with on_device_of(value):
-        return array_module(value).array(value, dtype=how.accumulate, order="C")
 
 
 def _wrap(results: Sequence[Any], values: Sequence[Any]) -> Any:

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from ..arena.arithmetic import Arithmetic, arithmetic
-from ..arena.reduction import BLOCK, ArenaSum, Consume, GradientArena
+from ..arena.reduction import ArenaSum, Consume, GradientArena, block_of
 from ..arena.wire import Unsent
 from ..base.distributed_values import Mirrored, PerReplica
 from ..base.errors import explain
 from ..base.options import CommunicationOptions
 from ..base.partition import blocks
 from ..base.types import CommunicationImplementation, IndexedSlices, ReduceOp
-from ..comm.arrays import array_module
+from ..comm.arrays import array_module, on_device_of
 from ..comm.contract import Collective
 from ..comm.process_group import ProcessGroup
 from .values import (
@@ -475,15 +475,17 @@ class CrossDeviceOps(ABC):
                 feeds it back.
         """
         dtype = arithmetic(ReduceOp.SUM, arena.dtype, 1).accumulate
-        xp = array_module(arena.local[0])
-        scratch = xp.empty(min(BLOCK, arena.size), dtype)
+        xp, block_size = array_module(arena.local[0]), block_of(arena.local[0])
+        with on_device_of(arena.local[0]):
+            scratch = xp.empty(min(block_size, arena.size), dtype)
+        chunk = max(CHUNK, block_size)
         for range_low, range_high in ranges:
-            for low in range(range_low, range_high, CHUNK):
-                high = min(low + CHUNK, range_high)
+            for low in range(range_low, range_high, chunk):
+                high = min(low + chunk, range_high)
                 values = PerReplica([flat[low:high] for flat in arena.local])
                 total = self.reduce_implementation(ReduceOp.SUM, values, None, None)
                 total = total.values[0] if isinstance(total, Mirrored) else total
-                for begin, end in blocks(arena.owned([(low, high)]), BLOCK):
+                for begin, end in blocks(arena.owned([(low, high)]), block_size):
                     block = scratch[: end - begin]
                     xp.copyto(block, total[begin - low : end - low], casting="unsafe")
                     consume(begin, end, block)

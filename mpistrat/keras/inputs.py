@@ -27,6 +27,7 @@ from ..base.errors import CollectiveMismatchError, explain
 from ..base.global_batch import BatchPart
 from ..base.masks import plain_array
 from ..base.partition import block
+from ..comm.arrays import is_gpu, to_host
 from ..data import Dataset, DistributedDataset, from_arrays
 from ..data.nodes.sources import row_content
 from ..strategy.input import Distributor, Division
@@ -112,10 +113,16 @@ def with_row(array: Any) -> Any:
 
 
 def _converted(batch: Any) -> Any:
-    """As the backend's steps take it."""
-    if keras.backend.backend() == "jax":
-        return batch
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), batch)
+    """Return a batch as the backend's steps take it. Keras takes no array of CuPy."""
+    takes_arrays = keras.backend.backend() == "jax"
+
+    def converted(leaf: Any) -> Any:
+        if leaf is None or (takes_arrays and not is_gpu(leaf)):
+            return leaf
+        array = to_host(leaf) if is_gpu(leaf) else leaf
+        return array if takes_arrays else keras.ops.convert_to_tensor(array)
+
+    return keras.tree.map_structure(converted, batch)
 
 
 def _plain(leaf: Any) -> Any:

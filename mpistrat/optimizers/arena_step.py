@@ -10,7 +10,7 @@ import numpy as np
 from ..arena.arena import Arena, padded
 from ..arena.arithmetic import combine
 from ..arena.pieces import PieceShare, summed_blocks
-from ..arena.reduction import BLOCK, Consume, network_chunk
+from ..arena.reduction import BLOCK, Consume, block_of, network_chunk
 from ..arena.values import move_like, quick_digest
 from ..arena.wire import Unsent
 from ..base import loops
@@ -58,7 +58,7 @@ class ArenaStep:
         self._divided = any(v.part is not None and v.part.split for v in variables)
         self._core, self._optimizer, self._mean, self._each = core, core.optimizer, 0, False
         self._factor = 1.0
-        self._slots = core.slots.of(arena)
+        self._slots, self._block = core.slots.of(arena), block_of(arena.values)
         self._kept: tuple[Any, int] | None = None  # the sums of this step, and which element comes first there
         self._formed = False  # whether they are there before `keep` is called
         self._share: PieceShare | EncodedShare | None = None  # of the weights, while a step goes on
@@ -88,7 +88,7 @@ class ArenaStep:
     def digest(self) -> int:
         """Return a digest of this rank's slice of the weights, by one pass over it."""
         total = 0
-        for low, high in blocks(self.arena.sliced(self.ranges), BLOCK):
+        for low, high in blocks(self.arena.sliced(self.ranges), self._block):
             total = (total * 3 + quick_digest(self.arena.values[low:high])) & ((1 << 63) - 1)
         return total
 
@@ -164,7 +164,8 @@ class ArenaStep:
 
     def _large_blocks(self) -> list[tuple[int, int]]:
         """Return what this rank updates in blocks: large ones, where no copies of weights are made in scratch memory."""
-        return blocks(self.arena.owned(self.ranges), LARGE_BLOCK if self._slots.residual is None else BLOCK)
+        large = max(LARGE_BLOCK, self._block) if self._slots.residual is None else BLOCK
+        return blocks(self.arena.owned(self.ranges), large)
 
     def take(self, low: int, high: int, gradient: Any) -> None:
         """Take the sum of elements [low, high), or a list of what is to be summed: update, or add to what is accumulated."""
@@ -240,7 +241,7 @@ class ArenaStep:
         Gradients stay as they are: they are the replica's own, and may be summed again.
         """
         parts, (kept, base) = gradient if isinstance(gradient, list) else [gradient], self._store()
-        for begin, end in blocks([(low, high)], BLOCK):
+        for begin, end in blocks([(low, high)], self._block):
             sums = kept[begin - base : end - base]
             if not self._formed:
                 combine(np.add, [move_like(part[begin - low : end - low], sums) for part in parts], sums)
@@ -266,7 +267,7 @@ class ArenaStep:
 
     def factor(self) -> None:
         """Factor the slot by `matrices`, which have the sums over all ranks."""
-        for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
+        for low, high in blocks(self.arena.owned(self.ranges), self._block):
             for matrix, flat, first in self._factored(low, high):
                 matrix.product(flat, first)
 
@@ -280,7 +281,7 @@ class ArenaStep:
     def _kept_blocks(self, scales: Mapping[str, float]) -> Iterator[tuple[int, int, Any]]:
         """Yield what was kept in blocks, times its scales: it is multiplied in place."""
         kept, base = self._store()
-        for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
+        for low, high in blocks(self.arena.owned(self.ranges), self._block):
             gradient = kept[low - base : high - base]
             multiply_spans(gradient, self._scaled(low, high, scales, self._each))
             yield low, high, gradient

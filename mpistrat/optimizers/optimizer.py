@@ -332,6 +332,10 @@ class Optimizer(UpdateRule, metaclass=_Counted):
             step: UpdateRun = placement.store.make_step(self, chosen)
         else:
             step = FusedStep(core, strategy, chosen, [variable.name for variable in left_out])
+            if placement.arenas.on_gpu:
+                from .gpu_stream import StepOnStream
+
+                step = StepOnStream(step)
         core.updated_first = [variable for variable in new if variable.name not in pending]
         core.variables.extend(new)
         core.slots.fill_pending(new)

@@ -10,7 +10,7 @@ import numpy as np
 from ..arena.arena import Arena
 from ..arena.layout import Part, Receiver
 from ..arena.pieces import PieceShare
-from ..arena.reduction import BLOCK
+from ..arena.reduction import block_of
 from ..arena.values import move_like
 from ..arena.wire import Unsent
 from ..base.errors import explain
@@ -77,7 +77,7 @@ class ArenaSlots:
         if arena.wire is not None and arena.wire.feeds_back:
             self.unsent = Unsent(*(arena.sliced([(0, arena.size)]) or [(0, 0)])[0])
         with on_device_of(arena.values):
-            self.scratch = [xp.empty(min(BLOCK, arena.size), dtype) for _ in range(4)]
+            self.scratch = [xp.empty(min(block_of(arena.values), arena.size), dtype) for _ in range(4)]
             self.arrays = {name: xp.zeros(size, dtype) for name in names}
         self.restart(self.low, self.high)
 

@@ -13,7 +13,7 @@ from ..arena.wire import wire_named
 from ..base import log, loops
 from ..base.agree import together
 from ..base.cores import loop_threads, set_blas_threads
-from ..base.devices import check_devices, parse
+from ..base.devices import check_devices, parse, use_device
 from ..base.environment import Environment
 from ..base.errors import (
     ClusterError,
@@ -170,6 +170,7 @@ def assemble(
         raise
     if order is not None:
         topology = _in_order(topology, order, make_topology)
+    use_device(topology.devices[0])
     abort.install(topology.rank, topology.size)  # from here on one rank's exception must not leave the others waiting
     environment = Environment.read()
     log.set_rank(topology.rank)

@@ -80,7 +80,7 @@ class RankCollectives(ABC):
         same order, and those of a node meet for it; they wait in any order. The value may be changed at once. Leaves of a nest
         that are combined in one dtype are one message, float16 and bfloat16 in float32. MPI moves it (MPI_Iallreduce), mostly
         while ranks are in calls of MPI: see "Started now, waited for later" in the reference. Arrays on GPUs go through the
-        host's memory (not yet run on a GPU).
+        host's memory.
 
         It may be called outside of steps, and in the steps of ranks with one replica.
 

@@ -214,7 +214,7 @@ class ReplicaContext:
         The replicas divide the dimension `axis` in order, the first ones getting one more where it does not divide evenly. It
         is half of an `all_reduce`, whose other half is `all_gather`; a nest is one exchange. Values are combined in the order
         of the replicas, float16 and bfloat16 in float32; MEAN divides by the number of replicas. Arrays on GPUs go through the
-        host's memory (not yet run on a GPU).
+        host's memory.
 
         Args:
             reduce_op: ReduceOp.SUM, MEAN, MIN, MAX or PROD, or its name.

@@ -134,7 +134,7 @@ class StrategyExtended(OtherNames):
         local = range(self.sync_topology.num_local_replicas)
         self.replicas = [ReplicaContext(strategy, index, self.sync_topology, in_step) for index in local]
         frames = [replica.frame for replica in self.replicas]
-        self.threads = ReplicaThreads(frames) if len(frames) > 1 else None
+        self.threads = ReplicaThreads(frames, devices) if len(frames) > 1 else None
         self.optimizer_states = OptimizerStates(self.placement)
 
     @functools.cached_property

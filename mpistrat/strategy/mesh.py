@@ -41,7 +41,7 @@ class Mesh:
 
     Its collectives are made by all ranks along an axis, the same number of times and in the same order, with arrays of one shape
     and dtype. They return new arrays; float16 and bfloat16 are summed in float32. `mesh_axis` is an axis of the mesh, `axis` an
-    axis of the array, as in NumPy. Arrays on GPUs go through the host's memory, but for `all_reduce` (not yet run on a GPU).
+    axis of the array, as in NumPy. Arrays on GPUs go through the host's memory, but for `all_reduce`.
 
     Attributes:
         sizes: the length of each axis, in order, the fastest last.

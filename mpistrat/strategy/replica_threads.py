@@ -11,6 +11,7 @@ from typing import Any, final
 
 from ..base import context, global_batch
 from ..base.context import Frame
+from ..base.devices import use_device
 from ..base.errors import ContextError
 
 __all__ = ["Rendezvous", "ReplicaThreads", "current_rendezvous"]
@@ -131,7 +132,8 @@ class Rendezvous:
 Inbox = queue.SimpleQueue[Any]
 
 
-def _serve(inbox: Inbox) -> None:
+def _serve(inbox: Inbox, device: str) -> None:
+    use_device(device)
     while (job := inbox.get()) is not None:
         own_context, call, args = job
         own_context.run(call, *args)
@@ -145,10 +147,13 @@ def _dismiss(inboxes: Sequence[Inbox]) -> None:
 
 @final
 class ReplicaThreads:
-    """The kept threads of a rank's replicas 1, 2, …; they start with the first run and end with `close`."""
+    """The kept threads of a rank's replicas 1, 2, …; they start with the first run and end with `close`.
 
-    def __init__(self, frames: Sequence[Frame]) -> None:
-        self._frames = tuple(frames)
+    Each thread has the GPU of its replica as the current one.
+    """
+
+    def __init__(self, frames: Sequence[Frame], devices: Sequence[str]) -> None:
+        self._frames, self._devices = tuple(frames), tuple(devices)
         self._inboxes: list[Inbox] = []
         self._turn = threading.Lock()  # runs from several threads of the program take turns
 
@@ -170,7 +175,9 @@ class ReplicaThreads:
     def _start(self) -> None:
         self._inboxes = [queue.SimpleQueue() for _ in self._frames[1:]]
         for index, inbox in enumerate(self._inboxes, 1):
-            threading.Thread(target=_serve, args=(inbox,), daemon=True, name=f"mpistrat-replica-{index}").start()
+            threading.Thread(
+                target=_serve, args=(inbox, self._devices[index]), daemon=True, name=f"mpistrat-replica-{index}"
+            ).start()
         weakref.finalize(self, _dismiss, self._inboxes)
 
     def close(self) -> None:

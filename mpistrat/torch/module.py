@@ -20,6 +20,7 @@ from ..arena.values import checksum
 from ..base import context
 from ..base.errors import explain
 from ..base.types import VariableAggregation, VariableSynchronization
+from ..comm.arrays import to_host
 from ..strategy.contexts import local_replica
 from ..strategy.loss import summed_replicas
 from ..variables import Variable
@@ -93,7 +94,7 @@ class Buffers:
         self.collect()
         replicas = len(self._replicas)
         digests = [
-            checksum(np.ascontiguousarray(variable.storage(replica)).reshape(-1)) & ((1 << 62) - 1)
+            checksum(np.ascontiguousarray(to_host(variable.storage(replica))).reshape(-1)) & ((1 << 62) - 1)
             for replica in range(replicas)
             for variable in self.variables.values()
         ]

@@ -17,7 +17,7 @@ from torch.optim import optimizer as base
 
 from ..base import context, log
 from ..base.errors import explain
-from ..comm.arrays import accumulation_dtype
+from ..comm.arrays import accumulation_dtype, to_host
 from ..strategy.contexts import in_step, local_replica
 from ..strategy.loss import summed_replicas
 from ..variables import Variable
@@ -277,7 +277,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                 rule.on_whole_tensors.load(link.variable.name, state)
                 continue
             numbers = {name: value for name, value in state.items() if torch.is_tensor(value)}
-            slots = {name: np.array(array_of(numbers[name])) for name in rule.slot_names if name in numbers}
+            slots = {name: np.array(to_host(array_of(numbers[name]))) for name in rule.slot_names if name in numbers}
             for _, variable in each_variable([(None, link.variable)]):
                 if state:
                     scalars = {

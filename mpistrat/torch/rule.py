@@ -140,7 +140,7 @@ class _BlockStep:
         """
         weights, gradient = tensor_of(block.weights), tensor_of(block.gradient)
         slots = {name: tensor_of(slot) for name, slot in block.slots.items()}
-        if self._kernel is not None and not weights.is_cuda:
+        if self._kernel is not None:
             self._call_kernel(weights, gradient, slots, step, rate)
             return
         parameter = self._parameter
@@ -166,6 +166,8 @@ class _BlockStep:
         averages, squares, largest = [slots["exp_avg"]], [slots["exp_avg_sq"]], []
         if self._numbers["amsgrad"]:
             largest = [slots["max_exp_avg_sq"]]
+        if self._step.device != weights.device:
+            self._step = self._step.to(weights.device)
         steps = [self._step.fill_(step)]
         self._kernel([weights], [gradient], averages, squares, largest, steps, lr=rate, **self._numbers)  # type: ignore[misc]
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..base import context
-from .tensors import array_of
+from .tensors import array_of, copy_of
 
 __all__ = ["SyncBatchNorm", "convert"]
 
@@ -95,15 +94,15 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         """Return the sum of a tensor over the replicas. Collective."""
         frame, mine = context.current(), array_of(rows.contiguous())
         if frame.replica is not None and self.strategy in (None, frame.strategy):
-            return torch.from_numpy(np.array(frame.replica.all_reduce("SUM", mine)))
-        return torch.from_numpy(np.array((self.strategy or frame.strategy).reduce("SUM", mine)))
+            return copy_of(frame.replica.all_reduce("SUM", mine))
+        return copy_of((self.strategy or frame.strategy).reduce("SUM", mine))
 
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all replicas, stacked. Collective."""
         frame, mine = context.current(), array_of(rows.contiguous())[None]
         if frame.replica is not None and self.strategy in (None, frame.strategy):
-            return torch.from_numpy(np.array(frame.replica.all_gather(mine, axis=0)))
-        return torch.from_numpy(np.array((self.strategy or frame.strategy).gather(mine, axis=0)))
+            return copy_of(frame.replica.all_gather(mine, axis=0))
+        return copy_of((self.strategy or frame.strategy).gather(mine, axis=0))
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:

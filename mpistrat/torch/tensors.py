@@ -11,7 +11,7 @@ from ..base.errors import explain
 from ..base.types import IndexedSlices
 from ..comm.arrays import as_array, is_bfloat16, is_gpu
 
-__all__ = ["LocalGradient", "array_of", "slices_of", "tensor_of"]
+__all__ = ["LocalGradient", "array_of", "copy_of", "slices_of", "tensor_of"]
 
 
 def tensor_of(array: Any) -> torch.Tensor:
@@ -23,6 +23,11 @@ def tensor_of(array: Any) -> torch.Tensor:
     if is_bfloat16(array.dtype):
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def copy_of(array: Any) -> torch.Tensor:
+    """Return a tensor with a copy of a NumPy or CuPy array, on the array's device."""
+    return tensor_of(array).clone()
 
 
 def array_of(tensor: torch.Tensor) -> Any:

@@ -18,7 +18,7 @@ import torch
 
 from ..base import log
 from ..base.errors import explain
-from ..comm.arrays import accumulation_dtype
+from ..comm.arrays import accumulation_dtype, to_host
 from ..optimizers.foreign import WholeRule
 from ..optimizers.whole_state import StateArray
 from ..variables import Variable
@@ -121,7 +121,7 @@ class TorchWholeRule(WholeRule):
         if not self._begun[name].variable.array:
             return {}
         rest = self._own.state.get(self._parameters[name], {})
-        found = {key: np.array(array.variable.array) for key, array in self._state[name].items()}
+        found = {key: np.array(to_host(array.variable.array)) for key, array in self._state[name].items()}
         return {**rest, **{key: _like(array, rest.get(key)) for key, array in found.items()}}
 
     def load(self, name: str, state: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ def tried(optimizer: torch.optim.Optimizer) -> list[Mapping[str, Any]]:
 def _array(value: Any) -> np.ndarray | None:
     """Return a tensor or number as an array that a variable may have; None for another thing."""
     if torch.is_tensor(value):
-        return np.array(array_of(value.detach()))
+        return np.array(to_host(array_of(value.detach())))
     return np.asarray(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 

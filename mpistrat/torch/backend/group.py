@@ -39,6 +39,7 @@ from ...comm.process_group import ProcessGroup
 from ...cross_device.all_to_all import reduce_scatter, small_reduce_scatter
 from ...cross_device.auto import make_cross_device_ops
 from ...cross_device.values import Leaves
+from .gpus import GpuGroup, by_nccl, is_on_gpu, queued
 from .lane import Lane
 from .monitored_barrier import monitored_barrier
 from .transfers import Transfers, array_of, bytes_of, copy_back, dense, dtype_name
@@ -140,13 +141,16 @@ def _members(comm: Any, world: Any) -> str:
 class MpiProcessGroup(dist.ProcessGroup):
     """A process group of torch.distributed. Make it with `create` or `over` (collective).
 
-    torch calls its methods, under the names of c10d. Each takes tensors on the CPU.
+    torch calls its methods, under the names of c10d. Each takes tensors on the CPU, or on GPUs: see `gpus`.
 
     Args:
         ranks: the group of ranks, which this object frees.
         store: the group's store.
         timeout: the time limit of each operation that has none of its own.
         name: the group's name.
+
+    Attributes:
+        gpus: what decides how tensors on GPUs move; None without a GPU.
     """
 
     def __init__(self, ranks: ProcessGroup, store: Any, timeout: timedelta, name: str) -> None:
@@ -159,6 +163,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._options: dict[float, CommunicationOptions] = {}
         self._lane = Lane(f"mpistrat {name}", self._size == 1 or topology.thread_level >= _multiple())
         self._transfers = Transfers(ranks)
+        self.gpus = GpuGroup(self, ranks, store, timeout) if torch.cuda.is_available() else None
         self._sequence, self._monitored, self._closed = 0, 0, False
         self._group_name, self._group_desc = name, "undefined"
 
@@ -211,7 +216,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device("cpu")] + ([] if self.gpus is None else [torch.device("cuda")])
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time limit of operations that have none of their own."""
@@ -232,22 +237,36 @@ class MpiProcessGroup(dist.ProcessGroup):
         pass
 
     def _start_coalescing(self, device: Any) -> None:
-        """Do nothing: operations run in order, one at a time."""
+        """Do nothing: operations run in order, one at a time. NCCL begins those on GPUs together."""
+        inner = self._inner_of(device)
+        if inner is not None:
+            inner._start_coalescing()
 
-    def _end_coalescing(self, device: Any) -> OperationWork:
+    def _end_coalescing(self, device: Any) -> Any:
+        inner = self._inner_of(device)
+        if inner is not None:
+            return inner._end_coalescing()
         return self._run("dist.barrier", [], None, (), lambda seconds: None)
+
+    def _inner_of(self, device: Any) -> Any:
+        """Return PyTorch's group of NCCL where that moves tensors on a device; else None."""
+        return None if self.gpus is None or device is None or device.type != "cuda" else self.gpus.inner
 
     def shutdown(self) -> None:
         """End the lane, and leave memory and communicators to be freed when these ranks make their next group. Local."""
         if not self._closed:
             self._closed = True
             self._lane.close()
+            if self.gpus is not None:
+                self.gpus.close()
             self._ops.close()
             self._ranks.drop()
 
     def abort(self) -> None:
         """Leave the group as `shutdown` does, without the operations that wait."""
         self._closed = True
+        if self.gpus is not None:
+            self.gpus.abort()
 
     def __del__(self) -> None:
         """Shut down a group that the program has forgotten."""
@@ -271,9 +290,12 @@ class MpiProcessGroup(dist.ProcessGroup):
         seconds = self._seconds(opts)
         waits = opts is not None and not getattr(opts, "asyncOp", True)
         line = "" if waits else _line_of_call()
+        events = [] if self.gpus is None else queued(tensors)
 
         def run() -> None:
             try:
+                for event in events:
+                    event.synchronize()
                 with torch.no_grad(), _profiled(function):
                     operation(seconds)
             except Exception as error:
@@ -281,15 +303,19 @@ class MpiProcessGroup(dist.ProcessGroup):
 
         return self._lane.run(work, run, waits)
 
+    def run_now(self, function: str, operation: Callable[[float], None]) -> None:
+        """Run an operation, a function of its time limit, after those that were called before, and wait for it."""
+        opts = c10d.BarrierOptions()
+        opts.asyncOp = False
+        self._run(function, [], opts, (), operation).wait()
+
     def _check(self, function: str, tensors: Sequence[torch.Tensor]) -> None:
         if self._closed:
             raise RuntimeError(explain(function, "group", expected="a process group", got="one that was destroyed"))
         for tensor in tensors:
-            if tensor.device.type != "cpu":
-                remedy = (
-                    "Copy it with .cpu(), or make a group of NCCL for tensors on GPUs: dist.new_group(backend='nccl')"
-                )
-                expected, got = f"tensors on the CPU with backend {NAME!r}", f"one on {tensor.device}"
+            if tensor.device.type != "cpu" and not is_on_gpu(tensor):
+                expected, got = f"tensors on the CPU or on GPUs with backend {NAME!r}", f"one on {tensor.device}"
+                remedy = "Copy it with .cpu()"
                 raise RuntimeError(
                     explain(function, "tensor", expected=expected, got=got, remedy=remedy, rank=self._rank)
                 )
@@ -383,6 +409,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._reduce_array(Leaves(function, [array], words), _OF_BOOLS.get(name, ReduceOp.MAX), array, seconds)
         return flat
 
+    @by_nccl
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Reduce tensors over all ranks, in place. Collective."""
         opts, tensors = _options(c10d.AllreduceOptions, opts, timeout), _listed(tensors)
@@ -397,6 +424,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
         return self._run("dist.all_reduce", tensors, opts, tensors, operation)
 
+    @by_nccl
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> OperationWork:
         """Reduce tensors over all ranks, in place; those of one dtype in one message. Collective."""
         opts, tensors = _options(c10d.AllreduceCoalescedOptions, opts, None), _listed(tensors)
@@ -417,7 +445,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         function = "dist.all_reduce"
         if op != TorchOp.SUM:
             raise RuntimeError(explain(function, "op", expected="SUM for a sparse tensor", got=_name_of(function, op)))
-        mine = tensor.coalesce()
+        mine = tensor.coalesce().cpu()
         indices, values = mine.indices().t().contiguous(), mine.values().contiguous()
         form = (dtype_name(tensor.dtype), "sparse", tensor.sparse_dim())
         with self._ranks.collective(function, "", form[0], tuple(tensor.shape), form[1:], timeout=seconds) as call:
@@ -428,8 +456,9 @@ class MpiProcessGroup(dist.ProcessGroup):
                 exchange.all_gather_into(self._ranks, call, bytes_of(part), [bytes_of(room) for room in rooms])
                 found.append(torch.cat(rooms))
         total = torch.sparse_coo_tensor(found[0].t(), found[1], tensor.shape).coalesce()
-        tensor.copy_(total)
+        tensor.copy_(total.to(tensor.device))
 
+    @by_nccl
     def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> OperationWork:
         """Reduce tensors over all ranks, in place on the root; the others' keep their values. Collective."""
         opts, root = self._rooted("dist.reduce", c10d.ReduceOptions, opts)
@@ -446,6 +475,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
         return self._run("dist.reduce", tensors, opts, tensors, operation)
 
+    @by_nccl
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, *more: Any) -> OperationWork:
         """Reduce lists of one tensor for each rank; each rank receives its own. Collective."""
         if torch.is_tensor(output_tensors):
@@ -475,7 +505,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             output.detach().copy_(total.split(list(counts))[self._rank].view(output.shape))
             return
         wide = flat.to(_WIDER.get(flat.dtype, flat.dtype))
-        direct = output.is_contiguous() and output.dtype == wide.dtype
+        direct = output.is_contiguous() and output.dtype == wide.dtype and not is_on_gpu(output)
         mine = output.detach() if direct else torch.empty(output.shape, dtype=wide.dtype)
         words = [name] if name == "AVG" else []
         words += [dtype_name(flat.dtype)] if wide.dtype != flat.dtype else []
@@ -488,10 +518,12 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._averaged(mine)
         copy_back(mine, output)
 
+    @by_nccl
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> OperationWork:
         """Reduce a tensor of one part for each rank; each rank receives its own. Collective."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
+    @by_nccl
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> OperationWork:
         """Do `reduce_scatter_single` for several tensors. Collective."""
         opts, outputs, inputs = _options(c10d.ReduceScatterOptions, opts, None), list(outputs), list(inputs)
@@ -513,6 +545,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     # broadcast, gather, scatter
 
+    @by_nccl
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Overwrite tensors with the root's. Collective. Ranks compare dtype and number of elements, as torch documents."""
         opts, root = self._rooted("dist.broadcast", c10d.BroadcastOptions, opts)
@@ -542,6 +575,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         with self._call(function, like, more, seconds, synchronize=self._meets(most)) as call:
             exchange.all_gather_into(self._ranks, call, bytes_of(own), [bytes_of(room) for room in rooms])
 
+    @by_nccl
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> OperationWork:
         """Write every rank's tensor into a list of tensors. Collective."""
         if torch.is_tensor(input_tensors):
@@ -569,10 +603,12 @@ class MpiProcessGroup(dist.ProcessGroup):
         for flat, room in zip(flats, rooms, strict=True):
             copy_back(flat, room)
 
+    @by_nccl
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> OperationWork:
         """Write every rank's tensor into one tensor, in the order of ranks. Collective."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
+    @by_nccl
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> OperationWork:
         """Do `all_gather_single` for several tensors. Collective."""
         opts, outputs, inputs = _options(c10d.AllgatherOptions, opts, None), list(outputs), list(inputs)
@@ -595,6 +631,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @by_nccl
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> OperationWork:
         """Write every rank's list of tensors into lists, one for each rank. Collective."""
         opts = _options(c10d.AllgatherOptions, opts, None)
@@ -607,6 +644,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
         return self._run(function, lists, opts, inputs, operation)
 
+    @by_nccl
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Write every rank's tensor into a list of tensors on the root. Collective."""
         if torch.is_tensor(input_tensors):
@@ -630,6 +668,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
         return self._run(function, outputs, opts, [tensor, *(room for rooms in outputs for room in rooms)], operation)
 
+    @by_nccl
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Write the root's tensors, one for each rank, into the ranks' tensors. Collective."""
         if torch.is_tensor(output_tensors):
@@ -669,6 +708,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     # all-to-all
 
+    @by_nccl
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -699,6 +739,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
+    @by_nccl
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> OperationWork:
         """Send each rank a tensor, and write what comes into tensors. Collective."""
         opts, function = _options(c10d.AllToAllOptions, opts, None), "dist.all_to_all"

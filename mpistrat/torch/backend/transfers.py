@@ -31,8 +31,14 @@ _CODES = {dtype: code for code, dtype in enumerate(dict.fromkeys(_DTYPES))}
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor without history and contiguous: its own memory where that is contiguous."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    """Return the tensor without history and contiguous, on the CPU: its own memory where it is that already."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if plain.is_cpu:
+        return plain
+    host = torch.empty(
+        plain.shape, dtype=plain.dtype, device="cpu", pin_memory=True
+    )  # kept by PyTorch for the next one
+    return host.copy_(plain)
 
 
 @final
@@ -63,7 +69,7 @@ def bytes_of(flat: torch.Tensor) -> np.ndarray:
 
 
 def copy_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy a result into a tensor, unless it is the tensor's memory."""
+    """Copy a result into a tensor, unless it is the tensor's memory; wait for the copy where that lies on a GPU."""
     if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
         with torch.no_grad():
             tensor.detach().copy_(flat)

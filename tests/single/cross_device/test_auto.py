@@ -49,7 +49,7 @@ def test_auto_without_nccl_falls_back_and_says_so_once(no_nccl, caplog):
         ops = AutoAllReduce()
         ops.bind(ProcessGroup.single())
         with caplog.at_level(logging.WARNING, "mpistrat"):
-            assert isinstance(ops._algorithm("gpu", 1 << 20), MpiAllReduce)
+            assert isinstance(ops._algorithm("gpu", 1 << 20), HierarchicalAllReduce)
     assert caplog.text.count("not NCCL: CuPy is not installed") == 1
 
 

@@ -1,0 +1,155 @@
+"""Tensors on GPUs in a group of ours: by PyTorch's own NCCL group inside it, or through host memory where NCCL cannot run."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from ...base import log
+from ...base.text import named
+from ...comm.process_group import ProcessGroup
+
+__all__ = ["GpuGroup", "by_nccl", "is_on_gpu", "queued"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Names that PyTorch had before 2.13, and still has.
+_LONG_KNOWN = {
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies on a GPU."""
+    return tensor.is_cuda
+
+
+def by_nccl(method: F) -> F:
+    """Have NCCL do an operation of a group whose tensors lie on GPUs, if the group can use NCCL."""
+    name = _LONG_KNOWN.get(method.__name__, method.__name__)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.gpus is not None:
+            tensor = next(_tensors(args), None)
+            if tensor is not None and is_on_gpu(tensor) and self.gpus.connected(tensor):
+                return getattr(self.gpus.inner, name)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if torch.is_tensor(value):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def queued(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Return events after which the work that the caller has queued on the GPUs of some tensors is done."""
+    events = []
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        events.append(event)
+    return events
+
+
+@final
+class GpuGroup:
+    """Whether a group uses NCCL, which is decided at its first collective call with tensors on GPUs.
+
+    Args:
+        group: the group.
+        ranks: its ranks.
+        store: its store, over which NCCL meets.
+        timeout: the time limit of NCCL's operations.
+
+    Attributes:
+        inner: PyTorch's group of NCCL; None where it is not used, or nothing is decided yet.
+    """
+
+    def __init__(self, group: Any, ranks: ProcessGroup, store: Any, timeout: timedelta) -> None:
+        self._group, self._ranks, self._store, self._timeout = group, ranks, store, timeout
+        self.inner: Any = None
+        self._decided = False
+
+    def connected(self, tensor: torch.Tensor) -> bool:
+        """Return whether NCCL moves tensors like this one. Collective the first time."""
+        if not self._decided:
+            self._group.run_now("dist: first tensor on a GPU", functools.partial(self._decide, tensor.device))
+            self._decided = True
+        return self.inner is not None
+
+    def _decide(self, device: torch.device, seconds: float) -> None:
+        reason = self._why_not(device, seconds)
+        if reason:
+            log.once(
+                logging.WARNING, f"torch.distributed moves tensors on GPUs through host memory, not by NCCL: {reason}"
+            )
+            return
+        make, kind = inner_group(self._timeout)
+        topology = self._ranks.topology
+        inner = make(dist.PrefixStore("mpistrat nccl", self._store), topology.rank, topology.size)
+        inner._set_sequence_number_for_group()
+        self._group._register_backend(torch.device(device.type), kind, inner)
+        self.inner = inner
+
+    def close(self) -> None:
+        """End NCCL. Collective the first time; later calls do nothing."""
+        inner, self.inner = self.inner, None
+        if inner is not None:
+            inner.shutdown()
+
+    def abort(self) -> None:
+        """End NCCL without waiting for other ranks."""
+        inner, self.inner = self.inner, None
+        if inner is not None:
+            inner.abort()
+
+    def _why_not(self, device: torch.device, seconds: float) -> str:
+        """Return why NCCL cannot be used, in words; "" where it can. Collective; the same on every rank."""
+        function = "dist: first tensor on a GPU"
+        with self._ranks.collective(function, timeout=seconds):
+            rows = self._ranks.all_gather_int([int(dist.is_nccl_available()), *_number_of(device)]).tolist()
+        without = [rank for rank, row in enumerate(rows) if not row[0]]
+        if without:
+            return f"PyTorch has no NCCL on {named('rank', without)}"
+        owners: dict[tuple[int, ...], list[int]] = {}
+        for rank, row in enumerate(rows):
+            owners.setdefault((self._ranks.topology.node_of[rank], *row[1:]), []).append(rank)
+        return "; ".join(f"{named('rank', ranks)} share a GPU" for ranks in owners.values() if len(ranks) > 1)
+
+
+def inner_group(timeout: timedelta) -> tuple[Callable[[Any, int, int], Any], Any]:
+    """Return what makes PyTorch's group of NCCL from store, rank and size; and its kind."""
+    kind: Any = c10d
+    options = kind.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+
+    def make(store: Any, rank: int, size: int) -> Any:
+        return kind.ProcessGroupNCCL(store, rank, size, options)
+
+    return make, dist.ProcessGroup.BackendType.NCCL
+
+
+def _number_of(device: torch.device) -> tuple[int, int]:
+    """Return two numbers by which a node tells its GPUs apart. Instances of one GPU (MIG) have the same: NCCL refuses them."""
+    about = torch.cuda.get_device_properties(device)
+    if hasattr(about, "pci_bus_id"):
+        return int(about.pci_domain_id) << 16 | int(about.pci_bus_id) << 8 | int(about.pci_device_id), 0
+    uuid = bytes(about.uuid.bytes)
+    return int.from_bytes(uuid[:7], "big"), int.from_bytes(uuid[7:14], "big")
