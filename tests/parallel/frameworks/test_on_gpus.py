@@ -1,4 +1,4 @@
-"""Parameters on GPUs: a real one, and one of host memory, which shows that nothing goes through NumPy arrays on the way."""
+"""Parameters on a GPU. Without one, benchmarks/gpu/check.py does the same on a stand-in: see test_gpu_check.py."""
 
 import sys
 from importlib import import_module
@@ -9,19 +9,6 @@ import pytest
 import mpistrat as ms
 
 pytestmark = pytest.mark.ranks(1, 2)
-DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu), "stand_in"]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    """Where frameworks have their arrays: on the GPU, or in the memory that stands for it."""
-    if request.param == "cuda":
-        return "cuda"
-    from tests.models.cupy_on_numpy import module
-
-    monkeypatch.setitem(sys.modules, "cupy", module())
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return "cpu"
 
 
 def rows(strategy):
@@ -32,14 +19,15 @@ def rows(strategy):
     return (x, y), (x[mine], y[mine])
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("rule", ["momentum", "AdamW", "Adagrad"])
-def test_a_module_of_torch_equals_one_process(device, rule, monkeypatch):
+def test_a_module_of_torch_equals_one_process(rule):
     torch = pytest.importorskip("torch")
     import copy
 
     from tests.harness.torch_training import make, mlp
 
-    monkeypatch.setattr(import_module("mpistrat.torch.distribute"), "_device_of", lambda strategy: device)
+    device = "cuda"
     with ms.MultiWorkerMirroredStrategy(devices=["gpu:0"]) as strategy:
         module = mlp().to(device)
         alone = copy.deepcopy(module)
@@ -57,14 +45,13 @@ def test_a_module_of_torch_equals_one_process(device, rule, monkeypatch):
             assert float((mine - theirs).abs().max().detach()) < 1e-12
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("rule", ["adam", "clipped", "optax"])
-def test_a_tree_of_jax_equals_one_process(device, rule, monkeypatch):
+def test_a_tree_of_jax_equals_one_process(rule):
     jax = pytest.importorskip("jax")
     optax = pytest.importorskip("optax")
     from tests.harness.jax_training import RULES, arrays, dict_tree
 
-    if device == "cpu":
-        monkeypatch.setattr(import_module("mpistrat.jax.distribute"), "backend", lambda: "gpu")
     ours, theirs = RULES.get(rule, (lambda: None, lambda: optax.adamw(1e-2)))
     tree, step = dict_tree()
     with ms.MultiWorkerMirroredStrategy(devices=["gpu:0"]) as strategy:
@@ -89,13 +76,16 @@ def test_a_tree_of_jax_equals_one_process(device, rule, monkeypatch):
         assert all(leaf.devices() == {jax.devices()[0]} for leaf in jax.tree.leaves(params))
 
 
-def test_several_gpus_on_a_rank_are_refused_for_jax(device, monkeypatch):
+def test_several_gpus_on_a_rank_are_refused_for_jax(monkeypatch):
     pytest.importorskip("jax")
-    if device == "cuda":
-        pytest.skip("one GPU is enough to see what the stand-in shows")
     from tests.harness.jax_training import dict_tree
+    from tests.models import honest_cupy
 
-    sys.modules["cupy"].cuda.runtime.getDeviceCount = lambda: 2
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("FAKE_GPUS", "2")
+    for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
+        monkeypatch.setitem(sys.modules, name, sys)  # after the test they are as before
+    honest_cupy.install()
     monkeypatch.setattr(import_module("mpistrat.jax.distribute"), "backend", lambda: "gpu")
     refused = pytest.raises(ms.errors.DeviceError, match=r"one GPU in each rank.*got 2")
     with ms.MultiWorkerMirroredStrategy(devices=["gpu:0", "gpu:1"]) as strategy, strategy.scope(), refused:
