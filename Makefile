@@ -109,10 +109,11 @@ test-minimum: .venv-minimum/.test-$(KEY)  ## the tests of make check, and the de
 frameworks: .venv-frameworks/.test-$(KEY) .venv-tensorflow/.test-$(KEY)  ## the environments with PyTorch, JAX, Keras, and with TensorFlow and Keras
 
 # Keras takes its backend from the environment when it is imported: one run for each.
-test-frameworks: frameworks  ## the tests of PyTorch, JAX, Keras and TensorFlow, with MPICH, in environments of their own; NP=2: on so many ranks only
-	KERAS_BACKEND=torch .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) \
-	  tests/parallel/frameworks tests/parallel/docs tests/integration/hosts/test_frameworks.py tests/integration/hosts/test_frameworks_start.py \
-	  -k "frameworks $(if $(NP),and (np$(NP) or docs or hosts))"
+test-frameworks: frameworks  ## the tests of PyTorch, JAX, Keras and TensorFlow, with MPICH, in environments of their own; NP=2: on so many ranks only; TIER=test: pairwise
+	KERAS_BACKEND=torch .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) $(if $(TIER),--tier $(TIER)) \
+	  tests/parallel/frameworks tests/integration/hosts/test_frameworks.py tests/integration/hosts/test_frameworks_start.py \
+	  -k "frameworks $(if $(NP),and (np$(NP) or hosts))"
+	KERAS_BACKEND=torch .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/docs -k frameworks
 	KERAS_BACKEND=jax .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))"
 	KERAS_BACKEND=tensorflow .venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))"
 	.venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) \
