@@ -85,6 +85,7 @@ class BatchJob:
     Args:
         program: the program and its arguments, one string each. A program that ends in .py is run by Python.
         module: the program is the name of a Python module, as behind `python -m`.
+        numbers: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, as torchrun does, before the program starts.
         name: of the job, and of its log.
         nodes, ranks_per_node: with `ps_nodes` those of the workers.
         cpus_per_rank: cores of each rank, and its threads.
@@ -116,6 +117,7 @@ class BatchJob:
 
     program: tuple[str, ...]
     module: bool = False
+    numbers: bool = False
     name: str = "mpistrat"
     nodes: int = 1
     ranks_per_node: int = 1

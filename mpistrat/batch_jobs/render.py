@@ -121,6 +121,8 @@ def _program(job: BatchJob, site: SiteProfile) -> tuple[str, ...]:
         words = (site.python, "-m", *words)
     elif job.program[0].endswith(".py"):
         words = (site.python, *words)
+    if job.numbers:
+        words = (site.python, "-m", "mpistrat.launcher.rank_variables", *words)
     if job.container:
         gpu = ("--nv",) if job.gpus_per_node else ()
         words = (*site.container_command, *gpu, job.container, *words)

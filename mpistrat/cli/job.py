@@ -35,6 +35,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", metavar="PROGRAM", nargs="?", help="your program; one in .py is run by Python")
     parser.add_argument("words", metavar="…", nargs=argparse.REMAINDER, help="its arguments")
     parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a Python module, as behind python -m")
+    parser.add_argument(
+        "--numbers", action="store_true", default=None,
+        help="set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE for each rank, as torchrun does",
+    )  # fmt: skip
 
     where = parser.add_argument_group("the script")
     where.add_argument(

@@ -1,6 +1,7 @@
 """Between a launcher and a rank's program: sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun does.
 
-Run by its path, with the standard library only: `rank_variables.py RANKS SIZES WORD …`. The program takes this process's place.
+`mpistrat run` runs it by its path, with the standard library only: `rank_variables.py RANKS SIZES WORD …`; batch jobs as a
+module: `python -m mpistrat.launcher.rank_variables WORD …`. The program takes this process's place.
 Libraries such as Accelerate and Transformers read the variables when they are imported, before MPI runs.
 """
 
@@ -26,7 +27,7 @@ def main(ranks: str, sizes: str, *words: str) -> None:
     found = variables_of(os.environ, ranks.split(","), sizes.split(","))
     missing = [name for name, value in found.items() if not value]
     if missing:
-        sys.exit(f"mpistrat run: the launcher does not show {' and '.join(missing)} of this process in its environment")
+        sys.exit(f"mpistrat: the launcher does not show {' and '.join(missing)} of this process in its environment")
     os.environ.update(found)
     os.execvp(words[0], words)
 
@@ -62,4 +63,8 @@ def _slurm_tasks(env: Mapping[str, str]) -> str:
 
 if __name__ == "__main__":
     arguments: Sequence[str] = sys.argv[1:]
+    if __package__:
+        from ..cluster.launcher_variables import RANK_VARIABLES
+
+        arguments = [",".join(RANK_VARIABLES.values()), ",".join(RANK_VARIABLES), *arguments]
     main(*arguments)

@@ -1,5 +1,6 @@
 """Programs of torch.distributed as they are, in a job of a real SLURM: srun starts them, and torchrun's command line does."""
 
+import re
 import subprocess
 
 import pytest
@@ -43,3 +44,15 @@ def test_the_job(slurm, slurm_mpi, tmp_path, backend):
     before = [f"{rank} 4 h{1 + rank // 2} {rank % 2} 10 ['{rank}', '4', '{rank % 2}', '2']" for rank in range(4)]
     assert found == sorted(plain + before), lines
     assert "mpistrat run: not used, as MPI connects the ranks: --rdzv-backend, --rdzv-endpoint" in lines
+
+
+def test_a_job_of_ours_sets_the_numbers(slurm, slurm_mpi, tmp_path):
+    from tests.launch.slurm import Job, mpi_type
+
+    (tmp_path / "train.py").write_text(PROGRAM)
+    options = ["--nodes", "2", "--ranks-per-node", "2", "--numbers", "--mpi", mpi_type(slurm_mpi)]
+    options += ["--env", "MPIR_CVAR_CH4_NETMOD=ofi", "--submit", "train.py", "gloo"]
+    number = slurm.ok(slurm_mpi.python, "-m", "mpistrat", "job", *options, cwd=tmp_path)
+    lines = Job(slurm, number.strip(), tmp_path).completed().splitlines()
+    found = sorted(line for line in lines if re.match(r"\d 4 ", line))
+    assert found == [f"{rank} 4 h{1 + rank // 2} {rank % 2} 10 ['{rank}', '4', '{rank % 2}', '2']" for rank in range(4)]

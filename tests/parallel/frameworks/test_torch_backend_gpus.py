@@ -6,8 +6,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 
 import torch.distributed as dist  # noqa: E402
 
-from mpistrat.torch.backend import group as group_module  # noqa: E402
 from mpistrat.torch.backend import gpus  # noqa: E402
+from mpistrat.torch.backend import group as group_module  # noqa: E402
 from tests.harness.torch_groups import default_group  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.ranks(2, 4)]

@@ -77,6 +77,7 @@ def make(random: random.Random) -> tuple[str, BatchJob, SiteProfile]:
             job["ps_nodes"] = 1
     if random.random() < 0.3:
         job["gpus_per_node"] = 2
+    job["numbers"] = random.random() < 0.2
     kind = random.choice(
         ("argument", "argument", "argument", "program", "job", "number", "array", "site", "list", "mapping")
     )
@@ -117,6 +118,8 @@ def words_of(job: BatchJob, site: SiteProfile) -> list[str]:
         words = [site.python, "-m", *words]
     elif job.program[0].endswith(".py"):
         words = [site.python, *words]
+    if job.numbers:
+        words = [site.python, "-m", "mpistrat.launcher.rank_variables", *words]
     if job.container:
         words = [*site.container_command, *["--nv"] * bool(job.gpus_per_node), job.container, *words]
     if job.array:
