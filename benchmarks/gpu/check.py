@@ -683,6 +683,32 @@ def save_and_restore():
 
 
 @item("vars")
+def steps_on_a_stream_of_torchs_own():
+    """What is assigned before a step, and read after it, is in order with the step."""
+    torch = torch_()
+    import numpy as np
+
+    import mpistrat as ms
+
+    cupy = cp()
+    for make, expected in ((lambda: ms.optimizers.SGD(0.5), 6.5), (lambda: ms.optimizers.Adam(0.5), 6.5)):
+        with ms.OneDeviceStrategy("gpu:0") as strategy:
+            with strategy.scope():
+                v, optimizer = ms.Variable(np.ones(1000, "f4"), name="v"), make()
+            gradient = cupy.ones(1000, "f4")
+            sync()
+
+            def step(optimizer=optimizer, v=v, gradient=gradient):
+                optimizer.apply_gradients([(gradient, v)])
+
+            side = contextlib.nullcontext() if FAKE else torch.cuda.stream(torch.cuda.Stream())
+            with side, torch_context(False):
+                v.assign(np.full(1000, 7, "f4"))
+                strategy.run(step)
+                close(v.numpy(), np.full(1000, expected), 1e-5)
+
+
+@item("vars")
 def sparse_gradients():
     import numpy as np
 
@@ -1302,6 +1328,32 @@ def default_on_a_shared_gpu():
             lambda: ms.get_replica_context().all_reduce("SUM", cupy.full(1000, strategy.rank + 1.0, "f4"))
         )
         close(total.get(), np.full(1000, 3.0))
+
+
+@item("ranks", 60, 2)
+def arrays_of_different_places():
+    """One rank reduces an array on its GPU, the other one in host memory: an error on both, no hang."""
+    import numpy as np
+
+    import mpistrat as ms
+
+    cupy = cp()
+    strategy = ms.MultiWorkerMirroredStrategy()
+    try:
+        strategy.reduce("SUM", cupy.ones(4, "f4") if strategy.rank == 0 else np.ones(4, "f4"))
+    except ms.errors.CollectiveMismatchError as error:
+        say(error)
+    else:
+        raise AssertionError("no error")
+
+
+@item("ranks", 60, 2)
+def arrays_of_a_strategy_on_cpus():
+    """The devices are CPUs, the arrays on GPUs: they go through the host."""
+    import mpistrat as ms
+
+    with ms.MultiWorkerMirroredStrategy(devices=["cpu:0"]) as strategy:
+        close(strategy.reduce("SUM", cp().ones(4, "f4")).get(), [2, 2, 2, 2])
 
 
 @item("ranks", 90, 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import sys
 import threading
 import weakref
@@ -20,7 +21,9 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from ..base.devices import parse
 from ..base.errors import ClosedError, MissingDependencyError, explain
+from ..base.text import named
 from .arrays import import_cupy, is_bfloat16, pinned_empty
 from .process_group import ProcessGroup
 
@@ -32,8 +35,9 @@ __all__ = [
     "lend",
     "nccl_available",
     "nccl_datatype_name",
+    "own_gpus",
     "require_nccl",
-    "shared_gpus",
+    "why_not_nccl",
 ]
 
 _KEPT = 16  # free buffers of either kind that are kept
@@ -270,24 +274,34 @@ def _id_bytes(unique_id: Any) -> NDArray[np.uint8]:
     return np.asarray(unique_id, np.int8).view(np.uint8)
 
 
-def shared_gpus(group: ProcessGroup, devices: Sequence[int]) -> str:
-    """Return which ranks share a GPU, in words; "" where each replica has its own. Collective over all ranks.
+def own_gpus(group: ProcessGroup) -> list[int]:
+    """Return the numbers of this rank's GPUs, one for each local replica; none where one of its devices is a CPU."""
+    kinds = [parse(device) for device in group.topology.devices]
+    return [index for _, index in kinds] if all(kind == "gpu" for kind, _ in kinds) else []
 
-    GPUs are compared by node and PCI bus id. Instances of one GPU (MIG) have the same: NCCL refuses them, too.
 
-    Args:
-        group: the ranks.
-        devices: the numbers of this rank's GPUs, one for each local replica.
+def why_not_nccl(group: ProcessGroup) -> str:
+    """Return why NCCL cannot sum for a group, in words; "" where it can. Collective, inside `collective()`; equal on all ranks.
+
+    Each replica must have a GPU of its own. GPUs are compared by node and PCI bus id. Instances of one GPU (MIG) have the same:
+    NCCL refuses them, too.
     """
-    runtime, topology = import_cupy("shared_gpus").cuda.runtime, group.topology
-    mine = [str(_text(runtime.deviceGetPCIBusId(device))) for device in devices]
-    everyones = topology.comm.allgather(mine) if topology.size > 1 else [mine]
+    reason, topology = nccl_available(), group.topology
+    devices = [] if reason else own_gpus(group)
+    if not reason and not devices:
+        reason = f"its devices are {', '.join(topology.devices)}"
+    runtime = import_cupy("why_not_nccl").cuda.runtime if devices else None
+    buses = [_text(runtime.deviceGetPCIBusId(device)) for device in devices] if runtime is not None else []
+    rows = [json.loads(text) for text in group.all_gather_text(json.dumps([reason, buses]))]
+    for rank, (why, _) in enumerate(rows):
+        if why:
+            return why if topology.size == 1 else f"rank {rank}: {why}"
     owners: dict[tuple[int, str], list[int]] = {}
-    for rank, found in enumerate(everyones):
+    for rank, (_, found) in enumerate(rows):
         for bus in found:
             owners.setdefault((topology.node_of[rank], bus), []).append(rank)
     return "; ".join(
-        f"ranks {', '.join(map(str, ranks))} share the GPU {bus} of node {node}"
+        f"{named('rank', ranks)} share the GPU {bus} of node {node}"
         for (node, bus), ranks in owners.items()
         if len(ranks) > 1
     )

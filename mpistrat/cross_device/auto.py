@@ -15,7 +15,6 @@ from typing import Any, final
 
 from ..arena.reduction import ArenaSum, Consume, GradientArena
 from ..arena.wire import Unsent
-from ..base.devices import parse
 from ..base.distributed_values import PerReplica
 from ..base.errors import explain
 from ..base.files import read_whole
@@ -24,7 +23,7 @@ from ..base.options import CommunicationOptions
 from ..base.text import printable
 from ..base.types import CommunicationImplementation, ReduceOp
 from ..comm.arrays import cuda_aware, is_gpu
-from ..comm.gpu import nccl_available, shared_gpus
+from ..comm.gpu import why_not_nccl
 from ..comm.process_group import ProcessGroup
 from .hierarchical import LEAST_ENCODED, HierarchicalAllReduce
 from .mpi import MpiAllReduce
@@ -32,8 +31,6 @@ from .nccl import NcclAllReduce
 from .ops import IMPLEMENTATIONS, CrossDeviceOps
 
 __all__ = ["AutoAllReduce", "Chooser", "ChooserRule", "make_cross_device_ops"]
-
-_PLACES = {"MPI": "CUDA-aware MPI", "HIERARCHICAL": "host memory"}
 
 
 def make_cross_device_ops(
@@ -102,7 +99,13 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
             algorithm.close()
 
     def _algorithm_for(self, array: Any, options: CommunicationOptions | None = None) -> CrossDeviceOps:
-        chosen = self._algorithm("gpu" if is_gpu(array) else "cpu", array.nbytes)
+        device = "gpu" if is_gpu(array) else "cpu"
+        if self._is_undecided(
+            device, array.nbytes
+        ):  # no rank may ask the others before all are here with such an array
+            with self.group.collective("first array on a GPU"):
+                self._algorithm(device, array.nbytes)
+        chosen = self._algorithm(device, array.nbytes)
         self._warn_of_wire(chosen, array.nbytes, options)
         return chosen
 
@@ -155,24 +158,28 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
         once(logging.WARNING, f"wire={options.wire!r} has no effect: {source} names {name} for {nbytes:,} bytes")
 
     def _algorithm(self, device: str, nbytes: int) -> CrossDeviceOps:
+        """Return the algorithm of the table's choice. Collective, inside `collective()`, while that is undecided."""
         name = self.chooser.choose(device, self._nodes, nbytes).algorithm
         if name == "NCCL" and name not in self._algorithms:
             self._algorithms[name] = self._nccl_or_other()
         return self._algorithms[name]
 
+    def _is_undecided(self, device: str, nbytes: int) -> bool:
+        """Return whether the table names NCCL, and the ranks have not compared yet if they can use it."""
+        wanted = device == "gpu" and self.chooser.choose(device, self._nodes, nbytes).algorithm == "NCCL"
+        return wanted and "NCCL" not in self._algorithms
+
     def _nccl_or_other(self) -> CrossDeviceOps:
-        """Return NCCL's algorithm, or the one in its place. Collective: all ranks reduce their first array on GPUs."""
-        topology, name = self.group.topology, "MPI" if cuda_aware() else "HIERARCHICAL"
-        reason = nccl_available()
+        """Return NCCL's algorithm, or the one in its place. Collective, inside `collective()`."""
+        reason = why_not_nccl(self.group)
         if not reason:
-            kinds = [parse(device) for device in topology.devices]
-            reason = shared_gpus(self.group, [index for kind, index in kinds if kind == "gpu"])
-        if reason:
-            once(logging.WARNING, f"arrays on GPUs go through {_PLACES[name]}, not NCCL: {reason}")
-            return self._algorithms[name]
-        nccl = NcclAllReduce()
-        nccl.bind(self.group)
-        return nccl
+            nccl = NcclAllReduce()
+            nccl.bind(self.group)
+            return nccl
+        aware = self.group.all_gather_int([int(cuda_aware())]).all()
+        name, way = ("MPI", "CUDA-aware MPI") if aware else ("HIERARCHICAL", "host memory")
+        once(logging.WARNING, f"arrays on GPUs go through {way}, not NCCL: {reason}")
+        return self._algorithms[name]
 
 
 # The table

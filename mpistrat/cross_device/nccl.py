@@ -13,7 +13,7 @@ from ..base.log import once
 from ..base.options import CommunicationOptions
 from ..base.types import CommunicationImplementation, ReduceOp
 from ..comm.arrays import array_module, import_cupy, is_gpu, on_device_of
-from ..comm.gpu import NcclCommunicator, nccl_datatype_name, require_nccl, shared_gpus
+from ..comm.gpu import NcclCommunicator, nccl_datatype_name, own_gpus, require_nccl, why_not_nccl
 from ..comm.packing import pack_sizes, plan_packs
 from ..comm.process_group import ProcessGroup
 from .hierarchical import HierarchicalAllReduce
@@ -121,22 +121,23 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
             return self._unknown
         return None
 
-    def _connected(self, values: Sequence[Any]) -> NcclCommunicator:
-        """Return the communicator of the GPUs that the first values lay on. Collective the first time."""
+    def _connected(self) -> NcclCommunicator:
+        """Return the communicator of all ranks' GPUs. Collective the first time."""
         if self._communicator is None:
-            devices = [value.device.id for value in values]
-            shared = shared_gpus(self.group, devices)
-            if shared:
-                remedy = "Start one rank for each GPU, or choose another algorithm: AUTO takes one that goes through the host"
+            reason = why_not_nccl(self.group)
+            if reason:
+                remedy = (
+                    "Start one rank for each GPU, or choose AUTO, which goes through the host where NCCL cannot sum"
+                )
                 expected = "a GPU for each replica, which NCCL requires"
-                raise DeviceError(explain("NcclAllReduce", "devices", expected=expected, got=shared, remedy=remedy))
-            self._communicator = NcclCommunicator(self.group, devices)
+                raise DeviceError(explain("NcclAllReduce", "devices", expected=expected, got=reason, remedy=remedy))
+            self._communicator = NcclCommunicator(self.group, own_gpus(self.group))
         return self._communicator
 
     def _wide(self, values: Sequence[Any], how: Arithmetic) -> list[Any]:
         """Return new contiguous arrays in the dtype of accumulation, on the GPUs of the communicator."""
         copies, alone = [], self.group.topology.num_replicas == 1
-        devices = [values[0].device.id] if alone else self._connected(values).devices
+        devices = [values[0].device.id] if alone else self._connected().devices
         for device, value in zip(devices, values, strict=True):
             with import_cupy("NcclAllReduce").cuda.Device(device):
                 copies.append(array_module(value).array(value, dtype=how.accumulate, order="C"))
@@ -149,7 +150,7 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
             low = 0
             for size in pack_sizes(flats[0].size, messages):
                 if size:
-                    self._connected(arrays).all_reduce([flat[low : low + size] for flat in flats])
+                    self._connected().all_reduce([flat[low : low + size] for flat in flats])
                 low += size
         results = []
         for array, value in zip(arrays, values, strict=True):

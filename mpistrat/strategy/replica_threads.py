@@ -36,8 +36,8 @@ class Rendezvous:
     where it is expected. Each run has an object of its own: a replica that outlives a run that failed disturbs no other.
     """
 
-    def __init__(self, frames: Sequence[Frame]) -> None:
-        self._frames = frames
+    def __init__(self, frames: Sequence[Frame], devices: Sequence[str]) -> None:
+        self._frames, self._devices = frames, devices
         self._size = len(frames)
         self._changed = threading.Condition()
         self._posts: dict[int, tuple[str, Any]] = {}
@@ -54,6 +54,7 @@ class Rendezvous:
         ledger = self._frames[index].strategy.extended.batches
         given = global_batch.begin_step(args, kwargs, ledger)
         try:
+            use_device(self._devices[index])
             self._results[index] = function(*args, **kwargs)
         except _Stopped:
             pass
@@ -132,8 +133,7 @@ class Rendezvous:
 Inbox = queue.SimpleQueue[Any]
 
 
-def _serve(inbox: Inbox, device: str) -> None:
-    use_device(device)
+def _serve(inbox: Inbox) -> None:
     while (job := inbox.get()) is not None:
         own_context, call, args = job
         own_context.run(call, *args)
@@ -149,7 +149,7 @@ def _dismiss(inboxes: Sequence[Inbox]) -> None:
 class ReplicaThreads:
     """The kept threads of a rank's replicas 1, 2, …; they start with the first run and end with `close`.
 
-    Each thread has the GPU of its replica as the current one.
+    In a step each thread has the GPU of its replica as the current one.
     """
 
     def __init__(self, frames: Sequence[Frame], devices: Sequence[str]) -> None:
@@ -166,7 +166,7 @@ class ReplicaThreads:
         with self._turn:
             if not self._inboxes:
                 self._start()
-            rendezvous = Rendezvous(self._frames)
+            rendezvous = Rendezvous(self._frames, self._devices)
             for index, inbox in enumerate(self._inboxes, 1):
                 inbox.put((contextvars.copy_context(), rendezvous.replica, (index, function, *calls[index])))
             rendezvous.replica(0, function, *calls[0])
@@ -175,9 +175,7 @@ class ReplicaThreads:
     def _start(self) -> None:
         self._inboxes = [queue.SimpleQueue() for _ in self._frames[1:]]
         for index, inbox in enumerate(self._inboxes, 1):
-            threading.Thread(
-                target=_serve, args=(inbox, self._devices[index]), daemon=True, name=f"mpistrat-replica-{index}"
-            ).start()
+            threading.Thread(target=_serve, args=(inbox,), daemon=True, name=f"mpistrat-replica-{index}").start()
         weakref.finalize(self, _dismiss, self._inboxes)
 
     def close(self) -> None:

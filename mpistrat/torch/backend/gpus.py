@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar, final
@@ -15,10 +16,13 @@ from torch._C import _distributed_c10d as c10d
 from ...base import log
 from ...base.text import named
 from ...comm.process_group import ProcessGroup
+from .work import WorkOfSeveral
 
 __all__ = ["GpuGroup", "by_nccl", "is_on_gpu", "queued"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_DECISION = "dist: first tensor on a GPU"
 
 # Names that PyTorch had before 2.13, and still has.
 _LONG_KNOWN = {
@@ -30,24 +34,53 @@ _LONG_KNOWN = {
 }
 
 
+# What PyTorch's Python has of a ProcessGroup only, not of the backend inside.
+_ONE_BY_ONE = {
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+}
+_UNKNOWN_TO_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+_OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
+_BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+
+
 def is_on_gpu(tensor: torch.Tensor) -> bool:
     """Return whether a tensor lies on a GPU."""
     return tensor.is_cuda
 
 
 def by_nccl(method: F) -> F:
-    """Have NCCL do an operation of a group whose tensors lie on GPUs, if the group can use NCCL."""
+    """Have NCCL do an operation of a group whose tensors lie on GPUs, if the group can use NCCL, and NCCL knows the operation."""
     name = _LONG_KNOWN.get(method.__name__, method.__name__)
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.gpus is not None:
             tensor = next(_tensors(args), None)
-            if tensor is not None and is_on_gpu(tensor) and self.gpus.connected(tensor):
-                return getattr(self.gpus.inner, name)(*args, **kwargs)
+            if tensor is not None and is_on_gpu(tensor) and _nccl_knows(tensor, args):
+                inner = self.gpus.connected(self, tensor)
+                if inner is not None:
+                    return self.noted(_call(inner, name, args, kwargs))
         return method(self, *args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def _call(inner: Any, name: str, args: Any, kwargs: Any) -> Any:
+    single = _ONE_BY_ONE.get(name)
+    if single is None or hasattr(inner, name):
+        return getattr(inner, name)(*args, **kwargs)
+    outputs, inputs, *opts = args
+    works = [getattr(inner, single)(*pair, *opts, **kwargs) for pair in zip(outputs, inputs, strict=True)]
+    return WorkOfSeveral([work for work in works if work is not None])
+
+
+def _nccl_knows(tensor: torch.Tensor, args: Any) -> bool:
+    """Return whether NCCL has what a call asks for: a dense tensor of its types, and no bitwise operation."""
+    if tensor.is_sparse or tensor.dtype in _UNKNOWN_TO_NCCL:
+        return False
+    ops = [getattr(each, "reduceOp", each) for each in args]
+    return not any(op == bitwise for op in ops if isinstance(op, _OPS) for bitwise in _BITWISE)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -73,8 +106,7 @@ class GpuGroup:
     """Whether a group uses NCCL, which is decided at its first collective call with tensors on GPUs.
 
     Args:
-        group: the group.
-        ranks: its ranks.
+        ranks: the ranks of the group.
         store: its store, over which NCCL meets.
         timeout: the time limit of NCCL's operations.
 
@@ -82,19 +114,22 @@ class GpuGroup:
         inner: PyTorch's group of NCCL; None where it is not used, or nothing is decided yet.
     """
 
-    def __init__(self, group: Any, ranks: ProcessGroup, store: Any, timeout: timedelta) -> None:
-        self._group, self._ranks, self._store, self._timeout = group, ranks, store, timeout
+    def __init__(self, ranks: ProcessGroup, store: Any, timeout: timedelta) -> None:
+        self._ranks, self._store, self._timeout = ranks, store, timeout
         self.inner: Any = None
         self._decided = False
+        self._deciding = threading.RLock()
 
-    def connected(self, tensor: torch.Tensor) -> bool:
-        """Return whether NCCL moves tensors like this one. Collective the first time."""
+    def connected(self, group: Any, tensor: torch.Tensor) -> Any:
+        """Return NCCL's group if it moves tensors like this one, else None. Collective the first time, for all threads."""
         if not self._decided:
-            self._group.run_now("dist: first tensor on a GPU", functools.partial(self._decide, tensor.device))
-            self._decided = True
-        return self.inner is not None
+            with self._deciding:
+                if not self._decided:
+                    group.run_now(_DECISION, functools.partial(self._decide, group, tensor.device))
+                    self._decided = True
+        return self.inner
 
-    def _decide(self, device: torch.device, seconds: float) -> None:
+    def _decide(self, group: Any, device: torch.device, seconds: float) -> None:
         reason = self._why_not(device, seconds)
         if reason:
             log.once(
@@ -105,25 +140,30 @@ class GpuGroup:
         topology = self._ranks.topology
         inner = make(dist.PrefixStore("mpistrat nccl", self._store), topology.rank, topology.size)
         inner._set_sequence_number_for_group()
-        self._group._register_backend(torch.device(device.type), kind, inner)
+        group._register_backend(torch.device(device.type), kind, inner)
         self.inner = inner
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time limit of NCCL's operations."""
+        self._timeout = timeout
+        if self.inner is not None:
+            _first_of(self.inner, "set_timeout", "_set_default_timeout")(timeout)
 
     def close(self) -> None:
         """End NCCL. Collective the first time; later calls do nothing."""
         inner, self.inner = self.inner, None
         if inner is not None:
-            inner.shutdown()
+            _first_of(inner, "shutdown", "_shutdown")()
 
     def abort(self) -> None:
-        """End NCCL without waiting for other ranks."""
+        """End NCCL without waiting for other ranks, where PyTorch can."""
         inner, self.inner = self.inner, None
         if inner is not None:
-            inner.abort()
+            _first_of(inner, "abort", "_abort", "_shutdown")()
 
     def _why_not(self, device: torch.device, seconds: float) -> str:
         """Return why NCCL cannot be used, in words; "" where it can. Collective; the same on every rank."""
-        function = "dist: first tensor on a GPU"
-        with self._ranks.collective(function, timeout=seconds):
+        with self._ranks.collective(_DECISION, timeout=seconds):
             rows = self._ranks.all_gather_int([int(dist.is_nccl_available()), *_number_of(device)]).tolist()
         without = [rank for rank, row in enumerate(rows) if not row[0]]
         if without:
@@ -132,6 +172,11 @@ class GpuGroup:
         for rank, row in enumerate(rows):
             owners.setdefault((self._ranks.topology.node_of[rank], *row[1:]), []).append(rank)
         return "; ".join(f"{named('rank', ranks)} share a GPU" for ranks in owners.values() if len(ranks) > 1)
+
+
+def _first_of(inner: Any, *names: str) -> Callable[..., Any]:
+    """Return the first of some methods that this version of PyTorch has."""
+    return next(found for found in (getattr(inner, name, None) for name in names) if found is not None)
 
 
 def inner_group(timeout: timedelta) -> tuple[Callable[[Any, int, int], Any], Any]:

@@ -43,7 +43,7 @@ from .gpus import GpuGroup, by_nccl, is_on_gpu, queued
 from .lane import Lane
 from .monitored_barrier import monitored_barrier
 from .transfers import Transfers, array_of, bytes_of, copy_back, dense, dtype_name
-from .work import OperationWork, seconds_of, torch_error
+from .work import OperationWork, WorkOfSeveral, seconds_of, torch_error
 
 __all__ = ["NAME", "MpiProcessGroup", "create", "over"]
 
@@ -161,9 +161,11 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._ops = make_cross_device_ops()
         self._ops.bind(ranks)
         self._options: dict[float, CommunicationOptions] = {}
-        self._lane = Lane(f"mpistrat {name}", self._size == 1 or topology.thread_level >= _multiple())
-        self._transfers = Transfers(ranks)
-        self.gpus = GpuGroup(self, ranks, store, timeout) if torch.cuda.is_available() else None
+        threads = self._size == 1 or topology.thread_level >= _multiple()
+        self._lane = Lane(f"mpistrat {name}", threads)
+        self._transfers = Transfers(ranks, threads)
+        self.gpus = GpuGroup(ranks, store, timeout) if torch.cuda.is_available() else None
+        self._coalesced = threading.local()
         self._sequence, self._monitored, self._closed = 0, 0, False
         self._group_name, self._group_desc = name, "undefined"
 
@@ -221,6 +223,8 @@ class MpiProcessGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time limit of operations that have none of their own."""
         self._timeout = timeout
+        if self.gpus is not None:
+            self.gpus.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
@@ -237,16 +241,27 @@ class MpiProcessGroup(dist.ProcessGroup):
         pass
 
     def _start_coalescing(self, device: Any) -> None:
-        """Do nothing: operations run in order, one at a time. NCCL begins those on GPUs together."""
-        inner = self._inner_of(device)
+        """Note the works of this thread's next calls, for `_end_coalescing`. NCCL begins its own together."""
+        self._coalesced.inner = inner = self._inner_of(device)
+        self._coalesced.works = list[Any]()
         if inner is not None:
             inner._start_coalescing()
 
     def _end_coalescing(self, device: Any) -> Any:
-        inner = self._inner_of(device)
-        if inner is not None:
-            return inner._end_coalescing()
-        return self._run("dist.barrier", [], None, (), lambda seconds: None)
+        """Return the work of all calls since `_start_coalescing`."""
+        inner, works = self._coalesced.inner, self._coalesced.works
+        self._coalesced.inner = self._coalesced.works = None
+        works += [] if inner is None else [inner._end_coalescing()]
+        works = [work for work in works if work is not None]
+        works.append(self._run("dist.barrier", [], None, (), lambda seconds: None))  # after what is in the lane
+        return works[0] if len(works) == 1 else WorkOfSeveral(works)
+
+    def noted(self, work: Any) -> Any:
+        """Return a work, which `_end_coalescing` of this thread waits for."""
+        works = getattr(self._coalesced, "works", None)
+        if works is not None:
+            works.append(work)
+        return work
 
     def _inner_of(self, device: Any) -> Any:
         """Return PyTorch's group of NCCL where that moves tensors on a device; else None."""
@@ -257,10 +272,12 @@ class MpiProcessGroup(dist.ProcessGroup):
         if not self._closed:
             self._closed = True
             self._lane.close()
-            if self.gpus is not None:
-                self.gpus.close()
-            self._ops.close()
-            self._ranks.drop()
+            try:
+                if self.gpus is not None:
+                    self.gpus.close()
+            finally:
+                self._ops.close()
+                self._ranks.drop()
 
     def abort(self) -> None:
         """Leave the group as `shutdown` does, without the operations that wait."""
@@ -271,6 +288,8 @@ class MpiProcessGroup(dist.ProcessGroup):
     def __del__(self) -> None:
         """Shut down a group that the program has forgotten."""
         if not sys.is_finalizing() and not getattr(self, "_closed", True):
+            if self.gpus is not None:
+                self.gpus.abort()  # other ranks may be anywhere
             self.shutdown()
 
     # how an operation runs
@@ -282,13 +301,14 @@ class MpiProcessGroup(dist.ProcessGroup):
         opts: Any,
         tensors: Sequence[torch.Tensor],
         operation: Callable[[float], None],
+        waits: bool = False,
     ) -> OperationWork:
-        """Run an operation, a function of its time limit, in the lane. Return its work."""
+        """Run an operation, a function of its time limit, in the lane; `waits` if the caller waits. Return its work."""
         self._check(function, tensors)
         self._sequence += 1
         work = OperationWork(function, result)
         seconds = self._seconds(opts)
-        waits = opts is not None and not getattr(opts, "asyncOp", True)
+        waits = waits or (opts is not None and not getattr(opts, "asyncOp", True))
         line = "" if waits else _line_of_call()
         events = [] if self.gpus is None else queued(tensors)
 
@@ -305,9 +325,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def run_now(self, function: str, operation: Callable[[float], None]) -> None:
         """Run an operation, a function of its time limit, after those that were called before, and wait for it."""
-        opts = c10d.BarrierOptions()
-        opts.asyncOp = False
-        self._run(function, [], opts, (), operation).wait()
+        self._run(function, [], None, (), operation, waits=True).wait()
 
     def _check(self, function: str, tensors: Sequence[torch.Tensor]) -> None:
         if self._closed:
@@ -811,7 +829,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         (tensor,) = _listed(tensors)
         self._check("dist.send", [tensor])
         with _profiled("dist.send"):
-            return self._transfers.send(tensor, dst, tag, self._seconds(None), _line_of_call())
+            return self.noted(self._transfers.send(tensor, dst, tag, self._seconds(None), _line_of_call()))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> OperationWork:
         """Receive a tensor from a rank."""
@@ -825,7 +843,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         (tensor,) = _listed(tensors)
         self._check("dist.recv", [tensor])
         with _profiled("dist.recv"):
-            return self._transfers.receive(tensor, source, tag, self._seconds(None), _line_of_call())
+            return self.noted(self._transfers.receive(tensor, source, tag, self._seconds(None), _line_of_call()))
 
     def _check_list(self, function: str, argument: str, tensors: Sequence[Any]) -> None:
         if len(tensors) != self._size:

@@ -2,13 +2,17 @@
 
 A receive is not posted to MPI: the group keeps its receives in the order of their calls and probes for their messages. So the
 length of each is compared before data moves. Messages from any source need it: MPICH 5.0.2 loses them between several hosts where
-the receive was posted.
+the receive was posted. A large message moves only while both ranks look for it. So a rank that waits for one transfer moves all,
+and a thread moves those that nobody waits for, as where a program calls a collective between `irecv` and `wait`.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
+import time
+import weakref
 from datetime import timedelta
 from typing import Any, final
 
@@ -25,6 +29,10 @@ __all__ = ["Transfers", "array_of", "bytes_of", "copy_back", "dense", "form_of"]
 
 _CHECKED = 1 << 16  # bytes of the largest message that carries its dtype
 _LAST_MESSAGES = 0.2  # seconds for messages of a rank that has left
+_UNDISTURBED, _LONGEST_PAUSE = (
+    0.005,
+    0.05,
+)  # seconds before the thread looks for a transfer, and at most between two looks
 
 _DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
 _CODES = {dtype: code for code, dtype in enumerate(dict.fromkeys(_DTYPES))}
@@ -101,12 +109,17 @@ class Transfers:
 
     Args:
         ranks: the group, whose communicator carries the messages.
+        threads: whether several threads may call MPI.
     """
 
-    def __init__(self, ranks: ProcessGroup) -> None:
+    def __init__(self, ranks: ProcessGroup, threads: bool) -> None:
         self.ranks, self.comm = ranks, ranks.topology.comm
         self._lock = threading.Lock()
         self._receives: list[ReceiveWork] = []  # without a message, in the order of their calls
+        self._threads = threads
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._unfinished: list[_Transfer] = []
 
     def send(self, tensor: torch.Tensor, target: int, tag: int, seconds: float, line: str) -> SendWork:
         """Start to send a tensor."""
@@ -118,7 +131,9 @@ class Transfers:
         with self._lock:
             request = self.comm.Isend([data, _byte()], target, tag)
         what = f"dist.send of {form_of(tensor)} to rank {target}"
-        return SendWork(self, what, [tensor], request, data, target, seconds, line)
+        work = SendWork(self, what, [tensor], request, data, target, seconds, line)
+        self._watch(work)
+        return work
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int, seconds: float, line: str) -> ReceiveWork:
         """Start to receive a tensor, from any rank where `source` is None."""
@@ -127,7 +142,35 @@ class Transfers:
         work = ReceiveWork(self, f"dist.recv of {form_of(tensor)} from {sender}", tensor, source, tag, seconds, line)
         with self._lock:
             self._receives.append(work)
+        self._watch(work)
         return work
+
+    def _watch(self, work: _Transfer) -> None:
+        """Have the thread move a transfer that nobody waits for soon."""
+        if not self._threads:
+            return
+        with self._changed:
+            self._unfinished.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_serve, args=(weakref.ref(self), self._changed), name="mpistrat transfers", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify()
+
+    def move(self) -> bool:
+        """Move what is under way; return True while there is more."""
+        with self._changed:
+            unfinished = list(self._unfinished)
+        over = self.ranks.closed
+        done = [work for work in unfinished if over or work.moved()]
+        with self._changed:
+            self._unfinished = [work for work in self._unfinished if work not in done]
+            return bool(self._unfinished)
+
+    def has_work(self) -> bool:
+        """Return True if transfers are under way."""
+        return bool(self._unfinished)
 
     def _check(self, function: str, peer: int | None, tag: int) -> None:
         from mpi4py import MPI
@@ -179,6 +222,27 @@ def _byte() -> Any:
     return MPI.BYTE
 
 
+def _serve(reference: weakref.ref[Transfers], changed: threading.Condition) -> None:
+    """Move the transfers of a group until the group is gone."""
+    while True:
+        with changed:
+            transfers = reference()
+            if transfers is None:
+                return
+            idle = not transfers.has_work()
+            del transfers
+            if idle and not changed.wait(1.0):
+                continue
+        pause = _UNDISTURBED
+        while not sys.is_finalizing():
+            time.sleep(pause)
+            transfers = reference()
+            if transfers is None or not transfers.move():
+                break
+            del transfers
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
 class _Transfer(OperationWork):
     """A message that is under way. MPI moves it while a thread tests it."""
 
@@ -226,6 +290,13 @@ class _Transfer(OperationWork):
     def is_completed(self) -> bool:
         return self._test()
 
+    def moved(self) -> bool:
+        """Move the message on unless another thread does, and return True if the transfer has ended."""
+        if not self._testing.acquire(False):
+            return False
+        self._testing.release()
+        return self._test()
+
     def get_future(self) -> Future[Any]:
         future = super().get_future()
         if not self._test():
@@ -259,7 +330,10 @@ class SendWork(_Transfer):
         self._request, self._data = request, data
 
     def _arrived(self) -> bool:
-        return bool(self._request.Test())
+        if self._request.Test():
+            return True
+        self._transfers.progress()  # or two ranks that send before they receive wait for each other
+        return False
 
 
 @final

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, final
 
@@ -11,7 +12,7 @@ from torch.futures import Future
 
 from ...base.errors import CollectiveTimeoutError, MpistratError
 
-__all__ = ["OperationWork", "seconds_of", "torch_error"]
+__all__ = ["OperationWork", "WorkOfSeveral", "seconds_of", "torch_error"]
 
 _classes: dict[type[MpistratError], type[Exception]] = {}
 
@@ -127,3 +128,27 @@ class OperationWork(dist.Work):
                 if self._event.is_set():
                     self._fill(self._future)
             return self._future
+
+
+@final
+class WorkOfSeveral(dist.Work):
+    """The state of several operations, as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = tuple(works)
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Wait until all operations have ended, each at most `timeout`, and raise the error of the first that has failed."""
+        limit = () if seconds_of(timeout) is None else (timeout,)
+        for work in self._works:
+            work.wait(*limit)
+        return True
+
+    def synchronize(self) -> None:
+        """Wait until all operations have ended."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return True if all operations have ended."""
+        return all(work.is_completed() for work in self._works)

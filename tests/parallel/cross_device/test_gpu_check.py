@@ -38,3 +38,21 @@ CASES = [
 def test_the_check_finds_no_fault_on_the_stand_in(mpi, tmp_path, only, gpus, cupy):
     out, failed = run_check(mpi, tmp_path, only, gpus, cupy)
     assert failed == 0 and " passed, 0 failed" in out, out[-6000:]
+
+
+@pytest.mark.ranks(1)
+def test_a_replica_that_cannot_have_its_gpu_raises(monkeypatch):
+    """Its thread must hand the error to the step, which waits for it."""
+    import mpistrat as ms
+    from mpistrat.strategy import replica_threads
+
+    def refuse(device):
+        if device == "cpu:1":
+            raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+
+    monkeypatch.setattr(replica_threads, "use_device", refuse)
+    with (
+        ms.MirroredStrategy(devices=["cpu:0", "cpu:1"]) as strategy,
+        pytest.raises(RuntimeError, match="out of memory"),
+    ):
+        strategy.run(lambda: 1)

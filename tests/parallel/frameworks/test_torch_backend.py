@@ -288,6 +288,37 @@ def test_messages(group):
         dist.send(torch.full((2,), float(rank)), 0)
 
 
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("count", [10, 3_000_000])
+def test_large_messages_do_not_wait_for_the_order_of_waits(group, count):
+    """Sends are waited for before receives; then one rank receives, and the other is in a collective with the send unfinished."""
+    rank, size = here()
+    room = torch.zeros(count)
+    send, receive = (
+        dist.isend(torch.full((count,), float(rank)), (rank + 1) % size),
+        dist.irecv(room, (rank - 1) % size),
+    )
+    send.wait()
+    receive.wait()
+    assert (room == (rank - 1) % size).all()
+    if rank == 0:
+        work = dist.isend(room, 1)
+        dist.barrier()
+        work.wait()
+    else:
+        if rank == 1:
+            dist.recv(room, 0)
+        dist.barrier()
+    if rank == 1:
+        work = dist.irecv(room, 0)
+        dist.barrier()
+        work.wait()
+    else:
+        if rank == 0:
+            dist.send(room, 1)
+        dist.barrier()
+
+
 @pytest.mark.ranks(2)
 def test_messages_of_another_form(group):
     rank, _ = here()

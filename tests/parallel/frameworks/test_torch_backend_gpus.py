@@ -42,7 +42,7 @@ def group(monkeypatch):
             return make, dist.ProcessGroup.BackendType.GLOO
 
         monkeypatch.setattr(gpus, "inner_group", inner_group)
-        group.gpus = gpus.GpuGroup(group, group._ranks, group._store, group._timeout)
+        group.gpus = gpus.GpuGroup(group._ranks, group._store, group._timeout)
         yield group
 
 
@@ -115,3 +115,57 @@ def test_ranks_with_tensors_of_another_place_are_told(group):
     tensor = x(1, 3) if rank == 0 else torch.ones(3)
     with pytest.raises(RuntimeError, match="first tensor on a GPU"):
         dist.all_reduce(tensor)
+
+
+def test_what_nccl_does_not_know_goes_through_the_host(group):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.all_reduce(x(1, 2))
+    group.gpus.inner = recorder = Recorder(group.gpus.inner)
+    sparse = torch.sparse_coo_tensor([[rank]], torch.ones(1, dtype=torch.float64), (size,))
+    dist.all_reduce(sparse)
+    assert sparse.to_dense().tolist() == [1] * size and recorder.calls == []
+    assert not gpus._nccl_knows(torch.ones(1, dtype=torch.int16), ())
+    opts = dist.AllreduceOptions()
+    assert gpus._nccl_knows(x(1, 1), ([x(1, 1)], opts))
+    opts.reduceOp = dist.ReduceOp.BXOR
+    assert not gpus._nccl_knows(x(1, 1), ([x(1, 1)], opts))
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_coalesced_calls_end_with_all_of_them(group, connected):
+    """With the first tensor on a GPU within the block, and before it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if connected:
+        dist.all_reduce(x(1, 2))
+    wholes, parts = [x(0, 2 * size) for _ in range(2)], [x(0, 2) for _ in range(2)]
+    with dist._coalescing_manager(group=group, async_ops=True) as gathers:
+        for number, whole in enumerate(wholes):
+            dist.all_gather_into_tensor(whole, x(rank + number, 2))
+    with dist._coalescing_manager(group=group, async_ops=True) as sums:
+        for number, part in enumerate(parts):
+            dist.reduce_scatter_tensor(part, x(number + 1, 2 * size))
+    gathers.wait()
+    sums.wait()
+    for number in range(2):
+        assert wholes[number].view(size, 2)[:, 0].tolist() == [each + number for each in range(size)]
+        assert parts[number].tolist() == [size * (number + 1)] * 2
+
+
+def test_messages_in_a_coalesced_block_are_waited_for(group):
+    """As PyTorch 2.5 sends tensors on GPUs in `batch_isend_irecv`."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    room = x(0, 100_000)
+    group._start_coalescing(torch.device("cuda"))
+    group.send([x(rank, 100_000)], (rank + 1) % size, 0)
+    group.recv([room], (rank - 1) % size, 0)
+    group._end_coalescing(torch.device("cuda")).wait()
+    assert room.tolist() == [(rank - 1) % size] * 100_000
+
+
+def test_the_time_limit_reaches_the_group_inside(group):
+    from datetime import timedelta
+
+    dist.all_reduce(x(1, 2))
+    group.gpus.inner = recorder = Recorder(group.gpus.inner)
+    group.set_timeout(timedelta(seconds=7))
+    assert recorder.calls == ["set_timeout"]
