@@ -19,6 +19,7 @@ from .apply import apply
 from .arrays import assign, current
 from .distribute import distribute
 from .gradients import grad, value_and_grad
+from .initialize import initialize
 from .random import key
 
-__all__ = ["apply", "assign", "current", "distribute", "grad", "key", "value_and_grad"]
+__all__ = ["apply", "assign", "current", "distribute", "grad", "initialize", "key", "value_and_grad"]

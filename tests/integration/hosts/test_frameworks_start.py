@@ -8,8 +8,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 
 import torch.distributed as dist  # noqa: E402
 
+from mpistrat.cluster import addresses as own  # noqa: E402
 from mpistrat.errors import ClusterError  # noqa: E402
-from mpistrat.torch.backend import rendezvous  # noqa: E402
 
 
 @pytest.mark.hosts(2, ranks_per_host=2)
@@ -30,9 +30,9 @@ def test_two_hosts():
 @pytest.mark.hosts(2, ranks_per_host=2)
 def test_an_address_that_the_other_host_cannot_reach_is_passed_over(monkeypatch):
     """No host has the address 192.0.2.1. The loopback address reaches the store on one host only."""
-    addresses = rendezvous._own_addresses()
-    monkeypatch.setattr(rendezvous, "_CONNECT", 0.5)
-    monkeypatch.setattr(rendezvous, "_own_addresses", lambda: ["192.0.2.1", "127.0.0.1", *addresses])
+    addresses = own.own_addresses()
+    monkeypatch.setattr(own, "_CONNECT", 0.5)
+    monkeypatch.setattr(own, "own_addresses", lambda: ["192.0.2.1", "127.0.0.1", *addresses])
     dist.init_process_group("gloo")
     value = torch.ones(1)
     dist.all_reduce(value)
@@ -45,9 +45,9 @@ def test_an_address_that_the_other_host_cannot_reach_is_passed_over(monkeypatch)
 
 @pytest.mark.hosts(2, ranks_per_host=2)
 def test_no_address_is_an_error_on_every_rank(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_CONNECT", 0.5)
+    monkeypatch.setattr(own, "_CONNECT", 0.5)
     for addresses in (["127.0.0.1"], []):
-        monkeypatch.setattr(rendezvous, "_own_addresses", lambda found=addresses: found)
+        monkeypatch.setattr(own, "own_addresses", lambda found=addresses: found)
         with pytest.raises(ClusterError, match="address: expected an address of rank 0's machine that every node"):
             dist.init_process_group("gloo")
 
