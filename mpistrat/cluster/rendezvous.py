@@ -72,7 +72,7 @@ def wait_for_ranks(comm: Any, function: str) -> None:
                 _abandoned.append(rendezvous)
                 raise PeerExitError(
                     f"{function}: rank {comm.rank} of {comm.size} waits for rank {min(before & finished)}, which has finished"
-                    " its program. All ranks of a communicator make the strategy: look on that rank for an exit or an `if`"
+                    " its program. All ranks of a communicator make this call: look on that rank for an exit or an `if`"
                 )
         if not warned and waited > environment.warn_after:
             warned = True
@@ -85,7 +85,7 @@ def wait_for_ranks(comm: Any, function: str) -> None:
             _abandoned.append(rendezvous)
             raise CollectiveTimeoutError(
                 f"{function}: rank {comm.rank} of {comm.size} waited {environment.abort_after:g} s for {rendezvous.missing()}."
-                " All ranks of a communicator make the strategy: look on that rank for an exit, an `if` or long work"
+                " All ranks of a communicator make this call: look on that rank for an exit, an `if` or long work"
                 " before it, for another comm=, or for a program that ended"
             )
     if rendezvous.verdict:

@@ -1,7 +1,8 @@
 """JAX: a tree of parameters under every strategy. Needs the extra `jax`.
 
 `distribute` puts the parameters into the memory that a node's ranks share, where jitted functions read them without a copy;
-`apply` sums the replicas' gradients and updates in one collective pass.
+`apply` sums the replicas' gradients and updates in one collective pass. `initialize` starts jax.distributed over MPI, for
+programs whose arrays are divided over all ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .apply import apply
 from .arrays import assign, current
 from .distribute import distribute
 from .gradients import grad, value_and_grad
+from .initialize import initialize
 from .random import key
 
-__all__ = ["apply", "assign", "current", "distribute", "grad", "key", "value_and_grad"]
+__all__ = ["apply", "assign", "current", "distribute", "grad", "initialize", "key", "value_and_grad"]

@@ -119,8 +119,11 @@ def _rule(optimizer: Any, tree: Any, max_norm: float | None) -> JaxRule:
 def _check_devices(placement: Any) -> None:
     wanted, devices = "gpu" if placement.arenas.on_gpu else "cpu", placement.arenas.devices
     if jax.process_count() > 1:
-        expected, found = "a JAX of its own in each rank", "jax.distributed"
-        remedy = "Leave out jax.distributed.initialize()"
+        expected, found = "a JAX of its own in each rank", f"jax.distributed with {jax.process_count()} processes"
+        remedy = (
+            "Keep the parameters in arrays of JAX over all ranks instead, whose gradients a jitted function sums; or leave out"
+            " ms.jax.initialize() and jax.distributed.initialize()"
+        )
     elif backend() != wanted:
         expected, found = f"JAX on a {wanted}, as the strategy's devices {', '.join(devices)}", f"JAX on {backend()}"
         remedy = "Set JAX_PLATFORMS=cpu or cuda before JAX is imported, or devices= of the strategy"

@@ -6,11 +6,7 @@ same port. On several nodes an address is used that every node has connected to.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import socket
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,14 +18,13 @@ from _mpistrat_torch import register, set_variables
 
 from ...base.agree import as_told, gather_text, together
 from ...base.errors import ClusterError, ContextError, explain
+from ...cluster.addresses import reachable_address
 from ...cluster.rendezvous import wait_for_ranks
 from ...cluster.topology import check_comm, given_comm, running_mpi
 
 __all__ = ["meet", "use", "world"]
 
 _FUNCTION = "init_process_group"
-_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
-_CONNECT = 2.0  # seconds in which a node of the job answers
 _comm: Any = None  # given to `use`
 _server: Any = (
     None  # rank 0's store, kept until the next rendezvous: other ranks may still use it when rank 0 has left the group
@@ -103,7 +98,8 @@ def meet(numbers: Mapping[str, str], timeout: timedelta) -> tuple[Any, int, int]
             port[0] = store.port
     comm.Bcast(port, 0)
     _server = store
-    host = _address(comm, node, int(port[0]), exchange)
+    remedy = "Look for a firewall between the nodes; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+    host = reachable_address(comm, node, int(port[0]), _FUNCTION, remedy)
     with together(exchange):
         if store is None:
             store = dist.TCPStore(host, int(port[0]), comm.size, False, timeout, wait_for_workers=False)
@@ -133,48 +129,3 @@ def _check_numbers(numbers: Mapping[str, str], comm: Any, whole: Any) -> None:
             raise ClusterError(
                 explain(_FUNCTION, name, expected=f"MPI's, {legal[name][0]}", got=got, remedy=remedy, rank=comm.rank)
             )
-
-
-def _address(comm: Any, node: Any, port: int, exchange: Any) -> str:
-    """Return an address of rank 0's machine that all nodes can connect to. Collective over `comm`."""
-    if node.size == comm.size:  # the same on all ranks: the only node has all of them
-        return "127.0.0.1"
-    own = " ".join(_own_addresses()) if comm.rank == 0 else ""
-    addresses = gather_text(comm, own)[0].split()
-    reached = np.array([node.rank > 0 or _connects(address, port) for address in addresses], np.int64)
-    counts = np.zeros_like(reached)
-    if addresses:
-        comm.Allreduce(reached, counts)
-    for address, count in zip(addresses, counts.tolist(), strict=True):
-        if count == comm.size:
-            return address
-    expected = "an address of rank 0's machine that every node can connect to"
-    got = f"{', '.join(addresses) or 'none'}, on port {port}"
-    remedy = "Look for a firewall between the nodes; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-    raise ClusterError(explain(_FUNCTION, "address", expected=expected, got=got, remedy=remedy))
-
-
-def _own_addresses() -> list[str]:
-    """Return the addresses of this machine, those of its name first, without those that only it can use."""
-    found = list[str]()
-    with contextlib.suppress(OSError):
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
-    found += _of_interfaces()
-    return [one for one in dict.fromkeys(found) if not one.startswith(("127.", "::1", "fe80:", "0."))]
-
-
-def _of_interfaces() -> Iterator[str]:
-    """Yield the IPv4 address of each network interface."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # one without an address
-                request = struct.pack("256s", name.encode()[:15])
-                yield socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24])
-
-
-def _connects(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), _CONNECT).close()
-    except OSError:
-        return False
-    return True
