@@ -101,8 +101,8 @@ def adasum(group: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
     mine, distance = tensor.double() * factor, 1
     while distance < size:
         peer, theirs = rank ^ distance, torch.empty_like(mine)
-        works = [group.send([mine], peer, distance), group.recv([theirs], peer, distance)]
-        for work in works:
+        send, receive = group.send([mine], peer, distance), group.recv([theirs], peer, distance)
+        for work in (receive, send):  # a large message is sent when it is received
             work.wait()
         one, other = (mine, theirs) if rank < peer else (theirs, mine)
         dot, squares = (one * other).sum(), [(each * each).sum() for each in (one, other)]

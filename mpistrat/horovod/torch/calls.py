@@ -17,8 +17,8 @@ from .basics import engine
 from .compression import Compression, Compressor
 
 __all__ = [
-    "Adasum", "Average", "Max", "Min", "Operation", "Product", "Sum", "allgather", "allgather_async", "allreduce", "allreduce_",
-    "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
+    "Adasum", "Average", "Max", "Min", "ReductionName", "Product", "Sum", "allgather", "allgather_async", "allreduce",
+    "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
     "broadcast_async", "broadcast_async_", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
     "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
     "grouped_reducescatter_async", "join", "poll", "reducescatter", "reducescatter_async", "sparse_allreduce_async",
@@ -26,14 +26,14 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Operation(NamedTuple):
+class ReductionName(NamedTuple):
     """A reduction, such as `hvd.Sum`."""
 
     name: str
 
 
-Average, Sum, Adasum = Operation("Average"), Operation("Sum"), Operation("Adasum")
-Min, Max, Product = Operation("Min"), Operation("Max"), Operation("Product")
+Average, Sum, Adasum = ReductionName("Average"), ReductionName("Sum"), ReductionName("Adasum")
+Min, Max, Product = ReductionName("Min"), ReductionName("Max"), ReductionName("Product")
 
 _SUMMED = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -83,7 +83,7 @@ def poll(handle: int) -> bool:
 # reductions
 
 
-def _operation(function: str, op: Operation | None, average: bool | None) -> Operation:
+def _operation(function: str, op: ReductionName | None, average: bool | None) -> ReductionName:
     if op is not None and average is not None:
         raise ValueError(explain(f"hvd.{function}", "average", expected="None where op is given", got=average))
     if op is None:
@@ -96,7 +96,7 @@ class _Reduction(NamedTuple):
 
     function: str
     name: str | None
-    op: Operation
+    op: ReductionName
     pre: float
     post: float
     process_set: RankSet
@@ -118,7 +118,7 @@ def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: Operation | None = None,
+    op: ReductionName | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: RankSet = global_process_set,
@@ -133,7 +133,7 @@ def allreduce_async_(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: Operation | None = None,
+    op: ReductionName | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: RankSet = global_process_set,
@@ -166,7 +166,7 @@ def allreduce(
     average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: Operation | None = None,
+    op: ReductionName | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: RankSet = global_process_set,
@@ -203,7 +203,7 @@ def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: Operation | None = None,
+    op: ReductionName | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: RankSet = global_process_set,
@@ -216,7 +216,7 @@ def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
     name: str | None = None,
-    op: Operation | None = None,
+    op: ReductionName | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: RankSet = global_process_set,
@@ -231,7 +231,7 @@ def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
     name: str | None = None,
-    op: Operation | None = None,
+    op: ReductionName | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: RankSet = global_process_set,
@@ -247,7 +247,7 @@ def grouped_allreduce(
     average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: Operation | None = None,
+    op: ReductionName | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: RankSet = global_process_set,
@@ -272,7 +272,7 @@ def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
     name: str | None = None,
-    op: Operation | None = None,
+    op: ReductionName | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: RankSet = global_process_set,
@@ -284,7 +284,7 @@ def grouped_allreduce_(
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor, name: str, op: Operation, process_set: RankSet = global_process_set
+    tensor: torch.Tensor, name: str, op: ReductionName, process_set: RankSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
     """Start the sum or average of sparse tensors. Return a function that waits for it and returns it. Collective.
 
@@ -533,7 +533,7 @@ def alltoall(
 
 
 def _start_scattered(
-    function: str, tensors: Sequence[torch.Tensor], name: str | None, op: Operation, process_set: RankSet,
+    function: str, tensors: Sequence[torch.Tensor], name: str | None, op: ReductionName, process_set: RankSet,
     pre: float, post: float, finish: Callable[[Any], Any],
 ) -> int:  # fmt: skip
     if op == Adasum:
@@ -549,7 +549,7 @@ def _start_scattered(
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
-    op: Operation = Average,
+    op: ReductionName = Average,
     process_set: RankSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -561,7 +561,7 @@ def reducescatter_async(
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
-    op: Operation = Average,
+    op: ReductionName = Average,
     process_set: RankSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -589,7 +589,7 @@ def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: Operation = Average,
+    op: ReductionName = Average,
     process_set: RankSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -613,7 +613,7 @@ def grouped_reducescatter(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: Operation = Average,
+    op: ReductionName = Average,
     process_set: RankSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,

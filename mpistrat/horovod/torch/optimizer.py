@@ -14,7 +14,7 @@ import torch
 from ...base.errors import explain
 from ..process_sets import RankSet, global_process_set
 from .basics import engine, size
-from .calls import Adasum, Average, Operation, grouped_allreduce_async_, sparse_allreduce_async, synchronize
+from .calls import Adasum, Average, ReductionName, grouped_allreduce_async_, sparse_allreduce_async, synchronize
 from .compression import Compression, Compressor
 
 __all__ = ["DistributedOptimizer"]
@@ -70,7 +70,7 @@ class _Averaging:
         names: dict[torch.Tensor, str],
         compression: type[Compressor],
         passes: int,
-        op: Operation,
+        op: ReductionName,
         predivide: float,
         groups: int | Sequence[Sequence[torch.Tensor]] | None,
         sparse_as_dense: bool,
@@ -295,7 +295,7 @@ def DistributedOptimizer(
     named_parameters: Iterable[tuple[str, Any]] | None = None,
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
-    op: Operation = Average,
+    op: ReductionName = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,

@@ -154,6 +154,8 @@ def test_adasum_of_orthogonal_and_of_equal_tensors():
     own[hvd.rank()] = 2.0
     assert hvd.allreduce(own, op=hvd.Adasum).tolist() == [2, 2, 2, 2]
     assert torch.allclose(hvd.allreduce(full(3, 5), op=hvd.Adasum), full(3, 5))
+    large = full(3, 1 << 20)
+    assert torch.allclose(hvd.allreduce(large, op=hvd.Adasum), large)
 
 
 @pytest.mark.ranks(3)

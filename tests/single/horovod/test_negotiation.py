@@ -11,6 +11,9 @@ def form(kind="allreduce", shape=(3,), op="Sum", **more):
     return {"kind": kind, "dtypes": ["float32"], "shapes": [list(shape)], "op": op, "pre": 1.0, "post": 1.0, **more}
 
 
+ALLREDUCE = form()
+
+
 class World:
     """Ranks that ask, and their coordinator."""
 
@@ -20,8 +23,8 @@ class World:
         self.ranks = [RankCalls() for _ in range(3)]
         self.bytes = 0
 
-    def ask(self, rank, *names, number=0, leaves=None, form=form(), **forms):
-        calls = [((number, name), forms.get(name, form)) for name in names]
+    def ask(self, rank, *names, number=0, leaves=None, form=None, **forms):
+        calls = [((number, name), forms.get(name, form or ALLREDUCE)) for name in names]
         data = self.ranks[rank].message(calls, leaves)
         self.bytes += len(data)
         self.coordinator.take(rank, data)
@@ -38,6 +41,10 @@ class World:
         return {rank: found[rank] for rank in sorted(ranks)}
 
 
+def on_all(found):
+    return dict.fromkeys(range(3), found)
+
+
 def names(decided):
     return {rank: [name for name, _ in found] for rank, found in decided.items()}
 
@@ -48,9 +55,9 @@ def test_a_call_runs_when_all_ranks_have_made_it_in_any_order():
     world.ask(1, "b")
     assert world.decide() is None
     world.ask(2, "b", "a")
-    assert names(world.decide()) == dict.fromkeys(range(3), ["b"])
+    assert names(world.decide()) == on_all(["b"])
     world.ask(1, "a")
-    assert names(world.decide()) == dict.fromkeys(range(3), ["a"])
+    assert names(world.decide()) == on_all(["a"])
 
 
 def test_known_names_travel_as_bits():
@@ -72,7 +79,7 @@ def test_a_call_that_changes_travels_as_text_again():
     for shape in ((3,), (3,), (5,), (5,)):
         for rank in range(3):
             world.ask(rank, "a", form=form(shape=shape))
-        assert names(world.decide()) == dict.fromkeys(range(3), ["a"])
+        assert names(world.decide()) == on_all(["a"])
         assert world.ranks[1].decisions(world.data)[0].form["shapes"] == [list(shape)]
 
 
@@ -128,13 +135,13 @@ def test_ranks_that_joined_are_not_waited_for_and_joins_end_last():
     world.ask(0, "a")
     assert world.decide() is None
     world.ask(2, "a", "join", join=join)
-    assert names(world.decide()) == dict.fromkeys(range(3), ["a"])
+    assert names(world.decide()) == on_all(["a"])
     world.ask(0, "a", "join", join=join)
-    assert names(world.decide()) == dict.fromkeys(range(3), ["a", "join"])
+    assert names(world.decide()) == on_all(["a", "join"])
     assert world.ranks[1].decisions(world.data)[-1].form["last"] == 0
     for rank in range(3):  # rank 1 knows the number of "a", and has never asked for it
         world.ask(rank, "a")
-    assert names(world.decide()) == dict.fromkeys(range(3), ["a"])
+    assert names(world.decide()) == on_all(["a"])
 
 
 def test_a_gather_after_a_join_fails():
