@@ -60,7 +60,7 @@ def install() -> None:
     for name, home in _TORCH.items():
         modules[f"horovod.torch{name}"] = importlib.import_module(f"{_HOME}.{home}")
     for name, home in _COMMON.items():
-        modules[f"horovod.common.{name}"] = importlib.import_module(f"{_HOME}.{home}")
+        modules[f"horovod.common.{name}"] = common.__dict__[name] = importlib.import_module(f"{_HOME}.{home}")
     top.__dict__["torch"] = modules["horovod.torch"]
     sys.modules.update(modules)
 

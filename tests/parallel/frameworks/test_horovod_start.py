@@ -122,7 +122,8 @@ except mpistrat.errors.ContextError as error:
 
 @pytest.mark.timeout(200)
 def test_a_killed_rank_and_a_new_start_from_the_last_commit(tmp_path):
-    """The gradient is 1.5 in each step; the ranks commit three steps before rank 1 is killed in the fourth."""
+    """The gradient is 1.5 in each step. Rank 1 is killed in the fourth, which rank 0 may have committed or not."""
     done = run(tmp_path, ELASTIC, "-n", "2", "--restarts", "2", "--horovod", "train.py")
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
-    assert lines == [f"rank {rank}: from step 3: [[-9.0, -9.0]]" for rank in range(2)], done.stdout + done.stderr
+    wanted = [[f"rank {rank}: from step {step}: [[-9.0, -9.0]]" for rank in range(2)] for step in (3, 4)]
+    assert lines in wanted, done.stdout + done.stderr
