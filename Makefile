@@ -112,7 +112,7 @@ frameworks: .venv-frameworks/.test-$(KEY) .venv-tensorflow/.test-$(KEY)  ## the 
 test-frameworks: frameworks  ## the tests of PyTorch, JAX, Keras and TensorFlow, with MPICH, in environments of their own; NP=2: on so many ranks only
 	KERAS_BACKEND=torch .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) \
 	  tests/parallel/frameworks tests/parallel/docs tests/integration/hosts/test_frameworks.py tests/integration/hosts/test_frameworks_start.py \
-	  -k "frameworks $(if $(NP),and (np$(NP) or docs or hosts))"
+	  -k "(frameworks or horovod) $(if $(NP),and (np$(NP) or docs or hosts))"
 	KERAS_BACKEND=jax .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))"
 	KERAS_BACKEND=tensorflow .venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))"
 	.venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) \
