@@ -178,7 +178,7 @@ class Engine:
         """
         number = process_set.process_set_id
         if number is None:
-            remedy = "Pass it to hvd.init(process_sets=…) or hvd.add_process_set"
+            remedy = "Pass it to hvd.init(process_sets=[...]) or hvd.add_process_set"
             got = f"{process_set}"
             raise ValueError(
                 explain(f"hvd.{prefix}", "process_set", expected="a registered one", got=got, remedy=remedy)
