@@ -111,3 +111,26 @@ def test_an_interrupt_keeps_what_was_not_committed():
         return state.step
 
     assert train(hvd.elastic.ObjectState(step=0)) == 5
+
+
+@pytest.mark.ranks(2)
+def test_the_newest_commit_of_the_job_counts(monkeypatch):
+    """Rank 0 committed once before it died, rank 1 twice."""
+    from mpi4py import MPI
+
+    from mpistrat.comm import job_files
+
+    job = MPI.COMM_WORLD.bcast(job_files.new_key(), 0)
+    monkeypatch.setenv("MPISTRAT_JOB", job)
+    try:
+        earlier = hvd.elastic.TorchState(filled(0.0), step=0)
+        for step in range(1, 2 + hvd.rank()):
+            earlier.model.load_state_dict(filled(10.0 * step).state_dict())
+            earlier.step = step
+            earlier.commit()
+        hvd.barrier()
+        state = hvd.elastic.TorchState(filled(5.0), step=0)
+        assert hvd.elastic.run(lambda state: (state.step, state.commits, weights(state.model)))(state) == (2, 2, [20])
+        MPI.COMM_WORLD.Barrier()
+    finally:
+        job_files.remove(job)
