@@ -73,7 +73,8 @@ def strategy_arguments(parser: argparse.ArgumentParser) -> None:
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         f"{parser.prog} [-n N] [--strategy NAME] [--ps N] [--evaluator] [--restarts N [--standby]] [--survive] [--tag] "
-        "[--log-dir DIR] [--numbers] [--dry-run | --json] (PROGRAM | -m MODULE | --torchrun OPTIONS PROGRAM) [ARGUMENT …]"
+        "[--log-dir DIR] [--numbers] [--horovod] [--dry-run | --json] "
+        "(PROGRAM | -m MODULE | --torchrun OPTIONS PROGRAM) [ARGUMENT …]"
     )
     parser.add_argument(
         "-n", "--ranks", type=_count, metavar="N",
@@ -102,6 +103,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--numbers", action="store_true",
         help="each rank has RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment, as from torchrun",
+    )  # fmt: skip
+    parser.add_argument(
+        "--horovod", action="store_true",
+        help="`import horovod.torch` finds mpistrat.horovod.torch, which runs programs of Horovod as they are",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print the command and its environment; start nothing")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
@@ -183,6 +188,7 @@ def _plan(
         "evaluator": args.evaluator,
         "survive": args.survive,
         "numbers": args.numbers,
+        "horovod": args.horovod,
         "tag": args.tag,
         "log_dir": args.log_dir,
         "nodes": nodes,
@@ -258,6 +264,8 @@ reads. The ranks learn the terminal's width (COLUMNS).
 Behind --torchrun stands a command line of torchrun. Its ranks start under MPI, with RANK, WORLD_SIZE, LOCAL_RANK and
 LOCAL_WORLD_SIZE in their environment; --numbers sets these four without it.
 
+With --horovod a program that imports horovod.torch runs on mpistrat.horovod, whether Horovod is installed or not.
+
 What killed ranks leave in /dev/shm is removed after the end.
 
 With --restarts the ranks are started again when one is killed or fails, until the program has ended. One with
@@ -276,6 +284,7 @@ does the latter (MPICH) or the former (Open MPI).""",
         "mpistrat run -n 2 -m mpistrat.examples.digits --epochs 2",
         "mpistrat run -n 4 --tag --log-dir logs train.py",
         "mpistrat run --torchrun --standalone --nproc-per-node 4 train.py",
+        "mpistrat run -n 4 --horovod train.py",
         "mpistrat run -n 4 --dry-run train.py",
     ),
     arguments=_arguments,

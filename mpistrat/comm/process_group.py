@@ -371,9 +371,9 @@ class ProcessGroup:
             DROPPED.groups[self._key] = self
             _groups.discard(self)
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Keep what the ranks share until all of them can free it."""
-        if not sys.is_finalizing():
+        if not is_finalizing():  # `sys` may be None by then
             self.drop()
 
     def abandon(self) -> None:

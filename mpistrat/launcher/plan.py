@@ -29,6 +29,7 @@ from . import pass_words, rank_output, rank_variables
 __all__ = ["MOST_RANKS", "Start", "plan"]
 
 _INFINIBAND = Path("/sys/class/infiniband")  # its network cards, and those of its relatives
+_HOROVOD = str(Path(__file__).resolve().parents[1] / "horovod" / "alias")  # a folder with a module `horovod`
 MOST_RANKS = 1 << 16
 # What launchers change among a program's words: ":" ends the program, and what follows is started as another one (all); Open
 # MPI 5 writes the others in another way.
@@ -66,6 +67,7 @@ def plan(
     evaluator: bool = False,
     survive: bool = False,
     numbers: bool = False,
+    horovod: bool = False,
     tag: bool = False,
     log_dir: str | None = None,
     nodes: Allocation = Allocation(),
@@ -80,6 +82,7 @@ def plan(
         evaluator: for MPISTRAT_EVALUATOR: the last rank evaluates.
         survive: MPI goes on when a rank dies.
         numbers: each rank has RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment.
+        horovod: `import horovod` finds `mpistrat.horovod`.
         tag: each line that a rank prints begins with its number.
         log_dir: folder for a file of each rank; without `tag` nothing else shows what they print.
         nodes: of a SLURM job; those that are lost are left out, with their share of the ranks.
@@ -118,6 +121,8 @@ def plan(
         start.environment["MPISTRAT_NUM_PS"] = str(servers)
     if evaluator:
         start.environment["MPISTRAT_EVALUATOR"] = "1"
+    if horovod:
+        start.environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_HOROVOD, os.environ.get("PYTHONPATH")]))
     if tag or log_dir is not None:
         folder = "" if log_dir is None else os.path.abspath(log_dir)
         variables = ",".join(RANK_VARIABLES.values())

@@ -43,6 +43,8 @@ FRAMEWORKS = {
               "timeout", "tag", "_start_coalescing", "_end_coalescing", "_device_types", "_set_group_name", "_set_group_desc",
               "group_desc", "get_group_store", "_set_sequence_number_for_group", "_get_sequence_number_for_group", "_has_hooks",
               "_wait_for_pending_works", "is_success", "create_mpi"},
+    "horovod": {"forward", "backward", "compress", "decompress", "skip_synchronize", "set_backward_passes_per_step", "step",
+                "zero_grad", "load_state_dict", "skip_sync", "record_batch", "register_reset_callbacks"},
     "jax": set(),
     "keras": {"compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "save", "save_weights", "export",
               "make_train_function", "make_test_function", "force", "get_metrics_result", "_symbolic_build",
@@ -287,8 +289,13 @@ def public() -> frozenset[str]:
                 found.update(word for word in dir(thing) if not word.startswith("_") or issubclass(thing, enum.Enum))
 
     visit(mpistrat)
-    for framework in FRAMEWORKS:  # which need not be installed
-        body = tree(PACKAGE / framework / "__init__.py").body
+    fronts = [PACKAGE / framework / "__init__.py" for framework in FRAMEWORKS]  # which need not be installed
+    for front in [*fronts, *(PACKAGE / "horovod" / "torch").glob("[a-z_]*.py")]:
+        body = [
+            node
+            for node in tree(front).body
+            if not isinstance(node, ast.Assign) or ast.unparse(node).startswith("__all__")
+        ]
         found.update(name for node in body if isinstance(node, ast.Assign) for name in ast.literal_eval(node.value))
     return frozenset(found)
 

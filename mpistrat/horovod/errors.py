@@ -1,0 +1,21 @@
+"""The exceptions of Horovod, under Horovod's names."""
+
+from __future__ import annotations
+
+__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective failed. Its text names the tensor and the ranks; its cause is the error of this package, if there is one."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """The hosts of the job changed. A program may raise it in a function of `elastic.run`, which then starts it again.
+
+    Args:
+        skip_sync: True if the ranks have equal states.
+    """
+
+    def __init__(self, skip_sync: bool) -> None:
+        super().__init__("the hosts of the job changed")
+        self.skip_sync = skip_sync

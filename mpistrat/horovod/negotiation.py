@@ -1,0 +1,280 @@
+"""Negotiation: the calls that all ranks of a process set have made, matched by name, and the order in which they run.
+
+Each rank sends rank 0 the calls that it has made. Rank 0 answers with a decision, the calls that all their ranks have made, and
+every rank runs these in the order of the decision. While no rank calls anything, nothing is sent.
+
+The first decision about a name gives it a number. From then on a message has one bit for each number, and text only for calls
+that are new or that differ from the last ones of their names: other rows of an all-gather, for instance.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from ..base.errors import by_rank
+from ..base.text import named
+
+__all__ = ["Coordinator", "Decision", "Form", "Key", "RankCalls", "left_in"]
+
+Key = tuple[int, str]  # number of a process set, name of a call
+Form = dict[str, Any]  # of a call: kind, dtypes, shapes and more, as JSON has it
+
+_NUMBERS = 8192  # names that have a number; others travel as text
+_SHOWN = "shapes", "dtypes", "op", "root", "pre", "post", "members", "number"
+_WITH_JOIN = "allreduce", "barrier"
+
+
+class Decision(NamedTuple):
+    """A call that runs now, or fails, on all ranks of its process set.
+
+    Attributes:
+        key: the process set and the name.
+        form: the call of the lowest rank; with "rows" or "splits" of each rank, in the order of the set.
+        error: why it fails; "" if it runs.
+    """
+
+    key: Key
+    form: Form
+    error: str = ""
+
+
+def _packed(numbers: Sequence[int], content: Form) -> bytes:
+    bits = np.zeros(max(numbers) + 1 if numbers else 0, np.uint8)
+    bits[list(numbers)] = 1
+    head = np.packbits(bits).tobytes()
+    text = json.dumps(content, separators=(",", ":")).encode() if content else b""
+    return struct.pack("<I", len(head)) + head + text
+
+
+def _unpacked(data: bytes) -> tuple[list[int], Form]:
+    """Return the numbers and the rest of a message.
+
+    Example:
+        >>> _unpacked(_packed([1, 9], {"left": 2}))
+        ([1, 9], {'left': 2})
+    """
+    (length,) = struct.unpack_from("<I", data)
+    bits = np.unpackbits(np.frombuffer(data, np.uint8, length, 4))
+    text = data[4 + length :]
+    return np.flatnonzero(bits).tolist(), json.loads(text) if text else {}
+
+
+def left_in(data: bytes) -> tuple[int, str] | None:
+    """Return the rank that has left and why, if a decision says that all ranks end; "" for a shutdown."""
+    left = _unpacked(data)[1].get("left")
+    return None if left is None else (int(left[0]), str(left[1]))
+
+
+@final
+class RankCalls:
+    """One rank's side: its calls as messages for rank 0, and the decisions of rank 0."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Key, int] = {}
+        self._sent: dict[Key, Form] = {}  # the last form that was sent
+        self._decided: dict[int, Decision] = {}  # the last decision about a number
+
+    def message(self, calls: Sequence[tuple[Key, Form]], leaves: str | None) -> bytes:
+        """Return the message with new calls.
+
+        Args:
+            calls: keys and forms.
+            leaves: why this rank makes no more calls, "" for a shutdown; None if it goes on.
+        """
+        numbers, texts = [], []
+        for key, form in calls:
+            number = self._numbers.get(key)
+            if number is not None and self._sent.get(key) == form:
+                numbers.append(number)
+                continue
+            texts.append([*key, form])
+            if not form.get("once"):
+                self._sent[key] = form
+        content: Form = {"calls": texts} if texts else {}
+        if leaves is not None:
+            content["leaves"] = leaves
+        return _packed(numbers, content)
+
+    def decisions(self, data: bytes) -> list[Decision]:
+        """Return the calls of a decision in the order in which they run. Names that this rank does not know are left out."""
+        numbers, content = _unpacked(data)
+        found = [self._decided[number] for number in numbers if number in self._decided]
+        for number, name_of_set, name, form, error in content.get("decided", ()):
+            key = (name_of_set, name)
+            found.append(Decision(key, form, error))
+            if number >= 0:
+                self._numbers[key], self._decided[number] = number, found[-1]
+            elif key not in self._numbers:
+                self._sent.pop(key, None)
+        return sorted(found, key=lambda one: one.form.get("kind") == "join")
+
+
+@final
+class Coordinator:
+    """Rank 0's side: who has asked for what, and what is decided.
+
+    Args:
+        size: the number of ranks.
+        ranks_of: returns the ranks of a process set by its number, None where there is no such set.
+        warn_after: seconds after which a call that ranks lack is reported; 0 for never.
+        limit: seconds after which it fails.
+        warn: prints a text.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        ranks_of: Callable[[int], Sequence[int] | None],
+        warn_after: float,
+        limit: float,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._size, self._ranks_of, self._warn_after, self._limit, self._warn = size, ranks_of, warn_after, limit, warn
+        self._asked: dict[Key, dict[int, Form]] = {}  # calls that some ranks have made
+        self._since: dict[Key, float] = {}  # when the first rank made them
+        self._last: list[dict[Key, Form]] = [{} for _ in range(size)]
+        self._keys = list[Key]()  # by number
+        self._numbers: dict[Key, int] = {}
+        self._changed = set[Key]()  # of which a text has come since the last decision
+        self._ready: dict[Key, str] = {}  # and the error, or ""
+        self._joined: list[int] = []
+        self._warned = set[Key]()
+        self._left: tuple[int, str] | None = None
+
+    def take(self, rank: int, data: bytes) -> None:
+        """Take the message of a rank."""
+        numbers, content = _unpacked(data)
+        for number in numbers:
+            key = self._keys[number]
+            self._ask(rank, key, self._last[rank][key])
+        for name_of_set, name, form in content.get("calls", ()):
+            key = (name_of_set, name)
+            if not form.get("once"):
+                self._last[rank][key] = form
+            self._changed.add(key)
+            self._ask(rank, key, form)
+        if "leaves" in content and self._left is None:
+            self._left = (rank, content["leaves"])
+
+    def _ask(self, rank: int, key: Key, form: Form) -> None:
+        asked = self._asked.setdefault(key, {})
+        asked[rank] = form
+        self._since.setdefault(key, time.monotonic())
+        if form["kind"] == "join":
+            self._joined.append(rank)
+            for other in self._asked:
+                self._look(other)
+        else:
+            self._look(key)
+
+    def _look(self, key: Key) -> None:
+        """Note a call that is complete."""
+        asked, ranks = self._asked[key], self._ranks_of(key[0])
+        if ranks is None:
+            self._ready[key] = f"{key[1]}: its process set was removed"
+        elif len(asked) == len(ranks) or (
+            not all(form["kind"] == "join" for form in asked.values())
+            and all(rank in asked or rank in self._joined for rank in ranks)
+        ):
+            self._ready[key] = ""
+
+    def decide(self) -> tuple[bytes, set[int]] | None:
+        """Return a decision and the ranks that need it; None if there is nothing to decide."""
+        if not self._ready and self._left is None:
+            return None
+        numbers, texts, concerned = list[int](), list[Any](), set[int]()
+        for key, error in self._ready.items():
+            asked = self._asked.pop(key)
+            del self._since[key]
+            self._warned.discard(key)
+            ranks = self._ranks_of(key[0]) or sorted(asked)
+            concerned.update(ranks)
+            if not error and (key in self._changed or len(asked) < len(ranks)):
+                error = _difference(key[1], asked, ranks)
+            if error:
+                texts.append([-1, *key, {}, error])
+            elif key in self._numbers and key not in self._changed:
+                numbers.append(self._numbers[key])
+            else:
+                texts.append([self._number(key, asked), *key, self._common(asked, ranks), ""])
+                self._changed.discard(key)
+            if key not in self._numbers:
+                self._changed.discard(key)
+                for rank in asked:
+                    self._last[rank].pop(key, None)
+        self._ready.clear()
+        content: Form = {"decided": texts} if texts else {}
+        if self._left is not None:
+            content["left"] = self._left
+            concerned.update(range(self._size))
+        return _packed(numbers, content), concerned
+
+    def _number(self, key: Key, asked: dict[int, Form]) -> int:
+        if key not in self._numbers:
+            if asked[min(asked)].get("once") or len(self._keys) >= _NUMBERS:
+                return -1
+            self._numbers[key] = len(self._keys)
+            self._keys.append(key)
+        return self._numbers[key]
+
+    def _common(self, asked: dict[int, Form], ranks: Sequence[int]) -> Form:
+        form = asked[min(asked)]
+        if form["kind"] == "allgather":
+            return {**form, "rows": [asked[rank]["shapes"] for rank in ranks]}
+        if form["kind"] == "alltoall":
+            return {**form, "splits": [asked[rank]["splits"] for rank in ranks]}
+        if form["kind"] == "join":
+            last = self._joined[-1]
+            self._joined.clear()
+            return {**form, "last": last}
+        return form
+
+    def look_for_stalls(self) -> None:
+        """Report calls that some ranks lack for long, and make those fail that they lack for too long."""
+        now = time.monotonic()
+        for key, since in self._since.items():
+            waited, asked = now - since, self._asked[key]
+            if waited < min(self._warn_after or self._limit, self._limit) or asked[min(asked)]["kind"] == "join":
+                continue
+            ranks = self._ranks_of(key[0]) or ()
+            lacking = [rank for rank in ranks if rank not in asked and rank not in self._joined]
+            text = f"{key[1]}: {named('rank', sorted(asked))} waited {waited:.0f} s for {named('rank', lacking)}"
+            if waited >= self._limit:
+                self._ready[key] = (
+                    f"{text}, which did not call it. The order of calls is free, but each rank must make all"
+                )
+            elif self._warn_after and key not in self._warned:
+                self._warned.add(key)
+                self._warn(text)
+
+
+def _difference(name: str, asked: dict[int, Form], ranks: Sequence[int]) -> str:
+    """Return how the calls of one name differ, "" if they fit."""
+    kinds = {rank: form["kind"] for rank, form in sorted(asked.items())}
+    if len(set(kinds.values())) > 1:
+        return f"{name}: the ranks call different operations: {by_rank(kinds)}"
+    kind = kinds[min(kinds)]
+    if len(asked) < len(ranks) and kind not in _WITH_JOIN:
+        gone = named("rank", [rank for rank in ranks if rank not in asked])
+        return f"{name}: {kind} cannot run after {gone} called join; only {' and '.join(_WITH_JOIN)} can"
+    for word in _SHOWN:
+        values = {rank: str(_compared(kind, word, form.get(word))) for rank, form in sorted(asked.items())}
+        if len(set(values.values())) > 1:
+            return f"{name}: the ranks call {kind} with different {_WORDS.get(word, word)}: {by_rank(values)}"
+    return ""
+
+
+_WORDS = {"pre": "prescale_factor", "post": "postscale_factor", "root": "root_rank", "number": "process sets"}
+
+
+def _compared(kind: str, word: str, value: Any) -> Any:
+    """Return what ranks must have equal: of a gather or all-to-all all but the first dimension."""
+    if word == "shapes" and kind in ("allgather", "alltoall"):
+        return [["any", *shape[1:]] if shape else [] for shape in value]
+    return value

@@ -1,0 +1,55 @@
+"""Compression of gradients on the way: none, or to 16 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["Compression", "Compressor"]
+
+
+class Compressor:
+    """Base of compressions, and the one that changes nothing. Subclasses override both methods."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the tensor to send, and what `decompress` needs."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Return a received tensor in its first form."""
+        return tensor
+
+
+class HalfCompressor(Compressor):
+    """Sends floating-point numbers as float16. They are summed in float32 and rounded once.
+
+    Example:
+        >>> sent, dtype = HalfCompressor.compress(torch.ones(2))
+        >>> sent.dtype, HalfCompressor.decompress(sent, dtype).dtype
+        (torch.float16, torch.float32)
+    """
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the tensor as float16, and its dtype; integers as they are."""
+        return (tensor.to(torch.float16) if tensor.dtype.is_floating_point else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Return a received tensor in its first dtype."""
+        return tensor.to(ctx)
+
+
+class Compression:
+    """The compressions that `hvd.allreduce` and `hvd.DistributedOptimizer` take.
+
+    Attributes:
+        none: no compression.
+        fp16: floating-point numbers travel as float16.
+    """
+
+    none = Compressor
+    fp16 = HalfCompressor

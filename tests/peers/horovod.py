@@ -1,0 +1,152 @@
+"""Horovod's own tests of horovod.torch on `mpistrat.horovod.torch`, next to a list of expected results.
+
+    git clone https://github.com/horovod/horovod FOLDER
+    python -m tests.peers.horovod --repository FOLDER --ranks 2 --output FOLDER [--write]
+
+The tests need `pip install pytest-timeout cloudpickle`. Each file runs in a job of its own, those for one process on one rank.
+A test has failed if it has failed on a rank. Changes of the suite: torch's Muon, which is newer than the tests and refuses
+biases, is left out of the optimizers that they try, and helpers of Horovod's launcher that the tests import are here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import types
+import unittest.mock
+from pathlib import Path
+
+EXPECTED = Path(__file__).with_suffix(".json")
+FILES = {
+    "parallel/test_torch.py": 0,
+    "parallel/test_adasum_pytorch.py": 0,
+    "parallel/test_timeline.py": 0,
+    "single/test_torch_elastic.py": 1,
+}
+LIMIT = 200  # seconds of a test
+
+
+def prepare():
+    """Let `horovod` be this package's, and give the tests what they import besides."""
+    import torch
+
+    import mpistrat.horovod
+
+    mpistrat.horovod.install()
+    found = type.__subclasses__(torch.optim.Optimizer)
+    kept = [each for each in found if each.__name__ != "Muon"]
+    torch.optim.Optimizer.__subclasses__ = staticmethod(lambda: kept)
+
+    def in_thread(target, args=(), daemon=True):
+        thread = threading.Thread(target=target, args=args, daemon=daemon)
+        thread.start()
+        return thread
+
+    @contextlib.contextmanager
+    def env(**variables):
+        with unittest.mock.patch.dict(os.environ, variables):
+            yield
+
+    for name, content in {
+        "horovod.runner": {},
+        "horovod.runner.util": {},
+        "horovod.runner.util.threads": {"in_thread": in_thread},
+        "horovod.common.util": {"env": env},
+    }.items():
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__dict__.update(content)
+    sys.modules.setdefault("mock", unittest.mock)
+
+
+def run_tests(path, output):
+    """Run the tests of a file on this rank, and write the result of each."""
+    import pytest
+    from mpi4py import MPI
+
+    prepare()
+    results = {}
+
+    class Results:
+        def pytest_runtest_logreport(self, report):
+            name = report.nodeid.rpartition("::")[2]
+            if report.failed:
+                results[name] = "FAIL"
+            elif report.skipped:
+                results[name] = "SKIP"
+            elif report.when == "call":
+                results.setdefault(name, "PASS")
+
+        def pytest_runtest_logstart(self, nodeid):
+            Path(f"{output}.{MPI.COMM_WORLD.rank}.now").write_text(nodeid.rpartition("::")[2])
+
+    words = ["-q", "-p", "no:cacheprovider", "--timeout", str(LIMIT), "--timeout-method", "thread", path]
+    pytest.main([*words, "--rootdir", str(Path(path).parent)], plugins=[Results()])
+    Path(f"{output}.{MPI.COMM_WORLD.rank}").write_text(json.dumps(results))
+
+
+def drive(arguments):
+    """Return the results of all files, by test."""
+    folder, found = Path(arguments.output), {}
+    folder.mkdir(parents=True, exist_ok=True)
+    tests = folder / "test"
+    shutil.rmtree(tests, ignore_errors=True)
+    shutil.copytree(Path(arguments.repository) / "test", tests, ignore=shutil.ignore_patterns("conftest.py"))
+    for file, fixed in FILES.items():
+        ranks, output = fixed or arguments.ranks, folder / Path(file).stem
+        for path in folder.glob(f"{output.name}.*"):
+            path.unlink()
+        command = [*arguments.mpiexec.split(), "-n", str(ranks), sys.executable, "-m", __spec__.name]
+        command += ["--job", str(tests / file), "--output", str(output)]
+        with open(f"{output}.log", "w") as log:
+            status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+        texts = [Path(f"{output}.{rank}") for rank in range(ranks)]
+        if not all(path.exists() for path in texts):
+            now = {path.read_text() for path in folder.glob(f"{output.name}.*.now")}
+            found[f"{file} ended with {status} in {', '.join(sorted(now)) or 'its import'}"] = "FAIL"
+            continue
+        results = [json.loads(path.read_text()) for path in texts]
+        for name in results[0]:
+            kinds = [each.get(name, "FAIL") for each in results]
+            found[f"{Path(file).stem}::{name}"] = "FAIL" if "FAIL" in kinds else kinds[0]
+    return found
+
+
+def main():
+    """Run the suite and compare it with the list."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repository", help="a folder with Horovod's repository")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--mpiexec", default=str(Path(sys.executable).with_name("mpiexec")), help="the launcher")
+    parser.add_argument("--output", required=True, help="a folder for the results")
+    parser.add_argument("--write", action="store_true", help="write the list instead of comparing with it")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.job:
+        run_tests(arguments.job, arguments.output)
+        return
+    results = drive(arguments)
+    print(dict(collections.Counter(results.values())))
+    key = f"{arguments.ranks} ranks"
+    lists = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
+    if arguments.write:
+        kinds = {
+            kind: sorted(name for name, found in results.items() if found == kind) for kind in ("PASS", "FAIL", "SKIP")
+        }
+        EXPECTED.write_text(json.dumps({**lists, key: kinds}, indent=1) + "\n")
+        return
+    expected = {name: kind for kind, tests in lists.get(key, {}).items() for name in tests}
+    wrong = [name for name in {**expected, **results} if expected.get(name) != results.get(name)]
+    for name in wrong:
+        print(f"{name}: expected {expected.get(name)}, got {results.get(name)}")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
