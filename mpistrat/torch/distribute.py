@@ -45,6 +45,7 @@ def distribute(
     max_norm: float | None = None,
     sync_batch_norm: bool = False,
     overlap: bool = False,
+    find_unused_parameters: bool = False,
     layouts: Mapping[str, Sequence[str | None]] | None = None,
 ) -> tuple[M, O]: ...
 def distribute(
@@ -55,6 +56,7 @@ def distribute(
     max_norm: float | None = None,
     sync_batch_norm: bool = False,
     overlap: bool = False,
+    find_unused_parameters: bool = False,
     layouts: Mapping[str, Sequence[str | None]] | None = None,
 ) -> Any:
     """Put a module's parameters into the current strategy, and have its optimizer step for all replicas. Collective.
@@ -75,14 +77,16 @@ def distribute(
         sync_batch_norm: replace BatchNorm layers by ones whose statistics are of all replicas.
         overlap: on several nodes, start to sum gradients within backward passes, as DDP does: see `Optimizer.begin`. Then
             all ranks must call backward equally often, and compute gradients of the same parameters.
+        find_unused_parameters: a parameter that has a gradient on some replicas only counts as 0 on the others, as with DDP's
+            option of that name; one without a gradient on any replica is not updated. Costs one small collective per step.
         layouts: under a MeshStrategy, by name of a parameter, how the ranks of a replica divide it, as `ms.Variable`'s layout:
             it has this rank's part, also where the module was made whole. `state_dict` and `load_state_dict` of module and
             optimizer have it whole.
 
     Raises:
         ContextError: outside of a strategy's scope.
-        ValueError: an argument is wrong; a parameter that is not the module's, or without memory, or complex; SyncBatchNorm,
-            where workers do not step together; a layout that does not fit, or without a mesh.
+        ValueError: an argument is wrong, or find_unused_parameters with overlap or with parameter servers; a parameter that is
+            not the module's, or without memory, or complex; SyncBatchNorm, where workers do not step together; a layout that does not fit, or without a mesh.
         TypeError: an optimizer whose step needs a closure, such as LBFGS.
         RuntimeError: the module was distributed already.
         LayoutError: a strategy with sharded_gradients.
@@ -98,6 +102,8 @@ def distribute(
         raise TypeError(explain(function, "module", expected="a torch.nn.Module", got=type(module).__name__))
     context.get_strategy().extended.placement.require_kept_gradients(function)
     check_loss(context.get_strategy(), function, loss, max_norm, optimizer)
+    if find_unused_parameters:
+        _check_finding(context.get_strategy(), optimizer, overlap)
     check_tensors(module, _device_of(context.get_strategy()))
     names = {parameter: name for name, parameter in module.named_parameters()}
     if any(link_of(parameter) is not None for parameter in names):
@@ -125,8 +131,25 @@ def distribute(
         if loss == "mean":
             divide_gradients(module)
         return module
-    distribute_optimizer(module, optimizer, max_norm, loss == "mean", overlap)
+    distribute_optimizer(module, optimizer, max_norm, loss == "mean", overlap, find_unused_parameters)
     return module, optimizer
+
+
+def _check_finding(strategy: Any, optimizer: Any, overlap: bool) -> None:
+    """Raise ValueError where it cannot be found which parameters other replicas have used."""
+    remedy = "Leave find_unused_parameters out, or add 0 * parameter.sum() of each unused parameter to the loss"
+    if strategy.extended.placement.store is not None:
+        got = "parameter servers, whose workers send their own gradients only"
+    elif optimizer is None:
+        got, remedy = "no optimizer", "Pass the optimizer of torch.optim, or add 0 * parameter.sum() to the loss"
+    elif overlap:
+        got, remedy = "overlap=True, which starts sums in the order of the parameters", "Leave overlap out"
+    else:
+        return
+    expected = "False with this strategy or these arguments"
+    raise ValueError(
+        explain("ms.torch.distribute", "find_unused_parameters", expected=expected, got=got, remedy=remedy)
+    )
 
 
 def _device_of(strategy: Any) -> str:

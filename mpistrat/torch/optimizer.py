@@ -317,7 +317,12 @@ def _give(rule: TorchRule, variable: Variable, slots: dict[str, Any]) -> None:
 
 
 def distribute_optimizer(
-    module: Any, optimizer: torch.optim.Optimizer, max_norm: float | None, weighs: bool, overlap: bool
+    module: Any,
+    optimizer: torch.optim.Optimizer,
+    max_norm: float | None,
+    weighs: bool,
+    overlap: bool,
+    finds_unused: bool,
 ) -> None:
     """Make an optimizer of a distributed module's parameters a distributed one. Collective, in the strategy's scope."""
     strategy = module.mpistrat_strategy
@@ -325,7 +330,7 @@ def distribute_optimizer(
     in_memory = strategy.extended.placement.store is None  # else each worker divides before it sends
     replicas = summed_replicas(strategy) if weighs and in_memory else 1
     limit = None if max_norm is None else max_norm * replicas  # of the sum, not of the mean
-    rule = TorchRule(kind, optimizer, replicas, limit)
+    rule = TorchRule(kind, optimizer, replicas, limit, finds_unused)
     links: list[TorchLink] = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

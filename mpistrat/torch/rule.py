@@ -8,6 +8,7 @@ becomes each block in turn. As torch does, each parameter counts the steps in wh
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -187,9 +188,15 @@ class TorchRule(ForeignRule):
     _whole: TorchWholeRule | None
 
     def __init__(
-        self, kind: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer, replicas: int, limit: float | None
+        self,
+        kind: type[torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer,
+        replicas: int,
+        limit: float | None,
+        finds_unused: bool,
     ) -> None:
         self.kind, self._optimizer = kind, optimizer
+        self.__finds_unused = finds_unused
         whole = not is_elementwise(kind)
         names, start = ((), 0.0) if whole else slots_of(kind, optimizer.param_groups)
         name = f"torch {kind.__name__}{' on whole tensors' if whole else ''}"  # which files compare
@@ -332,6 +339,8 @@ class TorchRule(ForeignRule):
     def _take_step(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
         """Take a step; parameters without a gradient take none. Collective; in cross-replica context."""
         served = strategy.extended.placement.store is not None
+        if self.__finds_unused:
+            self._add_zeros(strategy, pairs_of(pairs))
         if served:
             self._check_served()
         if self._on_wholes or served:  # servers count for themselves
@@ -361,6 +370,20 @@ class TorchRule(ForeignRule):
         # Then a step in which all have gradients changes none of these numbers.
         plain = self.rule not in _WITH_SCALARS
         self.__together = plain and all(taken.begun for taken in self.__taken)
+
+    def _add_zeros(self, strategy: Any, replicas: Sequence[list[tuple[Any, Any]]]) -> None:
+        """Give a replica a gradient of zeros for each parameter that has one on other replicas only. Collective."""
+        variables = list(self.__taken_by)
+        known = [{variable: gradient for gradient, variable in pairs if gradient is not None} for pairs in replicas]
+        group = strategy.extended.process_group
+        with group.collective("find_unused_parameters"):
+            counts = group.sum_int([any(variable in each for each in known) for variable in variables])
+        for replica, (pairs, found) in enumerate(zip(replicas, known, strict=True)):
+            for variable in itertools.compress(variables, counts):
+                if variable not in found:
+                    found[variable] = variable.gradient(replica)
+                    found[variable][...] = 0
+            pairs[:] = [(found.get(variable), variable) for variable in variables]
 
     def _check_served(self) -> None:
         """Raise RuntimeError if the program has changed settings, which servers read of their own optimizers."""
