@@ -86,7 +86,8 @@ def distribute(
     Raises:
         ContextError: outside of a strategy's scope.
         ValueError: an argument is wrong, or find_unused_parameters with overlap or with parameter servers; a parameter that is
-            not the module's, or without memory, or complex; SyncBatchNorm, where workers do not step together; a layout that does not fit, or without a mesh.
+            not the module's, or without memory, or complex; SyncBatchNorm, where workers do not step together; a layout that does
+            not fit, or without a mesh.
         TypeError: an optimizer whose step needs a closure, such as LBFGS.
         RuntimeError: the module was distributed already.
         LayoutError: a strategy with sharded_gradients.

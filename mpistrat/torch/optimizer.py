@@ -214,11 +214,38 @@ class TorchOptimizer(torch.optim.Optimizer):
                 link.forget(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take a group, before `distribute` only."""
-        if "mpistrat_rule" in vars(self):
-            expected, got = "all groups before ms.torch.distribute", "one after it"
-            raise RuntimeError(explain("Optimizer.add_param_group", "", expected=expected, got=got))
+        """Add a group of parameters of the module, also while training. All ranks must do it before the same step.
+
+        Raises:
+            ValueError: parameters that are not the distributed module's, or that a group has already.
+            RuntimeError: with parameter servers or a rule on whole tensors; a group that needs state that was not made.
+        """
+        if "mpistrat_rule" not in vars(self):
+            super().add_param_group(param_group)
+            return
+        function = "Optimizer.add_param_group"
+        rule, placement = self.mpistrat_rule, self.mpistrat_strategy.extended.placement
+        if placement.store is not None or rule.on_whole_tensors is not None:
+            why = "parameter servers" if placement.store is not None else f"{rule.rule}, which runs on whole tensors"
+            remedy = "Give it all parameters before, and set requires_grad of those that are trained later"
+            expected, got = "all groups before ms.torch.distribute", f"one after it, with {why}"
+            raise RuntimeError(explain(function, "", expected=expected, got=got, remedy=remedy))
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        links = [link_of(parameter) for parameter in group["params"]]
+        own = set(map(id, self.mpistrat_module.mpistrat_links))
+        known = [link for link in links if link is not None and id(link.replicas[0]) in own]
+        try:
+            if len(known) < len(links):
+                expected, got = "parameters of the distributed module", f"{len(links) - len(known)} that are not"
+                remedy = "Add layers to the module before ms.torch.distribute, frozen ones if they are trained later"
+                raise ValueError(explain(function, "", expected=expected, got=got, remedy=remedy))
+            rule.add_group([link.variable for link in known])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        added = zip(*(link.replicas for link in known), strict=True)
+        self.mpistrat_links = [(*old, *new) for old, new in zip(self.mpistrat_links, added, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain torch has it, whole, on every rank. Collective."""
