@@ -22,6 +22,7 @@ from ..strategy.contexts import in_step, local_replica
 from ..strategy.loss import summed_replicas
 from ..variables import Variable
 from ..variables.sharded import each_variable
+from .counted_loss import LossCount
 from .module import TorchLink, check_parameters, link_of
 from .rule import StepsTaken, TorchRule, slots_of
 from .tensors import array_of, tensor_of
@@ -149,6 +150,8 @@ class TorchOptimizer(torch.optim.Optimizer):
     mpistrat_module: Any
     mpistrat_links: Sequence[Sequence[TorchLink]]  # of the parameters of each local replica
     mpistrat_overlap: Overlap | None
+    mpistrat_counts: Sequence[LossCount]  # of each local replica
+    mpistrat_weighs: bool  # whether losses are means, weighted by rows
 
     @torch.compiler.disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -197,6 +200,10 @@ class TorchOptimizer(torch.optim.Optimizer):
             parameter = link.parameter
             if parameter.requires_grad or parameter.grad is not None:
                 pairs.append(link.pair(by_rows))
+        count = self.mpistrat_counts[local_replica(self.mpistrat_strategy)]
+        if count.value is not None:
+            count.used = True
+            rule.counts.append(count.value)
         rule.apply_gradients(pairs)
 
     def _own_links(self) -> Sequence[TorchLink]:
@@ -209,7 +216,9 @@ class TorchOptimizer(torch.optim.Optimizer):
         """Forget the gradients: of this replica in a step, of all local ones outside."""
         frame = context.current()
         inside = frame.strategy is self.mpistrat_strategy and frame.replica is not None
-        for links in (self._own_links(),) if inside else self.mpistrat_links:
+        own = slice(first := local_replica(self.mpistrat_strategy), first + 1) if inside else slice(None)
+        for links, count in zip(self.mpistrat_links[own], self.mpistrat_counts[own], strict=True):
+            count.clear()
             for link in links:
                 link.forget(set_to_none)
 
@@ -373,6 +382,8 @@ def distribute_optimizer(
     distributed: Any = optimizer
     distributed.mpistrat_rule, distributed.mpistrat_strategy, distributed.mpistrat_module = rule, strategy, module
     distributed.mpistrat_links = tuple(zip(*(link.replicas for link in links), strict=True))
+    distributed.mpistrat_counts = tuple(LossCount() for _ in strategy.extended.replicas)
+    distributed.mpistrat_weighs = weighs
     distributed.mpistrat_overlap = Overlap(rule, strategy, links) if overlap else None
     optimizer.state = _OptimizerState(optimizer)
     if any(_has_begun(state) for state in before["state"].values()):

@@ -182,6 +182,7 @@ class TorchRule(ForeignRule):
         rule: the name of torch's class.
         settings: the numbers of each group, which ranks compare.
         scale: what sums of gradients are multiplied by.
+        counts: those of the local replicas' losses in the step that begins, where losses are counted.
     """
 
     _function = "ms.torch.distribute"
@@ -204,6 +205,7 @@ class TorchRule(ForeignRule):
         super().__init__(self._rate_of_first, slot_names=names, slot_start=start, global_clipnorm=limit, name=name)
         self._whole = TorchWholeRule(optimizer) if whole else None
         self.scale = 1.0 / replicas
+        self.counts: list[int] = []
         self.rule, self.settings = kind.__name__, _settings(optimizer.param_groups)
         self.__taken = [StepsTaken(number) for number in range(len(optimizer.param_groups))]
         self.__taken_by: dict[Any, int] = {}  # not compared: the settings have the number of each group
@@ -369,6 +371,7 @@ class TorchRule(ForeignRule):
         if served:
             self._check_served()
         else:
+            self._divide(strategy)
             if self.__finds_unused:
                 self._add_zeros(strategy, pairs_of(pairs))
             if self.__frozen:
@@ -415,6 +418,26 @@ class TorchRule(ForeignRule):
                     found[variable] = variable.gradient(replica)
                     found[variable][...] = 0
             pairs[:] = [(found.get(variable), variable) for variable in variables]
+
+    def _divide(self, strategy: Any) -> None:
+        """Have the step divide sums by the counts of the losses of all replicas. Collective, where losses are counted.
+
+        Raises:
+            ValueError: on every rank, when all counts are 0.
+        """
+        counts, self.counts = self.counts, []
+        self._core.divisor = 1.0
+        if not counts:
+            return
+        group = strategy.extended.process_group
+        with group.collective("counted_loss"):
+            total = int(group.sum_int([sum(counts)])[0])
+        if not total:
+            expected, remedy = "a term of the loss on any replica", "Skip such steps, on all ranks"
+            raise ValueError(
+                explain("ms.torch.counted_loss", "count", expected=expected, got="0 in all", remedy=remedy)
+            )
+        self._core.divisor = float(total)
 
     def _thaw(self, given: Set[Any]) -> None:
         """Make memory for the gradients of parameters that were frozen when they were distributed. Collective."""
