@@ -194,7 +194,7 @@ class TorchLink:
         self.noted: Callable[[TorchLink], None] | None = None
         self.divided: Part | None = None
         self.gradient: torch.Tensor | None = None
-        self.shown: torch.Tensor | None = None
+        self.shown: LocalGradient | None = None
         self.tensor: torch.Tensor | None = None
         self.address = 0
         parameter.mpistrat = self  # type: ignore[attr-defined]
@@ -221,6 +221,7 @@ class TorchLink:
         self._present = array, self.variable
         self.gradient = tensor_of(array)
         self.shown = torch.Tensor._make_subclass(LocalGradient, self.gradient)
+        self.shown.strategy = weakref.ref(self.variable.placement.strategy)
 
     def _hold_late(self) -> None:
         """Keep the gradient in the variable's memory, which a step has made since the parameter was thawed."""

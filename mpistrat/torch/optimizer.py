@@ -382,6 +382,7 @@ def distribute_optimizer(
     distributed: Any = optimizer
     distributed.mpistrat_rule, distributed.mpistrat_strategy, distributed.mpistrat_module = rule, strategy, module
     distributed.mpistrat_links = tuple(zip(*(link.replicas for link in links), strict=True))
+    distributed._step_supports_amp_scaling = False  # of a fused rule: a GradScaler unscales before the step instead
     distributed.mpistrat_counts = tuple(LossCount() for _ in strategy.extended.replicas)
     distributed.mpistrat_weighs = weighs
     distributed.mpistrat_overlap = Overlap(rule, strategy, links) if overlap else None

@@ -156,20 +156,6 @@ def test_optimizers_that_were_not_distributed_do_not_step(name, how):
         assert all(map(torch.equal, before, module.parameters()))
 
 
-@pytest.mark.ranks(1, 2)
-def test_a_scaler_is_refused_unless_it_does_nothing():
-    with put() as (_, module, optimizer):
-        for enabled in (False, True):
-            scaler = torch.amp.GradScaler("cpu", enabled=enabled)
-            optimizer.zero_grad()
-            scaler.scale(loss_of(module, *rows())).backward()
-            if enabled:
-                with pytest.raises(RuntimeError, match="GradScaler.*enabled=False"):
-                    scaler.step(optimizer)
-            else:
-                scaler.step(optimizer)
-
-
 @pytest.mark.ranks(2, 3)
 def test_a_rank_with_fewer_batches_is_told_on_all():
     x, y = map(torch.from_numpy, rows())
