@@ -39,6 +39,17 @@ def distribute(
 @overload
 def distribute(
     module: M,
+    optimizer: Sequence[O],
+    *,
+    loss: str = "mean",
+    max_norm: None = None,
+    sync_batch_norm: bool = False,
+    find_unused_parameters: bool = False,
+    layouts: Mapping[str, Sequence[str | None]] | None = None,
+) -> tuple[M, list[O]]: ...
+@overload
+def distribute(
+    module: M,
     optimizer: O,
     *,
     loss: str = "mean",
@@ -69,7 +80,8 @@ def distribute(
         module: any, on the kind of device that the strategy has; convert its dtype before.
         optimizer: of the module's parameters, made as usual. torch.optim's SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax,
             RAdam, NAdam, ASGD and Rprop are divided over the ranks. Any other, also of your own, runs on whole tensors on every
-            rank. Without it, pass `ms.torch.gradients(module)` to an optimizer of `ms.optimizers`.
+            rank. A sequence of several, each of other parameters, is returned as a list. Without it, pass
+            `ms.torch.gradients(module)` to an optimizer of `ms.optimizers`.
         loss: what a replica differentiates: "mean", over the rows of its part of the batch; replicas are weighted by their
             rows where the batch is a distributed dataset's, else equally. Or "sum": a part of the whole loss, as
             `ms.nn.compute_average_loss` makes it; then gradients are summed as they are.
@@ -85,9 +97,10 @@ def distribute(
 
     Raises:
         ContextError: outside of a strategy's scope.
-        ValueError: an argument is wrong, or find_unused_parameters with overlap or with parameter servers; a parameter that is
-            not the module's, or without memory, or complex; SyncBatchNorm, where workers do not step together; a layout that does
-            not fit, or without a mesh.
+        ValueError: an argument is wrong, or find_unused_parameters with overlap or with parameter servers, or several
+            optimizers with overlap, max_norm or parameter servers; a parameter that is not the module's, or of two
+            optimizers, or without memory, or complex; SyncBatchNorm, where workers do not step together; a layout
+            that does not fit, or without a mesh.
         TypeError: an optimizer whose step needs a closure, such as LBFGS.
         RuntimeError: the module was distributed already.
         LayoutError: a strategy with sharded_gradients.
@@ -103,6 +116,9 @@ def distribute(
         raise TypeError(explain(function, "module", expected="a torch.nn.Module", got=type(module).__name__))
     context.get_strategy().extended.placement.require_kept_gradients(function)
     check_loss(context.get_strategy(), function, loss, max_norm, optimizer)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
+    if isinstance(optimizer, Sequence):
+        _check_several(context.get_strategy(), optimizers, max_norm, overlap)
     if find_unused_parameters:
         _check_finding(context.get_strategy(), optimizer, overlap)
     check_tensors(module, _device_of(context.get_strategy()))
@@ -113,17 +129,15 @@ def distribute(
     strategy = context.get_strategy()
     if sync_batch_norm or any(isinstance(layer, SyncBatchNorm) for layer in module.modules()):
         _check_in_sync(strategy)
-    order = list(names.values())
-    if optimizer is not None:
-        chosen = [names.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
-        if not all(chosen):
-            remedy = "Make the optimizer of module.parameters()"
-            expected, got = "parameters of the module", f"{chosen.count('')} that are not"
-            raise ValueError(explain(function, "optimizer", expected=expected, got=got, remedy=remedy))
-        if not is_elementwise(type(optimizer)):
-            tried(optimizer)
-        left = set(chosen)
-        order = chosen + [name for name in order if name not in left]
+    chosen = [names.get(p, "") for each in optimizers for group in each.param_groups for p in group["params"]]
+    if not all(chosen):
+        remedy = "Make the optimizer of module.parameters()"
+        expected, got = "parameters of the module", f"{chosen.count('')} that are not"
+        raise ValueError(explain(function, "optimizer", expected=expected, got=got, remedy=remedy))
+    for each in optimizers:
+        if not is_elementwise(type(each)):
+            tried(each)
+    order = list(dict.fromkeys([*chosen, *names.values()]))
     if sync_batch_norm:
         convert(module)
     put_into(strategy, module, order, loss == "mean", layouts or {})
@@ -132,8 +146,25 @@ def distribute(
         if loss == "mean":
             divide_gradients(module)
         return module
-    distribute_optimizer(module, optimizer, max_norm, loss == "mean", overlap, find_unused_parameters)
-    return module, optimizer
+    for each in optimizers:
+        distribute_optimizer(module, each, max_norm, loss == "mean", overlap, find_unused_parameters)
+    return module, optimizers if isinstance(optimizer, Sequence) else optimizer
+
+
+def _check_several(strategy: Any, optimizers: Sequence[Any], max_norm: float | None, overlap: bool) -> None:
+    """Raise ValueError where a module cannot have these optimizers together."""
+    held = [id(p) for each in optimizers for group in each.param_groups for p in group["params"]]
+    if not optimizers or len(set(held)) < len(held):
+        expected = "optimizers of other parameters each"
+        got = f"{len(held) - len(set(held))} parameters that two have" if optimizers else "none"
+        raise ValueError(explain("ms.torch.distribute", "optimizer", expected=expected, got=got))
+    given = {"max_norm": max_norm is not None, "overlap=True": overlap}
+    given["parameter servers"] = strategy.extended.placement.store is not None
+    for name in (name for name, is_given in given.items() if is_given):
+        remedy = "Leave it out, or pass one optimizer with several groups"
+        expected = "one optimizer"
+        got = f"a sequence of {len(optimizers)}, with {name}"
+        raise ValueError(explain("ms.torch.distribute", "optimizer", expected=expected, got=got, remedy=remedy))
 
 
 def _check_finding(strategy: Any, optimizer: Any, overlap: bool) -> None:

@@ -165,6 +165,7 @@ class TorchLink:
         address: of the variable's memory; torch itself may move a tensor's, as `share_memory` does.
         replica: the local replica.
         divided: which part of it this rank has, where the ranks of a replica divide it; else None.
+        optimized: whether an optimizer has the parameter.
         noted: called with the link when a backward pass has completed the gradient, if anything is.
     """
 
@@ -179,6 +180,7 @@ class TorchLink:
             "gradient",
             "name",
             "noted",
+            "optimized",
             "replica",
             "replicas",
             "shown",
@@ -190,6 +192,7 @@ class TorchLink:
         self.name, self.variable, self._parameter = name, variable, weakref.ref(parameter)
         self.replicas: Sequence[TorchLink] = (self,)
         self.summed, self.replica = summed, replica
+        self.optimized = False
         self._late = False  # whether the gradient is not in the variable's memory yet
         self.noted: Callable[[TorchLink], None] | None = None
         self.divided: Part | None = None

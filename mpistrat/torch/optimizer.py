@@ -243,16 +243,19 @@ class TorchOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         links = [link_of(parameter) for parameter in group["params"]]
         own = set(map(id, self.mpistrat_module.mpistrat_links))
-        known = [link for link in links if link is not None and id(link.replicas[0]) in own]
+        known = [link for link in links if link is not None and id(link.replicas[0]) in own and not link.optimized]
         try:
             if len(known) < len(links):
-                expected, got = "parameters of the distributed module", f"{len(links) - len(known)} that are not"
+                expected = "parameters of the distributed module that no optimizer has"
+                got = f"{len(links) - len(known)} that are not"
                 remedy = "Add layers to the module before ms.torch.distribute, frozen ones if they are trained later"
                 raise ValueError(explain(function, "", expected=expected, got=got, remedy=remedy))
             rule.add_group([link.variable for link in known])
         except BaseException:
             self.param_groups.pop()
             raise
+        for link in known:
+            link.optimized = True
         added = zip(*(link.replicas for link in known), strict=True)
         self.mpistrat_links = [(*old, *new) for old, new in zip(self.mpistrat_links, added, strict=True)]
 
@@ -373,6 +376,7 @@ def distribute_optimizer(
             link = link_of(parameter)
             if link is not None:
                 links.append(link)
+                link.optimized = True
                 for _, variable in each_variable([(None, link.variable)]):
                     rule.assign_group(variable, number)
     rule.serve([link.variable for link in links])
