@@ -382,11 +382,13 @@ def distribute_optimizer(
     rule.serve([link.variable for link in links])
     before = optimizer.state_dict()
     vars(optimizer).pop("step", None)  # a scheduler's wrapper of the class's own step
+    vars(optimizer).pop(
+        "_step_supports_amp_scaling", None
+    )  # of a fused rule: a GradScaler unscales before the step instead
     optimizer.__class__ = type(kind.__name__, (TorchOptimizer, kind), {"__module__": kind.__module__})
     distributed: Any = optimizer
     distributed.mpistrat_rule, distributed.mpistrat_strategy, distributed.mpistrat_module = rule, strategy, module
     distributed.mpistrat_links = tuple(zip(*(link.replicas for link in links), strict=True))
-    distributed._step_supports_amp_scaling = False  # of a fused rule: a GradScaler unscales before the step instead
     distributed.mpistrat_counts = tuple(LossCount() for _ in strategy.extended.replicas)
     distributed.mpistrat_weighs = weighs
     distributed.mpistrat_overlap = Overlap(rule, strategy, links) if overlap else None
