@@ -317,6 +317,18 @@ class ArenaAllocator:
         self._make_real(arena, offset, size, what)
         return arena, offset
 
+    def add_gradients(self, arena: Arena, offset: int, size: int, name: str) -> None:
+        """Make memory for the gradients of a variable that was made without. Collective, inside a collective.
+
+        Raises:
+            SharedMemoryError: on every rank, when the shared memory of a node cannot hold them.
+        """
+        what = f"the gradients of variable {name!r}"
+        if arena.gradients is None:
+            arena.gradients = self._new_gradients(arena, what)
+        if not self.on_gpu:
+            self.group.node.agree_populated(self._populate_gradients(arena, offset, size), what)
+
     def close(self) -> None:
         """Free all memory; views that the user kept stay valid."""
         for arena in self.arenas:
@@ -333,10 +345,9 @@ class ArenaAllocator:
             elements = size // dtype.itemsize
             arena = Arena(self.group, self._key(key), [zeros(elements, dtype, d) for d in self.devices], shared=False)
             if trainable:
-                arena.gradients = Gradients(arena, [zeros(elements, dtype, d) for d in self.devices], None)
+                arena.gradients = self._new_gradients(arena, what)
             return arena
         node = self.group.node
-        counts = list(self.group.replicas_of_node)
         values = node.allocate([size if rank == 0 else 0 for rank in range(node.size)], what)
         weights = [values.segments[0].view(dtype)]
         arena = Arena(self.group, self._key(key), weights, True, self.central, self.sharded and trainable, self.wire)
@@ -344,15 +355,23 @@ class ArenaAllocator:
         if trainable and self.sharded_gradients:
             arena.gradients = Gradients(arena, (), None, handed_over=True)
         elif trainable:
-            block = node.allocate([size * count for count in counts], f"the gradients of {what}")
-            replicas = [
-                [block.segments[rank][size * i : size * (i + 1)].view(dtype) for i in range(count)]
-                for rank, count in enumerate(counts)
-            ]
-            every = [array for rank in replicas for array in rank]
-            arena.gradients = Gradients(arena, replicas[node.rank], every if node.shared else None)
-            self._blocks[arena].append(block)
+            arena.gradients = self._new_gradients(arena, f"the gradients of {what}")
         return arena
+
+    def _new_gradients(self, arena: Arena, what: str) -> Gradients:
+        """Return gradient arrays for an arena; their pages are not touched. Collective, inside a collective."""
+        if self.on_gpu:
+            return Gradients(arena, [zeros(arena.size, arena.dtype, device) for device in self.devices], None)
+        node, counts = self.group.node, list(self.group.replicas_of_node)
+        size = arena.size * arena.dtype.itemsize
+        block = node.allocate([size * count for count in counts], what)
+        replicas = [
+            [block.segments[rank][size * i : size * (i + 1)].view(arena.dtype) for i in range(count)]
+            for rank, count in enumerate(counts)
+        ]
+        every = [array for rank in replicas for array in rank]
+        self._blocks[arena].append(block)
+        return Gradients(arena, replicas[node.rank], every if node.shared else None)
 
     def _key(self, key: tuple[np.dtype, bool]) -> str:
         return f"{len(self.arenas)}:{key[0].name}:{'trainable' if key[1] else 'fixed'}"
@@ -379,11 +398,18 @@ class ArenaAllocator:
         blocks = self._blocks[arena]
         low, high = arena.writes(size)
         real = blocks[0].populate(0, (offset + low) * item, (offset + high) * item)
-        for replica in range(len(arena.gradients.local) if arena.gradients else 0):
-            start = (replica * arena.size + offset) * item
-            real = real and blocks[1].populate(node.rank, start, start + size * item)
+        real = real and self._populate_gradients(arena, offset, size)
         try:
             node.agree_populated(real, what)
         except SharedMemoryError:
             arena.used = offset
             raise
+
+    def _populate_gradients(self, arena: Arena, offset: int, size: int) -> bool:
+        """Touch the pages of a variable's gradients on this rank; return whether there is memory for them."""
+        item, rank = arena.dtype.itemsize, self.group.node.rank
+        for replica in range(len(arena.gradients.local) if arena.gradients else 0):
+            start = (replica * arena.size + offset) * item
+            if not self._blocks[arena][1].populate(rank, start, start + size * item):
+                return False
+        return True

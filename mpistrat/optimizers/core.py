@@ -51,6 +51,7 @@ class OptimizerCore:
         slots_words: a hash of what `set_slots` was given, which ranks compare.
         begun: what `begin` was called for since the last step.
         unsaved: the settings that files leave out: the program, or the optimizer around this one, sets them.
+        divisor: what the sums of gradients of the next step are divided by, equal on all ranks.
         start: the value before the first step of each slot that does not begin with 0, as it was given.
     """
 
@@ -67,6 +68,7 @@ class OptimizerCore:
         self.slots = SlotStore(optimizer)
         self.slots_words = ""
         self.begun = Begun()
+        self.divisor = 1.0
         self._counted_from = 0  # all ranks count the same steps, but one rank may set another number
         self._private_words = ""
         self.unsaved: frozenset[str] = frozenset()

@@ -126,7 +126,7 @@ class FusedStep(UpdateRun):
         if due and not aggregate:
             words += f", gradients #{self._checksum_of_gradients():08x}"
         factor = self._outer.factor if self._outer is not None and aggregate else 1.0
-        factor /= optimizer.loss_scale_factor or 1.0
+        factor /= (optimizer.loss_scale_factor or 1.0) * core.divisor
         with group.collective("apply_gradients", detail=detail).stamp(words) as call:
             self._ops.call = call
             if self._group.num_nodes > 1 and (due if self._outer is None else not self._outer.begun):

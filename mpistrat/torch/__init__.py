@@ -14,8 +14,9 @@ except ModuleNotFoundError as error:
     raise missing_framework("torch", "PyTorch", error) from error
 
 from .backend.rendezvous import use
+from .counted_loss import counted_loss
 from .distribute import distribute
 from .module import gradients, local_gradient
 from .sync_batch_norm import SyncBatchNorm
 
-__all__ = ["SyncBatchNorm", "distribute", "gradients", "local_gradient", "use"]
+__all__ = ["SyncBatchNorm", "counted_loss", "distribute", "gradients", "local_gradient", "use"]

@@ -39,12 +39,24 @@ def distribute(
 @overload
 def distribute(
     module: M,
+    optimizer: Sequence[O],
+    *,
+    loss: str = "mean",
+    max_norm: None = None,
+    sync_batch_norm: bool = False,
+    find_unused_parameters: bool = False,
+    layouts: Mapping[str, Sequence[str | None]] | None = None,
+) -> tuple[M, list[O]]: ...
+@overload
+def distribute(
+    module: M,
     optimizer: O,
     *,
     loss: str = "mean",
     max_norm: float | None = None,
     sync_batch_norm: bool = False,
     overlap: bool = False,
+    find_unused_parameters: bool = False,
     layouts: Mapping[str, Sequence[str | None]] | None = None,
 ) -> tuple[M, O]: ...
 def distribute(
@@ -55,6 +67,7 @@ def distribute(
     max_norm: float | None = None,
     sync_batch_norm: bool = False,
     overlap: bool = False,
+    find_unused_parameters: bool = False,
     layouts: Mapping[str, Sequence[str | None]] | None = None,
 ) -> Any:
     """Put a module's parameters into the current strategy, and have its optimizer step for all replicas. Collective.
@@ -67,7 +80,8 @@ def distribute(
         module: any, on the kind of device that the strategy has; convert its dtype before.
         optimizer: of the module's parameters, made as usual. torch.optim's SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax,
             RAdam, NAdam, ASGD and Rprop are divided over the ranks. Any other, also of your own, runs on whole tensors on every
-            rank. Without it, pass `ms.torch.gradients(module)` to an optimizer of `ms.optimizers`.
+            rank. A sequence of several, each of other parameters, is returned as a list. Without it, pass
+            `ms.torch.gradients(module)` to an optimizer of `ms.optimizers`.
         loss: what a replica differentiates: "mean", over the rows of its part of the batch; replicas are weighted by their
             rows where the batch is a distributed dataset's, else equally. Or "sum": a part of the whole loss, as
             `ms.nn.compute_average_loss` makes it; then gradients are summed as they are.
@@ -75,14 +89,18 @@ def distribute(
         sync_batch_norm: replace BatchNorm layers by ones whose statistics are of all replicas.
         overlap: on several nodes, start to sum gradients within backward passes, as DDP does: see `Optimizer.begin`. Then
             all ranks must call backward equally often, and compute gradients of the same parameters.
+        find_unused_parameters: a parameter that has a gradient on some replicas only counts as 0 on the others, as with DDP's
+            option of that name; one without a gradient on any replica is not updated. Costs one small collective per step.
         layouts: under a MeshStrategy, by name of a parameter, how the ranks of a replica divide it, as `ms.Variable`'s layout:
             it has this rank's part, also where the module was made whole. `state_dict` and `load_state_dict` of module and
             optimizer have it whole.
 
     Raises:
         ContextError: outside of a strategy's scope.
-        ValueError: an argument is wrong; a parameter that is not the module's, or without memory, or complex; SyncBatchNorm,
-            where workers do not step together; a layout that does not fit, or without a mesh.
+        ValueError: an argument is wrong, or find_unused_parameters with overlap or with parameter servers, or several
+            optimizers with overlap, max_norm or parameter servers; a parameter that is not the module's, or of two
+            optimizers, or without memory, or complex; SyncBatchNorm, where workers do not step together; a layout
+            that does not fit, or without a mesh.
         TypeError: an optimizer whose step needs a closure, such as LBFGS.
         RuntimeError: the module was distributed already.
         LayoutError: a strategy with sharded_gradients.
@@ -98,6 +116,11 @@ def distribute(
         raise TypeError(explain(function, "module", expected="a torch.nn.Module", got=type(module).__name__))
     context.get_strategy().extended.placement.require_kept_gradients(function)
     check_loss(context.get_strategy(), function, loss, max_norm, optimizer)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
+    if isinstance(optimizer, Sequence):
+        _check_several(context.get_strategy(), optimizers, max_norm, overlap)
+    if find_unused_parameters:
+        _check_finding(context.get_strategy(), optimizer, overlap)
     check_tensors(module, _device_of(context.get_strategy()))
     names = {parameter: name for name, parameter in module.named_parameters()}
     if any(link_of(parameter) is not None for parameter in names):
@@ -106,17 +129,15 @@ def distribute(
     strategy = context.get_strategy()
     if sync_batch_norm or any(isinstance(layer, SyncBatchNorm) for layer in module.modules()):
         _check_in_sync(strategy)
-    order = list(names.values())
-    if optimizer is not None:
-        chosen = [names.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
-        if not all(chosen):
-            remedy = "Make the optimizer of module.parameters()"
-            expected, got = "parameters of the module", f"{chosen.count('')} that are not"
-            raise ValueError(explain(function, "optimizer", expected=expected, got=got, remedy=remedy))
-        if not is_elementwise(type(optimizer)):
-            tried(optimizer)
-        left = set(chosen)
-        order = chosen + [name for name in order if name not in left]
+    chosen = [names.get(p, "") for each in optimizers for group in each.param_groups for p in group["params"]]
+    if not all(chosen):
+        remedy = "Make the optimizer of module.parameters()"
+        expected, got = "parameters of the module", f"{chosen.count('')} that are not"
+        raise ValueError(explain(function, "optimizer", expected=expected, got=got, remedy=remedy))
+    for each in optimizers:
+        if not is_elementwise(type(each)):
+            tried(each)
+    order = list(dict.fromkeys([*chosen, *names.values()]))
     if sync_batch_norm:
         convert(module)
     put_into(strategy, module, order, loss == "mean", layouts or {})
@@ -125,8 +146,42 @@ def distribute(
         if loss == "mean":
             divide_gradients(module)
         return module
-    distribute_optimizer(module, optimizer, max_norm, loss == "mean", overlap)
-    return module, optimizer
+    for each in optimizers:
+        distribute_optimizer(module, each, max_norm, loss == "mean", overlap, find_unused_parameters)
+    return module, optimizers if isinstance(optimizer, Sequence) else optimizer
+
+
+def _check_several(strategy: Any, optimizers: Sequence[Any], max_norm: float | None, overlap: bool) -> None:
+    """Raise ValueError where a module cannot have these optimizers together."""
+    held = [id(p) for each in optimizers for group in each.param_groups for p in group["params"]]
+    if not optimizers or len(set(held)) < len(held):
+        expected = "optimizers of other parameters each"
+        got = f"{len(held) - len(set(held))} parameters that two have" if optimizers else "none"
+        raise ValueError(explain("ms.torch.distribute", "optimizer", expected=expected, got=got))
+    given = {"max_norm": max_norm is not None, "overlap=True": overlap}
+    given["parameter servers"] = strategy.extended.placement.store is not None
+    for name in (name for name, is_given in given.items() if is_given):
+        remedy = "Leave it out, or pass one optimizer with several groups"
+        expected = "one optimizer"
+        got = f"a sequence of {len(optimizers)}, with {name}"
+        raise ValueError(explain("ms.torch.distribute", "optimizer", expected=expected, got=got, remedy=remedy))
+
+
+def _check_finding(strategy: Any, optimizer: Any, overlap: bool) -> None:
+    """Raise ValueError where it cannot be found which parameters other replicas have used."""
+    remedy = "Leave find_unused_parameters out, or add 0 * parameter.sum() of each unused parameter to the loss"
+    if strategy.extended.placement.store is not None:
+        got = "parameter servers, whose workers send their own gradients only"
+    elif optimizer is None:
+        got, remedy = "no optimizer", "Pass the optimizer of torch.optim, or add 0 * parameter.sum() to the loss"
+    elif overlap:
+        got, remedy = "overlap=True, which starts sums in the order of the parameters", "Leave overlap out"
+    else:
+        return
+    expected = "False with this strategy or these arguments"
+    raise ValueError(
+        explain("ms.torch.distribute", "find_unused_parameters", expected=expected, got=got, remedy=remedy)
+    )
 
 
 def _device_of(strategy: Any) -> str:

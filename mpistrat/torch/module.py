@@ -158,17 +158,21 @@ class TorchLink:
         name: of the parameter in its module.
         variable: the variable.
         replicas: the links of all local replicas' parameters of that name.
-        gradient: where the variable's gradient lies; None for what is frozen, and where a server has the variable.
+        gradient: where the variable's gradient lies; of a parameter that was frozen when it was distributed, memory of its own
+            until its first step. None before that, and where a server has the variable.
         shown: the same memory, as `parameter.grad` shows it.
         summed: how many replicas a server sums up; it gets gradients that are divided by it. Else 1.
         address: of the variable's memory; torch itself may move a tensor's, as `share_memory` does.
+        replica: the local replica.
         divided: which part of it this rank has, where the ranks of a replica divide it; else None.
+        optimized: whether an optimizer has the parameter.
         noted: called with the link when a backward pass has completed the gradient, if anything is.
     """
 
     __slots__ = (
         *(
             "__weakref__",
+            "_late",
             "_parameter",
             "_present",
             "address",
@@ -176,6 +180,8 @@ class TorchLink:
             "gradient",
             "name",
             "noted",
+            "optimized",
+            "replica",
             "replicas",
             "shown",
         ),
@@ -185,11 +191,13 @@ class TorchLink:
     def __init__(self, name: str, variable: Variable, parameter: torch.nn.Parameter, replica: int, summed: int) -> None:
         self.name, self.variable, self._parameter = name, variable, weakref.ref(parameter)
         self.replicas: Sequence[TorchLink] = (self,)
-        self.summed = summed
+        self.summed, self.replica = summed, replica
+        self.optimized = False
+        self._late = False  # whether the gradient is not in the variable's memory yet
         self.noted: Callable[[TorchLink], None] | None = None
         self.divided: Part | None = None
         self.gradient: torch.Tensor | None = None
-        self.shown: torch.Tensor | None = None
+        self.shown: LocalGradient | None = None
         self.tensor: torch.Tensor | None = None
         self.address = 0
         parameter.mpistrat = self  # type: ignore[attr-defined]
@@ -200,13 +208,32 @@ class TorchLink:
         self.tensor = tensor_of(variable.storage(replica))
         self.address = self.tensor.data_ptr()
         parameter.data = self.tensor
-        if parameter.requires_grad:
-            array = variable.gradient(replica)
-            self._present = array, variable
-            self.gradient = tensor_of(array)
-            self.shown = torch.Tensor._make_subclass(LocalGradient, self.gradient)
+        trains = parameter.requires_grad
+        if trains:
+            self._hold(variable.gradient(replica))
+        else:
+            self._late = True
+        if parameter.is_floating_point():
             # torch holds its hooks where no garbage collector looks: this one must not hold the link.
+            parameter.requires_grad_(True)  # else torch refuses the hook
             parameter.register_post_accumulate_grad_hook(functools.partial(_take, weakref.ref(self)))
+            parameter.requires_grad_(trains)
+
+    def _hold(self, array: Any) -> None:
+        """Keep the gradient in an array from now on."""
+        self._present = array, self.variable
+        self.gradient = tensor_of(array)
+        self.shown = torch.Tensor._make_subclass(LocalGradient, self.gradient)
+        self.shown.strategy = weakref.ref(self.variable.placement.strategy)
+
+    def _hold_late(self) -> None:
+        """Keep the gradient in the variable's memory, which a step has made since the parameter was thawed."""
+        parameter, own, shown = self.parameter, self.gradient, self.shown
+        self._hold(self.variable.gradient(self.replica))
+        self._late = False
+        if own is not None and parameter.grad is shown:
+            self.gradient.copy_(own)  # type: ignore[union-attr]
+            parameter.grad = self.shown
 
     @property
     def parameter(self) -> torch.nn.Parameter:
@@ -231,9 +258,13 @@ class TorchLink:
             self._take_untraced(parameter)
             return
         gradient, target = parameter.grad, self.gradient
-        if gradient is None or target is None:
+        if gradient is None:
             return
-        if gradient is not self.shown:
+        if target is None:
+            gradient = gradient.detach()
+            self._hold(array_of(gradient.to_dense() if gradient.is_sparse else gradient.contiguous()))
+            parameter.grad = self.shown
+        elif gradient is not self.shown:
             if gradient.requires_grad:  # backward(create_graph=True)
                 gradient = gradient.detach()
             _fill(target, gradient)
@@ -270,7 +301,7 @@ class TorchLink:
             by_rows: whether a server may get the rows of a sparse gradient alone, and leaves the others as they are.
 
         Raises:
-            RuntimeError: the parameter has lost the variable's memory, or was frozen when it was distributed.
+            RuntimeError: the parameter has lost the variable's memory, or is a complex one that was frozen.
         """
         parameter, tensor = self.parameter, self.tensor
         gradient = parameter.grad
@@ -285,11 +316,16 @@ class TorchLink:
             return slices_of(gradient) if rows else array_of(gradient.to_dense()), self.variable
         if parameter.data_ptr() != self.address or parameter.dtype is not tensor.dtype:
             self.check_memory()
+        if self._late and self.variable.trainable:
+            self._hold_late()
+            gradient = parameter.grad
         if gradient is None:
             return None, self.variable
         if self.gradient is None:
-            remedy = "Set requires_grad before ms.torch.distribute, for all that will ever be trained"
-            self._refuse("a parameter that was trainable when it was distributed", "a frozen one", remedy)
+            if not parameter.is_floating_point():
+                remedy = "Keep torch.view_as_real(...) of it as the parameter"
+                self._refuse("a trained parameter of floating numbers", f"one of {parameter.dtype}", remedy)
+            self._hold(array_of(gradient.detach().to_dense() if gradient.is_sparse else gradient.detach().contiguous()))
         elif gradient is not self.shown:
             _fill(self.gradient, gradient)  # the program's own
         return self._present
@@ -302,6 +338,12 @@ class TorchLink:
             got = f"a {parameter.dtype} tensor elsewhere: {cause}"
             remedy = "Convert the module before ms.torch.distribute; write with parameter.copy_(...) or load_state_dict"
             self._refuse("the memory of its variable", got, remedy)
+
+    def require_gradients(self) -> None:
+        """Raise RuntimeError if a parameter has a gradient, and was thawed after `distribute`: `ms.optimizers` cannot take it."""
+        if self.tensor is not None and not self.variable.trainable and self.parameter.grad is not None:
+            remedy = "Set requires_grad before ms.torch.distribute, or pass an optimizer of torch.optim to it"
+            self._refuse("a parameter that was trainable when it was distributed", "a frozen one", remedy)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # of a parameter in a file, or in another process
@@ -358,7 +400,10 @@ def gradients(module: torch.nn.Module) -> list[tuple[Any, Variable]]:
     replica = local_replica(links[0].variable.placement.strategy) if links else 0
     if "mpistrat_replicas" in vars(module):
         check_parameters(module, replica)
-    return [link.replicas[replica].pair(by_rows=True) for link in links if link.parameter.requires_grad]
+    trained = [link.replicas[replica] for link in links if link.parameter.requires_grad]
+    for link in trained:
+        link.require_gradients()
+    return [link.pair(by_rows=True) for link in trained]
 
 
 class DistributedModule(torch.nn.Module):

@@ -22,6 +22,7 @@ from ..strategy.contexts import in_step, local_replica
 from ..strategy.loss import summed_replicas
 from ..variables import Variable
 from ..variables.sharded import each_variable
+from .counted_loss import LossCount
 from .module import TorchLink, check_parameters, link_of
 from .rule import StepsTaken, TorchRule, slots_of
 from .tensors import array_of, tensor_of
@@ -149,6 +150,8 @@ class TorchOptimizer(torch.optim.Optimizer):
     mpistrat_module: Any
     mpistrat_links: Sequence[Sequence[TorchLink]]  # of the parameters of each local replica
     mpistrat_overlap: Overlap | None
+    mpistrat_counts: Sequence[LossCount]  # of each local replica
+    mpistrat_weighs: bool  # whether losses are means, weighted by rows
 
     @torch.compiler.disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -197,6 +200,10 @@ class TorchOptimizer(torch.optim.Optimizer):
             parameter = link.parameter
             if parameter.requires_grad or parameter.grad is not None:
                 pairs.append(link.pair(by_rows))
+        count = self.mpistrat_counts[local_replica(self.mpistrat_strategy)]
+        if count.value is not None:
+            count.used = True
+            rule.counts.append(count.value)
         rule.apply_gradients(pairs)
 
     def _own_links(self) -> Sequence[TorchLink]:
@@ -209,16 +216,48 @@ class TorchOptimizer(torch.optim.Optimizer):
         """Forget the gradients: of this replica in a step, of all local ones outside."""
         frame = context.current()
         inside = frame.strategy is self.mpistrat_strategy and frame.replica is not None
-        for links in (self._own_links(),) if inside else self.mpistrat_links:
+        own = slice(first := local_replica(self.mpistrat_strategy), first + 1) if inside else slice(None)
+        for links, count in zip(self.mpistrat_links[own], self.mpistrat_counts[own], strict=True):
+            count.clear()
             for link in links:
                 link.forget(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take a group, before `distribute` only."""
-        if "mpistrat_rule" in vars(self):
-            expected, got = "all groups before ms.torch.distribute", "one after it"
-            raise RuntimeError(explain("Optimizer.add_param_group", "", expected=expected, got=got))
+        """Add a group of parameters of the module, also while training. All ranks must do it before the same step.
+
+        Raises:
+            ValueError: parameters that are not the distributed module's, or that a group has already.
+            RuntimeError: with parameter servers or a rule on whole tensors; a group that needs state that was not made.
+        """
+        if "mpistrat_rule" not in vars(self):
+            super().add_param_group(param_group)
+            return
+        function = "Optimizer.add_param_group"
+        rule, placement = self.mpistrat_rule, self.mpistrat_strategy.extended.placement
+        if placement.store is not None or rule.on_whole_tensors is not None:
+            why = "parameter servers" if placement.store is not None else f"{rule.rule}, which runs on whole tensors"
+            remedy = "Give it all parameters before, and set requires_grad of those that are trained later"
+            expected, got = "all groups before ms.torch.distribute", f"one after it, with {why}"
+            raise RuntimeError(explain(function, "", expected=expected, got=got, remedy=remedy))
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        links = [link_of(parameter) for parameter in group["params"]]
+        own = set(map(id, self.mpistrat_module.mpistrat_links))
+        known = [link for link in links if link is not None and id(link.replicas[0]) in own and not link.optimized]
+        try:
+            if len(known) < len(links):
+                expected = "parameters of the distributed module that no optimizer has"
+                got = f"{len(links) - len(known)} that are not"
+                remedy = "Add layers to the module before ms.torch.distribute, frozen ones if they are trained later"
+                raise ValueError(explain(function, "", expected=expected, got=got, remedy=remedy))
+            rule.add_group([link.variable for link in known])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        for link in known:
+            link.optimized = True
+        added = zip(*(link.replicas for link in known), strict=True)
+        self.mpistrat_links = [(*old, *new) for old, new in zip(self.mpistrat_links, added, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain torch has it, whole, on every rank. Collective."""
@@ -317,7 +356,12 @@ def _give(rule: TorchRule, variable: Variable, slots: dict[str, Any]) -> None:
 
 
 def distribute_optimizer(
-    module: Any, optimizer: torch.optim.Optimizer, max_norm: float | None, weighs: bool, overlap: bool
+    module: Any,
+    optimizer: torch.optim.Optimizer,
+    max_norm: float | None,
+    weighs: bool,
+    overlap: bool,
+    finds_unused: bool,
 ) -> None:
     """Make an optimizer of a distributed module's parameters a distributed one. Collective, in the strategy's scope."""
     strategy = module.mpistrat_strategy
@@ -325,22 +369,28 @@ def distribute_optimizer(
     in_memory = strategy.extended.placement.store is None  # else each worker divides before it sends
     replicas = summed_replicas(strategy) if weighs and in_memory else 1
     limit = None if max_norm is None else max_norm * replicas  # of the sum, not of the mean
-    rule = TorchRule(kind, optimizer, replicas, limit)
+    rule = TorchRule(kind, optimizer, replicas, limit, finds_unused)
     links: list[TorchLink] = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             link = link_of(parameter)
             if link is not None:
                 links.append(link)
+                link.optimized = True
                 for _, variable in each_variable([(None, link.variable)]):
                     rule.assign_group(variable, number)
     rule.serve([link.variable for link in links])
     before = optimizer.state_dict()
     vars(optimizer).pop("step", None)  # a scheduler's wrapper of the class's own step
+    vars(optimizer).pop(
+        "_step_supports_amp_scaling", None
+    )  # of a fused rule: a GradScaler unscales before the step instead
     optimizer.__class__ = type(kind.__name__, (TorchOptimizer, kind), {"__module__": kind.__module__})
     distributed: Any = optimizer
     distributed.mpistrat_rule, distributed.mpistrat_strategy, distributed.mpistrat_module = rule, strategy, module
     distributed.mpistrat_links = tuple(zip(*(link.replicas for link in links), strict=True))
+    distributed.mpistrat_counts = tuple(LossCount() for _ in strategy.extended.replicas)
+    distributed.mpistrat_weighs = weighs
     distributed.mpistrat_overlap = Overlap(rule, strategy, links) if overlap else None
     optimizer.state = _OptimizerState(optimizer)
     if any(_has_begun(state) for state in before["state"].values()):

@@ -8,8 +8,9 @@ becomes each block in turn. As torch does, each parameter counts the steps in wh
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, final
 
@@ -21,6 +22,7 @@ from ..optimizers.foreign import ForeignRule
 from ..optimizers.gradients import pairs_of
 from ..optimizers.rule import Block
 from ..optimizers.settings import as_attribute, check_groups, group_settings
+from ..variables import make_trainable
 from .tensors import tensor_of
 from .whole import TorchWholeRule
 
@@ -180,6 +182,7 @@ class TorchRule(ForeignRule):
         rule: the name of torch's class.
         settings: the numbers of each group, which ranks compare.
         scale: what sums of gradients are multiplied by.
+        counts: those of the local replicas' losses in the step that begins, where losses are counted.
     """
 
     _function = "ms.torch.distribute"
@@ -187,19 +190,27 @@ class TorchRule(ForeignRule):
     _whole: TorchWholeRule | None
 
     def __init__(
-        self, kind: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer, replicas: int, limit: float | None
+        self,
+        kind: type[torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer,
+        replicas: int,
+        limit: float | None,
+        finds_unused: bool,
     ) -> None:
         self.kind, self._optimizer = kind, optimizer
+        self.__finds_unused = finds_unused
         whole = not is_elementwise(kind)
         names, start = ((), 0.0) if whole else slots_of(kind, optimizer.param_groups)
         name = f"torch {kind.__name__}{' on whole tensors' if whole else ''}"  # which files compare
         super().__init__(self._rate_of_first, slot_names=names, slot_start=start, global_clipnorm=limit, name=name)
         self._whole = TorchWholeRule(optimizer) if whole else None
         self.scale = 1.0 / replicas
+        self.counts: list[int] = []
         self.rule, self.settings = kind.__name__, _settings(optimizer.param_groups)
         self.__taken = [StepsTaken(number) for number in range(len(optimizer.param_groups))]
         self.__taken_by: dict[Any, int] = {}  # not compared: the settings have the number of each group
         self.__variables: dict[int, list[Any]] = {}  # by group
+        self.__frozen: set[Any] = set()  # variables without memory for gradients
         self.__together = False  # whether all have taken a step, and keep no numbers once for all elements
         self.__seen: list[dict[str, Any]] = []
         self.__served = [_read(group) for group in optimizer.param_groups]
@@ -228,11 +239,15 @@ class TorchRule(ForeignRule):
             for name in now
             if name != "lr" and now[name] and not before.get(name)
         ]
-        if self._on_wholes or not turned_on:
+        if turned_on:
+            self._require_slots(", ".join(dict.fromkeys(turned_on)))
+
+    def _require_slots(self, names: str) -> None:
+        """Raise RuntimeError if the groups need state that was not made; `names` are of settings."""
+        if self._on_wholes:
             return
         needed = set(slots_of(self.kind, self._optimizer.param_groups)[0]) - set(self.slot_names)
         if needed:
-            names = ", ".join(dict.fromkeys(turned_on))
             expected = (
                 f"{names} to be on before ms.torch.distribute, where the state {', '.join(sorted(needed))} is made"
             )
@@ -301,9 +316,30 @@ class TorchRule(ForeignRule):
         return self._whole
 
     def assign_group(self, variable: Any, group: int) -> None:
-        """Say which group a variable belongs to."""
+        """Say which group a variable belongs to: one of those that the optimizer was made with."""
         self.__taken_by[variable] = group
+        self._note(variable, group)
+
+    def add_group(self, variables: Sequence[Any]) -> None:
+        """Update some more variables by the last group of the optimizer, which was just added.
+
+        Raises:
+            RuntimeError: the group needs state that was not made when the optimizer was distributed.
+        """
+        groups = self._optimizer.param_groups
+        number = len(groups) - 1
+        self._require_slots(", ".join(name for name in groups[-1] if name not in _UNCOMPARED))
+        self.settings = _settings(groups)
+        self.__taken.append(StepsTaken(number, self.iterations))
+        for variable in variables:
+            self.__taken_by[variable] = len(self.__taken) - 1
+            self._note(variable, number)
+        self.__together = False
+
+    def _note(self, variable: Any, group: int) -> None:
         self.__variables.setdefault(group, []).append(variable)
+        if not variable.trainable:
+            self.__frozen.add(variable)
 
     def _group_of(self, variable: Any) -> int:
         """Return the number of the variables that have taken the same steps as this one."""
@@ -334,6 +370,12 @@ class TorchRule(ForeignRule):
         served = strategy.extended.placement.store is not None
         if served:
             self._check_served()
+        else:
+            self._divide(strategy)
+            if self.__finds_unused:
+                self._add_zeros(strategy, pairs_of(pairs))
+            if self.__frozen:
+                self._thaw({variable for gradient, variable in pairs_of(pairs)[0] if gradient is not None})
         if self._on_wholes or served:  # servers count for themselves
             super()._take_step(strategy, pairs, aggregate)
             return
@@ -361,6 +403,47 @@ class TorchRule(ForeignRule):
         # Then a step in which all have gradients changes none of these numbers.
         plain = self.rule not in _WITH_SCALARS
         self.__together = plain and all(taken.begun for taken in self.__taken)
+
+    def _add_zeros(self, strategy: Any, replicas: Sequence[list[tuple[Any, Any]]]) -> None:
+        """Give a replica a gradient of zeros for each parameter that has one on other replicas only. Collective."""
+        variables = list(self.__taken_by)
+        known = [{variable: gradient for gradient, variable in pairs if gradient is not None} for pairs in replicas]
+        group = strategy.extended.process_group
+        with group.collective("find_unused_parameters"):
+            counts = group.sum_int([any(variable in each for each in known) for variable in variables])
+        self._thaw(set(itertools.compress(variables, counts)))
+        for replica, (pairs, found) in enumerate(zip(replicas, known, strict=True)):
+            for variable in itertools.compress(variables, counts):
+                if variable not in found:
+                    found[variable] = variable.gradient(replica)
+                    found[variable][...] = 0
+            pairs[:] = [(found.get(variable), variable) for variable in variables]
+
+    def _divide(self, strategy: Any) -> None:
+        """Have the step divide sums by the counts of the losses of all replicas. Collective, where losses are counted.
+
+        Raises:
+            ValueError: on every rank, when all counts are 0.
+        """
+        counts, self.counts = self.counts, []
+        self._core.divisor = 1.0
+        if not counts:
+            return
+        group = strategy.extended.process_group
+        with group.collective("counted_loss"):
+            total = int(group.sum_int([sum(counts)])[0])
+        if not total:
+            expected, remedy = "a term of the loss on any replica", "Skip such steps, on all ranks"
+            raise ValueError(
+                explain("ms.torch.counted_loss", "count", expected=expected, got="0 in all", remedy=remedy)
+            )
+        self._core.divisor = float(total)
+
+    def _thaw(self, given: Set[Any]) -> None:
+        """Make memory for the gradients of parameters that were frozen when they were distributed. Collective."""
+        for variable in [each for each in self.__taken_by if each in self.__frozen and each in given]:
+            make_trainable(variable)
+            self.__frozen.remove(variable)
 
     def _check_served(self) -> None:
         """Raise RuntimeError if the program has changed settings, which servers read of their own optimizers."""

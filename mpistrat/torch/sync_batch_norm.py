@@ -123,15 +123,17 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         if not self.training:
             return super().forward(input)
         axes, shape = [0, *range(2, input.dim())], [1, input.shape[1], *([1] * (input.dim() - 2))]
-        wide, count = input.double(), input.numel() // max(input.shape[1], 1)
+        wide = input.double()
+        own = wide if self.share else wide[:0]  # rows that stand for none do not count
+        count = own.numel() // max(input.shape[1], 1)
         if count:
             shift = (
-                wide.detach().transpose(0, 1).flatten(1)[:, 0]
+                own.detach().transpose(0, 1).flatten(1)[:, 0]
             )  # one value of each channel, which keeps the digits of large means
-            mean = (wide - shift.view(shape)).mean(axes) + shift
+            mean = (own - shift.view(shape)).mean(axes) + shift
         else:
-            mean = wide.sum(axes)
-        squares = ((wide - mean.view(shape)) ** 2).sum(axes)
+            mean = own.sum(axes)
+        squares = ((own - mean.view(shape)) ** 2).sum(axes)
         mean, variance, total = _Merge.apply(mean, squares, float(count), self, self.share)
         n = float(total)
         if n < 2:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import Any, NoReturn, final
 
 import numpy as np
@@ -56,16 +58,23 @@ class LocalGradient(torch.Tensor):
 
     Functions that compute with it raise an error: clipping by the norm of one replica's gradient, or a step of an optimizer
     that was not distributed, would make the ranks' weights differ. `local_gradient` gives the plain tensor.
+
+    Attributes:
+        strategy: a weak reference to the strategy whose replicas' gradients are summed.
     """
+
+    strategy: weakref.ref[Any]
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do what is harmless.
+        """Do what is harmless, and what a GradScaler does. Collective, of a GradScaler.
 
         Raises:
-            RuntimeError: for all that computes.
+            RuntimeError: for all else that computes.
         """
         name = getattr(function, "__name__", str(function))
+        if name == "_amp_foreach_non_finite_check_and_unscale_":
+            return _unscale(*args)
         if name in _ALLOWED:
             return super().__torch_function__(function, types, args, kwargs or {})
         return _refuse(name)
@@ -74,11 +83,29 @@ class LocalGradient(torch.Tensor):
         return f"<LocalGradient of shape {tuple(self.shape)}, not summed over the replicas yet>"
 
 
+def _unscale(gradients: Sequence[LocalGradient], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Multiply gradients by a number, and note whether those of any replica have an infinity or NaN. Collective.
+
+    Raises:
+        RuntimeError: on a rank with several local replicas, whose threads share the GradScaler.
+    """
+    strategy = gradients[0].strategy()
+    assert strategy is not None
+    if len(strategy.extended.replicas) > 1:
+        expected, got = "one replica on each rank", f"{len(strategy.extended.replicas)}, which share the GradScaler"
+        remedy = "Start a rank for each replica, or leave the GradScaler out: bfloat16 needs none"
+        raise RuntimeError(explain("GradScaler", "", expected=expected, got=got, remedy=remedy))
+    with torch._C.DisableTorchFunctionSubclass():
+        torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found_inf, inverse_scale)
+        for gradient in gradients:
+            torch.autograd.graph.increment_version(gradient)  # which torch's function does not, and `Overlap` looks at
+    group = strategy.extended.process_group
+    with group.collective("GradScaler.unscale_"):
+        found = group.agree(int(bool(found_inf)), "max")
+    found_inf.fill_(float(found))
+
+
 def _refuse(name: str) -> NoReturn:
-    if name.startswith("_amp"):  # of a GradScaler
-        remedy = "Leave the GradScaler out, or make it with enabled=False: bfloat16 needs no scaling of the loss"
-        expected = "gradients that all replicas judge together"
-        raise RuntimeError(explain("GradScaler", "", expected=expected, got="those of one replica", remedy=remedy))
     remedy = (
         "To clip, pass max_norm= to ms.torch.distribute(module, optimizer); to update, call step() of the optimizer that "
         "it returned; to look at this replica's own gradient, ms.torch.local_gradient(parameter)"

@@ -11,13 +11,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
+from ..base import log
 from ..base.errors import BatchError, explain
 from ..strategy.contexts import local_replica
 from ..strategy.loss import weight_of_pass
@@ -75,6 +78,7 @@ class ModulePasses:
         self.idle = True
         self._strategy, self._root = weakref.ref(strategy), weakref.ref(module)  # layers find it without holding them
         self._name, self._replica, self._weighs, self._read = type(module).__name__, replica, weighs, read
+        self._now: Any = None  # the weight of the pass that runs
         self._active: set[int] = set()  # the ids of the modules of the pass that runs
         self._open: list[
             Callable[[], Any] | None
@@ -105,10 +109,25 @@ class ModulePasses:
         depth, output = len(self._open), None
         try:
             self.enter(module, (args, kwargs), method)
-            output = function(*args, **kwargs)
+            if self._without_rows((args, kwargs)):
+                output = _run_without_rows(module, function, args, kwargs)
+            else:
+                output = function(*args, **kwargs)
             return output
         finally:
             self.leave(depth, output)
+
+    @torch.compiler.disable
+    def _without_rows(self, inputs: Any) -> bool:
+        """Return whether an input is empty, and this replica's part of the batch that the inputs belong to has no row."""
+        if not any(map(_is_empty, _tensors(inputs))):
+            return False
+        if self._active or not self._weighs:
+            return bool(self._now == 0)
+        try:
+            return weight_of_pass(self._strategy(), _tensors(inputs), f"{self._name}.forward") == 0
+        except BatchError:
+            return False
 
     @torch.compiler.disable
     def enter(self, module: torch.nn.Module, inputs: Any, method: bool = False) -> None:
@@ -135,11 +154,11 @@ class ModulePasses:
             return
         layers = list(module.modules())
         undo = [] if weight is None else _weigh_parameters(layers, weight)
-        self._active = set(map(id, layers))
+        self._active, self._now = set(map(id, layers)), weight
         norms = [layer for layer in layers if isinstance(layer, SyncBatchNorm)]
 
         def end() -> Any:
-            self._active = set()
+            self._active, self._now = set(), None
             for container, key, value in undo:
                 container[key] = value
             for layer in norms:
@@ -188,6 +207,57 @@ class ModulePasses:
             return error  # most passes of evaluation have no backward pass
         self._recent.add(weight)
         return weight
+
+
+def _is_empty(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.dim() > 0 and not tensor.numel()
+
+
+def _run_without_rows(module: torch.nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return what a function of a module computes of inputs of zero rows.
+
+    One that fails with zero rows, as `x.view(x.size(0), -1)` does, gets one row of ones instead. Then that row is cut off its
+    outputs, and numbers are NaN, as means of no row are. Running statistics stay.
+    """
+    layers = list(module.modules())
+    norms = [x for x in layers if isinstance(x, torch.nn.modules.batchnorm._NormBase)]
+    repeats = not any(
+        isinstance(layer, SyncBatchNorm) and layer.training for layer in norms
+    )  # its calls are collective
+    before = [(b, b.clone()) for x in norms if not isinstance(x, SyncBatchNorm) for b in x.buffers(recurse=False)]
+    try:
+        if repeats:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:  # of the program's own module
+                log.once(logging.DEBUG, f"{type(module).__name__}: one row instead of none: {error}")
+        given, options = tree_map(_filled, (args, kwargs))
+        axis = next(each.shape.index(0) for each in _tensors((args, kwargs)) if _is_empty(each))
+        return tree_map(functools.partial(_cut, axis), function(*given, **options))
+    finally:
+        for buffer, value in before:
+            buffer.data.copy_(value)  # unseen by autograd, which has saved it
+
+
+def _filled(value: Any) -> Any:
+    """Return a tensor of zero rows with one row of ones, whose gradients are those of no row."""
+    if not _is_empty(value):
+        return value
+    shape = [1, *value.shape[1:]] if not value.shape[0] else [size or 1 for size in value.shape]
+    ones = value.new_ones(shape)
+    return ones + value.sum() if value.requires_grad else ones
+
+
+def _cut(axis: int, value: Any) -> Any:
+    """Return a tensor without the row that stood for none: along its first axis, else along that of the inputs' rows."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not value.dim() and value.is_floating_point():
+        return value + torch.nan
+    for each in (0, axis):
+        if value.dim() > each and value.shape[each] == 1:
+            return value.narrow(each, 0, 0)
+    return value
 
 
 def _enter(layer: torch.nn.Module, args: Any, kwargs: Any) -> None:

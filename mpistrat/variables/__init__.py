@@ -3,7 +3,7 @@
 from ..arena.arena import Arena, ArenaAllocator
 from ..arena.layout import DATA, Grid, Part, Receiver
 from .create import create_variable
-from .kinds import MirroredVariable, SyncOnReadVariable
+from .kinds import MirroredVariable, SyncOnReadVariable, make_trainable
 from .placement import Placement
 from .sharded import ShardedVariable
 from .variable import Variable, explain_foreign
@@ -22,4 +22,5 @@ __all__ = [
     "Variable",
     "create_variable",
     "explain_foreign",
+    "make_trainable",
 ]

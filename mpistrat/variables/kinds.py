@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
@@ -36,6 +37,7 @@ __all__ = [
     "SyncOnReadVariable",
     "apply_constraint",
     "check_kind",
+    "make_trainable",
     "own_gradients_of",
     "receiver_of",
 ]
@@ -127,12 +129,24 @@ class MirroredVariable(OnWriteVariable):
         self.offset = offset
         where = slice(offset, offset + self.size)
         self._views: tuple[Any, ...] = tuple(read_only(copy[where].reshape(self.shape)) for copy in arena.copies)
-        local = arena.gradients.local if arena.gradients else []
-        self._gradients: Any = tuple(flat[where].reshape(self.shape) for flat in local)
+        self._gradients: Any = ()
+        if description.trainable:
+            self._show_gradients()
         if arena.gradients is not None and arena.gradients.handed_over:
             from .own_gradients import OwnGradients
 
             self._gradients = OwnGradients(self.name, self.shape, self.dtype, len(placement.devices))
+
+    def _show_gradients(self) -> None:
+        """Make the views of the arena's gradients."""
+        local = self.arena.gradients.local if self.arena.gradients else []
+        where = slice(self.offset, self.offset + self.size)
+        self._gradients = tuple(flat[where].reshape(self.shape) for flat in local)
+
+    def _train(self) -> None:
+        """Become a trainable variable: the arena has gradients for it."""
+        self._description = replace(self._description, trainable=True)
+        self._show_gradients()
 
     @property
     def array(self) -> Any:
@@ -276,6 +290,19 @@ def receiver_of(variable: Variable) -> Receiver:
             target[...] = move_like(part, target)
 
     return Receiver([(low, high)] if low < high else [], take)
+
+
+def make_trainable(variable: MirroredVariable) -> None:
+    """Give a variable that was made with trainable=False memory for gradients; optimizers update it from then on. Collective.
+
+    Raises:
+        CollectiveMismatchError: on every rank, when others do not.
+        SharedMemoryError: on every rank, when the shared memory of a node cannot hold them.
+    """
+    placement, group = variable.placement, variable.placement.creators
+    with group.collective("Variable.trainable", variable.name, variable.dtype.name, variable.shape):
+        placement.arenas.add_gradients(variable.arena, variable.offset, variable.size, variable.name)
+    variable._train()
 
 
 @final

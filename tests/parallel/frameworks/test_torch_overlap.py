@@ -26,14 +26,14 @@ def started(monkeypatch):
     return count
 
 
-def weights(overlapped, backward, steps=4, max_norm=None, run=True):
+def weights(overlapped, backward, steps=4, max_norm=None, run=True, loss="mean"):
     """Train three layers, by a function that does the backward pass; return the weights."""
     torch.manual_seed(1)
     module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     optimizer = torch.optim.Adam(module.parameters(), 1e-3)
     with ms.MultiWorkerMirroredStrategy() as strategy:
         with strategy.scope():
-            ms.torch.distribute(module, optimizer, max_norm=max_norm, overlap=overlapped)
+            ms.torch.distribute(module, optimizer, max_norm=max_norm, overlap=overlapped, loss=loss)
 
         def step(number):
             torch.manual_seed(1000 * number + strategy.rank)
@@ -77,6 +77,16 @@ def forgotten(module, optimizer, rank):
     once(module, optimizer, rank)
 
 
+def scaled(module, optimizer, rank):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(module(torch.randn(4, WIDTH)).square().mean()).backward()
+    scaler.unscale_(optimizer)
+
+
+def counted(module, optimizer, rank):
+    ms.torch.counted_loss(module(torch.randn(4, WIDTH)).square().sum(), 3 + rank, optimizer).backward()
+
+
 def a_layer_left_out(module, optimizer, rank):
     module[2](module[0](torch.randn(4, WIDTH))).square().mean().backward()
 
@@ -98,10 +108,15 @@ def test_gradients_that_are_zeroed_in_place(started):
     assert started
 
 
-@pytest.mark.parametrize("backward", [twice, changed_on_one_rank, replaced, forgotten])
+@pytest.mark.parametrize("backward", [twice, changed_on_one_rank, replaced, forgotten, scaled])
 def test_gradients_that_change_after_the_backward_pass(started, backward):
     same(backward)
     assert 0 < len(started) <= 3  # in the first step, never again
+
+
+def test_losses_that_are_counted(started):
+    same(counted, loss="sum")
+    assert len(started) == 4 * 3
 
 
 def test_a_layer_that_is_left_out(started):
