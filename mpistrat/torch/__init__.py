@@ -17,5 +17,6 @@ from .backend.rendezvous import use
 from .distribute import distribute
 from .module import gradients, local_gradient
 from .sync_batch_norm import SyncBatchNorm
+from .training_state import TrainingState
 
-__all__ = ["SyncBatchNorm", "distribute", "gradients", "local_gradient", "use"]
+__all__ = ["SyncBatchNorm", "TrainingState", "distribute", "gradients", "local_gradient", "use"]
