@@ -15,7 +15,8 @@ from ...comm.recorder import RECORDER
 
 __all__ = ["note_steps"]
 
-_optimizer: weakref.ref[Optimizer] | None = None  # the first one that takes steps: a program may have several
+_counted: weakref.ref[Optimizer] | None = None  # of several optimizers that take turns one counts
+_other: weakref.ref[Optimizer] | None = None  # another one that has taken a step since the last one of that
 _event = -1
 _noting = False
 
@@ -29,10 +30,13 @@ def note_steps() -> None:
 
 
 def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    global _optimizer, _event
-    if _optimizer is None or _optimizer() is None:
-        _optimizer, _event = weakref.ref(optimizer), -1
-    if _optimizer() is optimizer:
-        if _event >= 0:
-            RECORDER.end(_event)
-        _event = RECORDER.begin(RECORDER.name("r", "step"))
+    global _counted, _other, _event
+    if _counted is None or _counted() is None or (_other is not None and _other() is optimizer):
+        _counted = weakref.ref(optimizer)
+    if _counted() is not optimizer:
+        _other = weakref.ref(optimizer)
+        return
+    _other = None
+    if _event >= 0:  # an event that never ends would have all later ones inside
+        RECORDER.end(_event)
+    _event = RECORDER.begin(RECORDER.name("r", "step"))
