@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ __all__ = [
     "number_of_cache",
     "pop",
     "push",
+    "ranks_of",
     "set_default",
     "set_global",
     "variable_sync_on_read_context",
@@ -199,6 +201,35 @@ def expect_scope(function: str, call: str) -> None:
     if not has_strategy() or not in_cross_replica_context():
         got, remedy = "a call outside of it, or in a step", f"with strategy.scope(): {call}"
         raise ContextError(explain(function, "", expected="a strategy's scope", got=got, remedy=remedy))
+
+
+def ranks_of(given: Any, function: str) -> Any:
+    """Return a strategy, or the ranks of a process group of torch.distributed, by which a monitor reaches the other ranks.
+
+    Both have `rank`, `size`, `barrier`, `broadcast_object` and `all_gather_object`.
+
+    Args:
+        given: a strategy, a process group, or None for the default: the strategy of a scope, or outside of scopes the default
+            group of torch.distributed, if the program has one.
+        function: the public caller to name in errors.
+
+    Raises:
+        ContextError: a process group of several ranks of another backend.
+    """
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available():
+        return current().strategy if given is None else given
+    if given is None and _own_frame() is None and dist.is_initialized():
+        given = dist.group.WORLD
+    if not isinstance(given, dist.ProcessGroup):
+        return current().strategy if given is None else given
+    if hasattr(given, "members"):
+        return given.members
+    if given.size() == 1:
+        return _default().strategy
+    got = f"a process group of {given.name()}"
+    remedy = 'dist.init_process_group("mpi"), or "cpu:mpistrat,cuda:nccl"'
+    raise ContextError(explain(function, "strategy", expected="a strategy, or a group of MPI", got=got, remedy=remedy))
 
 
 def get_strategy() -> Any:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal, Protocol, TypeVar, final
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from .recorder import RECORDER
 
 __all__ = ["Attachment", "ProcessGroup", "abandon"]
 
+R = TypeVar("R")
 _CHUNK = 1 << 30  # bytes in one MPI call: Open MPI refuses counts of 2^31
 _KEPT_CALLS = 4096
 
@@ -74,12 +75,15 @@ class ProcessGroup:
         gathered: the most bytes that a rank had in each of the last four gathers of arrays with lengths; equal on all ranks.
         contacts: ranks that wait for this one outside collectives, and receive a message when it leaves the program.
         label: which ranks it has, shown with the names of its calls; "" for all of them.
+        lane: makes a call, which it gets with the name of its function, after the collectives that this rank has begun; None
+            where the calling thread makes them all.
     """
 
     def __init__(self, topology: Topology, environment: Environment, private: Any = None) -> None:
         """Derive the layout and set up shared memory. `create` and `single` call it."""
         self.topology, self.environment, self.closed = topology, environment, False
         self.label = ""
+        self.lane: Callable[[str, Callable[[], Any]], Any] | None = None
         self._comm: Any = topology.comm if private is not None else None
         self._private = private
         self._key: tuple[tuple[int, ...], int] | None = None  # see `dropped`
@@ -223,6 +227,23 @@ class ProcessGroup:
             text, timeout, series, self.monitor, self.node, self._comparison, synchronize
         )
         return call
+
+    def in_order(self, function: str, call: Callable[[], R]) -> R:
+        """Return what a call returns that makes collectives, after those that this rank has begun. Collective.
+
+        A group of torch.distributed makes some of its collectives in a thread of its own, between which the call must come at the
+        same position on every rank.
+
+        Args:
+            function: the public caller to name in errors.
+            call: makes the collectives.
+
+        Example:
+            >>> group = ProcessGroup.single()
+            >>> group.in_order("times", lambda: group.exchange("times", "text"))
+            ['text']
+        """
+        return call() if self.lane is None else self.lane(function, call)
 
     def quiet(self) -> AbstractContextManager[Any]:
         """Return a context in which the watchdog makes no MPI calls, for the time that NCCL is in flight."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 import numpy as np
 
@@ -31,21 +31,80 @@ from .optimizer_states import OptimizerStates
 from .snapshot import Snapshot, SnapshotFile, Snapshots
 from .writing import Layout, Saving, check_space
 
-if TYPE_CHECKING:
-    from .restore import Restoring
-
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "SavedState", "StrategyState"]
 
 _ALIGNMENT = 64  # bytes, of copies
 _mentioned: set[str] = set()  # variables in no file that the log has named
 
 
+class SavedState(Protocol):
+    """What a checkpoint has: a strategy's variables and optimizers, or a module's of PyTorch."""
+
+    def arrays(self, ranks: Sequence[int], each_node: bool) -> tuple[dict[str, Form], list[Slice]]:
+        """Return the forms of all arrays, and what this rank writes of them. Collective. See `Writers`."""
+
+    def optimizers(self) -> list[dict[str, Any]]:
+        """Return name, iterations and settings of each optimizer, the same on all ranks."""
+
+    def check(self) -> None:
+        """Log what no file has. Local."""
+
+    def restore(
+        self, path: str, opening: Callable[[], SnapshotFile] | None, root: int, names: Mapping[str, str], strict: bool
+    ) -> dict[str, Any]:
+        """Read all of it; return the program's addition. Collective. See `Strategy.restore`, and `OpenState`."""
+
+
 @final
-class Checkpoint:
-    """Saves and restores the variables and optimizers of one strategy."""
+class StrategyState:
+    """The variables and optimizers of a strategy."""
 
     def __init__(self, group: ProcessGroup, placement: Placement, states: OptimizerStates) -> None:
         self._group, self._placement, self._states = group, placement, states
+
+    def arrays(self, ranks: Sequence[int], each_node: bool) -> tuple[dict[str, Form], list[Slice]]:
+        """Return the forms of all arrays, and what this rank writes of them. Collective. See `Writers`."""
+        writers = Writers(self._group, self._placement.grid, ranks, each_node)
+        return slices_of(entries(self._placement, self._states, writers), writers)
+
+    def variables(self) -> tuple[dict[str, Form], list[Slice]]:
+        """Return the forms of the variables alone, of which rank 0 writes all. Collective."""
+        writers = Writers(self._group, self._placement.grid, [0])
+        return slices_of(variable_entries(self._placement, locations(self._placement), writers), writers)
+
+    def optimizers(self) -> list[dict[str, Any]]:
+        """Return name, iterations and settings of each optimizer."""
+        return [kept.about() for kept in self._states.kept()]
+
+    def check(self) -> None:
+        """Log the variables that no file has: those made outside of every scope."""
+        outside = context.default_strategy()
+        if outside is None or outside.extended.placement is self._placement:
+            return
+        names = [variable.name for variable in outside.extended.variables if variable.name not in _mentioned]
+        _mentioned.update(names)
+        if names:
+            remedy = "make them in the scope, or pass their values: strategy.save(path, extra={...})"
+            what = (
+                f"variables made outside strategy.scope() are neither saved nor restored: {', '.join(map(repr, names))}"
+            )
+            log.once(logging.WARNING, f"{what}; {remedy}")
+
+    def restore(
+        self, path: str, opening: Callable[[], SnapshotFile] | None, root: int, names: Mapping[str, str], strict: bool
+    ) -> dict[str, Any]:
+        """Read all of it; return the program's addition. Collective. See `Strategy.restore`."""
+        from .restore import Restoring
+
+        return Restoring(self._group, self._placement, self._states, path, opening, root).restore(names, strict)
+
+
+@final
+class Checkpoint:
+    """Saves and restores one state, by the ranks of one group."""
+
+    def __init__(self, group: ProcessGroup, state: SavedState) -> None:
+        self._group, self._state = group, state
         self._layout: Layout | None = None
         self._memory = np.empty(0, np.uint8)  # of a file that is written while the program goes on
         self._saving: Saving | None = None
@@ -82,13 +141,11 @@ class Checkpoint:
 
     def prepare(self) -> None:
         """Have memory for copies, as much as they would take now. Collective. See `Strategy.prepare_save`."""
-        _, slices = self._list(range(self._group.topology.size))
+        _, slices = self._state.arrays(range(self._group.topology.size), False)
         self._reserve(slices)
 
-    def export(self, path: str | os.PathLike[str]) -> None:
+    def export(self, path: str | os.PathLike[str], forms: dict[str, Form], slices: list[Slice]) -> None:
         """Write the variables alone, as safetensors. Collective. See `Strategy.export`."""
-        writers = Writers(self._group, self._placement.grid, [0])
-        forms, slices = slices_of(variable_entries(self._placement, locations(self._placement), writers), writers)
 
         def write() -> dict[str, Any]:
             from .safetensors import write_safetensors
@@ -124,9 +181,9 @@ class Checkpoint:
     def restore(self, path: str | os.PathLike[str], names: Mapping[str, str], strict: bool) -> dict[str, Any]:
         """Read all variables and what optimizers keep; return what was added. Collective. See `Strategy.restore`."""
         self.end()
-        self._warn_of_unsaved()
+        self._state.check()
         with RECORDER.span("s", "restore"):
-            return self._restoring(os.fspath(path), None, 0).restore(names, strict)
+            return self._state.restore(os.fspath(path), None, 0, names, strict)
 
     def close(self) -> None:
         """Nothing: the strategy has called `end`, for as long as ranks could meet."""
@@ -149,8 +206,8 @@ class Checkpoint:
         began = time.monotonic()
         group, target = self._group, Path(path)
         text = agree_extra(group, path, extra)
-        self._warn_of_unsaved()
-        optimizers = [kept.about() for kept in self._states.kept()]
+        self._state.check()
+        optimizers = self._state.optimizers()
         replacement = contextlib.ExitStack()
         try:
 
@@ -159,7 +216,7 @@ class Checkpoint:
 
             beside = Path(from_rank_0(group, "save", path, create)["beside"])
             writers = self._writers(beside)
-            forms, slices = self._list(writers)
+            forms, slices = self._state.arrays(writers, False)
             layout = self._layout_of(forms, beside, path)
             kept = self._copied(slices) if keeps else slices
             with group.collective("save", "pieces"):
@@ -221,11 +278,10 @@ class Checkpoint:
     def take_snapshot(self, step: int, extra: Mapping[str, Any], run: str) -> None:
         """Keep the state in memory of each node. Collective. See `Strategy.take_snapshot`."""
         with RECORDER.span("s", "snapshot"):
-            self._warn_of_unsaved()
+            self._state.check()
             text = agree_extra(self._group, "", extra)
-            forms, slices = self._list(range(self._group.topology.size), each_node=True)
-            optimizers = [kept.about() for kept in self._states.kept()]
-            notes = {"extra": json.loads(text or "{}"), "optimizers": optimizers}
+            forms, slices = self._state.arrays(range(self._group.topology.size), True)
+            notes = {"extra": json.loads(text or "{}"), "optimizers": self._state.optimizers()}
             self._snapshots.take(run, step, forms, slices, notes)
 
     def reach(self, step: int) -> None:
@@ -240,28 +296,4 @@ class Checkpoint:
         """Restore a state from memory; return what was added. Collective."""
         with RECORDER.span("s", "restore"):
             opening = partial(self._snapshots.open, snapshot)
-            return self._restoring(f"the snapshot of step {snapshot.step}", opening, snapshot.root).restore({}, True)
-
-    def _restoring(self, path: str, opening: Callable[[], SnapshotFile] | None, root: int) -> Restoring:
-        from .restore import Restoring
-
-        return Restoring(self._group, self._placement, self._states, path, opening, root)
-
-    def _warn_of_unsaved(self) -> None:
-        """Log the variables that no file has: those made outside of every scope."""
-        outside = context.default_strategy()
-        if outside is None or outside.extended.placement is self._placement:
-            return
-        names = [variable.name for variable in outside.extended.variables if variable.name not in _mentioned]
-        _mentioned.update(names)
-        if names:
-            remedy = "make them in the scope, or pass their values: strategy.save(path, extra={...})"
-            what = (
-                f"variables made outside strategy.scope() are neither saved nor restored: {', '.join(map(repr, names))}"
-            )
-            log.once(logging.WARNING, f"{what}; {remedy}")
-
-    def _list(self, ranks: Sequence[int], each_node: bool = False) -> tuple[dict[str, Form], list[Slice]]:
-        """Return the forms of all arrays of the state, and what this rank writes of them. Collective. See `Writers`."""
-        writers = Writers(self._group, self._placement.grid, ranks, each_node)
-        return slices_of(entries(self._placement, self._states, writers), writers)
+            return self._state.restore(f"the snapshot of step {snapshot.step}", opening, snapshot.root, {}, True)

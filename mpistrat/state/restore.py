@@ -9,17 +9,13 @@ not made yet, and of variables on servers.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
 from ..base import log
 from ..base.errors import explain
-from ..base.text import printable
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
 from ..optimizers.node_slots import OUTER_MOMENTUM, slots_for
@@ -27,16 +23,12 @@ from ..optimizers.slots import WIRE_RESIDUAL, residual_receiver
 from ..variables import Placement, Receiver
 from ..variables.kinds import receiver_of
 from .extra import read_extra
-from .file import CheckpointFile, from_rank_0, on_all
 from .list import Form, key_of, link_of, locations, name_of
+from .opened import OpenState
 from .optimizer_states import OptimizerStates
-from .reading import FileSlices, SliceReader, read_own, send
-from .safetensors import SafetensorsFile, is_safetensors
 from .snapshot import SnapshotFile
 
 __all__ = ["Restoring"]
-
-StateFile = CheckpointFile | SafetensorsFile | SnapshotFile
 
 
 @final
@@ -64,9 +56,8 @@ class Restoring:
             root: the rank that reads.
         """
         self._group, self._placement, self._states, self._path = group, placement, states, path
-        self._opening, self._root = opening, root
+        self._opened = OpenState(group, path, opening, root)
         self._locations = locations(placement)
-        self._file: StateFile | None = None  # on the root
         self._there: dict[str, str] = {}  # names in the file, by those here
         self._forms: dict[str, Form] = {}
         self._slot_names: dict[str, str] = {}  # names here, by keys of slots; "" for slots that no node takes
@@ -83,24 +74,17 @@ class Restoring:
             where = self._locations[variable.name]
             wanted[where.name] = Form(where.box.shape, variable.dtype.name)
         self._there = _names_there(wanted, names)
-        with contextlib.ExitStack() as stack:
-            found = from_rank_0(group, "restore", path, partial(self._look, stack), self._root)
+        with self._opened as opened:
+            found = opened.look(self._there.values())
             self._forms = {key: Form(tuple(shape), dtype) for key, (shape, dtype) in found["forms"].items()}
             problems, strangers = self._compare_with_program(wanted, found, strict)
-            reader = self._reader(stack, found["places"])
-            on_all(group, "restore", path, partial(self._compare, reader))
-            extra = from_rank_0(group, "restore", path, self._extra, self._root)["extra"]
+            opened.check(found["places"], self._forms)
+            extra = opened.extra()
             known = self._begin_optimizers()
             self._take_variables()
             for number in self._optimizers:
                 self._take_slots(number, known)
-            group.barrier("restore")  # nobody reads what is overwritten
-            problem: Exception | None = None
-            if reader is None:
-                read = None if self._file is None else self._file.read_array
-                problem = send(group, self._root, read, self._forms, self._receivers)
-            on_all(group, "restore", path, partial(self._change, reader, problem))
-            group.barrier("restore")
+            opened.take(self._forms, self._receivers)
         self._finish()
         group.barrier("restore")  # no worker pushes to a server that has not got its part yet
         if not strict:
@@ -113,21 +97,6 @@ class Restoring:
         return dict(read_extra(extra or {}))
 
     # what is in the file
-
-    def _look(self, stack: contextlib.ExitStack) -> dict[str, Any]:
-        """Open the file, and return the list of what is in it. On the root."""
-        path = Path(self._path)
-        if self._opening is not None:
-            file: StateFile = self._opening()
-        elif is_safetensors(path):
-            file = SafetensorsFile(path)
-        else:
-            file = CheckpointFile(path)
-        self._file = file
-        stack.enter_context(file)
-        forms = file.forms(map(key_of, self._there.values()))
-        about = {"optimizers": file.optimizers, "weights_only": file.weights_only, "forms": forms}
-        return {**about, "names": file.names(), "places": file.places(forms)}
 
     def _compare_with_program(
         self, wanted: Mapping[str, Form], found: Mapping[str, Any], strict: bool
@@ -181,32 +150,6 @@ class Restoring:
             found.update((f"{owner}/{key_of(name)}", here) for name, here in slots_for(names, node).items())
         return found
 
-    def _reader(self, stack: contextlib.ExitStack, places: Mapping[str, Any] | None) -> SliceReader | None:
-        """Return the reader of this rank's elements; None where not all find what the root has. Collective."""
-        if places is None:
-            return None
-        reader: SliceReader | None = None
-        with contextlib.suppress(OSError, ValueError, ImportError):
-            if self._opening is not None:
-                reader = self._opening()
-            else:
-                reader = stack.enter_context(contextlib.closing(FileSlices(Path(self._path), places)))
-        with self._group.collective("restore", "parts"):
-            return reader if self._group.agree(int(reader is not None), "min") else None
-
-    def _compare(self, reader: SliceReader | None) -> None:
-        """Compare all that will be read with what was saved."""
-        topology = self._group.topology
-        if reader is not None:
-            reader.check(self._forms, topology.local_rank, topology.local_size)
-        elif self._file is not None:
-            for key, form in self._forms.items():
-                self._file.read_array(key, form)
-
-    def _extra(self) -> dict[str, Any]:
-        assert self._file is not None
-        return {"extra": self._file.extra()}
-
     # what this rank takes
 
     def _begin_optimizers(self) -> set[int]:
@@ -249,17 +192,6 @@ class Restoring:
                 box = self._locations[variable.name].box
                 for slot, receiver in receivers.items():
                     self._receivers[slots[slot]].append(box.receiver(receiver))
-
-    def _change(self, reader: SliceReader | None, problem: Exception | None) -> None:
-        """Read what this rank takes, unless it was sent; raise what went wrong, and that it leaves no whole state."""
-        try:
-            if problem is not None:
-                raise problem
-            if reader is not None:
-                read_own(reader, self._forms, self._receivers)
-        except Exception as error:
-            left = "variables and optimizers have been changed in part: restore a file before you go on"
-            raise OSError(printable(f"{type(error).__name__}: {error}; {left}")) from error
 
     def _finish(self) -> None:
         """Complete what was taken, and give optimizers the whole slots. Collective."""

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from ..base.agree import as_told, together
-from ..base.errors import SharedMemoryError
+from ..base.errors import ContextError, SharedMemoryError, explain
 from ..base.files import PAGE
 from ..base.log import logger
 from ..comm import job_files
@@ -37,7 +37,7 @@ from ..comm.shared_memory import ENLARGE, map_file
 from .list import Form, Slice, link_of
 from .reading import SliceReader
 
-__all__ = ["Snapshot", "SnapshotFile", "Snapshots"]
+__all__ = ["Snapshot", "SnapshotFile", "Snapshots", "check_restarts"]
 
 _LEAST_NOTES = 1 << 16  # bytes
 _WORD = 8
@@ -341,6 +341,13 @@ class Snapshots:
             if step := file.newest():
                 found.append((file, step))
         return found
+
+
+def check_restarts(group: ProcessGroup, function: str) -> None:
+    """Raise ContextError unless `mpistrat run --restarts` starts the job again."""
+    if not group.environment.job:
+        expected, remedy = "a job that is started again", "mpistrat run --restarts 20 train.py"
+        raise ContextError(explain(function, "", expected=expected, got="another", remedy=remedy))
 
 
 def _rounded(nbytes: int) -> int:

@@ -284,7 +284,7 @@ class Saving:
             OSError: on every rank, when it could not be written. What had that name before is there still.
         """
         if self._outcome is None:
-            self._outcome = self._agree()
+            self._outcome = self._group.in_order("Strategy.save", self._agree)
         if self._outcome:
             raise OSError(f"Strategy.save: {os.fspath(self.path)}: {self._outcome}")
 

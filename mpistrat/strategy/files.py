@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ContextError, explain
-from ..state.checkpoint import Checkpoint
-from ..state.snapshot import Snapshot
+from ..state.checkpoint import Checkpoint, StrategyState
+from ..state.snapshot import Snapshot, check_restarts
 from ..state.writing import Saving
 from ..variables.equal import different_weights
 
@@ -25,6 +25,7 @@ class Files(ABC):
 
     _extended: StrategyExtended
     _checkpoint: Checkpoint
+    _state: StrategyState
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
         """Write all variables, all that optimizers keep, and what the program adds, to one HDF5 file. Collective.
@@ -170,9 +171,7 @@ class Files(ABC):
 
     def _begin_snapshot(self, function: str) -> None:
         self._begin_file(function, "")
-        if not self.takes_snapshots:
-            expected, remedy = "a job that is started again", "mpistrat run --restarts 20 train.py"
-            raise ContextError(explain(f"Strategy.{function}", "", expected=expected, got="another", remedy=remedy))
+        check_restarts(self._extended.process_group, f"Strategy.{function}")
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the variables alone, whole and by name, as safetensors, for other programs. Collective.
@@ -195,7 +194,7 @@ class Files(ABC):
             remedy = "save writes HDF5, with optimizers"
             expected, got = f'a name that ends in "{SUFFIX}"', os.fspath(path)
             raise ValueError(explain("Strategy.export", "path", expected=expected, got=got, remedy=remedy))
-        self._checkpoint.export(path)
+        self._checkpoint.export(path, *self._state.variables())
 
     def restore(
         self, path: str | os.PathLike[str], map: Mapping[str, str] | None = None, strict: bool = True

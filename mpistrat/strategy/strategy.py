@@ -21,7 +21,7 @@ from ..cluster.resolvers.resolver import ClusterResolver
 from ..comm.process_group import ProcessGroup
 from ..comm.recorder import RECORDER
 from ..cross_device.over_axes import Axis
-from ..state.checkpoint import Checkpoint
+from ..state.checkpoint import Checkpoint, StrategyState
 from ..variables import Variable
 from ..variables.equal import different_weights
 from .collectives import RankCollectives
@@ -69,7 +69,8 @@ class Strategy(RankCollectives, Files, OtherNames):
             raise TypeError(explain("Strategy", "", expected="a strategy", got=got, remedy=remedy))
         self._extended = extended
         self._replica_frame: Frame = extended.replicas[0].frame
-        self._checkpoint = Checkpoint(extended.process_group, extended.placement, extended.optimizer_states)
+        self._state = StrategyState(extended.process_group, extended.placement, extended.optimizer_states)
+        self._checkpoint = Checkpoint(extended.process_group, self._state)
         self._stop_request = StopRequest(extended.process_group)
         self._stop_agreement: StopAgreement = StopTogether(extended.placement.group)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -49,7 +50,8 @@ def times(strategy: Any = None, seconds: float | None = None) -> list[RankTimes]
     """Return where the time of each rank went, and who made others wait, by rank. Collective.
 
     Args:
-        strategy: default the current one.
+        strategy: a strategy, or a process group of torch.distributed; default the current strategy, or outside of scopes the
+            default group.
         seconds: of the last so many; default all that the recorders remember.
 
     Example:
@@ -60,7 +62,11 @@ def times(strategy: Any = None, seconds: float | None = None) -> list[RankTimes]
         >>> found[0].rank, found[0].steps >= 3
         (0, True)
     """
-    group = process_group_of(strategy)
+    group = process_group_of(strategy, "timeline.times")
+    return group.in_order("timeline.times", partial(_times, group, seconds))
+
+
+def _times(group: ProcessGroup, seconds: float | None) -> list[RankTimes]:
     ring = RECORDER.ring()
     first = 0 if seconds is None else perf_counter_ns() - int(seconds * 1e9)
     own = shares(ring, first)

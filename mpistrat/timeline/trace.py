@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -106,10 +107,10 @@ def span(name: str) -> AbstractContextManager[None]:
     return RECORDER.span("u", name)
 
 
-def process_group_of(strategy: Any) -> ProcessGroup:
-    """Return the ranks of a strategy, by default of the current one."""
-    found = context.current().strategy if strategy is None else strategy
-    group: ProcessGroup = found.extended.process_group
+def process_group_of(strategy: Any, function: str) -> ProcessGroup:
+    """Return the group of the ranks of a strategy, or of torch.distributed: see `context.ranks_of`."""
+    found = context.ranks_of(strategy, function)
+    group: ProcessGroup = getattr(found, "extended", found).process_group
     return group
 
 
@@ -122,7 +123,8 @@ def save(path: str | os.PathLike[str], strategy: Any = None, ranks: Sequence[int
 
     Args:
         path: the file; ".json.gz" is its usual end. One that exists is replaced.
-        strategy: default the current one.
+        strategy: a strategy, or a process group of torch.distributed; default the current strategy, or outside of scopes the
+            default group.
         ranks: which; default all, of more than 64 the first of each node.
 
     Raises:
@@ -138,7 +140,12 @@ def save(path: str | os.PathLike[str], strategy: Any = None, ranks: Sequence[int
 
     Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
     """
-    group = process_group_of(strategy)
+    group = process_group_of(strategy, "timeline.save")
+    group.in_order("timeline.save", partial(_save, group, path, ranks))
+    return Path(path)
+
+
+def _save(group: ProcessGroup, path: str | os.PathLike[str], ranks: Sequence[int] | None) -> None:
     topology = group.topology
     if ranks is None:
         firsts = [topology.node_of.index(node) for node in range(topology.num_nodes)]
@@ -165,7 +172,6 @@ def save(path: str | os.PathLike[str], strategy: Any = None, ranks: Sequence[int
             for number, one in enumerate(filter(None, parts)):
                 file.write((gzip.compress(b",\n") if number else b"") + one)  # gzip's files may be put end to end
             file.write(gzip.compress(b"\n]}\n"))
-    return Path(path)
 
 
 def _fragment(group: ProcessGroup, ring: Ring, offset: Offset, zero: int) -> str:
@@ -188,7 +194,7 @@ def _fragment(group: ProcessGroup, ring: Ring, offset: Offset, zero: int) -> str
             row["args"] = {"number": number}
         if kind == "c" and group_number:  # else it is a wait for one that was started before
             apart = (group_number - group.monitor.group + GROUPS // 2) % GROUPS
-            row["args"]["group"] = apart - GROUPS // 2  # 0 is the strategy's, on all ranks
+            row["args"]["group"] = apart - GROUPS // 2  # 0 is that of `save`, on all ranks
             row["args"]["waited_us"] = waited / 1000 if end else None
         if not end:
             row["args"] = {**row.get("args", {}), "unfinished": True}

@@ -18,5 +18,6 @@ from .counted_loss import counted_loss
 from .distribute import distribute
 from .module import gradients, local_gradient
 from .sync_batch_norm import SyncBatchNorm
+from .training_state import TrainingState
 
-__all__ = ["SyncBatchNorm", "counted_loss", "distribute", "gradients", "local_gradient", "use"]
+__all__ = ["SyncBatchNorm", "TrainingState", "counted_loss", "distribute", "gradients", "local_gradient", "use"]

@@ -33,6 +33,7 @@ from ..base.files import remove_dead
 from ..base.log import logger
 from ..state.extra import has_state
 from ..state.writing import Saving
+from ..timeline.trace import process_group_of
 
 __all__ = [
     "Checkpoints",
@@ -110,7 +111,8 @@ class FolderClaim:
     """The claim of a strategy on a folder; rank 0 has the lock. It is an attachment of the group of ranks, and ends with it."""
 
     def __init__(self, strategy: Any, folder: Path) -> None:
-        self._strategy, self._folder, self._group = strategy, folder, strategy.extended.process_group
+        self._strategy, self._folder = strategy, folder
+        self._group = process_group_of(strategy, "Checkpoints")
         self._taken, self._descriptor, self._key = False, -1, (0, 0)
 
     def take(self) -> Path:
@@ -243,7 +245,7 @@ class Checkpoints:
         """Take a folder, which is made when the first file is written.
 
         Args:
-            strategy: whose variables and optimizers are saved.
+            strategy: whose variables and optimizers are saved; or an `ms.torch.TrainingState`.
             folder: on a file system that all ranks see.
             keep: how many of the newest files stay; 0 for all.
             every_steps: `step` saves at its multiples.
@@ -293,7 +295,7 @@ class Checkpoints:
         self._saved, self._saving_step = False, 0
         self._claim, self._claimed = FolderClaim(strategy, self.folder), False
         self._postponed = False  # until nodes have the same weights
-        group = strategy.extended.process_group
+        group = process_group_of(strategy, "Checkpoints")
         self._until, self._layouts = group.environment.until, [(0, group.topology.ranks_per_node)]
 
     @property
@@ -467,7 +469,7 @@ class Checkpoints:
                 begin they get what they had been then.
 
         Raises:
-            ContextError: under parameter servers, whose workers have batches of their own.
+            ContextError: under parameter servers, whose workers have batches of their own, and for an `ms.torch.TrainingState`.
             OSError, ValueError: as `restore_latest`.
 
         Example:
@@ -483,8 +485,8 @@ class Checkpoints:
             [1.0, 5.0, 9.0, 1.0, 5.0, 9.0]
         """
         strategy = self.strategy
-        if strategy.extended.placement.store is not None:
-            expected, got = "a strategy whose ranks have the same batches", "one of parameter servers"
+        if not hasattr(strategy, "run") or hasattr(strategy, "workers"):
+            expected, got = "a strategy whose ranks have the same batches", type(strategy).__name__
             raise ContextError(explain("Checkpoints.batches", "strategy", expected=expected, got=got))
         notes = self.restore_latest() or {"step": 0, "epoch": 0, "position": None, "lists": {}, "random": ()}
         step, first, position = notes["step"], notes["epoch"], notes["position"]

@@ -414,4 +414,4 @@ class Timeline(Callback):
 
     def _apart(self, loop: Loop) -> bool:
         """Whether ranks meet after an epoch only: those of parameter servers."""
-        return loop.strategy.extended.placement.store is not None
+        return hasattr(loop.strategy, "workers")

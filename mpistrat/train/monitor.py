@@ -27,6 +27,7 @@ from ..base.masks import plain_array
 from ..base.text import counted, duration, encoded
 from ..base.version import __version__
 from ..timeline import times
+from ..timeline.trace import process_group_of
 from .callbacks import Callback, Logs, Loop, is_number, plain
 from .logs import JSONLogger, Progress, TensorBoard, WarnOnce
 from .run_page import RunRecord, page
@@ -73,7 +74,8 @@ class Monitor(Callback):
 
         Args:
             folder: of this run.
-            strategy: for a `with` block; default the current one.
+            strategy: for a `with` block: a strategy, or a process group of torch.distributed; default the current strategy, or
+                outside of scopes the default group.
             config: what you want to find in the page: names and values.
             tensorboard: True to insist on event files, False for none.
             mlflow: whether results go to MLflow, too, which must be installed; its own variables say where.
@@ -108,7 +110,7 @@ class Monitor(Callback):
             self._callbacks.append(self._board)
         self._mlflow = _mlflow() if mlflow else None
         self._tracking, self._paging = WarnOnce("MLflow", Exception), WarnOnce(f"the page in {self.folder}", Exception)
-        self._samples, self._begun, self._training, self._started = 0, 0.0, 0.0, False
+        self._samples, self._rows, self._begun, self._training, self._started = 0, 0, 0.0, 0.0, False
         self._plan = [] if plan is None else _steps_of(plan)
         self._planned = ""
         self._looks, self._pages = _Seldom(), _Seldom()  # at all ranks' times, and to write the page
@@ -122,15 +124,14 @@ class Monitor(Callback):
         self.loop, self._started = loop, True
         logger.addHandler(self._warnings)
         strategy = loop.strategy
-        topology = strategy.extended.topology
-        sync = strategy.extended.placement.store is None
+        topology = process_group_of(strategy, "monitor").topology
         here = f"{strategy.rank}: {topology.hostname or platform.node()} {', '.join(topology.devices)}"
         every = strategy.all_gather_object(here)
         self.record.facts = {
             "strategy": repr(strategy),
             "ranks": str(strategy.size),
             "nodes": str(topology.num_nodes),
-            "replicas": str(strategy.num_replicas_in_sync if sync else topology.num_replicas),
+            "replicas": str(topology.num_replicas if _has_workers(strategy) else strategy.num_replicas_in_sync),
             "devices by rank": "; ".join(every[:64]) + ("; …" if len(every) > 64 else ""),
             "program": " ".join(sys.argv),
             "started": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -150,7 +151,7 @@ class Monitor(Callback):
 
     def on_epoch_begin(self, loop: Loop) -> None:
         self.on_train_begin(loop)
-        self._samples, self._begun = 0, time.perf_counter()
+        self._samples, self._rows, self._begun = 0, 0, time.perf_counter()
         self._training = self._training or self._begun
         for callback in self._callbacks:
             callback.on_epoch_begin(loop)
@@ -164,16 +165,24 @@ class Monitor(Callback):
         strategy, record = loop.strategy, self.record
         now = time.perf_counter()
         due = self._looks.due()
-        mine = (loop.step, now - self._begun if self._begun else 0.0, self._samples, due, self._warnings.take())
+        mine = (
+            loop.step,
+            now - self._begun if self._begun else 0.0,
+            self._samples,
+            due,
+            self._warnings.take(),
+            self._rows,
+        )
         every = strategy.all_gather_object(mine)
-        step, seconds, samples, due, _ = every[loop.first]
-        if strategy.extended.placement.store is not None:  # workers have batches of their own
+        step, seconds, samples, due, *_ = every[loop.first]
+        if _has_workers(strategy):  # of parameter servers, which have batches of their own
             samples = sum(one[2] for one in every)
+        samples += sum(one[5] for one in every)
         rate = samples / seconds if seconds else 0.0
         if due:
             with self._looks:
                 record.ranks = times(strategy, now - self._training)
-        for rank, (*_, texts) in enumerate(every):
+        for rank, (*_, texts, _) in enumerate(every):
             record.warnings += [f"rank {rank}: {text}" for text in texts]
         del record.warnings[_WARNINGS:]
         found = {
@@ -226,8 +235,7 @@ class Monitor(Callback):
     # in a loop of one's own
 
     def __enter__(self) -> Self:
-        strategy = context.current().strategy if self._strategy is None else self._strategy
-        self.on_train_begin(Loop(strategy))
+        self.on_train_begin(Loop(context.ranks_of(self._strategy, "monitor")))
         self.on_epoch_begin(self._running("Monitor"))
         return self
 
@@ -236,10 +244,15 @@ class Monitor(Callback):
     ) -> None:
         self.on_train_end(self._running("Monitor"))
 
-    def step(self) -> None:
-        """Count a step. Local; in a `with` block."""
+    def step(self, rows: int = 0) -> None:
+        """Count a step. Local; in a `with` block.
+
+        Args:
+            rows: how many rows of other data than a distributed dataset's this rank has used, for samples a second of all ranks.
+        """
         loop = self._running("Monitor.step")
         loop.step += 1
+        self._rows += rows
         self.on_step_end(loop)
 
     def epoch(self, logs: Logs) -> None:
@@ -354,6 +367,11 @@ def _planned(steps: Sequence[Mapping[str, Any]], ranks_per_node: Sequence[int]) 
             low, high = map(duration, each["step"])
             return f"{low} to {high} planned for {where}"
     return f"nothing planned for {where}"
+
+
+def _has_workers(strategy: Any) -> bool:
+    """Return whether the ranks are those of parameter servers."""
+    return hasattr(strategy, "workers")
 
 
 def _there(module: str) -> bool:

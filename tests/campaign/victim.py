@@ -31,7 +31,7 @@ STEPS, EPOCHS, ROWS, REPLICAS = 60, 4, 120, 4
 PACKAGE = str(Path(ms.__file__).parent)
 COMMIT = ("state/snapshot.py", "comm/job_files.py")
 RECOVERY = (
-    *COMMIT, "launcher/survive.py", "train/checkpoints.py", "cluster/world.py", "state/restore.py",
+    *COMMIT, "launcher/survive.py", "train/checkpoints.py", "cluster/world.py", "state/restore.py", "state/opened.py",
     "comm/process_group.py", "comm/shared_memory.py", "comm/node.py", "arena/arena.py",
 )  # fmt: skip
 LEAVING = ("launcher/survive.py", "cluster/world.py")

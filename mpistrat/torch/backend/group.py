@@ -11,6 +11,7 @@ import functools
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -41,7 +42,9 @@ from ...cross_device.auto import make_cross_device_ops
 from ...cross_device.values import Leaves
 from .gpus import GpuGroup, by_nccl, is_on_gpu, queued
 from .lane import Lane
+from .members import GroupRanks
 from .monitored_barrier import monitored_barrier
+from .steps import note_steps
 from .transfers import Transfers, array_of, bytes_of, copy_back, dense, dtype_name
 from .work import OperationWork, WorkOfSeveral, seconds_of, torch_error
 
@@ -151,6 +154,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     Attributes:
         gpus: what decides how tensors on GPUs move; None without a GPU.
+        members: the ranks, for a monitor, a timeline and checkpoints.
     """
 
     def __init__(self, ranks: ProcessGroup, store: Any, timeout: timedelta, name: str) -> None:
@@ -168,6 +172,10 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._coalesced = threading.local()
         self._sequence, self._monitored, self._closed = 0, 0, False
         self._group_name, self._group_desc = name, "undefined"
+        self.members = GroupRanks(ranks, f"torch.distributed, backend {NAME}{ranks.label and f', {ranks.label}'}")
+        own = weakref.ref(self)  # the ranks do not keep the group alive
+        ranks.lane = lambda function, call: _owner(own, function)._in_order(function, call)
+        note_steps()
 
     # names and settings: C++ keeps them in its own backends, of which this group has none
 
@@ -326,6 +334,12 @@ class MpiProcessGroup(dist.ProcessGroup):
     def run_now(self, function: str, operation: Callable[[float], None]) -> None:
         """Run an operation, a function of its time limit, after those that were called before, and wait for it."""
         self._run(function, [], None, (), operation, waits=True).wait()
+
+    def _in_order(self, function: str, call: Callable[[], Any]) -> Any:
+        """Return what a call returns, which is made as an operation. See `ProcessGroup.in_order`."""
+        results = []
+        self.run_now(function, lambda seconds: results.append(call()))
+        return results[0]
 
     def _check(self, function: str, tensors: Sequence[torch.Tensor]) -> None:
         if self._closed:
@@ -849,6 +863,18 @@ class MpiProcessGroup(dist.ProcessGroup):
         if len(tensors) != self._size:
             expected = f"a list of {self._size} tensors, one for each rank"
             raise ValueError(explain(function, argument, expected=expected, got=f"{len(tensors)}", rank=self._rank))
+
+
+def _owner(reference: weakref.ref[MpiProcessGroup], function: str) -> MpiProcessGroup:
+    """Return the group of a reference.
+
+    Raises:
+        RuntimeError: it was destroyed.
+    """
+    group = reference()
+    if group is None:
+        raise RuntimeError(explain(function, "group", expected="a process group", got="one that was destroyed"))
+    return group
 
 
 def _multiple() -> int:

@@ -18,7 +18,8 @@ class Lane:
 
     Each group has a lane of its own, so groups may be used in another order on each rank. A call that waits anyway runs in its
     own thread if the lane is empty, which saves two changes of thread. A call from a callback of a future that the lane has
-    filled runs at once: before the waiting calls, which is the same position on every rank, and without a deadlock.
+    filled runs at once: before the waiting calls, which is the same position on every rank, and without a deadlock. So does a
+    call that an operation makes.
 
     Args:
         name: the name of the thread.
@@ -31,6 +32,7 @@ class Lane:
         self._running = threading.RLock()  # held by the thread that runs an operation
         self._posting = threading.Lock()
         self._waiting = 0  # operations in the queue, and the one of it that runs
+        self._inside = 0  # the thread of a waiting call that runs in its own thread
         self._thread: threading.Thread | None = None
 
     def run(self, work: OperationWork, operation: Callable[[], None], waits: bool) -> OperationWork:
@@ -41,7 +43,7 @@ class Lane:
             operation: the function that does it.
             waits: whether the caller waits for the work at once.
         """
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self._thread or threading.get_ident() == self._inside:
             _do(work, operation)
             return work
         if not self._threads:
@@ -52,9 +54,11 @@ class Lane:
             with self._posting:
                 here = self._waiting == 0 and self._running.acquire(False)
             if here:
+                self._inside = threading.get_ident()
                 try:
                     _do(work, operation)
                 finally:
+                    self._inside = 0
                     self._running.release()
                 return work
         with self._posting:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.state import restore
+from mpistrat.state import opened
 from mpistrat.state.file import CheckpointFile
+from mpistrat.state.opened import OpenState
 from mpistrat.state.reading import FileSlices
-from mpistrat.state.restore import Restoring
 
 SHAPE = (301, 217)
 
@@ -61,7 +61,7 @@ class Program:
 def sends(monkeypatch):
     """How often values were sent."""
     calls = []
-    monkeypatch.setattr(restore, "send", lambda *args, send=restore.send: calls.append(1) or send(*args))
+    monkeypatch.setattr(opened, "send", lambda *args, send=opened.send: calls.append(1) or send(*args))
     return calls
 
 
@@ -156,7 +156,7 @@ def test_a_file_that_cannot_be_read_any_more_is_told_on_all_ranks(mpi_tmp_path, 
     monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", shared)
     fails = MPI.COMM_WORLD.rank == (0 if sent else MPI.COMM_WORLD.size - 1)
     reader, name = (CheckpointFile, "read_array") if sent else (FileSlices, "read")
-    whole, compare = getattr(reader, name), Restoring._compare
+    whole, compare = getattr(reader, name), OpenState._compare
     compared = []
 
     def read(self, *what):
@@ -173,7 +173,7 @@ def test_a_file_that_cannot_be_read_any_more_is_told_on_all_ranks(mpi_tmp_path, 
         program = Program(strategy)
         with monkeypatch.context() as patch:
             patch.setattr(reader, name, read)
-            patch.setattr(Restoring, "_compare", compare_first)
+            patch.setattr(OpenState, "_compare", compare_first)
             if sent:
                 patch.setattr(reader, "places", lambda self, keys: None)
             with pytest.raises(OSError, match="the disk is gone; .* changed in part"):
