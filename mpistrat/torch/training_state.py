@@ -51,8 +51,9 @@ class TrainingState:
     one that is equal on all ranks. A file has the whole tensors, by the names of PyTorch's `get_state_dict`: it can be restored
     on any number of ranks, and by the other kinds of module.
 
+    Its rank and size are those of the group.
+
     Attributes:
-        rank, size: this rank's number in the group, and the number of ranks.
         process_group: the ranks.
         nodes_differ: False: see `Strategy.nodes_differ`.
         takes_snapshots: whether `mpistrat run --restarts` started the job, whose state may be kept in memory.

@@ -34,8 +34,12 @@ _UNDISTURBED, _LONGEST_PAUSE = (
     0.05,
 )  # seconds before the thread looks for a transfer, and at most between two looks
 
-_DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
-_CODES = {dtype: code for code, dtype in enumerate(dict.fromkeys(_DTYPES))}
+
+@functools.cache
+def _codes() -> dict[torch.dtype, int]:
+    """Return the number of each dtype, by which messages name it."""
+    dtypes = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
+    return {dtype: code for code, dtype in enumerate(dict.fromkeys(dtypes))}
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,7 +131,7 @@ class Transfers:
         flat = dense(tensor)
         data = bytes_of(flat)
         if data.size <= _CHECKED:
-            data = np.append(data, np.uint8(_CODES[flat.dtype]))
+            data = np.append(data, np.uint8(_codes()[flat.dtype]))
         with self._lock:
             request = self.comm.Isend([data, _byte()], target, tag)
         what = f"dist.send of {form_of(tensor)} to rank {target}"
@@ -392,10 +396,10 @@ class ReceiveWork(_Transfer):
         """Raise CollectiveMismatchError unless the message has the length and the dtype of the tensor."""
         small = data.size <= _CHECKED + 1
         length = data.size - 1 if small else data.size
-        code = int(data[-1]) if small else _CODES[self._flat.dtype]
-        if length == nbytes and code == _CODES[self._flat.dtype]:
+        code = int(data[-1]) if small else _codes()[self._flat.dtype]
+        if length == nbytes and code == _codes()[self._flat.dtype]:
             return
-        dtype = f" of {dtype_name(list(_CODES)[code])}" if small else ""
+        dtype = f" of {dtype_name(list(_codes())[code])}" if small else ""
         raise CollectiveMismatchError(
             f"rank {self._transfers.ranks.topology.rank}: {self.what}: expected {nbytes} bytes of"
             f" {dtype_name(self._flat.dtype)}, got {length} bytes{dtype} from rank {self.source}. Send and receive tensors of"
