@@ -16,8 +16,11 @@ DTYPES = [torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, 
 
 @pytest.fixture(autouse=True)
 def started():
+    from mpi4py import MPI
+
     hvd.init()
     yield
+    MPI.COMM_WORLD.Barrier()  # the first shutdown ends the calls of all ranks
     hvd.shutdown()
 
 

@@ -11,8 +11,11 @@ import mpistrat.horovod.torch as hvd  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def started():
+    from mpi4py import MPI
+
     hvd.init()
     yield
+    MPI.COMM_WORLD.Barrier()  # the first shutdown ends the calls of all ranks
     hvd.shutdown()
 
 
