@@ -17,8 +17,7 @@ from mpistrat.types import CommunicationImplementation
 
 @pytest.fixture
 def no_nccl(monkeypatch):
-    for module in ("mpistrat.comm.gpu", "mpistrat.cross_device.auto"):
-        monkeypatch.setattr(f"{module}.nccl_available", lambda: "CuPy is not installed: pip install it")
+    monkeypatch.setattr("mpistrat.comm.gpu.nccl_available", lambda: "CuPy is not installed: pip install it")
 
 
 def test_names():
