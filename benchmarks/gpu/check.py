@@ -901,7 +901,7 @@ def state_of_module_and_optimizer():
 
 @item("torch")
 def optimizer_with_state_on_the_gpu():
-    """Training that goes on from plain torch: the optimizer's state lies on the GPU."""
+    """Distribute an optimizer that has taken steps in plain torch: its state is on the GPU."""
     torch = torch_()
     import mpistrat as ms
 
