@@ -37,9 +37,7 @@ __all__ = [
 ]
 
 BLOCK = 1 << 16  # elements that are summed and consumed while they are in cache
-GPU_BLOCK = (
-    1 << 24
-)  # elements that a GPU sums and updates at a time: its kernels cost as much time to start as a small block
+GPU_BLOCK = 1 << 24  # the same on a GPU, where a kernel takes as long to start as to add 64 K elements
 NETWORK_CHUNK = 1 << 20  # bytes that cross the network at a time; a constant: other chunks give other bits
 
 #: Called as consume(low, high, block); a block is scratch, valid in the call only.

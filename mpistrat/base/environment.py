@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 from .errors import explain
 
-__all__ = ["RANK_PROCESS", "RESTART_EXIT_CODE", "STANDBY", "STRATEGIES", "Environment", "not_by_name"]
+__all__ = ["RANK_PROCESS", "RESTART_EXIT_CODE", "STANDBY", "STRATEGIES", "Environment", "not_by_name", "number_in"]
 
 RESTART_EXIT_CODE = 42  # of a program that has saved and wants to be put back into the queue, as TensorFlow's
 
@@ -50,7 +50,16 @@ def not_by_name(strategy: str) -> str:
     return remedy if strategy.lower() in ("mesh", "meshstrategy") else ""
 
 
-def _number(env: Mapping[str, str], name: str, default: float, low: float) -> float:
+def number_in(env: Mapping[str, str], name: str, default: float, low: float = 0.0) -> float:
+    """Return the number that a variable of an environment has; the default where it is not set or empty.
+
+    Raises:
+        ValueError: it is no number, or less than `low`.
+
+    Example:
+        >>> number_in({"SECONDS": "2.5"}, "SECONDS", 1.0)
+        2.5
+    """
     text = env.get(name, "")
     try:
         value = float(text) if text else default
@@ -62,7 +71,7 @@ def _number(env: Mapping[str, str], name: str, default: float, low: float) -> fl
 
 
 def _number_or_none(env: Mapping[str, str], name: str) -> float | None:
-    return _number(env, name, 0.0, 0.0) if env.get(name) else None
+    return number_in(env, name, 0.0, 0.0) if env.get(name) else None
 
 
 def _switch(env: Mapping[str, str], name: str, default: str) -> bool:
@@ -139,9 +148,9 @@ class Environment:
         if servers and not (servers.isascii() and servers.isdigit() and 0 < int(servers) < 1 << 20):
             raise ValueError(explain("environment", "MPISTRAT_NUM_PS", expected="a number >= 1", got=repr(servers)))
         return cls(
-            warn_after=_number(env, "MPISTRAT_WARN_AFTER", 10.0, 0.001),
-            abort_after=_number(env, "MPISTRAT_ABORT_AFTER", 600.0, 0.001),
-            check_every=int(_number(env, "MPISTRAT_CHECK_EVERY", 64, 1)),
+            warn_after=number_in(env, "MPISTRAT_WARN_AFTER", 10.0, 0.001),
+            abort_after=number_in(env, "MPISTRAT_ABORT_AFTER", 600.0, 0.001),
+            check_every=int(number_in(env, "MPISTRAT_CHECK_EVERY", 64, 1)),
             shared_memory=_switch(env, "MPISTRAT_SHARED_MEMORY", "1"),
             compiled_loops=_switch(env, "MPISTRAT_COMPILED_LOOPS", "1"),
             chooser=env.get("MPISTRAT_CHOOSER", ""),
@@ -152,10 +161,10 @@ class Environment:
             colors=env.get("MPISTRAT_COLORS", ""),
             torch=_word(env, "MPISTRAT_TORCH", "1", ("0", "1", "mpi")),
             job=_key(env),
-            generation=int(_number(env, "MPISTRAT_GENERATION", 0, 0)),
-            until=int(_number(env, "MPISTRAT_UNTIL", 0, 0)),
+            generation=int(number_in(env, "MPISTRAT_GENERATION", 0, 0)),
+            until=int(number_in(env, "MPISTRAT_UNTIL", 0, 0)),
             log=level,
-            events=int(_number(env, "MPISTRAT_EVENTS", 16384, 0)),
+            events=int(number_in(env, "MPISTRAT_EVENTS", 16384, 0)),
             terminal=tuple(filter(None, env.get("MPISTRAT_TERMINAL", "").split(","))),
             traceback=_word(env, "MPISTRAT_TRACEBACK", "short", ("short", "full")),
             end_time=_number_or_none(env, "MPISTRAT_END_TIME"),

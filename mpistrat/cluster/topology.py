@@ -28,7 +28,7 @@ from .world import world
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Topology", "check_comm", "given_comm", "room_for_communicators", "running_mpi"]
+__all__ = ["Topology", "check_comm", "given_comm", "own_comm", "room_for_communicators", "running_mpi"]
 
 
 @final
@@ -119,11 +119,8 @@ class Topology:
         """
         mpi = running_mpi(function)
         comm = check_comm(mpi, comm, function)
-        wait_for_ranks(comm, function)
+        own = own_comm(mpi, comm, function)
         with room_for_communicators(function):
-            own = comm.Dup()
-            # Errors are to reach Python as exceptions, whatever the handler of the user's communicator is.
-            own.Set_errhandler(mpi.ERRORS_RETURN)
             intra = own.Split_type(mpi.COMM_TYPE_SHARED, key=own.rank)
         try:
             return cls._exchange(mpi, own, intra, devices, function, replicas)
@@ -321,6 +318,21 @@ def check_comm(mpi: Any, comm: Any, function: str) -> Any:
     if comm == mpi.COMM_WORLD:
         check_size(comm.size)
     return comm
+
+
+def own_comm(mpi: Any, comm: Any, function: str) -> Any:
+    """Wait for the ranks of a communicator, and return a copy of it whose errors are exceptions. Collective over `comm`.
+
+    Raises:
+        LayoutError: MPI has no more communicators.
+        CollectiveMismatchError: on every rank, if other ranks are here for another `function`.
+        CollectiveTimeoutError: a rank did not come within MPISTRAT_ABORT_AFTER seconds.
+    """
+    wait_for_ranks(comm, function)
+    with room_for_communicators(function):
+        own = comm.Dup()
+        own.Set_errhandler(mpi.ERRORS_RETURN)  # whatever the handler of the user's communicator is
+        return own
 
 
 def given_comm(comm: Any, function: str) -> Any:

@@ -13,10 +13,10 @@ import json
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,11 @@ __all__ = [
     "nccl_datatype_name",
     "own_gpus",
     "require_nccl",
+    "shared_gpus",
     "why_not_nccl",
 ]
+
+G = TypeVar("G")
 
 _KEPT = 16  # free buffers of either kind that are kept
 
@@ -296,15 +299,23 @@ def why_not_nccl(group: ProcessGroup) -> str:
     for rank, (why, _) in enumerate(rows):
         if why:
             return why if topology.size == 1 else f"rank {rank}: {why}"
-    owners: dict[tuple[int, str], list[int]] = {}
-    for rank, (_, found) in enumerate(rows):
-        for bus in found:
-            owners.setdefault((topology.node_of[rank], bus), []).append(rank)
+    shared = shared_gpus((rank, (topology.node_of[rank], bus)) for rank, (_, found) in enumerate(rows) for bus in found)
     return "; ".join(
-        f"{named('rank', ranks)} share the GPU {bus} of node {node}"
-        for (node, bus), ranks in owners.items()
-        if len(ranks) > 1
+        f"{named('rank', ranks)} share the GPU {bus} of node {node}" for (node, bus), ranks in shared.items()
     )
+
+
+def shared_gpus(used: Iterable[tuple[int, G]]) -> dict[G, list[int]]:
+    """Return the ranks of each GPU that several ranks use, of pairs of a rank and its GPU.
+
+    Example:
+        >>> shared_gpus([(0, "a"), (1, "b"), (2, "a")])
+        {'a': [0, 2]}
+    """
+    users: dict[G, list[int]] = {}
+    for rank, gpu in used:
+        users.setdefault(gpu, []).append(rank)
+    return {gpu: ranks for gpu, ranks in users.items() if len(ranks) > 1}
 
 
 def _text(value: bytes | str) -> str:

@@ -21,12 +21,11 @@ import numpy as np
 import torch
 
 from ..base.agree import gather_text, same
-from ..base.environment import Environment
+from ..base.environment import Environment, number_in
 from ..base.errors import ClusterError, CollectiveMismatchError, by_rank, explain
 from ..base.log import logger
 from ..base.waiting import Backoff
-from ..cluster.rendezvous import wait_for_ranks
-from ..cluster.topology import check_comm, running_mpi
+from ..cluster.topology import check_comm, own_comm, running_mpi
 from ..cluster.world import communicator_of
 from ..torch.backend.group import over
 from .errors import HorovodInternalError
@@ -38,8 +37,8 @@ from .timeline import TensorTimeline
 __all__ = ["Engine"]
 
 _TO_COORDINATOR, _TO_RANKS = 1, 2  # tags
-_CYCLE = 1e-3  # seconds between two looks for messages while this rank has calls that nobody waits for
-_IDLE = 5e-3  # and where it has had none for a while
+_CYCLE = 1e-3  # seconds between polls for messages while calls of this rank are pending
+_IDLE = 5e-3  # and after a while without calls
 _WHILE = 1.0  # seconds
 _ALONE = 1 << 22  # bytes from which on a tensor is not copied into a message with others
 _FUSED = 128 << 20  # bytes of the largest message of several tensors
@@ -82,22 +81,20 @@ class Engine:
     def __init__(self, comm: Any) -> None:
         mpi = running_mpi("hvd.init")
         given = check_comm(mpi, comm, "hvd.init")
-        wait_for_ranks(given, "hvd.init")
         if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
             remedy = "Leave mpi4py.rc.thread_level at 'multiple', and use an MPI that was built with it"
             text = explain("hvd.init", "", expected="MPI_THREAD_MULTIPLE", got="less", remedy=remedy)
             raise ClusterError(text)
-        self._comm = given.Dup()
-        self._comm.Set_errhandler(mpi.ERRORS_RETURN)
+        self._comm = own_comm(mpi, given, "hvd.init")
         self._byte = mpi.BYTE
         self.rank, self.size = self._comm.rank, self._comm.size
         self._place(mpi)
         self._environment = Environment.read()
-        cycle = _number("HOROVOD_CYCLE_TIME", 1e3 * _CYCLE) * 1e-3
-        fused = int(_number("HOROVOD_FUSION_THRESHOLD", _FUSED))
+        cycle = number_in(os.environ, "HOROVOD_CYCLE_TIME", 1e3 * _CYCLE) * 1e-3
+        fused = int(number_in(os.environ, "HOROVOD_FUSION_THRESHOLD", _FUSED))
         same(partial(gather_text, self._comm), f"HOROVOD_FUSION_THRESHOLD={fused}", _different)
         self._cycle_seconds, self._fused = cycle, fused
-        self._limit = _number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0) or self._environment.abort_after
+        self._limit = number_in(os.environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0) or self._environment.abort_after
         self.sets: dict[int, RankSet] = {}
         self._numbers = 0
         self._lock, self._working, self._wake = threading.Lock(), threading.Lock(), threading.Event()
@@ -113,7 +110,7 @@ class Engine:
         self._coordinator: Coordinator | None = None
         if self.rank == 0:
             warn = 0.0 if os.environ.get("HOROVOD_STALL_CHECK_DISABLE") == "1" else self._environment.warn_after
-            warn = warn and _number("HOROVOD_STALL_CHECK_TIME_SECONDS", warn)
+            warn = warn and number_in(os.environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", warn)
             self._coordinator = Coordinator(self.size, self._ranks_of, warn, self._limit, logger.warning)
         self._next_look = time.monotonic() + 1.0
         global_process_set.ranks = list(range(self.size))
@@ -214,7 +211,7 @@ class Engine:
         return f"rank {self.rank}: hvd.{what}: Horovod has been shut down{reason}. Call hvd.init() on all ranks again"
 
     def knows(self, handle: int) -> bool:
-        """Return True if a handle is that of a call whose result nobody has taken."""
+        """Return True if the result of a handle's call has not been read yet."""
         return handle in self._handles
 
     def ready(self, handle: int) -> bool:
@@ -376,13 +373,14 @@ class Engine:
     def _run(self, decisions: Sequence[Decision]) -> None:
         """Run decided calls in their order; reductions of one kind together."""
         for bundle in self._bundles(decisions):
-            started, error = time.time(), None
+            started = time.time()
+            error: Exception | None = None
             process_set = self.sets.get(bundle[0].key[0])
             with self._lock:
                 calls = [self._calls.get(each.key) for each in bundle]
             results: list[Any] = [None] * len(bundle)
             if bundle[0].error:
-                error = _refused(bundle[0])
+                error = CollectiveMismatchError(bundle[0].error)
             elif process_set is not None and self.rank in process_set.ranks:
                 try:
                     results = self._run_bundle(process_set, bundle, calls)
@@ -495,10 +493,6 @@ class Engine:
         return removed is not None
 
 
-def _refused(decision: Decision) -> Exception:
-    return CollectiveMismatchError(decision.error)
-
-
 def _by_dtype(form: Form, tensors: Sequence[torch.Tensor] | None) -> list[Any]:
     """Return a grouped reduction as one for each dtype."""
     found = []
@@ -507,14 +501,6 @@ def _by_dtype(form: Form, tensors: Sequence[torch.Tensor] | None) -> list[Any]:
         part = {**form, "dtypes": [dtype] * len(numbers), "shapes": [form["shapes"][number] for number in numbers]}
         found.append(([part], [None if tensors is None else [tensors[number] for number in numbers]]))
     return found
-
-
-def _number(name: str, default: float) -> float:
-    text = os.environ.get(name)
-    try:
-        return float(text) if text else default
-    except ValueError:
-        raise ValueError(explain("environment", name, expected="a number", got=repr(text))) from None
 
 
 def _different(texts: dict[int, str]) -> CollectiveMismatchError:

@@ -102,8 +102,8 @@ def adasum(group: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
     while distance < size:
         peer, theirs = rank ^ distance, torch.empty_like(mine)
         send, receive = group.send([mine], peer, distance), group.recv([theirs], peer, distance)
-        for work in (receive, send):  # a large message is sent when it is received
-            work.wait()
+        receive.wait()
+        send.wait()
         one, other = (mine, theirs) if rank < peer else (theirs, mine)
         dot, squares = (one * other).sum(), [(each * each).sum() for each in (one, other)]
         parts = [1 - (dot / (2 * square) if square else 0) for square in squares]

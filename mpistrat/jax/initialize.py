@@ -20,8 +20,7 @@ from ..base.agree import as_told, gather_text, together
 from ..base.errors import ClusterError, ContextError, DeviceError, explain
 from ..cluster.addresses import own_addresses, reachable_address
 from ..cluster.launcher_variables import launched_size
-from ..cluster.rendezvous import wait_for_ranks
-from ..cluster.topology import check_comm, room_for_communicators, running_mpi
+from ..cluster.topology import check_comm, own_comm, room_for_communicators, running_mpi
 
 __all__ = ["initialize"]
 
@@ -60,10 +59,8 @@ def initialize(comm: Any = None) -> None:
         expected, got = "ranks that a launcher of MPI started", "a process that was started without one"
         remedy = "Start the program with mpiexec, srun or mpistrat run, as in: mpiexec -n 2 python train.py"
         raise ClusterError(explain(_FUNCTION, "", expected=expected, got=got, remedy=remedy))
-    wait_for_ranks(given, _FUNCTION)
+    own = own_comm(mpi, given, _FUNCTION)
     with room_for_communicators(_FUNCTION):
-        own = given.Dup()
-        own.Set_errhandler(mpi.ERRORS_RETURN)
         node = own.Split_type(mpi.COMM_TYPE_SHARED, key=own.rank)
     try:
         _start(own, node)

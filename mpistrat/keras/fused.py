@@ -132,7 +132,10 @@ class FusedUpdate:
         extended = link.strategy.extended
         self._group, self._ops = extended.placement.group, extended.placement.ops
         theirs = rule.slots_of(optimizer)
-        arenas, what = ArenaAllocator(self._group, ["cpu:0"]), f"the updates of {optimizer.name}"
+        arenas, what = (
+            ArenaAllocator(self._group, ["cpu:0"]),
+            f"the updates of {optimizer.name}",
+        )  # host memory, also of GPUs
         with self._group.collective("keras optimizer", optimizer.name, dtype, (total,), tuple(theirs)):
             self._arena, _ = arenas.allocate(total, dtype, True, what)
             made = {name: arenas.allocate(total, dtype, False, what) for name in theirs}

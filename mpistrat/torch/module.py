@@ -226,6 +226,11 @@ class TorchLink:
         self.shown = torch.Tensor._make_subclass(LocalGradient, self.gradient)
         self.shown.strategy = weakref.ref(self.variable.placement.strategy)
 
+    def _hold_own(self, gradient: torch.Tensor) -> None:
+        """Keep the gradient in memory of its own, as that of a thawed parameter before its first step."""
+        plain = gradient.detach()
+        self._hold(array_of(plain.to_dense() if plain.is_sparse else plain.contiguous()))
+
     def _hold_late(self) -> None:
         """Keep the gradient in the variable's memory, which a step has made since the parameter was thawed."""
         parameter, own, shown = self.parameter, self.gradient, self.shown
@@ -261,8 +266,7 @@ class TorchLink:
         if gradient is None:
             return
         if target is None:
-            gradient = gradient.detach()
-            self._hold(array_of(gradient.to_dense() if gradient.is_sparse else gradient.contiguous()))
+            self._hold_own(gradient)
             parameter.grad = self.shown
         elif gradient is not self.shown:
             if gradient.requires_grad:  # backward(create_graph=True)
@@ -325,7 +329,7 @@ class TorchLink:
             if not parameter.is_floating_point():
                 remedy = "Keep torch.view_as_real(...) of it as the parameter"
                 self._refuse("a trained parameter of floating numbers", f"one of {parameter.dtype}", remedy)
-            self._hold(array_of(gradient.detach().to_dense() if gradient.is_sparse else gradient.detach().contiguous()))
+            self._hold_own(gradient)
         elif gradient is not self.shown:
             _fill(self.gradient, gradient)  # the program's own
         return self._present

@@ -25,12 +25,18 @@ __all__ = [
     "ModelCheckpoint",
     "ReduceLROnPlateau",
     "TerminateOnNaN",
+    "has_workers",
     "is_number",
     "plain",
 ]
 
 #: Results by name.
 Logs = Mapping[str, Any]
+
+
+def has_workers(strategy: Any) -> bool:
+    """Return whether a strategy's ranks are workers of parameter servers, which have batches of their own."""
+    return hasattr(strategy, "workers")
 
 
 @final

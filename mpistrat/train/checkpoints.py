@@ -34,6 +34,7 @@ from ..base.log import logger
 from ..state.extra import has_state
 from ..state.writing import Saving
 from ..timeline.trace import process_group_of
+from .callbacks import has_workers
 
 __all__ = [
     "Checkpoints",
@@ -485,7 +486,7 @@ class Checkpoints:
             [1.0, 5.0, 9.0, 1.0, 5.0, 9.0]
         """
         strategy = self.strategy
-        if not hasattr(strategy, "run") or hasattr(strategy, "workers"):
+        if not hasattr(strategy, "run") or has_workers(strategy):
             expected, got = "a strategy whose ranks have the same batches", type(strategy).__name__
             raise ContextError(explain("Checkpoints.batches", "strategy", expected=expected, got=got))
         notes = self.restore_latest() or {"step": 0, "epoch": 0, "position": None, "lists": {}, "random": ()}

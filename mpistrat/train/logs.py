@@ -25,7 +25,7 @@ from ..base.log import logger
 from ..base.terminal import progress_bar, reaches_terminal
 from ..base.text import displayable, encoded, error_text
 from ..timeline import save
-from .callbacks import Callback, Logs, Loop, is_number, plain
+from .callbacks import Callback, Logs, Loop, has_workers, is_number, plain
 
 __all__ = [
     "CSVLogger",
@@ -414,4 +414,4 @@ class Timeline(Callback):
 
     def _apart(self, loop: Loop) -> bool:
         """Whether ranks meet after an epoch only: those of parameter servers."""
-        return hasattr(loop.strategy, "workers")
+        return has_workers(loop.strategy)

@@ -28,7 +28,7 @@ from ..base.text import counted, duration, encoded
 from ..base.version import __version__
 from ..timeline import times
 from ..timeline.trace import process_group_of
-from .callbacks import Callback, Logs, Loop, is_number, plain
+from .callbacks import Callback, Logs, Loop, has_workers, is_number, plain
 from .logs import JSONLogger, Progress, TensorBoard, WarnOnce
 from .run_page import RunRecord, page
 
@@ -131,7 +131,7 @@ class Monitor(Callback):
             "strategy": repr(strategy),
             "ranks": str(strategy.size),
             "nodes": str(topology.num_nodes),
-            "replicas": str(topology.num_replicas if _has_workers(strategy) else strategy.num_replicas_in_sync),
+            "replicas": str(topology.num_replicas if has_workers(strategy) else strategy.num_replicas_in_sync),
             "devices by rank": "; ".join(every[:64]) + ("; …" if len(every) > 64 else ""),
             "program": " ".join(sys.argv),
             "started": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -175,7 +175,7 @@ class Monitor(Callback):
         )
         every = strategy.all_gather_object(mine)
         step, seconds, samples, due, *_ = every[loop.first]
-        if _has_workers(strategy):  # of parameter servers, which have batches of their own
+        if has_workers(strategy):  # of parameter servers, which have batches of their own
             samples = sum(one[2] for one in every)
         samples += sum(one[5] for one in every)
         rate = samples / seconds if seconds else 0.0
@@ -367,11 +367,6 @@ def _planned(steps: Sequence[Mapping[str, Any]], ranks_per_node: Sequence[int]) 
             low, high = map(duration, each["step"])
             return f"{low} to {high} planned for {where}"
     return f"nothing planned for {where}"
-
-
-def _has_workers(strategy: Any) -> bool:
-    """Return whether the ranks are those of parameter servers."""
-    return hasattr(strategy, "workers")
 
 
 def _there(module: str) -> bool:

@@ -148,11 +148,8 @@ class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Reduction, several: bool, *tensors: torch.Tensor) -> Any:
         ctx.call, ctx.several = call, several
-        return (
-            tuple(synchronize(call.start(tensors, in_place=False, several=several)))
-            if several
-            else synchronize(call.start(tensors, in_place=False, several=False))
-        )
+        found = synchronize(call.start(tensors, in_place=False, several=several))
+        return tuple(found) if several else found
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

@@ -15,6 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ...base import log
 from ...base.text import named
+from ...comm.gpu import shared_gpus
 from ...comm.process_group import ProcessGroup
 from .work import WorkOfSeveral
 
@@ -32,7 +33,6 @@ _LONG_KNOWN = {
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
-
 
 # What PyTorch's Python has of a ProcessGroup only, not of the backend inside.
 _ONE_BY_ONE = {
@@ -168,10 +168,9 @@ class GpuGroup:
         without = [rank for rank, row in enumerate(rows) if not row[0]]
         if without:
             return f"PyTorch has no NCCL on {named('rank', without)}"
-        owners: dict[tuple[int, ...], list[int]] = {}
-        for rank, row in enumerate(rows):
-            owners.setdefault((self._ranks.topology.node_of[rank], *row[1:]), []).append(rank)
-        return "; ".join(f"{named('rank', ranks)} share a GPU" for ranks in owners.values() if len(ranks) > 1)
+        nodes = self._ranks.topology.node_of
+        shared = shared_gpus((rank, (nodes[rank], *row[1:])) for rank, row in enumerate(rows))
+        return "; ".join(f"{named('rank', ranks)} share a GPU" for ranks in shared.values())
 
 
 def _first_of(inner: Any, *names: str) -> Callable[..., Any]:

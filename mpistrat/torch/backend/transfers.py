@@ -167,7 +167,7 @@ class Transfers:
         with self._changed:
             unfinished = list(self._unfinished)
         over = self.ranks.closed
-        done = [work for work in unfinished if over or work.moved()]
+        done = [work for work in unfinished if over or work.is_completed()]
         with self._changed:
             self._unfinished = [work for work in self._unfinished if work not in done]
             return bool(self._unfinished)
@@ -292,13 +292,6 @@ class _Transfer(OperationWork):
         return torch_error(error, self._line)
 
     def is_completed(self) -> bool:
-        return self._test()
-
-    def moved(self) -> bool:
-        """Move the message on unless another thread does, and return True if the transfer has ended."""
-        if not self._testing.acquire(False):
-            return False
-        self._testing.release()
         return self._test()
 
     def get_future(self) -> Future[Any]:

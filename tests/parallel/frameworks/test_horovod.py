@@ -10,18 +10,15 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 
 import mpistrat.horovod.torch as hvd  # noqa: E402
 from mpistrat.errors import ContextError  # noqa: E402
+from tests.harness.horovod_ranks import initialized  # noqa: E402
 
 DTYPES = [torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 @pytest.fixture(autouse=True)
 def started():
-    from mpi4py import MPI
-
-    hvd.init()
-    yield
-    MPI.COMM_WORLD.Barrier()  # the first shutdown ends the calls of all ranks
-    hvd.shutdown()
+    with initialized():
+        yield
 
 
 def full(value, *shape, dtype=torch.float32):

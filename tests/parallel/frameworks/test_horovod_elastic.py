@@ -6,13 +6,13 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 
 import mpistrat.horovod.torch as hvd  # noqa: E402
 from mpistrat.horovod.errors import HostsUpdatedInterrupt  # noqa: E402
+from tests.harness.horovod_ranks import initialized  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def started():
-    hvd.init()
-    yield
-    hvd.shutdown()
+    with initialized():
+        yield
 
 
 def filled(value):

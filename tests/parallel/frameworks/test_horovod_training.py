@@ -7,16 +7,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
 
 import mpistrat.horovod.torch as hvd  # noqa: E402
+from tests.harness.horovod_ranks import initialized  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def started():
-    from mpi4py import MPI
-
-    hvd.init()
-    yield
-    MPI.COMM_WORLD.Barrier()  # the first shutdown ends the calls of all ranks
-    hvd.shutdown()
+    with initialized():
+        yield
 
 
 def network(seed=0):
