@@ -21,7 +21,7 @@ def integer(function: str, argument: str, value: Any, least: int | None = None, 
     """Return a value as an integer.
 
     Raises:
-        TypeError: it is no integer; with the remedy. Or it is masked.
+        TypeError: it is no integer, or a bool; with the remedy. Or it is masked.
         ValueError: it is smaller than the least that is legal.
 
     Example:
@@ -30,9 +30,11 @@ def integer(function: str, argument: str, value: Any, least: int | None = None, 
     """
     unmasked(value, function, argument)
     try:
-        number = operator.index(value)
+        number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        raise TypeError(explain(function, argument, expected="an integer", got=repr(value), remedy=remedy)) from None
+        number = None
+    if number is None:
+        raise TypeError(explain(function, argument, expected="an integer", got=repr(value), remedy=remedy))
     if least is not None and number < least:
         raise ValueError(explain(function, argument, expected=f"at least {least}", got=number))
     return number

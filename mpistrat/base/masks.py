@@ -1,4 +1,4 @@
-"""Masked arrays: `np.asarray` drops a mask silently, and the numbers below it would count."""
+"""Arrays that a user passed: `np.asarray` drops masks and rounds integers silently; here both are errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from .errors import explain
 
-__all__ = ["check_unmasked", "plain_array", "unmasked"]
+__all__ = ["check_lossless", "check_unmasked", "plain_array", "unmasked"]
 
 T = TypeVar("T")
 
@@ -20,15 +20,22 @@ def plain_array(value: Any, function: str, argument: str = "", dtype: DTypeLike 
 
     Raises:
         TypeError: numbers are masked.
+        OverflowError: without a dtype: integers that no dtype of NumPy's integers holds together.
+        ValueError: without a dtype: strings beside numbers.
 
     Example:
         >>> plain_array(np.ma.masked_equal([1, 2], 3), "f")
         array([1, 2])
     """
-    return check_unmasked(value, np.asanyarray(value, dtype), function, argument)
+    found = np.asanyarray(value, dtype)
+    return (
+        check_lossless(value, found, function, argument)
+        if dtype is None
+        else check_unmasked(value, found, function, argument)
+    )
 
 
-def check_unmasked(value: Any, found: NDArray[Any], function: str, argument: str = "") -> NDArray[Any]:
+def check_lossless(value: Any, found: NDArray[Any], function: str, argument: str = "") -> NDArray[Any]:
     """Return `np.asanyarray(value)` without its class.
 
     Args:
@@ -38,6 +45,25 @@ def check_unmasked(value: Any, found: NDArray[Any], function: str, argument: str
 
     Raises:
         TypeError: numbers are masked: in the array, in a list of arrays, or in arrays that an array of objects holds.
+        OverflowError: integers became floats or objects, as those of `[2**63, -1]` and `[2**64]`.
+        ValueError: numbers became strings.
+    """
+    if found is not value and found.dtype.kind in "fO" and _are(value, int, "iu"):
+        remedy = "np.array(values, np.uint64) holds integers from 0 to 2**64 - 1; pass larger ones as floats"
+        expected, largest = "integers that one dtype of NumPy's integers holds", max(found.max(), found.min(), key=abs)
+        raise OverflowError(
+            explain(function, argument, expected=expected, got=f"{int(largest)} among them", remedy=remedy)
+        )
+    if isinstance(value, (list, tuple)) and found.dtype.kind in "SU" and not _are(value, (str, bytes), "SU"):
+        raise ValueError(explain(function, argument, expected="strings only, or numbers only", got="both"))
+    return check_unmasked(value, found, function, argument)
+
+
+def check_unmasked(value: Any, found: NDArray[Any], function: str, argument: str = "") -> NDArray[Any]:
+    """Return `np.asanyarray(value)` without its class; see `check_lossless`.
+
+    Raises:
+        TypeError: numbers are masked.
     """
     if "numpy.ma" not in sys.modules:  # so there is no masked array
         return np.asarray(found)
@@ -77,3 +103,12 @@ def _count(value: Any) -> int:
         items = value if isinstance(value, (list, tuple)) else ()
     holders = tuple(kind for kind in set(map(type, items)) if issubclass(kind, (np.ndarray, list, tuple)))
     return sum(_count(item) for item in items if isinstance(item, holders)) if holders else 0
+
+
+def _are(value: Any, kinds: type | tuple[type, ...], numpys: str) -> bool:
+    """Return whether a value is of a kind, or an array of one of NumPy's kinds, or a list of such that is not empty."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(_are(item, kinds, numpys) for item in value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype.kind in numpys and value.size > 0
+    return isinstance(value, kinds)

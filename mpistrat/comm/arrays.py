@@ -19,7 +19,7 @@ import numpy as np
 
 from ..base.errors import MissingDependencyError, explain
 from ..base.log import once
-from ..base.masks import check_unmasked
+from ..base.masks import check_lossless
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -118,7 +118,7 @@ def as_array(value: Any, function: str = "as_array", argument: str = "value") ->
         array = np.asanyarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(_no_array(value, function, argument)) from error
-    array = check_unmasked(value, array, function, argument)
+    array = check_lossless(value, array, function, argument)
     if array.dtype.kind == "O":
         raise TypeError(_no_array(value, function, argument))
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

@@ -219,11 +219,17 @@ class Dataset:
         Right after the source, the index names the sample whatever comes later, as `ms.random.rng(sample=…)` needs.
 
         Raises:
-            ValueError: for a dataset that is batched already.
+            ValueError: for a dataset that is batched already; an index that int64 cannot hold.
         """
+        function = "Dataset.enumerate"
         if self.node.batching is not None:
-            raise ValueError("Dataset.enumerate: expected a dataset of rows, got batches: enumerate before batch")
-        return Dataset(Enumerated(self.node, integer("Dataset.enumerate", "start", start)))
+            raise ValueError(f"{function}: expected a dataset of rows, got batches: enumerate before batch")
+        first = integer(function, "start", start)
+        last = first + max(self.node.cardinality(), 1) - 1
+        if not -(2**63) <= first <= last < 2**63:
+            got = f"indices from {first} to {last}"
+            raise ValueError(explain(function, "start", expected="indices that int64 holds", got=got))
+        return Dataset(Enumerated(self.node, first))
 
     @tensorflow_names()
     def take(self, count: int) -> Dataset:

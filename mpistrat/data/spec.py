@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 from ..base import nest
 from ..base.arguments import out_of_range
 from ..base.errors import explain
-from ..base.masks import plain_array
+from ..base.masks import check_unmasked, plain_array
 from .buffers import RowBuffers
 
 __all__ = [
@@ -157,14 +157,14 @@ def _fit(spec: ArraySpec, value: Any) -> Any:
         if isinstance(value, (str, bytes)):
             return value
         raise _misfit(spec, value)
-    array = value if plain or isinstance(value, np.generic) else plain_array(value, "")
+    array = value if plain or isinstance(value, np.generic) else check_unmasked(value, np.asanyarray(value), "")
     number = not isinstance(value, (np.ndarray, np.generic)) and array.dtype != spec.dtype
     if number and _KINDS.get(array.dtype.kind, 9) <= _KINDS.get(spec.dtype.kind, -1):
         outside = out_of_range(array, spec.dtype)
         if outside is not None:  # astype would wrap it
             limits = np.iinfo(spec.dtype)
             raise ValueError(f"expected {spec}, from {limits.min} to {limits.max}, got {outside}")
-        array = array.astype(spec.dtype)
+        array = _cast(array, spec)
     same = array.dtype == spec.dtype
     if not same and array.dtype.newbyteorder("=") == spec.dtype.newbyteorder("="):  # NumPy's scalars have no byte order
         array, same = array.astype(spec.dtype), True
@@ -173,6 +173,18 @@ def _fit(spec: ArraySpec, value: Any) -> Any:
     if not same or (array.shape != spec.shape and not _shape_fits(array.shape, spec.shape)):
         raise _misfit(spec, value)
     return array if array.ndim else array[()]
+
+
+def _cast(array: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
+    """Return numbers in the dtype of a spec; ValueError where a finite one becomes infinite."""
+    with np.errstate(over="ignore"):
+        found = array.astype(spec.dtype)
+    if found.dtype.kind in "fc" and found.dtype.itemsize < array.dtype.itemsize:
+        lost = np.isinf(found) & ~np.isinf(array)
+        if lost.any():
+            limits = np.finfo(found.dtype)
+            raise ValueError(f"expected {spec}, from {limits.min} to {limits.max}, got {array[lost].flat[0]}")
+    return found
 
 
 def _shape_fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:

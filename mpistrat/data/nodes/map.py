@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...base import nest
 from ...base.errors import ShardError, explain
-from ...base.masks import plain_array
+from ...base.masks import check_unmasked
 from ..buffers import RowBuffers
 from ..options import number_of_calls
 from ..spec import ArraySpec, conform, empty_rows, row_count, spec_of_element, spec_of_rows, stack_rows, unstack_rows
@@ -112,14 +112,16 @@ class Mapped(Stage):
     def _spec_of(self, element: Any, position: int) -> Any:
         try:
             return spec_of_element(element)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             self._check_arrays(element, position)
             raise
 
     def _check_arrays(self, element: Any, position: int) -> None:
         """Raise if something that the function returned is no array, number or string, or masked: mostly it returned nothing."""
         for name, leaf in zip(nest.paths(element), nest.flatten(element), strict=True):
-            array = plain_array(leaf, self.describe(), f"element {position}{name and ' at ' + name}")
+            array = check_unmasked(
+                leaf, np.asanyarray(leaf), self.describe(), f"element {position}{name and ' at ' + name}"
+            )
             if isinstance(leaf, (str, bytes)) or not array.dtype.hasobject:
                 continue
             if array.ndim and self._parent.batching is not None:  # strings, or rows that differ in length

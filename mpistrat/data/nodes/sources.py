@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ...base import nest
 from ...base.errors import explain
 from ...base.files import with_zero_padding
-from ...base.masks import plain_array
+from ...base.masks import check_lossless, plain_array
 from ...base.text import encoded
 from ..buffers import RowBuffers, take_rows
 from ..spec import ArraySpec, conform, spec_of_element, spec_of_rows, stack_rows
@@ -105,11 +105,12 @@ def plain_lists(arrays: Any) -> Any:
     """Return a nest in which lists of numbers and strings are arrays, not structures."""
     if isinstance(arrays, list) and arrays and _plain(arrays):
         try:
-            return np.asarray(arrays)
+            found = np.asanyarray(arrays)
         except ValueError:
             expected, remedy = "lists of one length", "Rows of different shapes are a 1-D object array of arrays."
             got = "lists of different lengths"
             raise ValueError(explain("from_arrays", "arrays", expected=expected, got=got, remedy=remedy)) from None
+        return check_lossless(arrays, found, "from_arrays", "arrays")
     if type(arrays) is tuple:
         return tuple(plain_lists(each) for each in arrays)
     if type(arrays) is dict:

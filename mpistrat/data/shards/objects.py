@@ -132,7 +132,12 @@ def field_of(dataset: h5py.Dataset) -> Field:
     """
     import h5py
 
-    dtype, shape = dataset.dtype, tuple(map(int, dataset.shape[1:]))
+    shape = tuple(map(int, dataset.shape[1:]))
+    try:
+        dtype = dataset.dtype
+    except (TypeError, ValueError) as error:  # as integers of 3 bytes
+        size = dataset.id.get_type().get_size()
+        raise Refused(f"elements of {size} bytes for which h5py has no dtype ({error})") from None
     string, base = h5py.check_string_dtype(dtype), h5py.check_vlen_dtype(dtype)
     if string is not None:
         return Field(np.dtype(object if string.length is None else dtype.str), shape)

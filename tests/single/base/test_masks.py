@@ -203,3 +203,40 @@ def test_other_values_are_what_numpy_makes_of_them(value):
         and np.array_equal(found, np.asarray(value))
         and found.dtype == np.asarray(value).dtype
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ([2**63, -1], "integers that one dtype of NumPy's integers holds, got 9223372036854775808 among them"),
+        ([[0, 1], [2**63, -5]], "got 9223372036854775808 among them"),
+        ((-(2**63) - 1, 0), "got -9223372036854775809 among them"),
+        ([2**64, 1], "got 18446744073709551616 among them"),
+        (2**64, "got 18446744073709551616 among them"),
+        ([np.uint64(2**63), np.int64(-1)], "got 9223372036854775808 among them"),
+        ([np.array([2**63], np.uint64), np.array([-1])], "got 9223372036854775808 among them"),
+        ([1, "a"], "strings only, or numbers only, got both"),
+        ([["a", "b"], ["c", 3]], "strings only, or numbers only, got both"),
+    ],
+)
+def test_numbers_that_numpy_would_round_or_spell_are_refused(values, told):
+    with pytest.raises(
+        (OverflowError, ValueError), match=f"f: x: expected {told}" if told.startswith(("int", "str")) else told
+    ):
+        plain_array(values, "f", "x")
+
+
+@pytest.mark.parametrize(
+    "values", [[2**63, 2**64 - 1], [-(2**63), 2**63 - 1], [2**63, 1.5], [True, 2], ["a", b"b"], [], [[]], [None], 2**63]
+)
+def test_what_one_dtype_holds_is_taken(values):
+    np.testing.assert_array_equal(plain_array(values, "f"), np.asarray(values))
+
+
+def test_lists_of_large_integers_are_no_rows():
+    with pytest.raises(OverflowError, match="from_arrays: arrays: expected integers"):
+        ms.data.from_arrays([2**64, 1])
+    with pytest.raises(
+        OverflowError, match=r"from_arrays: arrays\['x'\]: expected integers|from_arrays: arrays: expected integers"
+    ):
+        ms.data.from_arrays({"x": [2**63, -1]})

@@ -140,6 +140,13 @@ def deep(file: Any) -> None:
     file["x"] = np.arange(3)
 
 
+def of_three_bytes(file: Any) -> None:
+    kind = h5py.h5t.NATIVE_INT32.copy()
+    kind.set_size(3)
+    dataset = h5py.h5d.create(file.id, b"x", kind, h5py.h5s.create_simple((4,)))
+    dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.arange(4, dtype=np.int32), mtype=h5py.h5t.NATIVE_INT32)
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
@@ -150,6 +157,7 @@ def deep(file: Any) -> None:
         ),
         (lambda file: file.create_dataset("x", (4, 2), "f8"), "x: .*4 rows that were never written"),
         (lambda file: file.create_dataset("x", (4, 2), "f8", chunks=(2, 2)), "x: .*4 rows that were never written"),
+        (of_three_bytes, "x: .*got elements of 3 bytes for which h5py has no dtype"),
     ],
 )
 def test_what_would_be_made_up_or_fit_nowhere_is_named(tmp_path: Path, make: Any, told: str) -> None:

@@ -113,3 +113,41 @@ def test_an_assignment_in_the_same_kind_is_checked():
     with pytest.raises(OverflowError, match=r"expected integers from -2147483648 to 2147483647, got 1099511627776"):
         v.assign(np.array([0, 1 << 40]))
     assert v.assign(np.array([5, -6])).numpy().tolist() == [5, -6]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"),
+    [
+        ("float16", 65520.0),
+        ("float16", -1e5),
+        ("float32", 1e39),
+        ("float32", [[1.0], [-1e39]]),
+        ("complex64", 1e39 + 1j),
+    ],
+)
+def test_a_float_that_would_become_infinite_is_refused(dtype, number):
+    limit = {"float16": "65504"}.get(dtype, r"3\.4.*e\+38")
+    with pytest.raises(ValueError, match=rf"element 0: expected {dtype}\[.*\], from -.* to .*{limit}.*, got"):
+        elements(number, np.dtype(dtype))
+
+
+@pytest.mark.parametrize("number", [65504.0, 65519.0, np.inf, -np.inf, np.nan, 1e-30])
+def test_floats_that_fit_are_rounded(number):
+    np.testing.assert_array_equal(elements(number, np.dtype(np.float16))[0], np.float16(number))
+
+
+def test_indices_that_int64_cannot_hold_are_refused():
+    rows, last = ms.data.from_arrays(np.arange(3)), 2**63 - 1
+    assert [int(i) for i, _ in rows.enumerate(last - 2)] == [last - 2, last - 1, last]
+    assert int(next(iter(rows.enumerate(-(2**63))))[0]) == -(2**63)
+    for first in (last - 1, last, last + 1, -(2**63) - 1):
+        with pytest.raises(
+            ValueError, match=rf"Dataset.enumerate: start: expected indices that int64 holds, got .* {first} to"
+        ):
+            rows.enumerate(first)
+
+
+@pytest.mark.parametrize("name", ["batch", "take", "skip", "repeat", "enumerate", "prefetch"])
+def test_a_bool_is_no_number(name):
+    with pytest.raises(TypeError, match=rf"Dataset\.{name}: .*expected an integer, got True"):
+        getattr(ms.data.from_arrays(np.arange(3)), name)(True)
