@@ -1,4 +1,4 @@
-"""Draw the plots of a folder of results: all-reduce, steps, frameworks, HDF5 input, servers, checkpoints, watching, the wire.
+"""Draw the plots of a folder of results: all-reduce, steps, frameworks, torch, HDF5 input, servers, checkpoints, the wire.
 
 python benchmarks/plot.py benchmarks/results/2026-11-21
 """
@@ -110,6 +110,29 @@ def draw_frameworks(folder: Path) -> None:
             axes[-1].set_ylabel("MB a node")
         heading = "A training step: " + name.removeprefix("frameworks_").replace("_", ", ")
         finish(figure, heading, caption(results), folder / f"{name}.png")
+
+
+def draw_torch_backend(folder: Path) -> None:
+    """Draw gloo's time over ours: of each collective by size, and of steps of DDP and FSDP2; a row of panels a layout."""
+    results = load(folder, "torch_backend")
+    if not results:
+        return
+    figure = new_figure(13, 4.6 * len(results))
+    for (left, right), result in zip(figure.subplots(len(results), 2, squeeze=False), results, strict=True):
+        for call, sizes in result["seconds"].items():
+            left.plot(
+                list(sizes), [times["gloo"] / times["mpistrat"] for times in sizes.values()], marker="o", label=call
+            )
+        left.set_yscale("log")
+        left.set_ylabel("gloo's time / ours")
+        left.axhline(1, color="black", linewidth=1)
+        left.grid(alpha=0.3)
+        left.legend(fontsize=8, ncols=2)
+        draw_bars(right, {step: times["gloo"] / times["mpistrat"] for step, times in result["steps"].items()}, "%.2f")
+        right.axhline(1, color="black", linewidth=1)
+        for axis, what in ((left, "collectives, float32 of a rank"), (right, "steps with Adam")):
+            axis.set_title(f"{what}\n{title(result['machine'])}", fontsize=10)
+    finish(figure, "torch.distributed over MPI beside gloo", caption(results), folder / "torch_backend.png")
 
 
 def draw_checkpoints(folder: Path) -> None:
@@ -304,6 +327,7 @@ if __name__ == "__main__":
     draw_all_reduce(Path(sys.argv[1]))
     draw_training_step(Path(sys.argv[1]))
     draw_frameworks(Path(sys.argv[1]))
+    draw_torch_backend(Path(sys.argv[1]))
     draw_hdf5_input(Path(sys.argv[1]))
     draw_parameter_server(Path(sys.argv[1]))
     draw_checkpoints(Path(sys.argv[1]))
