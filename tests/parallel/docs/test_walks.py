@@ -101,6 +101,21 @@ def torch_step(path) -> Recorder:
     return recorder
 
 
+def torch_collective(path) -> Recorder:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("mpistrat")
+    try:
+        dist.all_reduce(torch.ones(100))
+        with Recorder() as recorder:
+            dist.all_reduce(torch.ones(100))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return recorder
+
+
 def push(path) -> Recorder:
     """Of the worker the push alone; of the server all that it does."""
     recorder = Recorder()
@@ -134,13 +149,17 @@ def test_an_operation_takes_its_walk(title, where, monkeypatch, mpi_tmp_path):
     check(title, where, PROGRAMS[title](mpi_tmp_path))
 
 
+FRAMEWORKS = {"A step of PyTorch": torch_step, "A collective of torch.distributed": torch_collective}
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("where", ["one node", "several nodes"])
+@pytest.mark.parametrize("title", FRAMEWORKS)
 @pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed: make test-frameworks")
-def test_a_step_of_frameworks_takes_its_walk(where, monkeypatch, mpi_tmp_path):
+def test_an_operation_of_frameworks_takes_its_walk(title, where, monkeypatch, mpi_tmp_path):
     if where == "several nodes":
         set_layout("nodes", monkeypatch)
-    check("A step of PyTorch", where, torch_step(mpi_tmp_path))
+    check(title, where, FRAMEWORKS[title](mpi_tmp_path))
 
 
 def check(title, where, recorder):
