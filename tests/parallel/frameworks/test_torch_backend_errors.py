@@ -11,10 +11,12 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 import torch.distributed as dist  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
+from tests.harness.process_groups import set_layout  # noqa: E402
 from tests.harness.torch_groups import default_group  # noqa: E402
 from tests.harness.torch_operations import CALLS, ROOTED, call, function_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+REDUCING = ("all_reduce", "all_reduce async", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 WITH_TENSORS = [name for name in CALLS if name != "barrier"]
 
 
@@ -24,18 +26,26 @@ def group():
         yield group
 
 
-def check_mismatch(name, **wrong):
+@pytest.fixture(params=["shared", "private", "nodes"])
+def any_group(request, monkeypatch):
+    if request.param != "shared":
+        set_layout(request.param, monkeypatch)
+    with default_group() as group:
+        yield group
+
+
+def check_mismatch(name, count=4, group=None, **wrong):
     """Make a call that differs on the last rank, then a right one."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with pytest.raises(ms.errors.CollectiveMismatchError) as caught:
-        call(name, **(wrong if rank == ranks - 1 else {}))
+        call(name, **{"size": count, "group": group, **(wrong if rank == ranks - 1 else {})})
     text = str(caught.value)
     assert isinstance(caught.value, RuntimeError), "as torch's own"
     assert re.search(rf"ranks? 0.*{re.escape(function_of(name))}.*; rank {ranks - 1}: ", text) or "expected" in text, (
         text
     )
     assert "called at torch_operations.py:" in text
-    call(name)
+    call(name, count, group=group)
 
 
 @pytest.mark.ranks(2, 3)
@@ -46,6 +56,23 @@ def test_other_shapes_and_dtypes(group, name):
     check_mismatch(name, dtype=torch.int32)
     if "sparse" not in name:
         check_mismatch(name, dtype=torch.bfloat16)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("count", [20_000, 600_000])
+def test_large_tensors_of_the_same_bytes(any_group, count):
+    """Tensors that do not travel in the message that compares the call: other dtypes, reductions and roots."""
+
+    def check(name, **wrong):  # between nodes the first call of a group is compared before it begins
+        check_mismatch(name, count, dist.new_group(), **wrong)
+
+    for name in WITH_TENSORS:
+        check(name, dtype=torch.int32)
+    for name in REDUCING:
+        check(name, op=dist.ReduceOp.MAX)
+        check(name, op=dist.ReduceOp.AVG)
+    for name in ROOTED:
+        check(name, root=1)
 
 
 @pytest.mark.ranks(2)
