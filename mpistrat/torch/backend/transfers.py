@@ -3,8 +3,10 @@
 A receive is not posted to MPI: the group keeps its receives in the order of their calls and probes for their messages. So length
 and dtype of each are compared: a message ends with the number of its dtype, and one of more than 64 KB follows a head that has
 both, and can then be received in place. Messages from any source need the probes: MPICH 5.0.2 loses them between several hosts
-where the receive was posted. A large message moves only while both ranks look for it. So a rank that waits for one transfer moves all,
-and a thread moves those that nobody waits for, as where a program calls a collective between `irecv` and `wait`.
+where the receive was posted.
+
+A large message moves only while both ranks look for it. So a rank that waits for one transfer moves all, and a thread moves those
+that nobody waits for, as where a program calls a collective between `irecv` and `wait`.
 """
 
 from __future__ import annotations
@@ -334,7 +336,7 @@ class SendWork(_Transfer):
         self._requests, self._messages = requests, messages
 
     def _arrived(self) -> bool:
-        if all([request.Test() for request in self._requests]):
+        if all(request.Test() for request in self._requests):
             return True
         self._transfers.progress()  # or two ranks that send before they receive wait for each other
         return False
