@@ -77,7 +77,13 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
 @functools.cache
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    return torch.empty(0, dtype=dtype).numpy().dtype
+    try:
+        return torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError:
+        text = (
+            f"tensors of {dtype_name(dtype)} can be moved, not reduced. Reduce a copy, such as tensor.to(torch.float32)"
+        )
+        raise TypeError(text) from None
 
 
 def bytes_of(flat: torch.Tensor) -> np.ndarray:

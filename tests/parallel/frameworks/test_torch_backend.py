@@ -447,14 +447,14 @@ def test_forgotten_groups_are_freed():
     from mpistrat.comm.dropped import DROPPED
     from mpistrat.torch.backend.group import over
 
-    before = threading.active_count()
+    before, kept = threading.active_count(), len(DROPPED.groups)  # groups whose ranks gave up are never freed
     for _ in range(20):
         group = over(MPI.COMM_WORLD, dist.HashStore(), timedelta(seconds=20), "forgotten")
         tensor = torch.ones(3)
         group.allreduce([tensor]).wait()
         assert (tensor == MPI.COMM_WORLD.size).all()
         del group
-    assert len(DROPPED.groups) <= 3
+    assert len(DROPPED.groups) <= kept + 3
     assert threading.active_count() <= before + 2  # the watchdog, and the last lane
 
 
