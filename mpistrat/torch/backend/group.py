@@ -46,6 +46,7 @@ from .members import GroupRanks
 from .monitored_barrier import monitored_barrier
 from .steps import note_steps
 from .transfers import Transfers, array_of, bytes_of, copy_back, dense, dtype_name
+from .unreceived import Unreceived
 from .work import OperationWork, WorkOfSeveral, seconds_of, torch_error
 
 __all__ = ["NAME", "MpiProcessGroup", "create", "over"]
@@ -167,7 +168,8 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._options: dict[float, CommunicationOptions] = {}
         threads = self._size == 1 or topology.thread_level >= _multiple()
         self._lane = Lane(f"mpistrat {name}", threads)
-        self._transfers = Transfers(ranks, threads)
+        self._unreceived = Unreceived(ranks)
+        self._transfers = Transfers(ranks, threads, self._unreceived)
         self.gpus = GpuGroup(ranks, store, timeout) if torch.cuda.is_available() else None
         self._coalesced = threading.local()
         self._sequence, self._monitored, self._closed = 0, 0, False
@@ -827,6 +829,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         if seconds is None:
             seconds = 0.0 if timeout is not None else self._seconds(None)
         self._monitored += 1
+        self._unreceived.sent = True
         monitored_barrier(self._ranks, self._monitored, seconds, wait_all_ranks)
 
     # messages between two ranks

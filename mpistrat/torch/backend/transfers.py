@@ -26,6 +26,7 @@ from torch.futures import Future
 from ...base.errors import CollectiveMismatchError, PeerExitError, explain
 from ...base.waiting import PeerWait, wait_until
 from ...comm.process_group import ProcessGroup
+from .unreceived import Unreceived
 from .work import OperationWork, seconds_of, torch_error
 
 __all__ = ["Transfers", "array_of", "bytes_of", "copy_back", "dense", "form_of"]
@@ -125,13 +126,14 @@ class Transfers:
     Args:
         ranks: the group, whose communicator carries the messages.
         threads: whether several threads may call MPI.
+        unreceived: receives what no rank has received.
     """
 
-    def __init__(self, ranks: ProcessGroup, threads: bool) -> None:
+    def __init__(self, ranks: ProcessGroup, threads: bool, unreceived: Unreceived) -> None:
         self.ranks, self.comm = ranks, ranks.topology.comm
         self._lock = threading.Lock()
         self._receives: list[ReceiveWork] = []  # without a message, in the order of their calls
-        self._threads = threads
+        self._threads, self._unreceived = threads, unreceived
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._unfinished: list[_Transfer] = []
@@ -142,6 +144,7 @@ class Transfers:
         flat = dense(tensor)
         data, code = bytes_of(flat), _codes()[flat.dtype]
         messages = [np.append(data, np.uint8(code))] if data.size <= _SHORT else [_head(data.size, code), data]
+        self._unreceived.sent = True
         with self._lock:  # or another message comes between
             requests = [self.comm.Isend([message, _byte()], target, tag) for message in messages]
         what = f"dist.send of {form_of(tensor)} to rank {target}"

@@ -338,6 +338,22 @@ def test_long_and_short_messages_of_one_tag_in_order(group):
             dist.barrier()
 
 
+@pytest.mark.ranks(2, 3)
+def test_messages_that_no_rank_received_end_with_their_group():
+    """MPI gives the number of a communicator that was freed to a later one, of any group."""
+    for turn in range(4):
+        with default_group():
+            rank, ranks = here()
+            for members in ([0, ranks - 1], None, [0, ranks - 1]):
+                group, room = dist.new_group(members), torch.zeros(3)
+                if rank == 0:
+                    for _ in range(2):  # the second is not received
+                        dist.isend(torch.full((3,), float(turn)), ranks - 1, group=group)
+                elif rank == ranks - 1:
+                    dist.recv(room, 0, group=group)
+                    assert (room == turn).all()
+
+
 @pytest.mark.ranks(2)
 def test_messages_of_another_form(group):
     rank, _ = here()
