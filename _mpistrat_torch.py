@@ -7,9 +7,11 @@ then neither mpistrat nor mpi4py is imported, and `import torch` takes less than
 
 from __future__ import annotations
 
+import functools
 import importlib
 import multiprocessing
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +31,7 @@ LAUNCHERS = (
     "SLURM_STEP_NUM_TASKS",
 )
 _ENVIRONMENT = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+_BY_NAME = "monitored_barrier", "split_group"  # functions of torch that look at the name of the backend
 _set: dict[str, str] = {}  # the variables that a rendezvous has set
 _chosen = ""
 
@@ -77,6 +80,10 @@ def register() -> None:
         if getattr(c10d, "_MPI_AVAILABLE", True) is False and _has(c10d, "Store"):
             c10d.Store = _imported("refuse_torchrun")  # torch calls it for "mpi" alone
         return
+    for name in _BY_NAME:
+        if hasattr(c10d, name):
+            setattr(c10d, name, _of_own_groups(getattr(c10d, name)))
+            setattr(dist, name, getattr(c10d, name))
     module: Any = importlib.import_module("torch.distributed.rendezvous")
     if _has(module, "_rendezvous_handlers") and "env" in module._rendezvous_handlers:
         module._rendezvous_handlers["env"] = _rendezvous(module._rendezvous_handlers["env"])
@@ -116,6 +123,18 @@ def _imported(name: str) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return getattr(importlib.import_module("mpistrat.torch.backend.register"), name)(*args, **kwargs)
+
+    return call
+
+
+def _of_own_groups(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of torch that asks one of `mpistrat.torch.backend.register` where groups of this package exist."""
+    ours = _imported(theirs.__name__)
+
+    @functools.wraps(theirs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        there = "mpistrat.torch.backend.group" in sys.modules
+        return ours(theirs, *args, **kwargs) if there else theirs(*args, **kwargs)
 
     return call
 

@@ -78,6 +78,9 @@ def read_torchrun(words: Sequence[str]) -> TorchrunWords:
     if args.node_rank not in (None, "0"):
         remedy = "Call it once in the batch script: the launcher starts the ranks on all nodes"
         _refuse("--node-rank", "0, or none: one call starts all ranks", args.node_rank, remedy)
+    if args.node_rank is not None and nodes > 1:
+        remedy = "Leave it out, and call it once, in the batch script: a call on each node would start all ranks again"
+        _refuse("--node-rank", f"none with --nnodes {nodes}: one call starts the ranks of all nodes", "0", remedy)
     if args.module and args.no_python:
         _refuse("--no-python", "no -m", "both")
     if args.module:

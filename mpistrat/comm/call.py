@@ -34,7 +34,7 @@ def describe(op: str, name: str = "", dtype: Any = None, shape: Any = None, deta
         words.append(dtype if isinstance(dtype, str) else str(np.dtype(dtype)))
     if shape is not None:
         words.append(str(tuple(int(length) for length in shape)))
-    if detail != ():
+    if detail not in ((), ""):
         words.append(detail if isinstance(detail, str) else repr(detail))
     return " ".join(words)
 

@@ -124,9 +124,15 @@ def _reduce_scatter_call(
     leaves: Sequence[Sequence[Any]],
     synchronize: bool,
 ) -> Collective:
+    timeout = None if options is None else options.timeout_seconds
+    if values.said is not None:
+        (dtype, detail), shape = values.said, leaves[0][0].shape
+        return group.collective(
+            values.function, values.name, dtype, shape, detail, timeout=timeout, synchronize=synchronize
+        )
     forms = tuple((dtype_name(arrays[0].dtype), tuple(arrays[0].shape)) for arrays in leaves)
-    detail, timeout = (op.value, "axis", axis, *forms), None if options is None else options.timeout_seconds
-    return group.collective(values.function, values.name, detail=detail, timeout=timeout, synchronize=synchronize)
+    words = op.value, "axis", axis, *forms
+    return group.collective(values.function, values.name, detail=words, timeout=timeout, synchronize=synchronize)
 
 
 def small_reduce_scatter(

@@ -15,8 +15,9 @@ from typing import Any, final
 
 from ..arena.reduction import ArenaSum, Consume, GradientArena
 from ..arena.wire import Unsent
+from ..base.agree import same, together
 from ..base.distributed_values import PerReplica
-from ..base.errors import explain
+from ..base.errors import CollectiveMismatchError, by_rank, explain
 from ..base.files import read_whole
 from ..base.log import once
 from ..base.options import CommunicationOptions
@@ -87,7 +88,10 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
     def bind(self, group: ProcessGroup) -> None:
         super().bind(group)
         if group.environment.chooser:
-            self.chooser = _named(group.environment.chooser)
+            with group.collective("the table of MPISTRAT_CHOOSER"):  # once, so calls need not compare their algorithms
+                with together(group.all_gather_text):
+                    self.chooser = _named(group.environment.chooser)
+                same(group.all_gather_text, repr(self.chooser.rules), _other_tables, self.chooser.source)
         self._nodes = "one" if group.num_nodes == 1 else "several"
         self._algorithms = {"MPI": MpiAllReduce(), "HIERARCHICAL": HierarchicalAllReduce()}
         for algorithm in self._algorithms.values():
@@ -108,6 +112,9 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
         chosen = self._algorithm(device, array.nbytes)
         self._warn_of_wire(chosen, array.nbytes, options)
         return chosen
+
+    def _said_of(self, array: Any) -> str:
+        return "on a GPU" if is_gpu(array) else ""
 
     def batch_reduce_implementation(
         self,
@@ -265,6 +272,10 @@ def _named(path: str) -> Chooser:
     except OSError as error:
         text = explain("environment", "MPISTRAT_CHOOSER", expected="the path of a JSON file", got=str(error))
         raise type(error)(text) from None
+
+
+def _other_tables(sources: dict[int, str]) -> CollectiveMismatchError:
+    return CollectiveMismatchError(f"MPISTRAT_CHOOSER: the ranks have tables with different rules:{by_rank(sources)}")
 
 
 def _read(path: Path) -> Any:

@@ -94,9 +94,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
     def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
         if self._find(arrays, destinations) is not None:
             return True, "in place"
-        if self._exchanged(arrays[0]) is not None:
-            return False, "exchange"
-        return True, ""
+        return self._exchanged(arrays[0]) is None, ""
 
     def small_reduction(self, reduce_op: ReduceOp, array: Any) -> Planned | None:
         exchange = self._exchanged(array)

@@ -21,7 +21,7 @@ from ..base.errors import explain
 from ..base.options import CommunicationOptions
 from ..base.partition import blocks
 from ..base.types import CommunicationImplementation, IndexedSlices, ReduceOp
-from ..comm.arrays import array_module, on_device_of
+from ..comm.arrays import array_module, dtype_name, on_device_of
 from ..comm.contract import Collective
 from ..comm.process_group import ProcessGroup
 from .values import (
@@ -183,11 +183,11 @@ class CrossDeviceOps(ABC):
         self, op: ReduceOp, leaf: Leaves, destinations: Any, given: CommunicationOptions | None, out: Any = None
     ) -> Any:
         """As `reduce`, of a value for which there is no plan, or into an array. Collective."""
-        function, (per_replica_value,), name, _ = leaf
+        function, (per_replica_value,), name, _, said = leaf
         options = given or _NO_OPTIONS
-        ops = self.chosen(options)
-        ops._check_known(op, options, function)
-        group = ops.group
+        asked = self.chosen(options)
+        asked._check_known(op, options, function)
+        group = asked.group
         if out is None and reduced_already(op, per_replica_value, group, function):
             return per_replica_value
         values = reducible_values(per_replica_value, group, op, function)
@@ -201,15 +201,16 @@ class CrossDeviceOps(ABC):
                 return reduce_slices(group, call, how, slices, function)
         arrays = local_arrays(values, function)
         first = arrays[0]
-        ops = ops._algorithm_for(first, options)
+        ops = asked._algorithm_for(first, options)
         synchronize, way = ops.entry(arrays, destinations)
         how = arithmetic(op, first.dtype, 1, function)  # refuses what cannot be reduced
         if out is not None:
             check_out(out, first.shape, how.result, function)
-        detail = (op.value, type(ops).__name__, way, *_said(options))
+        words = op.value, asked._said_of(first), way, *_said(options)
+        dtype, detail = said or (first.dtype, " ".join(str(word) for word in words if word))
         timeout = options.timeout_seconds
         with group.collective(
-            function, name, first.dtype, first.shape, detail, timeout=timeout, synchronize=synchronize
+            function, name, dtype, first.shape, detail, timeout=timeout, synchronize=synchronize
         ) as ops.call:
             if out is not None:
                 ops.reduce_into(op, arrays, out, options)
@@ -218,7 +219,7 @@ class CrossDeviceOps(ABC):
         if len(arrays) == 1 and (not synchronize or options.wire is None):
             small = ops.small_reduction(op, first)
             if small is not None:
-                self.keep_plan((op, first.dtype, first.shape, given, name, function), ops.call, small)
+                self.keep_plan((op, first.dtype, first.shape, given, said or name, function), ops.call, small)
         return result if destinations is None else on_destination(result, destinations)
 
     def batch_reduce(
@@ -263,9 +264,9 @@ class CrossDeviceOps(ABC):
             results.append(None)
             dense.append((PerReplica(arrays), destination))
             algorithm = ops._algorithm_for(arrays[0])
-            way = type(algorithm).__name__, algorithm.entry(arrays, destination)[1]
-            forms.append((arrays[0].dtype, arrays[0].shape, way))
-        detail = (op.value, type(ops).__name__, options.bytes_per_pack, tuple(forms), *_said(options))
+            way = algorithm.entry(arrays, destination)[1]
+            forms.append((dtype_name(arrays[0].dtype), arrays[0].shape, *filter(None, (ops._said_of(arrays[0]), way))))
+        detail = (op.value, options.bytes_per_pack, tuple(forms), *_said(options))
         with group.collective(function, name, detail=detail, timeout=options.timeout_seconds) as ops.call:
             done = iter(ops.batch_reduce_implementation(op, dense, options) if dense else ())
             for index, slices in enumerate(results):
@@ -286,11 +287,18 @@ class CrossDeviceOps(ABC):
         outs: Sequence[np.ndarray] | None = None,
     ) -> Sequence[Any]:
         """Return the reduction of each of several values, in one collective; in `outs` if they are given. Collective."""
-        function, values, name, _ = leaves
+        function, values, name, _, said = leaves
         if len(values) != 1:
             totals: Sequence[Any] = self.batch_reduce(op, [(value, None) for value in values], options, name, function)
         elif outs is not None and outs[0].nbytes > _COPIED:
             return [self._reduce(op, leaves, None, options, outs[0])]
+        elif said is not None:
+            plan = self.plans.get((op, values[0].dtype, values[0].shape, options, said, function))
+            if plan is None:
+                totals = [self._reduce(op, leaves, None, options)]
+            else:
+                with plan[0] as call:
+                    totals = [plan[1](values[0], call)]
         else:
             totals = [self.reduce(op, values[0], None, options, name, function)]
         if outs is None:
@@ -541,6 +549,10 @@ class CrossDeviceOps(ABC):
     def _algorithm_for(self, array: Any, options: CommunicationOptions | None = None) -> CrossDeviceOps:
         """Return the object that reduces an array: this one, unless it chooses among several."""
         return self
+
+    def _said_of(self, array: Any) -> str:
+        """Return what ranks compare of the algorithm and the place of an array: of this object alone its class."""
+        return type(self).__name__
 
     def _check_known(self, op: ReduceOp, options: CommunicationOptions, function: str) -> None:
         wire = options.wire

@@ -48,12 +48,14 @@ class Leaves(NamedTuple):
         values: of each leaf a PerReplica, or the value of the only local replica.
         name: the ranks and the form of the nest, for the comparison of the ranks.
         paths: the place of each leaf in the nest, for errors.
+        said: dtype and reduction in the caller's words, for the comparison of the ranks; default those of the array.
     """
 
     function: str
     values: Sequence[Any]
     name: str = ""
     paths: Sequence[str] = ("",)
+    said: tuple[str, str] | None = None
 
     @classmethod
     def of(cls, function: str, value: Any, label: str) -> Leaves:

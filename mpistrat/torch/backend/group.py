@@ -46,6 +46,7 @@ from .members import GroupRanks
 from .monitored_barrier import monitored_barrier
 from .steps import note_steps
 from .transfers import Transfers, array_of, bytes_of, copy_back, dense, dtype_name
+from .unreceived import Unreceived
 from .work import OperationWork, WorkOfSeveral, seconds_of, torch_error
 
 __all__ = ["NAME", "MpiProcessGroup", "create", "over"]
@@ -167,7 +168,8 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._options: dict[float, CommunicationOptions] = {}
         threads = self._size == 1 or topology.thread_level >= _multiple()
         self._lane = Lane(f"mpistrat {name}", threads)
-        self._transfers = Transfers(ranks, threads)
+        self._unreceived = Unreceived(ranks)
+        self._transfers = Transfers(ranks, threads, self._unreceived)
         self.gpus = GpuGroup(ranks, store, timeout) if torch.cuda.is_available() else None
         self._coalesced = threading.local()
         self._sequence, self._monitored, self._closed = 0, 0, False
@@ -386,23 +388,24 @@ class MpiProcessGroup(dist.ProcessGroup):
     # reductions
 
     def _reduced(self, function: str, flat: torch.Tensor, op: Any, seconds: float, detail: str = "") -> torch.Tensor:
-        """Return the reduction over all ranks of a contiguous tensor: its own memory where the dtype allows. Collective."""
-        name = _name_of(function, op)
-        if flat.dtype == torch.bool:
-            return self._reduced_bool(function, flat, name, seconds, detail)
+        """Return the reduction over all ranks of a contiguous tensor: its own memory where the dtype allows. Collective.
+
+        Of truth values a sum is True where any is, a product where all are.
+        """
+        name = _name_of(function, op, flat.dtype)
+        if flat.dtype == torch.bool and name != "BXOR":
+            array, how = array_of(flat.view(torch.uint8)), _OF_BOOLS.get(name, ReduceOp.MAX)
+            self._reduce_array(_leaves(function, array, flat.dtype, name, detail), how, array, seconds)
+            return flat
         if name in _BITWISE:
             rooms = [torch.empty_like(flat) for _ in range(self._size)]
-            self._gather_into(function, rooms, flat, seconds, name)
+            self._gather_into(function, rooms, flat, seconds, f"{name} {detail}".rstrip())
             return functools.reduce(_BITWISE[name], rooms)
-        words = [detail, name if name in ("AVG", "PREMUL_SUM") else ""]
-        wide = flat
-        if flat.dtype in _WIDER:
-            wide = flat.to(_WIDER[flat.dtype])
-            words.append(dtype_name(flat.dtype))
+        wide = flat.to(_WIDER.get(flat.dtype, flat.dtype))
         if name == "PREMUL_SUM":
             wide = wide * op.factor
         array = array_of(wide)
-        self._reduce_array(Leaves(function, [array], " ".join(filter(None, words))), _REDUCTIONS[name], array, seconds)
+        self._reduce_array(_leaves(function, array, flat.dtype, name, detail), _REDUCTIONS[name], array, seconds)
         return self._averaged(wide) if name == "AVG" else wide
 
     def _averaged(self, total: torch.Tensor) -> torch.Tensor:
@@ -430,17 +433,6 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._ops.bind(self._ranks)
             self._ops.reduce_leaves(how, leaves, options, [array])
 
-    def _reduced_bool(self, function: str, flat: torch.Tensor, name: str, seconds: float, detail: str) -> torch.Tensor:
-        """As `_reduced`, of truth values: a sum is True where any is, a product where all are."""
-        bits = flat.view(torch.uint8)
-        if name == "BXOR":
-            rooms = [torch.empty_like(bits) for _ in range(self._size)]
-            self._gather_into(function, rooms, bits, seconds, "BXOR bool")
-            return functools.reduce(torch.bitwise_xor, rooms).view(torch.bool)
-        array, words = array_of(bits), " ".join(filter(None, [detail, f"{name} bool"]))
-        self._reduce_array(Leaves(function, [array], words), _OF_BOOLS.get(name, ReduceOp.MAX), array, seconds)
-        return flat
-
     @by_nccl
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Reduce tensors over all ranks, in place. Collective."""
@@ -466,8 +458,9 @@ class MpiProcessGroup(dist.ProcessGroup):
             for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
                 same = [tensor for tensor in tensors if tensor.dtype == dtype]
                 flat = torch.cat([dense(tensor).reshape(-1) for tensor in same])
-                total = self._reduced("dist.all_reduce_coalesced", flat, op, seconds)
-                for tensor, part in zip(same, total.split([each.numel() for each in same]), strict=True):
+                sizes = [tensor.numel() for tensor in same]
+                total = self._reduced("dist.all_reduce_coalesced", flat, op, seconds, f"of {sizes} elements")
+                for tensor, part in zip(same, total.split(sizes), strict=True):
                     tensor.detach().copy_(part.view(tensor.shape))
 
         return self._run("dist.all_reduce_coalesced", tensors, opts, tensors, operation)
@@ -476,11 +469,13 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Sum a sparse tensor: the entries of all ranks are gathered and added. Collective."""
         function = "dist.all_reduce"
         if op != TorchOp.SUM:
-            raise RuntimeError(explain(function, "op", expected="SUM for a sparse tensor", got=_name_of(function, op)))
+            raise RuntimeError(
+                explain(function, "op", expected="SUM for a sparse tensor", got=_name_of(function, op, tensor.dtype))
+            )
         mine = tensor.coalesce().cpu()
         indices, values = mine.indices().t().contiguous(), mine.values().contiguous()
-        form = (dtype_name(tensor.dtype), "sparse", tensor.sparse_dim())
-        with self._ranks.collective(function, "", form[0], tuple(tensor.shape), form[1:], timeout=seconds) as call:
+        dtype, form = dtype_name(tensor.dtype), f"sparse, sparse_dim {tensor.sparse_dim()}"
+        with self._ranks.collective(function, "", dtype, tuple(tensor.shape), form, timeout=seconds) as call:
             counts = self._ranks.all_gather_int([len(values)])[:, 0].tolist()
             found = []
             for part in (indices, values):
@@ -531,18 +526,17 @@ class MpiProcessGroup(dist.ProcessGroup):
         self, function: str, output: torch.Tensor, flat: torch.Tensor, counts: Sequence[int], op: Any, seconds: float
     ) -> None:
         """Reduce a flat tensor of one part for each rank, and write this rank's into a tensor."""
-        name = _name_of(function, op)
+        name = _name_of(function, op, flat.dtype)
         if name in _BITWISE or name == "PREMUL_SUM" or flat.dtype == torch.bool or len(set(counts)) > 1:
-            total = self._reduced(function, flat.clone(), op, seconds, "" if len(set(counts)) == 1 else str(counts))
+            sizes = "" if len(set(counts)) == 1 else f"sizes {counts}"
+            total = self._reduced(function, flat.clone(), op, seconds, sizes)
             output.detach().copy_(total.split(list(counts))[self._rank].view(output.shape))
             return
         wide = flat.to(_WIDER.get(flat.dtype, flat.dtype))
         direct = output.is_contiguous() and output.dtype == wide.dtype and not is_on_gpu(output)
         mine = output.detach() if direct else torch.empty(output.shape, dtype=wide.dtype)
-        words = [name] if name == "AVG" else []
-        words += [dtype_name(flat.dtype)] if wide.dtype != flat.dtype else []
         options = CommunicationOptions(timeout_seconds=seconds)
-        leaves, outs = Leaves(function, [array_of(wide)], " ".join(words)), [array_of(mine.view(-1))]
+        leaves, outs = _leaves(function, array_of(wide), flat.dtype, name), [array_of(mine.view(-1))]
         how = _REDUCTIONS[name]
         small = small_reduce_scatter(self._ranks, leaves, how, 0, options, True)
         reduce_scatter(self._ranks, leaves, how, 0, options, outs, True, small)
@@ -600,11 +594,12 @@ class MpiProcessGroup(dist.ProcessGroup):
         self, function: str, rooms: Sequence[torch.Tensor], own: torch.Tensor, seconds: float, detail: str = ""
     ) -> None:
         """Write every rank's tensor into contiguous tensors. Collective."""
-        forms = {tuple(room.shape) for room in rooms}
-        more = detail if len(forms) == 1 else (detail, *(tuple(room.shape) for room in rooms))
-        like = rooms[0] if len(forms) == 1 else own.new_empty(0)
-        most = max(room.numel() * room.element_size() for room in rooms)
-        with self._call(function, like, more, seconds, synchronize=self._meets(most)) as call:
+        shapes, dtype = [tuple(room.shape) for room in rooms], dtype_name(own.dtype)
+        form: tuple[Any, Any] = shapes[0], detail
+        if len(set(shapes)) > 1:
+            form = None, " ".join(filter(None, (detail, f"of shapes {shapes}")))
+        meets = self._meets(max(room.numel() * room.element_size() for room in rooms))
+        with self._ranks.collective(function, "", dtype, *form, timeout=seconds, synchronize=meets) as call:
             exchange.all_gather_into(self._ranks, call, bytes_of(own), [bytes_of(room) for room in rooms])
 
     @by_nccl
@@ -762,7 +757,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             to, come = _cut(bytes_of(flat), going), _cut(bytes_of(whole), coming)
             if equal:
                 part = flat.reshape(self._size, -1)[0]
-                self._exchange(function, part, "equal parts", to, come, seconds)
+                self._exchange(function, part, "equal splits", to, come, seconds)
             else:
                 self._exchange_unequal(function, flat, to, come, seconds)
             copy_back(whole, output)
@@ -798,7 +793,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     ) -> None:
         """Send each rank some bytes, after the ranks have compared how many. Collective."""
         dtype = dtype_name(like.dtype)
-        with self._ranks.collective(function, "", dtype, None, "split sizes", timeout=seconds) as call:
+        with self._ranks.collective(function, "", dtype, None, "splits of any sizes", timeout=seconds) as call:
             table = np.array([[part.size, max(each.size for each in to)] for part in to], np.int64)
             found = exchange.all_to_all(self._ranks, call, table)
             lengths, largest = found[:, 0].tolist(), int(found[:, 1].max())
@@ -834,6 +829,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         if seconds is None:
             seconds = 0.0 if timeout is not None else self._seconds(None)
         self._monitored += 1
+        self._unreceived.sent = True
         monitored_barrier(self._ranks, self._monitored, seconds, wait_all_ranks)
 
     # messages between two ranks
@@ -883,11 +879,26 @@ def _multiple() -> int:
     return int(MPI.THREAD_MULTIPLE)
 
 
-def _name_of(function: str, op: Any) -> str:
-    """Return the name of a reduction. torch's members are equal to it only where it stands on the left."""
+def _leaves(function: str, array: np.ndarray, dtype: torch.dtype, name: str, detail: str = "") -> Leaves:
+    """Return an array to reduce; the ranks compare the tensor's dtype and torch's name of the reduction."""
+    return Leaves(function, [array], said=(dtype_name(dtype), f"{name} {detail}".rstrip()))
+
+
+def _name_of(function: str, op: Any, dtype: torch.dtype) -> str:
+    """Return the name of a reduction. torch's members are equal to it only where it stands on the left.
+
+    Raises:
+        ValueError: it is none of those that there are, or not one for tensors of this dtype.
+    """
     for name in (*_REDUCTIONS, *_BITWISE):
         if op == getattr(TorchOp, name):
-            return name
+            if dtype.is_complex and _REDUCTIONS.get(name) is not ReduceOp.SUM:
+                expected = "SUM or AVG for complex tensors"
+            elif name in _BITWISE and dtype.is_floating_point:
+                expected = f"integers or bool for {name}, or another reduction for {dtype_name(dtype)}"
+            else:
+                return name
+            raise ValueError(explain(function, "op", expected=expected, got=name))
     raise ValueError(explain(function, "op", expected=f"one of {', '.join((*_REDUCTIONS, *_BITWISE))}", got=str(op)))
 
 

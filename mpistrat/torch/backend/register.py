@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
@@ -21,7 +22,7 @@ from ...base.errors import ClusterError, explain
 from ...cluster.world import communicator_of
 from .rendezvous import meet, world
 
-__all__ = ["create", "create_mpi", "refuse_torchrun", "rendezvous", "store"]
+__all__ = ["create", "create_mpi", "monitored_barrier", "refuse_torchrun", "rendezvous", "split_group", "store"]
 
 
 def create(opts: Any, options: Any) -> Any:
@@ -68,6 +69,8 @@ def create_mpi(ranks: Sequence[int]) -> Any:
 
 def store() -> Any:
     """Return a store of all ranks, for the default group of "mpi". Collective over the world."""
+    # PyTorch's description of a group, and dist.get_backend_config, have the devices of its backend from here.
+    dist.Backend.backend_capability["mpi"] = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     module = sys.modules["torch.distributed.rendezvous"]
     found, _, _ = next(module.rendezvous("env://"))
     return found
@@ -81,6 +84,47 @@ def rendezvous(numbers: Mapping[str, str], **kwargs: Any) -> Iterator[tuple[Any,
         **kwargs: those of PyTorch's handlers; `timeout` is used.
     """
     yield meet(numbers, kwargs.get("timeout", default_pg_timeout))
+
+
+def monitored_barrier(
+    theirs: Callable[..., Any], group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+) -> Any:
+    """Wait until all ranks of a group are here, for `dist.monitored_barrier`, which PyTorch has for gloo alone. Collective.
+
+    Args:
+        theirs: PyTorch's function, for groups of other backends.
+        group, timeout, wait_all_ranks: those of PyTorch's function.
+
+    Raises:
+        RuntimeError: a rank did not come; rank 0 names it.
+    """
+    own = _own_group(group)
+    if own is None:
+        return theirs(group, timeout, wait_all_ranks)
+    return own.monitored_barrier(timeout, wait_all_ranks)
+
+
+def split_group(theirs: Callable[..., Any], parent_pg: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Refuse to split a group of this package, for `dist.split_group`, which PyTorch has for groups of NCCL.
+
+    Raises:
+        RuntimeError: the group is one of this package.
+    """
+    own = _own_group(parent_pg)
+    if own is None:
+        return theirs(parent_pg, *args, **kwargs)
+    remedy = (
+        "Call dist.new_group with each list of ranks, on all ranks: only the members of a group wait for each other"
+    )
+    expected, got = "a group of NCCL", f"one of {dist.get_backend(own)!r}"
+    raise RuntimeError(explain("dist.split_group", "parent_pg", expected=expected, got=got, remedy=remedy))
+
+
+def _own_group(group: Any) -> Any:
+    """Return a group, by default the default group, if it is one of this package; else None."""
+    module: Any = sys.modules.get(f"{__package__}.group")
+    found = dist.group.WORLD if group is None else group
+    return found if module is not None and isinstance(found, module.MpiProcessGroup) else None
 
 
 def refuse_torchrun(name: str = "mpi") -> None:

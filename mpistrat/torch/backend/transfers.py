@@ -1,9 +1,12 @@
 """Messages between two ranks of a group: send, recv, and recv from any rank.
 
-A receive is not posted to MPI: the group keeps its receives in the order of their calls and probes for their messages. So the
-length of each is compared before data moves. Messages from any source need it: MPICH 5.0.2 loses them between several hosts where
-the receive was posted. A large message moves only while both ranks look for it. So a rank that waits for one transfer moves all,
-and a thread moves those that nobody waits for, as where a program calls a collective between `irecv` and `wait`.
+A receive is not posted to MPI: the group keeps its receives in the order of their calls and probes for their messages. So length
+and dtype of each are compared: a message ends with the number of its dtype, and one of more than 64 KB follows a head that has
+both, and can then be received in place. Messages from any source need the probes: MPICH 5.0.2 loses them between several hosts
+where the receive was posted.
+
+A large message moves only while both ranks look for it. So a rank that waits for one transfer moves all, and a thread moves those
+that nobody waits for, as where a program calls a collective between `irecv` and `wait`.
 """
 
 from __future__ import annotations
@@ -23,11 +26,14 @@ from torch.futures import Future
 from ...base.errors import CollectiveMismatchError, PeerExitError, explain
 from ...base.waiting import PeerWait, wait_until
 from ...comm.process_group import ProcessGroup
+from .unreceived import Unreceived
 from .work import OperationWork, seconds_of, torch_error
 
 __all__ = ["Transfers", "array_of", "bytes_of", "copy_back", "dense", "form_of"]
 
-_CHECKED = 1 << 16  # bytes of the largest message that carries its dtype
+_SHORT = 1 << 16  # bytes of the longest message that needs no head
+_HEAD_BYTES = 9  # of a head: the number of bytes that follow, and the number of their dtype
+_FOLLOWS = 1 << 7  # added to the number of a dtype in a head
 _LAST_MESSAGES = 0.2  # seconds for messages of a rank that has left
 _UNDISTURBED, _LONGEST_PAUSE = (
     0.005,
@@ -72,7 +78,13 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
 @functools.cache
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    return torch.empty(0, dtype=dtype).numpy().dtype
+    try:
+        return torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError:
+        text = (
+            f"tensors of {dtype_name(dtype)} can be moved, not reduced. Reduce a copy, such as tensor.to(torch.float32)"
+        )
+        raise TypeError(text) from None
 
 
 def bytes_of(flat: torch.Tensor) -> np.ndarray:
@@ -114,13 +126,14 @@ class Transfers:
     Args:
         ranks: the group, whose communicator carries the messages.
         threads: whether several threads may call MPI.
+        unreceived: receives what no rank has received.
     """
 
-    def __init__(self, ranks: ProcessGroup, threads: bool) -> None:
+    def __init__(self, ranks: ProcessGroup, threads: bool, unreceived: Unreceived) -> None:
         self.ranks, self.comm = ranks, ranks.topology.comm
         self._lock = threading.Lock()
         self._receives: list[ReceiveWork] = []  # without a message, in the order of their calls
-        self._threads = threads
+        self._threads, self._unreceived = threads, unreceived
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._unfinished: list[_Transfer] = []
@@ -129,13 +142,13 @@ class Transfers:
         """Start to send a tensor."""
         self._check("dist.send", target, tag)
         flat = dense(tensor)
-        data = bytes_of(flat)
-        if data.size <= _CHECKED:
-            data = np.append(data, np.uint8(_codes()[flat.dtype]))
-        with self._lock:
-            request = self.comm.Isend([data, _byte()], target, tag)
+        data, code = bytes_of(flat), _codes()[flat.dtype]
+        messages = [np.append(data, np.uint8(code))] if data.size <= _SHORT else [_head(data.size, code), data]
+        self._unreceived.sent = True
+        with self._lock:  # or another message comes between
+            requests = [self.comm.Isend([message, _byte()], target, tag) for message in messages]
         what = f"dist.send of {form_of(tensor)} to rank {target}"
-        work = SendWork(self, what, [tensor], request, data, target, seconds, line)
+        work = SendWork(self, what, [tensor], requests, messages, target, seconds, line)
         self._watch(work)
         return work
 
@@ -218,6 +231,11 @@ class Transfers:
                     first = next(each for each in self._receives if each.accepts(found, work.tag))
                     first.start(message, found, status.Get_count(MPI.BYTE))
             self._receives = [work for work in self._receives if not work.matched]
+
+
+def _head(nbytes: int, code: int) -> np.ndarray:
+    """Return the message that goes before a long one."""
+    return np.append(np.array([nbytes], np.int64).view(np.uint8), np.uint8(_FOLLOWS + code))
 
 
 def _byte() -> Any:
@@ -317,17 +335,17 @@ class SendWork(_Transfer):
         transfers: Transfers,
         what: str,
         tensors: list[torch.Tensor],
-        request: Any,
-        data: np.ndarray,
+        requests: list[Any],
+        messages: list[np.ndarray],
         target: int,
         seconds: float,
         line: str,
     ) -> None:
         super().__init__(transfers, what, tensors, [target], seconds, line)
-        self._request, self._data = request, data
+        self._requests, self._messages = requests, messages
 
     def _arrived(self) -> bool:
-        if self._request.Test():
+        if all(request.Test() for request in self._requests):
             return True
         self._transfers.progress()  # or two ranks that send before they receive wait for each other
         return False
@@ -359,44 +377,54 @@ class ReceiveWork(_Transfer):
         self.sender, self.tag, self.matched = sender, tag, False
         self._tensor, self._flat = tensor, dense(tensor)
         self._request: Any = None
-        self._data: np.ndarray | None = None
+        self._data = np.empty(0, np.uint8)
+        self._code: int | None = None  # of the dtype, where a head has it
 
     def accepts(self, source: int, tag: int) -> bool:
         """Return True if a message of a rank with a tag is this receive's."""
         return not self.matched and self.tag == tag and self.sender in (None, source)
 
     def start(self, message: Any, source: int, length: int) -> None:
-        """Start to receive a found message of `length` bytes."""
+        """Start to receive a found message of `length` bytes, or the one that follows it."""
+        self._data = np.empty(length, np.uint8)
+        if length == _HEAD_BYTES:  # MPI sends so few bytes at once, so they are here
+            message.Recv([self._data, _byte()])
+            if self._data[-1] >= _FOLLOWS:
+                self._start_long(source)
+        else:
+            self._request = message.Irecv([self._data, _byte()])
+        self.source = source
+        self.matched = True  # last: another thread may look
+
+    def _start_long(self, source: int) -> None:
+        """Start to receive what follows a head: into the tensor's memory if it fits."""
+        self._code, length = int(self._data[-1]) - _FOLLOWS, int(self._data[:8].view(np.int64)[0])
         own = bytes_of(self._flat)
-        direct = length == own.size > _CHECKED
-        self._data = own if direct else np.empty(length, np.uint8)
-        self._request = message.Irecv([self._data, _byte()])
-        self.matched, self.source = True, source
+        fits = length == own.size and self._code == _codes()[self._flat.dtype]
+        self._data = own if fits else np.empty(length, np.uint8)
+        self._request = self._transfers.comm.Irecv([self._data, _byte()], source, self.tag)
 
     def _arrived(self) -> bool:
         if not self.matched:
             self._transfers.progress()
-        if self._request is None or not self._request.Test():
+        if not self.matched or (self._request is not None and not self._request.Test()):
             return False
-        own, data = bytes_of(self._flat), self._data
-        if data is not None and data.ctypes.data != own.ctypes.data:
-            self._compare(data, own.size)
-            own[:] = data[: own.size]
+        own, data, code = bytes_of(self._flat), self._data, self._code
+        if code is None:
+            data, code = data[:-1], int(data[-1])
+        if (data.size, code) != (own.size, _codes()[self._flat.dtype]):
+            raise self._other_form(own.size, data.size, code)
+        if data.ctypes.data != own.ctypes.data:
+            own[:] = data
         copy_back(self._flat, self._tensor)
         return True
 
-    def _compare(self, data: np.ndarray, nbytes: int) -> None:
-        """Raise CollectiveMismatchError unless the message has the length and the dtype of the tensor."""
-        small = data.size <= _CHECKED + 1
-        length = data.size - 1 if small else data.size
-        code = int(data[-1]) if small else _codes()[self._flat.dtype]
-        if length == nbytes and code == _codes()[self._flat.dtype]:
-            return
-        dtype = f" of {dtype_name(list(_codes())[code])}" if small else ""
-        raise CollectiveMismatchError(
-            f"rank {self._transfers.ranks.topology.rank}: {self.what}: expected {nbytes} bytes of"
-            f" {dtype_name(self._flat.dtype)}, got {length} bytes{dtype} from rank {self.source}. Send and receive tensors of"
-            " one size and dtype"
+    def _other_form(self, expected: int, length: int, code: int) -> CollectiveMismatchError:
+        """Return the error of a message that has another length or dtype than the tensor."""
+        return CollectiveMismatchError(
+            f"rank {self._transfers.ranks.topology.rank}: {self.what}: expected {expected} bytes of"
+            f" {dtype_name(self._flat.dtype)}, got {length} bytes of {dtype_name(list(_codes())[code])} from rank"
+            f" {self.source}. Send and receive tensors of one size and dtype"
         )
 
     def _lost(self, error: Exception) -> Exception:

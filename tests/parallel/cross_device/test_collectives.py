@@ -1,10 +1,14 @@
 """The collectives of a group that only its members have made: results, the caller's own arrays, and the names in errors."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from mpistrat.cluster.topology import Topology
 from mpistrat.comm.process_group import ProcessGroup
+from mpistrat.cross_device import auto
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
 from mpistrat.cross_device.mpi import MpiAllReduce
@@ -151,3 +155,29 @@ def test_errors_name_the_caller_and_the_ranks(world):
         with pytest.raises((TypeError, ValueError), match=rf"^dist\.{name}: .*{text}"):
             call()
     all_of.close()
+
+
+@pytest.mark.ranks(2)
+def test_tables_of_algorithms_that_differ(tmp_path, monkeypatch):
+    """One path, which is another file on each rank, as on nodes with folders of their own; then a missing file on one."""
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.rank
+    table = json.loads(Path(auto.__file__).with_name("chooser_table.json").read_text())
+    table["rules"][0]["algorithm"] = ("MPI", "HIERARCHICAL")[rank]
+    own = tmp_path / str(rank)
+    own.mkdir(exist_ok=True)
+    (own / "table.json").write_text(json.dumps(table))
+    monkeypatch.chdir(own)
+    monkeypatch.setenv("MPISTRAT_CHOOSER", "table.json")
+    with Topology.create() as topology:
+        group = ProcessGroup.create(topology)
+        with pytest.raises(
+            CollectiveMismatchError, match="MPISTRAT_CHOOSER: the ranks have tables with different rules"
+        ):
+            Collectives(group, "Front")
+        if rank:
+            (own / "table.json").unlink()
+        with pytest.raises((OSError, RuntimeError), match="MPISTRAT_CHOOSER"):
+            Collectives(group, "Front")
+        group.close()

@@ -319,19 +319,62 @@ def test_large_messages_do_not_wait_for_the_order_of_waits(group, count):
         dist.barrier()
 
 
+@pytest.mark.ranks(2, 3)
+def test_long_and_short_messages_of_one_tag_in_order(group):
+    """Also those as short as the head of a long one; received last to first, and from any rank."""
+    rank, ranks = here()
+    sizes = [1, 70_000, 2, 3, 90_000, 0, 100_000]
+    for source in range(1, ranks):
+        for sender in (source, None):
+            rooms = [torch.zeros(size) for size in sizes]
+            works = []
+            if rank == source:
+                works = [dist.isend(torch.full((size,), float(rank + size)), 0, tag=3) for size in sizes]
+            elif rank == 0:
+                works = [dist.irecv(room, sender, tag=3) for room in rooms]
+            for work in reversed(works):
+                work.wait()
+            assert rank or all((room == source + size).all() for size, room in zip(sizes, rooms, strict=True))
+            dist.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+def test_messages_that_no_rank_received_end_with_their_group():
+    """MPI gives the number of a communicator that was freed to a later one, of any group."""
+    for turn in range(4):
+        with default_group():
+            rank, ranks = here()
+            for members in ([0, ranks - 1], None, [0, ranks - 1]):
+                group, room = dist.new_group(members), torch.zeros(3)
+                if rank == 0:
+                    for _ in range(2):  # the second is not received
+                        dist.isend(torch.full((3,), float(turn)), ranks - 1, group=group)
+                elif rank == ranks - 1:
+                    dist.recv(room, 0, group=group)
+                    assert (room == turn).all()
+
+
 @pytest.mark.ranks(2)
 def test_messages_of_another_form(group):
     rank, _ = here()
-    if rank == 1:
-        for tensor in (torch.ones(5), torch.ones(4, dtype=torch.int32), torch.ones(90_000)):
-            dist.send(tensor, 0)
-    else:
-        for size, got in ((4, "20 bytes of float32"), (4, "16 bytes of int32"), (80_000, "360000 bytes")):
-            with pytest.raises(
-                RuntimeError,
-                match=rf"dist\.recv of float32 .* from rank 1: .*got {got} from rank 1.*called at test_torch",
-            ):
-                dist.recv(torch.empty(size), 1)
+    pairs = [  # of what is sent, and of what is received
+        (torch.ones(5), torch.empty(4), "expected 16 bytes of float32, got 20 bytes of float32"),
+        (torch.ones(4, dtype=torch.int32), torch.empty(4), "expected 16 bytes of float32, got 16 bytes of int32"),
+        (torch.ones(1), torch.empty(2), "expected 8 bytes of float32, got 4 bytes"),
+        (torch.ones(90_000), torch.empty(80_000), "expected 320000 bytes of float32, got 360000 bytes of float32"),
+        (torch.ones(90_000, dtype=torch.int32), torch.empty(90_000), "of float32, got 360000 bytes of int32"),
+        (torch.ones(4), torch.empty(90_000), "expected 360000 bytes of float32, got 16 bytes of float32"),
+        (torch.ones(90_000), torch.empty(2), "expected 8 bytes of float32, got 360000 bytes of float32"),
+        # the longest message that needs no head, and one more byte
+        (torch.ones(65_536, dtype=torch.int8), torch.empty(65_537, dtype=torch.uint8), "got 65536 bytes of int8"),
+        (torch.ones(65_537, dtype=torch.uint8), torch.empty(65_536, dtype=torch.int8), "got 65537 bytes of uint8"),
+    ]
+    for going, room, text in pairs:
+        if rank == 1:
+            dist.send(going, 0)
+        else:
+            with pytest.raises(RuntimeError, match=rf"dist\.recv of .* from rank 1: .*{text}.*called at test_torch"):
+                dist.recv(room, 1)
     with pytest.raises(ValueError, match="tag"):
         dist.send(torch.ones(1), 1 - rank, tag=-1)
 
@@ -420,14 +463,14 @@ def test_forgotten_groups_are_freed():
     from mpistrat.comm.dropped import DROPPED
     from mpistrat.torch.backend.group import over
 
-    before = threading.active_count()
+    before, kept = threading.active_count(), len(DROPPED.groups)  # groups whose ranks gave up are never freed
     for _ in range(20):
         group = over(MPI.COMM_WORLD, dist.HashStore(), timedelta(seconds=20), "forgotten")
         tensor = torch.ones(3)
         group.allreduce([tensor]).wait()
         assert (tensor == MPI.COMM_WORLD.size).all()
         del group
-    assert len(DROPPED.groups) <= 3
+    assert len(DROPPED.groups) <= kept + 3
     assert threading.active_count() <= before + 2  # the watchdog, and the last lane
 
 

@@ -1,6 +1,7 @@
 """Wrong use of torch.distributed on the backend of this package: each error names the rank, the call and the user's line."""
 
 import re
+import sys
 from datetime import timedelta
 from time import monotonic, sleep
 
@@ -11,10 +12,12 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 import torch.distributed as dist  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
+from tests.harness.process_groups import set_layout  # noqa: E402
 from tests.harness.torch_groups import default_group  # noqa: E402
 from tests.harness.torch_operations import CALLS, ROOTED, call, function_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+REDUCING = ("all_reduce", "all_reduce async", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 WITH_TENSORS = [name for name in CALLS if name != "barrier"]
 
 
@@ -24,18 +27,26 @@ def group():
         yield group
 
 
-def check_mismatch(name, **wrong):
+@pytest.fixture(params=["shared", "private", "nodes"])
+def any_group(request, monkeypatch):
+    if request.param != "shared":
+        set_layout(request.param, monkeypatch)
+    with default_group() as group:
+        yield group
+
+
+def check_mismatch(name, count=4, group=None, **wrong):
     """Make a call that differs on the last rank, then a right one."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with pytest.raises(ms.errors.CollectiveMismatchError) as caught:
-        call(name, **(wrong if rank == ranks - 1 else {}))
+        call(name, **{"size": count, "group": group, **(wrong if rank == ranks - 1 else {})})
     text = str(caught.value)
     assert isinstance(caught.value, RuntimeError), "as torch's own"
     assert re.search(rf"ranks? 0.*{re.escape(function_of(name))}.*; rank {ranks - 1}: ", text) or "expected" in text, (
         text
     )
     assert "called at torch_operations.py:" in text
-    call(name)
+    call(name, count, group=group)
 
 
 @pytest.mark.ranks(2, 3)
@@ -46,6 +57,88 @@ def test_other_shapes_and_dtypes(group, name):
     check_mismatch(name, dtype=torch.int32)
     if "sparse" not in name:
         check_mismatch(name, dtype=torch.bfloat16)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("count", [20_000, 600_000])
+def test_large_tensors_of_the_same_bytes(any_group, count):
+    """Tensors that do not travel in the message that compares the call: other dtypes, reductions and roots."""
+
+    def check(name, **wrong):  # between nodes the first call of a group is compared before it begins
+        check_mismatch(name, count, dist.new_group(), **wrong)
+
+    for name in WITH_TENSORS:
+        check(name, dtype=torch.int32)
+    for name in REDUCING:
+        check(name, op=dist.ReduceOp.MAX)
+        check(name, op=dist.ReduceOp.AVG)
+    for name in ROOTED:
+        check(name, root=1)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("op", [dist.ReduceOp.BAND, dist.ReduceOp.BXOR])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
+def test_other_roots_of_reductions_of_bits(group, dtype, op):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match=rf"\(4,\) {op.name} root 0.*\(4,\) {op.name} root 1"):
+        dist.reduce(torch.ones(4, dtype=dtype), dist.get_rank(), op)
+
+
+@pytest.mark.ranks(2)
+def test_tensors_of_other_lengths_with_the_same_sum(group):
+    lengths = (3, 2) if dist.get_rank() else (2, 3)
+    with pytest.raises(ms.errors.CollectiveMismatchError, match=r"of \[2, 3\] elements.*of \[3, 2\] elements"):
+        dist.all_reduce_coalesced([torch.ones(length) for length in lengths])
+    with pytest.raises(ms.errors.CollectiveMismatchError, match=r"SUM sizes \[2, 3\].*SUM sizes \[3, 2\]"):
+        dist.reduce_scatter(torch.ones(2), [torch.ones(length) for length in lengths])
+
+
+#: Words of the package, which a user of torch.distributed does not know.
+WORDS = r"exchange|in place|replica|strategy|axis|value:|'value'|MEAN|PROD\b|mpistrat|#"
+
+
+def own_words():
+    """Return a pattern of WORDS and of the names of the package's classes, but for those of errors."""
+    modules = [vars(module) for name, module in list(sys.modules.items()) if name.startswith("mpistrat.")]
+    classes = {each for names in modules for each in names.values() if isinstance(each, type)}
+    names = {each.__name__ for each in classes if each.__module__.startswith("mpistrat.")}
+    names -= {each.__name__ for each in classes if issubclass(each, Exception)} | {"ReduceOp"}
+    return re.compile(rf"{WORDS}|\b({'|'.join(sorted(names))})\b")
+
+
+@pytest.mark.ranks(2)
+def test_errors_are_in_the_words_of_torch(group):
+    """Every mismatch of every operation, arguments that no tensor allows, and a rank that is late."""
+    rank, op, texts = dist.get_rank(), dist.ReduceOp, []
+
+    def fails(act):
+        with pytest.raises((RuntimeError, ValueError, TypeError)) as caught:
+            act()
+        texts.append(str(caught.value))
+
+    wrong = [{"dtype": dtype} for dtype in (torch.int32, torch.bool, torch.bfloat16, torch.complex64)] + [{"size": 6}]
+    of_reductions = [{"op": other} for other in (op.AVG, op.MAX, op.PRODUCT, dist._make_nccl_premul_sum(0.5))]
+    for name in CALLS:
+        more = (of_reductions if name in REDUCING else []) + ([{"root": 1}] if name in ROOTED else [])
+        changes = wrong[: 2 if "sparse" in name else 4 if name == "all_to_all" else 5] + more
+        for change in changes if name != "barrier" else ():
+            fails(lambda name=name, change=change: call(name, **(change if rank else {})))
+        fails(lambda name=name: call("broadcast" if rank and name != "broadcast" else "barrier" if rank else name))
+    count, truth = torch.ones(4, dtype=torch.int32), torch.ones(4, dtype=torch.bool)
+    for tensor, one, other in (
+        (count, op.BAND, op.BXOR), (truth, op.SUM, op.PRODUCT), (truth, op.BXOR, op.BOR), (truth, op.MAX, op.BXOR),
+    ):  # fmt: skip
+        fails(lambda tensor=tensor, both=(one, other): dist.all_reduce(tensor, both[rank]))
+    for tensor, how in (
+        (torch.ones(4, dtype=torch.complex64), op.MAX), (torch.ones(4), op.BAND), (torch.ones(4).to(torch.float8_e5m2), op.SUM),
+    ):  # fmt: skip
+        fails(lambda args=(tensor, 0, how): dist.reduce(*args))
+        fails(lambda tensor=tensor, how=how: dist.reduce_scatter_single(tensor[:2].clone(), tensor, how))
+    pattern = own_words()
+    for text in texts:
+        found = pattern.search(text.replace("at torch_operations.py", ""))
+        assert found is None, (found, text)
+    dist.barrier()
 
 
 @pytest.mark.ranks(2)

@@ -286,6 +286,47 @@ def test_the_group_over_mpi(backend):
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=0)
 
 
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("backend", ["gloo", *NAMES_OF_OURS])
+def test_a_monitored_barrier_names_the_rank_that_does_not_come(backend):
+    """PyTorch's function has it for gloo alone; the texts are the same."""
+    dist.init_process_group(backend)
+    last, limit = dist.get_world_size() - 1, timedelta(seconds=3)
+    dist.monitored_barrier()
+    dist.monitored_barrier(dist.new_group([0, last]), timedelta(seconds=20), True)
+    own = dist.new_group()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with pytest.raises(
+            RuntimeError, match=rf"\[Rank 0\]: Ranks? {last} failed to pass monitoredBarrier in 3000 ms"
+        ):
+            dist.monitored_barrier(own, limit, wait_all_ranks=True)
+    elif dist.get_rank() < last:
+        with pytest.raises(RuntimeError, match="reached monitoredBarrier, but received errors"):
+            dist.monitored_barrier(own, limit, wait_all_ranks=True)
+    assert total() == sum(range(last + 2))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("backend", NAMES_OF_OURS)
+def test_subgroups_and_the_names_of_backends(backend):
+    dist.init_process_group(backend)
+    rank = dist.get_rank()
+    assert dist.get_backend_config() == {"mpi": "cpu:mpi", "mpistrat": "cpu:mpistrat"}.get(backend, backend)
+    mine, every = dist.new_subgroups(group_size=2)
+    assert len(every) == 2 and total(mine) == 3
+    assert dist.get_backend_config(mine) == dist.get_backend_config()
+    mine, every = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
+    assert (len(every), dist.get_rank(mine), total(mine)) == (2, rank // 2, 3)
+    if rank in (1, 3):  # only the members make this call
+        kind = "mpistrat" if backend == "mpi" else None
+        assert total(dist.new_group([1, 3], backend=kind, use_local_synchronization=True)) == 3
+    with pytest.raises(RuntimeError, match=r"dist\.split_group: .*expected a group of NCCL.*Call dist\.new_group"):
+        dist.split_group(None, [[0, 1], [2, 3]])
+    with pytest.raises(RuntimeError, match="No device associated|does not support"):
+        dist.split_group(dist.new_group(backend="gloo"), [[0, 1], [2, 3]])
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("backend", NAMES_OF_OURS)
 def test_the_group_over_mpi_of_some_ranks(backend, monkeypatch):

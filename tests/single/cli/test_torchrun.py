@@ -81,6 +81,9 @@ def test_nodes_of_a_job(monkeypatch):
     assert read_torchrun(["--nnodes", "2", "--nproc-per-node", "4", "train.py"]).ranks == 8
     with pytest.raises(ValueError, match="--nnodes: expected at most 2, the nodes that this job has, got 3"):
         read_torchrun(["--nnodes", "3", "train.py"])
+    for own in "01":  # a script that calls it on each node
+        with pytest.raises(ValueError, match=rf"--node-rank: expected .*, got {own}\. .*all nodes|again"):
+            read_torchrun(["--nnodes", "2", "--node-rank", own, "train.py"])
 
 
 def test_restarts_and_output():
