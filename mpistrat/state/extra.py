@@ -1,9 +1,15 @@
-"""The program's addition to a file, in JSON: notes, and the states of objects such as learning rate schedulers."""
+"""The program's addition to a file, in JSON: notes, and the states of objects such as learning rate schedulers.
+
+States of objects may have what JSON lacks: numbers as keys, tuples, bytes, and small arrays, such as those of random generators.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
@@ -16,11 +22,15 @@ from ..base.errors import CollectiveMismatchError, by_rank, explain
 from ..base.masks import plain_array
 from ..comm.process_group import ProcessGroup
 
-__all__ = ["agree_extra", "has_state", "read_extra"]
+__all__ = ["agree_extra", "has_state", "read_extra", "state_of_text", "text_of_state"]
 
 _SHOWN = 200  # characters of what a rank has given
+_LARGEST = 1 << 20  # bytes of an array in the state of an object
 # A dict with one of these keys alone has keys that are numbers: a list of pairs, since JSON's keys are text.
 _ITEMS: dict[str, type[dict[Any, Any]]] = {"mpistrat:dict": dict, "mpistrat:Counter": Counter}
+# A dict with one of these keys alone is another thing of an object's state.
+_TUPLE, _BYTES, _ARRAY, _TENSOR = (f"mpistrat:{name}" for name in ("tuple", "bytes", "array", "tensor"))
+_OTHERS = (_TUPLE, _BYTES, _ARRAY, _TENSOR)
 
 
 def agree_extra(group: ProcessGroup, path: str | os.PathLike[str], extra: Mapping[str, Any] | None) -> str | None:
@@ -50,13 +60,44 @@ def has_state(value: Any) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+def text_of_state(value: Any, where: str) -> str:
+    """Return the state of an object as text, for `state_of_text`.
+
+    Args:
+        value: has `state_dict`.
+        where: the words for it in errors.
+
+    Raises:
+        TypeError, ValueError: the state has something else than text can hold.
+
+    Example:
+        >>> class Position:
+        ...     def state_dict(self):
+        ...         return {"next": (3, b"ab")}
+        >>> state_of_text(text_of_state(Position(), "loader"))
+        {'next': (3, b'ab')}
+    """
+    return json.dumps(_plain(value.state_dict(), f"{where}.state_dict()", True))
+
+
+def state_of_text(text: str) -> Any:
+    """Return the state that `text_of_state` was given."""
+    return read_extra(json.loads(text))
+
+
 def read_extra(value: Any) -> Any:
-    """Return what `agree_extra` was given, from JSON that was parsed: the state of an object instead of it, and no tuples."""
+    """Return what `agree_extra` was given, from JSON that was parsed: the state of an object instead of it.
+
+    Tuples are lists but in states of objects.
+    """
     if isinstance(value, list):
         return list(map(read_extra, value))
     if not isinstance(value, dict):
         return value
-    kind = _ITEMS.get(next(iter(value))) if len(value) == 1 else None
+    first = next(iter(value)) if len(value) == 1 else ""
+    if first in _OTHERS:
+        return _other(first, value[first])
+    kind = _ITEMS.get(first)
     if kind is None:
         return {key: read_extra(each) for key, each in value.items()}
     (pairs,) = value.values()
@@ -74,10 +115,15 @@ def _json_of(extra: Mapping[str, Any]) -> str:
 def _plain(value: Any, where: str, of_object: bool = False) -> Any:
     """Return a value as JSON holds it: lists for tuples, Python's numbers for NumPy's, of an object its state.
 
-    In the state of an object (`of_object`) keys may be numbers, as MultiStepLR's milestones are.
+    In the state of an object (`of_object`) keys may be numbers, as MultiStepLR's milestones are, and there may be tuples, bytes
+    and arrays.
     """
     if isinstance(value, np.ndarray):
         value = plain_array(value, "Strategy.save", where)
+    if of_object:
+        found = _plain_other(value, where)
+        if found is not None:
+            return found
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # as v.numpy() returns it; torch's tensors, too
         value = value.item()
     if value is None or isinstance(value, (str, bool, int, float)):
@@ -86,7 +132,7 @@ def _plain(value: Any, where: str, of_object: bool = False) -> Any:
         return [_plain(each, f"{where}[{index}]", of_object) for index, each in enumerate(value)]
     if isinstance(value, Mapping):
         for key in value:
-            if not isinstance(key, (str, int, float) if of_object else str) or key in _ITEMS:
+            if not isinstance(key, (str, int, float) if of_object else str) or key in (*_ITEMS, *_OTHERS):
                 remedy = "" if of_object else "If it is the state_dict of an object, pass the object"
                 expected, got = "text for keys", repr(key)
                 raise TypeError(explain("Strategy.save", where, expected=expected, got=got, remedy=remedy))
@@ -100,3 +146,47 @@ def _plain(value: Any, where: str, of_object: bool = False) -> Any:
     expected = "numbers, text, True, False, None, and lists and dicts of them"
     remedy = "Pass int(v), float(v) or v.tolist() of a variable or an array; large ones are better variables"
     raise TypeError(explain("Strategy.save", where, expected=expected, got=f"a {type(value).__name__}", remedy=remedy))
+
+
+def _plain_other(value: Any, where: str) -> dict[str, Any] | None:
+    """Return a tuple, bytes, or an array or tensor with dimensions as JSON holds it; None for another value."""
+    if isinstance(value, tuple):
+        return {_TUPLE: [_plain(each, f"{where}[{index}]", True) for index, each in enumerate(value)]}
+    if isinstance(value, (bytes, bytearray)):
+        return {_BYTES: _text(bytes(value), where)}
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor) and value.dim() and value.layout is torch.strided:
+        plain = value.detach().cpu().contiguous()
+        return {_TENSOR: [str(plain.dtype), list(plain.shape), _text(bytes(plain.view(-1).view(torch.uint8)), where)]}
+    if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in "biufc":
+        return {_ARRAY: [value.dtype.str, list(value.shape), _text(value.tobytes(), where)]}
+    return None
+
+
+def _text(data: bytes, where: str) -> str:
+    """Return bytes as text.
+
+    Raises:
+        TypeError: they are too many.
+    """
+    if len(data) > _LARGEST:
+        expected, got = f"at most {_LARGEST} bytes in an array of the state of an object", str(len(data))
+        raise TypeError(explain("Strategy.save", where, expected=expected, got=got, remedy="Make it a variable"))
+    return base64.b64encode(data).decode()
+
+
+def _other(kind: str, value: Any) -> Any:
+    """Return what `_plain_other` was given."""
+    if kind == _TUPLE:
+        return tuple(map(read_extra, value))
+    if kind == _BYTES:
+        return base64.b64decode(value)
+    name, shape, text = value
+    data = bytearray(base64.b64decode(text))
+    if kind == _ARRAY:
+        return np.frombuffer(data, name).reshape(shape)
+    torch = sys.modules["torch"]  # of an object of the program, which has imported it
+    dtype = getattr(torch, name.removeprefix("torch."))
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(shape)

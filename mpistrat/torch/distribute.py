@@ -80,7 +80,8 @@ def distribute(
         module: any, on the kind of device that the strategy has; convert its dtype before.
         optimizer: of the module's parameters, made as usual. torch.optim's SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax,
             RAdam, NAdam, ASGD and Rprop are divided over the ranks. Any other, also of your own, runs on whole tensors on every
-            rank. A sequence of several, each of other parameters, is returned as a list. Without it, pass
+            rank, with the closure of its step if it calls one, as LBFGS does. A sequence of several, each of other parameters,
+            is returned as a list. Without it, pass
             `ms.torch.gradients(module)` to an optimizer of `ms.optimizers`.
         loss: what a replica differentiates: "mean", over the rows of its part of the batch; replicas are weighted by their
             rows where the batch is a distributed dataset's, else equally. Or "sum": a part of the whole loss, as
@@ -101,7 +102,7 @@ def distribute(
             optimizers with overlap, max_norm or parameter servers; a parameter that is not the module's, or of two
             optimizers, or without memory, or complex; SyncBatchNorm, where workers do not step together; a layout
             that does not fit, or without a mesh.
-        TypeError: an optimizer whose step needs a closure, such as LBFGS.
+        TypeError: an optimizer whose step fails with gradients of zeros, or that has another optimizer.
         RuntimeError: the module was distributed already.
         LayoutError: a strategy with sharded_gradients.
         CollectiveMismatchError: on every rank, when their modules differ.

@@ -22,6 +22,7 @@ from ..strategy.contexts import in_step, local_replica
 from ..strategy.loss import summed_replicas
 from ..variables import Variable
 from ..variables.sharded import each_variable
+from .closure import step_with_closure
 from .counted_loss import LossCount
 from .module import TorchLink, check_parameters, link_of
 from .rule import StepsTaken, TorchRule, slots_of
@@ -158,12 +159,15 @@ class TorchOptimizer(torch.optim.Optimizer):
         """Sum the gradients over all replicas, and update. Collective.
 
         In replica context, or outside of `strategy.run` on ranks with one replica each. Hooks of the optimizer are called as in
-        plain torch.
+        plain torch. A closure is called once before the update, and its loss, of this replica's rows, returned. An optimizer
+        that calls it itself, such as LBFGS, gets the loss and the gradients of the whole batch in each call, and returns that.
 
         Raises:
             ContextError: outside of `strategy.run` on a rank with several local replicas.
             RuntimeError: a parameter has lost the memory of its variable; a setting needs state that was not made.
             CollectiveMismatchError: on every rank, when they have gradients of other parameters, or other numbers.
+            TypeError: no closure, for an optimizer that calls it itself.
+            BatchError: the loss that a closure returns is of several batches, of which replicas have unequal parts.
         """
         if torch.is_inference_mode_enabled():  # nothing that is kept may be made in it
             with torch.inference_mode(False):
@@ -178,6 +182,9 @@ class TorchOptimizer(torch.optim.Optimizer):
     )
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
+        whole = self.mpistrat_rule.on_whole_tensors
+        if whole is not None and whole.calls_closure:
+            return step_with_closure(self, whole, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -266,7 +273,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         for index, (group, parameter) in enumerate(self._parameters()):
             link = link_of(parameter)
             if link is not None and whole is not None:
-                if parameter.requires_grad and (found := whole.state_of(link.variable.name)):
+                if found := whole.state_of(link.variable.name):
                     state[index] = found
                 continue
             slots = {} if link is None or not parameter.requires_grad else rule.slots(link.variable)
@@ -310,10 +317,10 @@ class TorchOptimizer(torch.optim.Optimizer):
             rule.iterations = max(steps, default=0)
         for index, (_, parameter) in enumerate(self._parameters()):
             state, link = states.get(index, {}), link_of(parameter)
-            if link is None or not parameter.requires_grad:
-                continue
-            if rule.on_whole_tensors is not None:
+            if link is not None and rule.on_whole_tensors is not None:
                 rule.on_whole_tensors.load(link.variable.name, state)
+                continue
+            if link is None or not parameter.requires_grad:
                 continue
             numbers = {name: value for name, value in state.items() if torch.is_tensor(value)}
             slots = {name: np.array(to_host(array_of(numbers[name]))) for name in rule.slot_names if name in numbers}

@@ -310,6 +310,10 @@ class TorchRule(ForeignRule):
         scaled = {name: gradient * gradient.dtype.type(self.scale) for name, gradient in gradients.items()}
         return super()._update_whole(scaled, weights)
 
+    def mean_loss(self, total: float) -> float:
+        """Return the loss of the whole batch, of the sum of the replicas' losses in the last step."""
+        return total * self.scale / self._core.divisor
+
     @property
     def on_whole_tensors(self) -> TorchWholeRule | None:
         """The rule on whole tensors, with the state of each parameter; None where the rule runs on blocks."""

@@ -179,6 +179,25 @@ class ModulePasses:
             if isinstance(weight, float):
                 _note_weight(output, weight)
 
+    def weight_of_loss(self, loss: Any) -> float:
+        """Return what multiplies a loss before the mean over the replicas: the weight of the passes that computed it.
+
+        Raises:
+            BatchError: passes of several weights.
+        """
+        if self.idle or not self._weighs:
+            return 1.0
+        weights = _weights_before([loss]) or set(self._recent)  # of a number, of all passes since the last step
+        errors = [weight for weight in weights if isinstance(weight, BatchError)]
+        if errors:
+            raise errors[0]
+        if len(weights) > 1:
+            expected = "the loss of rows of one batch, to sum over the replicas"
+            got = f"one of batches of {len(weights)} different weights"
+            remedy = "Return a loss of one batch, or batches of which replicas have equal parts (drop_remainder=True)"
+            raise BatchError(explain(f"{self._name}: closure", "loss", expected=expected, got=got, remedy=remedy))
+        return float(weights.pop()) if weights else 1.0
+
     def forget(self) -> None:
         """Forget the weights of earlier passes, whose step is taken, and calls that an interrupt has left."""
         self._recent.clear()

@@ -1,7 +1,7 @@
 """A rule of torch on whole tensors, such as Adafactor or Muon: every rank runs it on copies of the parameters, after the sum.
 
 Its state lies in variables, so files have it. The groups of the program's optimizer are read before each step, and get what the
-rule writes there.
+rule writes there. A rule that calls a closure itself, such as LBFGS, takes its step by `run`: see `closure.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 import inspect
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -22,6 +22,7 @@ from ..comm.arrays import accumulation_dtype, to_host
 from ..optimizers.foreign import WholeRule
 from ..optimizers.whole_state import StateArray
 from ..variables import Variable
+from .lbfgs import is_lbfgs, new_arrays, packed, unpacked
 from .tensors import array_of, tensor_of
 
 __all__ = ["TorchWholeRule", "tried"]
@@ -31,7 +32,13 @@ _FUNCTION = "ms.torch.distribute"
 
 @final
 class TorchWholeRule(WholeRule):
-    """A copy of an optimizer, of torch or a subclass of the program, with parameters of its own."""
+    """A copy of an optimizer, of torch or a subclass of the program, with parameters of its own.
+
+    Attributes:
+        calls_closure: whether its step calls a closure itself.
+    """
+
+    calls_closure = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._source, kind = optimizer, type(optimizer)
@@ -44,7 +51,7 @@ class TorchWholeRule(WholeRule):
         """Copy the optimizer, and make the variables of its state. Collective.
 
         Raises:
-            TypeError: a step that needs a closure.
+            TypeError: the step fails.
         """
         optimizer, own = self._source, object.__new__(self._kind)
         own.__dict__.update(vars(optimizer))
@@ -55,10 +62,16 @@ class TorchWholeRule(WholeRule):
             v.name: torch.nn.Parameter(tensor_of(np.array(v.array, accumulation_dtype(v.dtype)))) for v in variables
         }
         left = iter(self._parameters.values())
+        copies = {id(p): next(left) for group in optimizer.param_groups for p in group["params"]}
         own.param_groups = [
-            group | {"params": [next(left) for _ in group["params"]]} for group in optimizer.param_groups
+            group | {"params": [copies[id(p)] for p in group["params"]]} for group in optimizer.param_groups
         ]
+        for name, value in vars(optimizer).items():  # such as LBFGS's list of its parameters
+            if name != "param_groups" and type(value) is list and value and all(id(each) in copies for each in value):
+                own.__dict__[name] = [copies[id(each)] for each in value]
         self._own: Any = own
+        self._variables = list(variables)
+        self._samples: dict[str, dict[str, Any]] = {}  # of the state, whose types the values have
         self._begun: dict[str, StateArray] = {}
         self._state: dict[str, dict[str, StateArray]] = {}
         for name, found in self._try().items():
@@ -68,8 +81,15 @@ class TorchWholeRule(WholeRule):
     def _try(self) -> dict[str, dict[str, np.ndarray]]:
         """Return the state of each parameter after a step on copies, for its forms."""
         found: dict[str, dict[str, np.ndarray]] = {}
-        for name, state in zip(self._parameters, tried(self._own), strict=True):
+        self.calls_closure, states = tried(self._own)
+        if is_lbfgs(self._own):
+            parameters = list(self._parameters.values())
+            states = [new_arrays(parameters, self._own.param_groups[0]), *({} for _ in states[1:])]
+        for name, state in zip(self._parameters, states, strict=True):
             known = {key: _array(value) for key, value in state.items()}
+            self._samples[name] = {
+                key: value.new_empty(0) if torch.is_tensor(value) else value for key, value in state.items()
+            }
             left = [key for key, array in known.items() if array is None and state[key] is not None]
             if left:
                 text = f"{_FUNCTION}: files do not have the state {', '.join(left)} of {self.title}: it is no tensor or number"
@@ -77,20 +97,65 @@ class TorchWholeRule(WholeRule):
             found[name] = {key: np.zeros_like(array) for key, array in known.items() if array is not None}
         return found
 
-    def update(self, gradients: Mapping[str, Any], weights: Mapping[str, Any], step: int) -> dict[str, np.ndarray]:
-        """Return new weights by name of variable; all arrays are whole. `store` writes the state."""
-        for own, theirs in zip(self._own.param_groups, self._source.param_groups, strict=True):
-            own.update({name: value for name, value in theirs.items() if name != "params"})
+    def update(self, gradients: Mapping[str, Any], weights: Mapping[str, Any], step: int) -> Mapping[str, Any]:
+        """Return new weights by name of variable; all arrays are whole. `store` writes the state.
+
+        While `run` calls a closure, the weights stay, and the copies of the parameters get the gradients.
+        """
+        if not self.calls_closure:
+            self._read_groups()
         for name, parameter in self._parameters.items():
             parameter.grad = None
             if name in gradients:
-                parameter.data = tensor_of(np.array(weights[name]))
+                if not self.calls_closure:
+                    parameter.data = tensor_of(np.array(weights[name]))
                 parameter.grad = tensor_of(np.ascontiguousarray(gradients[name]))
-            self._load(name, parameter)
+            if not self.calls_closure:
+                self._load(name, parameter)
+        if self.calls_closure:
+            return weights
         self._run(self._own, step)
+        self._write_groups()
+        return {name: array_of(self._parameters[name].detach()) for name in gradients}
+
+    def run(self, closure: Callable[[], Any]) -> Any:
+        """Call the optimizer's own step, on copies of the parameters; return what it returns. `assign` writes the result.
+
+        Args:
+            closure: returns the loss of `parameters()` as they are then, and has their gradients set.
+        """
+        self._read_groups()
+        for variable, (name, parameter) in zip(self._variables, self._parameters.items(), strict=True):
+            parameter.grad = None
+            parameter.data = tensor_of(np.array(to_host(variable.array)))
+            self._load(name, parameter)
+        with torch.no_grad():
+            result = self._raw_step(self._own, closure)
+        self._write_groups()
+        return result
+
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """Return the copies of the parameters, by name of variable."""
+        return self._parameters
+
+    def assign(self) -> None:
+        """Write the weights and the state after `run` into variables. Collective; in cross-replica context.
+
+        Raises:
+            CollectiveMismatchError: on every rank, when they have computed other numbers.
+        """
+        for variable, parameter in zip(self._variables, self._parameters.values(), strict=True):
+            variable.assign(array_of(parameter.detach()))
+        for array, value in self._values():
+            array.variable.assign(value.astype(array.variable.dtype))
+
+    def _read_groups(self) -> None:
+        for own, theirs in zip(self._own.param_groups, self._source.param_groups, strict=True):
+            own.update({name: value for name, value in theirs.items() if name != "params"})
+
+    def _write_groups(self) -> None:
         for own, theirs in zip(self._own.param_groups, self._source.param_groups, strict=True):
             theirs.update({name: value for name, value in own.items() if name != "params"})
-        return {name: array_of(self._parameters[name].detach()) for name in gradients}
 
     def _run(self, optimizer: Any, step: int) -> None:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):  # ranks draw the same numbers
@@ -99,30 +164,39 @@ class TorchWholeRule(WholeRule):
 
     def _load(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Give the copy of a parameter the state that its variables have."""
-        state = self._own.state[parameter]
-        if not self._begun[name].variable.array:
-            state.clear()
-            return
-        for key, array in self._state[name].items():
-            state[key] = _like(np.array(array.variable.array), state.get(key))
+        new, state = self.state_of(name), self._own.state[parameter]
+        state.clear()
+        state.update(new)
 
     def new_state(self) -> Iterator[tuple[StateArray, np.ndarray]]:
-        """Yield the arrays of the state with their values after the last update."""
+        """Yield the arrays of the state with their values after the last update; none while `run` calls a closure."""
+        return iter(()) if self.calls_closure else self._values()
+
+    def _values(self) -> Iterator[tuple[StateArray, np.ndarray]]:
         for name, parameter in self._parameters.items():
             state = self._own.state.get(parameter, {})
-            for key, array in self._state[name].items():
-                if key in state:
-                    yield array, _checked(self.title, key, state[key])
             if state:
+                yield from self._arrays_of(name, state)
                 yield self._begun[name], np.ones((), np.uint8)
+
+    def _arrays_of(self, name: str, state: Mapping[str, Any]) -> Iterator[tuple[StateArray, np.ndarray]]:
+        """Yield the arrays of the state of a parameter, with the values of a state as torch has it."""
+        arrays = self._state[name]
+        if arrays and is_lbfgs(self._own):
+            state = packed(state, {key: tensor_of(array.variable.array) for key, array in arrays.items()})
+        for key, array in arrays.items():
+            if key in state:
+                yield array, _checked(self.title, key, state[key])
 
     def state_of(self, name: str) -> dict[str, Any]:
         """Return the state of a parameter as torch has it; {} before its first step."""
         if not self._begun[name].variable.array:
             return {}
-        rest = self._own.state.get(self._parameters[name], {})
+        rest, samples = self._own.state.get(self._parameters[name], {}), self._samples[name]
         found = {key: np.array(to_host(array.variable.array)) for key, array in self._state[name].items()}
-        return {**rest, **{key: _like(array, rest.get(key)) for key, array in found.items()}}
+        if found and is_lbfgs(self._own):
+            return unpacked({key: tensor_of(array) for key, array in found.items()})
+        return {**rest, **{key: _like(array, rest.get(key, samples[key])) for key, array in found.items()}}
 
     def load(self, name: str, state: Mapping[str, Any]) -> None:
         """Take the state of a parameter, as torch has it. Collective: every rank gives the same."""
@@ -130,31 +204,62 @@ class TorchWholeRule(WholeRule):
         own = self._own.state[self._parameters[name]]
         own.clear()
         own.update(state)
-        for key, array in self._state[name].items():
-            if key in state:
-                array.variable.assign(_checked(self.title, key, state[key]).astype(array.variable.dtype))
+        for array, value in self._arrays_of(name, state) if state else ():
+            array.variable.assign(value.astype(array.variable.dtype))
 
 
-def tried(optimizer: torch.optim.Optimizer) -> list[Mapping[str, Any]]:
-    """Return the state of each parameter after a step of a copy with gradients of zeros.
+def tried(optimizer: torch.optim.Optimizer) -> tuple[bool, list[Mapping[str, Any]]]:
+    """Try a step of a copy with gradients of zeros.
+
+    Returns:
+        Whether the step calls a closure itself, and the state of each parameter after it.
 
     Raises:
-        TypeError: the step fails.
+        TypeError: the step fails, or the optimizer has another.
+        ValueError: the step calls a closure, and a parameter has 16 bits.
     """
+    kind = type(optimizer)
+    nested = [name for name, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]
+    if nested:
+        expected, got = "an optimizer that updates its parameters itself", f"one with another in its {nested[0]}"
+        remedy = "Pass that one, or write the rule into one class"
+        raise TypeError(explain(_FUNCTION, f"optimizer {kind.__name__}", expected=expected, got=got, remedy=remedy))
+    try:
+        return False, _states_after(optimizer, False)
+    except Exception as error:  # of a program's own rule
+        failed = error
+    try:
+        states = _states_after(optimizer, True)
+    except Exception:
+        expected = "an optimizer whose step takes gradients of zeros"
+        got = f"{kind.__module__}.{kind.__qualname__} ({type(failed).__name__}: {failed})"
+        remedy = "Take another, as SGD or AdamW"
+        raise TypeError(explain(_FUNCTION, "optimizer", expected=expected, got=got, remedy=remedy)) from failed
+    for dtype in {p.dtype for group in optimizer.param_groups for p in group["params"]}:
+        if dtype.is_floating_point and dtype.itemsize < 4:  # copies, with which a closure computes, have 32 bits
+            expected, got = "parameters of float32 or float64, as its step calls a closure", f"some of {dtype}"
+            remedy = "Keep them in float32, and use torch.autocast in the closure"
+            raise ValueError(
+                explain(_FUNCTION, f"optimizer {kind.__name__}", expected=expected, got=got, remedy=remedy)
+            )
+    return True, states
+
+
+def _states_after(optimizer: torch.optim.Optimizer, with_closure: bool) -> list[Mapping[str, Any]]:
+    """Return the state of each parameter after a step of a copy with gradients of zeros."""
     kind = type(optimizer)
     trial: Any = object.__new__(kind)
     trial.__dict__.update(copy.deepcopy(vars(optimizer)))  # copy.deepcopy of an optimizer leaves its own attributes out
     parameters = [parameter for group in trial.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            inspect.unwrap(kind.step)(trial)  # type: ignore[call-arg]
-    except Exception as error:  # of a program's own rule
-        expected = "an optimizer whose step, without a closure, takes gradients of zeros"
-        got = f"{kind.__module__}.{kind.__qualname__} ({type(error).__name__}: {error})"
-        remedy = "Take another, as SGD or AdamW"
-        raise TypeError(explain(_FUNCTION, "optimizer", expected=expected, got=got, remedy=remedy)) from error
+
+    def closure() -> torch.Tensor:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        return torch.zeros(())
+
+    closure()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        inspect.unwrap(kind.step)(trial, *([closure] if with_closure else []))  # type: ignore[call-arg]
     return [trial.state[parameter] for parameter in parameters]
 
 

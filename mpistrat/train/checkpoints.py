@@ -21,17 +21,19 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
+from ..base.agree import same, together
 from ..base.arguments import integer
 from ..base.environment import RESTART_EXIT_CODE
-from ..base.errors import ContextError, SharedMemoryError, explain
+from ..base.errors import CollectiveMismatchError, ContextError, SharedMemoryError, by_rank, explain
 from ..base.files import remove_dead
 from ..base.log import logger
-from ..state.extra import has_state
+from ..state.extra import has_state, state_of_text, text_of_state
 from ..state.writing import Saving
 from ..timeline.trace import process_group_of
 from .callbacks import has_workers
@@ -213,7 +215,7 @@ _POLL_SECONDS = 1.0  # between looks at a folder
 _SHARE = 0.01  # of the time, that snapshots take at most
 _COSTS = 4  # last ones that are looked at
 _LONGEST = 60  # times as long as it shall take, where ranks have to meet for it
-_LAYOUTS, _OBJECTS = "layouts", "states of objects"  # in the notes
+_LAYOUTS, _OBJECTS, _BY_RANK = "layouts", "states of objects", "states of objects by rank"  # in the notes
 _NAMES = r"step-(\d{10,})\.h5"
 
 
@@ -242,6 +244,7 @@ class Checkpoints:
         asynchronous: bool = True,
         snapshot_seconds: float | None = 1.0,
         objects: Mapping[str, Any] | None = None,
+        objects_by_rank: Mapping[str, Any] | None = None,
     ) -> None:
         """Take a folder, which is made when the first file is written.
 
@@ -257,9 +260,11 @@ class Checkpoints:
                 since the last time, and a hundred times as much as it takes; see `Strategy.take_snapshot`. None for never.
             objects: objects with `state_dict` and `load_state_dict`, by names for the file, such as schedulers and GradScalers of
                 PyTorch: files and snapshots have their states, which `restore_latest` loads. They must be the same on all ranks.
+            objects_by_rank: such objects whose states differ by rank, under the same names on all ranks, as a StatefulDataLoader
+                of torchdata over this rank's rows. Each rank gets its own state back, on the same number of ranks.
 
         Raises:
-            ValueError: an argument is out of range.
+            ValueError: an argument is out of range; a name in both `objects` and `objects_by_rank`.
             TypeError: an object without `state_dict` or `load_state_dict`.
 
         Example:
@@ -280,11 +285,15 @@ class Checkpoints:
         for argument, seconds in (("every_seconds", every_seconds), ("snapshot_seconds", snapshot_seconds)):
             if seconds is not None and not seconds > 0:
                 raise ValueError(explain("Checkpoints", argument, expected="a number > 0", got=str(seconds)))
-        for name, value in (objects or {}).items():
-            if not has_state(value):
-                expected, got = "an object with state_dict and load_state_dict", f"a {type(value).__name__}"
-                raise TypeError(explain("Checkpoints", f"objects[{name!r}]", expected=expected, got=got))
-        self._objects = dict(objects or {})
+        self._objects, self._by_rank = dict(objects or {}), dict(objects_by_rank or {})
+        for argument, given in (("objects", self._objects), ("objects_by_rank", self._by_rank)):
+            for name, value in given.items():
+                if not has_state(value):
+                    expected, got = "an object with state_dict and load_state_dict", f"a {type(value).__name__}"
+                    raise TypeError(explain("Checkpoints", f"{argument}[{name!r}]", expected=expected, got=got))
+        if twice := [repr(name) for name in self._by_rank if name in self._objects]:
+            expected, got = "other names than those of objects", ", ".join(twice)
+            raise ValueError(explain("Checkpoints", "objects_by_rank", expected=expected, got=got))
         self.folder = Path(folder).absolute()
         self.strategy, self._keep, self._every = strategy, keep, every_steps
         self._asynchronous, self._prepared = asynchronous, False
@@ -552,21 +561,61 @@ class Checkpoints:
 
     def _with_step(self, notes: Any, step: int) -> dict[str, Any]:
         about = (notes() if callable(notes) else notes) or {}
-        states = {_OBJECTS: self._objects} if self._objects else {}
+        states: dict[str, Any] = {_OBJECTS: self._objects} if self._objects else {}
+        if self._by_rank:
+            states[_BY_RANK] = self._states_by_rank()
         return {**about, "step": step, **states, _LAYOUTS: [[begin, list(ranks)] for begin, ranks in self._layouts]}
+
+    def _states_by_rank(self) -> list[dict[str, str]]:
+        """Return the state of each object by name as text, for each rank. Collective.
+
+        Raises:
+            TypeError, ValueError: on every rank, when one has a state that text cannot hold.
+            CollectiveMismatchError: on every rank, when they have objects of other names.
+        """
+        group, names = process_group_of(self.strategy, "Checkpoints"), sorted(self._by_rank)
+        exchange = partial(group.exchange, "save", detail="objects_by_rank")
+        with together(exchange):
+            own = {name: text_of_state(self._by_rank[name], f"objects_by_rank[{name!r}]") for name in names}
+
+        def differ(texts: Mapping[int, str]) -> CollectiveMismatchError:
+            expected, got = "objects of the same names on every rank", by_rank(texts)
+            return CollectiveMismatchError(explain("Checkpoints", "objects_by_rank", expected=expected, got=got))
+
+        same(exchange, ", ".join(names), differ)
+        return list(self.strategy.all_gather_object(own))
+
+    def _load_by_rank(self, states: Sequence[Mapping[str, str]], step: int) -> None:
+        """Load this rank's states.
+
+        Raises:
+            ValueError: on every rank, when they are those of another number of ranks.
+        """
+        size, rank = self.strategy.size, self.strategy.rank
+        if states and self._by_rank and len(states) != size:
+            expected, got = f"states of {len(states)} ranks, as step {step} was saved on so many", f"{size} ranks"
+            remedy = f"Start {len(states)} ranks; or a dataset of ms.data, which any number of ranks divides anew"
+            raise ValueError(explain("Checkpoints", "objects_by_rank", expected=expected, got=got, remedy=remedy))
+        for name, value in self._by_rank.items():
+            if states and name in states[rank]:
+                value.load_state_dict(state_of_text(states[rank][name]))
+            else:
+                self._warn_of_missing(name, step)
+
+    def _warn_of_missing(self, name: str, step: int) -> None:
+        if self.strategy.rank == 0:
+            logger.warning("Checkpoints: step %d has no state of object %r, which stays as it is", step, name)
 
     def _taken_over(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return the notes of what was restored; that step, and the layouts before it, are this run's. Load objects' states."""
         notes, own = dict(saved), self._layouts[-1][1]
-        states = notes.pop(_OBJECTS, {})
+        states, of_ranks, step = notes.pop(_OBJECTS, {}), notes.pop(_BY_RANK, []), notes["step"]
         for name, value in self._objects.items():
             if name in states:
                 value.load_state_dict(states[name])
-            elif self.strategy.rank == 0:
-                logger.warning(
-                    "Checkpoints: step %d has no state of object %r, which stays as it is", notes["step"], name
-                )
-        step = notes["step"]
+            else:
+                self._warn_of_missing(name, step)
+        self._load_by_rank(of_ranks, step)
         self._layouts = [(begin, tuple(ranks)) for begin, ranks in notes.pop(_LAYOUTS, [])]
         if not self._layouts or self._layouts[-1][1] != own:
             self._layouts.append((step, own))

@@ -494,3 +494,66 @@ def test_ranks_in_different_folders_use_that_of_rank_0(mpi_tmp_path, monkeypatch
             assert w.numpy().tolist() == [step] * 5
         assert sorted(path.name for path in mpi_tmp_path.iterdir() if path.name[:3] != "of-") == ["best.h5", "run"]
         assert [path.name for path in own.iterdir()] == ["run"] * (rank == 0)
+
+
+class Position:
+    """The position of a rank in its own data."""
+
+    def __init__(self, rank):
+        self.state = {"next": rank, "words": np.arange(rank + 1, dtype=np.int16), "kind": (rank, b"x")}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_objects_whose_states_differ_by_rank(mpi_tmp_path, caplog):
+    from mpi4py import MPI
+
+    def opened(strategy, name="data"):
+        position = Position(strategy.rank)
+        return position, ms.train.Checkpoints(strategy, mpi_tmp_path, objects_by_rank={name: position})
+
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        position, checkpoints = opened(strategy)
+        checkpoints.save(3, {"epoch": 1})
+        checkpoints.wait()
+        rank, size = strategy.rank, strategy.size
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        position, checkpoints = opened(strategy)
+        position.state = {}
+        assert checkpoints.restore_latest() == {"epoch": 1, "step": 3}
+        assert position.state["next"] == rank and position.state["kind"] == (rank, b"x")
+        assert position.state["words"].dtype == np.int16 and position.state["words"].tolist() == list(range(rank + 1))
+        other, checkpoints = opened(strategy, "other")
+        checkpoints.restore_latest()
+        assert other.state["next"] == rank
+        assert rank or "step 3 has no state of object 'other'" in caplog.text
+    if size > 1:
+        comm = MPI.COMM_WORLD.Split(int(rank == size - 1), rank)
+        if comm.size == size - 1 and rank < size - 1:
+            with ms.MultiWorkerMirroredStrategy(comm=comm) as strategy:
+                position, checkpoints = opened(strategy)
+                text = rf"expected states of {size} ranks, as step 3 .*, got {size - 1} ranks. Start {size} ranks"
+                with pytest.raises(ValueError, match=text):
+                    checkpoints.restore_latest()
+        comm.Free()
+
+
+@pytest.mark.ranks(2)
+def test_states_by_rank_that_cannot_be_saved_are_an_error_on_every_rank(mpi_tmp_path):
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        position = Position(0)
+        checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path, objects_by_rank={"data": position})
+        position.state = {"file": object()} if strategy.rank else {}
+        with pytest.raises(Exception, match=r"objects_by_rank\['data'\]\.state_dict\(\)\['file'\].*got a object"):
+            checkpoints.save(1)
+        names = {f"data{strategy.rank}": position}
+        position.state = {}
+        checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path, objects_by_rank=names)
+        text = "expected objects of the same names on every rank, got rank 0: data0; rank 1: data1"
+        with pytest.raises(ms.errors.CollectiveMismatchError, match=text):
+            checkpoints.save(1)

@@ -414,12 +414,24 @@ def test_states_of_objects(tmp_path):
         ms.Variable(1.0, name="v")
         strategy.save(tmp_path / "x.h5", extra={"scheduler": scheduler, "more": [scheduler], "epoch": 1})
         found = strategy.restore(tmp_path / "x.h5")
-        state = {"milestones": Counter({30: 1, 60: 2}), "table": {1: {2: "a"}, 2.5: [3]}, "last": [0.5, 1]}
+        state = {"milestones": Counter({30: 1, 60: 2}), "table": {1: {2: "a"}, 2.5: [3]}, "last": (0.5, 1)}
         assert found == {"scheduler": state, "more": [state], "epoch": 1}
         assert [*found["scheduler"]["milestones"].elements()] == [30, 60, 60]
-        scheduler.table = np.ones(3)
-        with pytest.raises(TypeError, match=r"extra\['scheduler'\]\.state_dict\(\)\['table'\]: .* got a ndarray"):
-            strategy.save(tmp_path / "x.h5", extra={"scheduler": scheduler})
+        scheduler.table = {
+            "words": np.arange(6, dtype=np.uint32).reshape(2, 3),
+            "key": b"ab",
+            "tuple": ((1, None), [2]),
+        }
+        strategy.save(tmp_path / "x.h5", extra={"scheduler": scheduler})
+        table = strategy.restore(tmp_path / "x.h5")["scheduler"]["table"]
+        assert table["words"].dtype == np.uint32 and table["words"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert table["key"] == b"ab" and table["tuple"] == ((1, None), [2])
+        for value, got in ((np.zeros(1 << 18), "got 2097152. Make it a variable"), (np.array(["a"]), "got a ndarray")):
+            scheduler.table = value
+            with pytest.raises(TypeError, match=rf"extra\['scheduler'\]\.state_dict\(\)\['table'\]: .* {got}"):
+                strategy.save(tmp_path / "x.h5", extra={"scheduler": scheduler})
+        with pytest.raises(TypeError, match="got a ndarray|got a bytes"):
+            strategy.save(tmp_path / "x.h5", extra={"key": b"ab"})
         with pytest.raises(TypeError, match="got a type"):
             strategy.save(tmp_path / "x.h5", extra={"scheduler": Scheduler})
 
@@ -439,8 +451,12 @@ def test_objects_of_checkpoints(tmp_path, caplog):
         again.restore_latest()
         assert other.last == 7 and unknown.last == (0.5, 1)
         assert "step 5 has no state of object 'scaler'" in caplog.text
-        with pytest.raises(TypeError, match="expected an object with state_dict and load_state_dict, got a int"):
-            ms.train.Checkpoints(strategy, tmp_path, objects={"step": 3})
+        for argument in ("objects", "objects_by_rank"):
+            text = rf"{argument}\['step'\]: expected an object with state_dict and load_state_dict, got a int"
+            with pytest.raises(TypeError, match=text):
+                ms.train.Checkpoints(strategy, tmp_path, **{argument: {"step": 3}})
+        with pytest.raises(ValueError, match="objects_by_rank: expected other names than those of objects, got 'one'"):
+            ms.train.Checkpoints(strategy, tmp_path, objects={"one": other}, objects_by_rank={"one": other})
 
 
 _FULL = """
