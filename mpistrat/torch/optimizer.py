@@ -26,6 +26,7 @@ from .counted_loss import LossCount
 from .module import TorchLink, check_parameters, link_of
 from .rule import StepsTaken, TorchRule, slots_of
 from .tensors import array_of, tensor_of
+from .torch_step import sums_of
 
 __all__ = [
     "Overlap",
@@ -369,7 +370,7 @@ def distribute_optimizer(
     in_memory = strategy.extended.placement.store is None  # else each worker divides before it sends
     replicas = summed_replicas(strategy) if weighs and in_memory else 1
     limit = None if max_norm is None else max_norm * replicas  # of the sum, not of the mean
-    rule = TorchRule(kind, optimizer, replicas, limit, finds_unused)
+    rule = TorchRule(kind, optimizer, replicas, limit, finds_unused, sums_of(strategy))
     links: list[TorchLink] = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

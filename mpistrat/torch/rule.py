@@ -20,10 +20,11 @@ import torch
 from ..base.errors import explain
 from ..optimizers.foreign import ForeignRule
 from ..optimizers.gradients import pairs_of
-from ..optimizers.rule import Block
+from ..optimizers.rule import Block, UpdateRun
 from ..optimizers.settings import as_attribute, check_groups, group_settings
-from ..variables import make_trainable
+from ..variables import Variable, make_trainable
 from .tensors import tensor_of
+from .torch_step import GradientSums, OwnState, TorchStep, steps_by_torch
 from .whole import TorchWholeRule
 
 __all__ = ["StepsTaken", "TorchRule", "slots_of"]
@@ -196,14 +197,16 @@ class TorchRule(ForeignRule):
         replicas: int,
         limit: float | None,
         finds_unused: bool,
+        sums: GradientSums | None = None,
     ) -> None:
         self.kind, self._optimizer = kind, optimizer
-        self.__finds_unused = finds_unused
+        self.__finds_unused, self.__sums = finds_unused, sums
         whole = not is_elementwise(kind)
         names, start = ((), 0.0) if whole else slots_of(kind, optimizer.param_groups)
         name = f"torch {kind.__name__}{' on whole tensors' if whole else ''}"  # which files compare
         super().__init__(self._rate_of_first, slot_names=names, slot_start=start, global_clipnorm=limit, name=name)
         self._whole = TorchWholeRule(optimizer) if whole else None
+        self.__own_state = None if whole or sums is None else OwnState(self, optimizer)
         self.scale = 1.0 / replicas
         self.counts: list[int] = []
         self.rule, self.settings = kind.__name__, _settings(optimizer.param_groups)
@@ -403,6 +406,12 @@ class TorchRule(ForeignRule):
         # Then a step in which all have gradients changes none of these numbers.
         plain = self.rule not in _WITH_SCALARS
         self.__together = plain and all(taken.begun for taken in self.__taken)
+
+    def _run_on(self, variables: Sequence[Variable], left_out: Sequence[str]) -> UpdateRun:
+        sums, state = self.__sums, self.__own_state
+        if sums is None or state is None or not steps_by_torch(variables):
+            return super()._run_on(variables, left_out)
+        return TorchStep(self, state, sums, variables, left_out)
 
     def _add_zeros(self, strategy: Any, replicas: Sequence[list[tuple[Any, Any]]]) -> None:
         """Give a replica a gradient of zeros for each parameter that has one on other replicas only. Collective."""

@@ -1,0 +1,56 @@
+"""Steps by PyTorch's own parts, as on GPUs: tests of distributed modules a second time, with gloo in NCCL's place."""
+
+import importlib
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
+
+from tests.harness.torch_by_torch import step_by_torch  # noqa: E402
+from tests.harness.torch_training import difference, distributed, make, mlp, plain, put  # noqa: E402
+
+_SUITE = {
+    "torch": "every",
+    "torch_counted_loss": "every",
+    "torch_files": "every",
+    "torch_grad_scaler": "every",
+    "torch_no_rows": "every",
+    "torch_rules": "every",
+    "torch_strategies": "multi_worker halves save_and",
+    "torch_thaw": "every",
+    "torch_two_optimizers": "every",
+    "torch_unused": "every",
+    "torch_weights": "a_loop unequal two_datasets two_modules recurrent zeros",
+    "torch_wrong_use": "every",
+}
+
+
+def _again(module, words):
+    """Define the tests of another file whose names have one of some words here, under names that begin with the file's."""
+    source = importlib.import_module(f"tests.parallel.frameworks.test_{module}")
+    marks = getattr(source, "pytestmark", [])
+    for name, test in vars(source).items():
+        if name.startswith("test_") and (words == "every" or any(word in name for word in words.split())):
+            for mark in marks if isinstance(marks, list) else [marks]:
+                test = mark(test)
+            globals()[f"test_{module}_{name.removeprefix('test_')}"] = test
+
+
+for _module, _words in _SUITE.items():
+    _again(_module, _words)
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """The names of the calls that gloo has got."""
+    return step_by_torch(monkeypatch)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_gradients_are_summed_by_the_group_inside(calls):
+    reference = mlp()
+    plain(reference, make("AdamW", reference), epochs=2)
+    with put(name="AdamW") as (strategy, module, optimizer):
+        distributed(strategy, module, optimizer, epochs=2)
+        assert difference(module.parameters(), reference.parameters()) < 1e-9
+        assert calls.count("allreduce") == (10 if strategy.size > 1 else 0)  # one bucket in each step
