@@ -22,9 +22,10 @@ from ..optimizers.foreign import ForeignRule
 from ..optimizers.gradients import pairs_of
 from ..optimizers.rule import Block, UpdateRun
 from ..optimizers.settings import as_attribute, check_groups, group_settings
+from ..strategy.contexts import in_step
 from ..variables import Variable, make_trainable
 from .tensors import tensor_of
-from .torch_step import GradientSums, OwnState, TorchStep, steps_by_torch
+from .torch_step import BegunInBackward, GradientSums, OwnState, TorchStep, steps_by_torch
 from .whole import TorchWholeRule
 
 __all__ = ["StepsTaken", "TorchRule", "slots_of"]
@@ -206,7 +207,10 @@ class TorchRule(ForeignRule):
         name = f"torch {kind.__name__}{' on whole tensors' if whole else ''}"  # which files compare
         super().__init__(self._rate_of_first, slot_names=names, slot_start=start, global_clipnorm=limit, name=name)
         self._whole = TorchWholeRule(optimizer) if whole else None
-        self.__own_state = None if whole or sums is None else OwnState(self, optimizer)
+        self.__own_state = None
+        if sums is not None and not whole:
+            self.__own_state = OwnState(self, optimizer)
+            self._core.begun = BegunInBackward(sums)
         self.scale = 1.0 / replicas
         self.counts: list[int] = []
         self.rule, self.settings = kind.__name__, _settings(optimizer.param_groups)
@@ -406,6 +410,14 @@ class TorchRule(ForeignRule):
         # Then a step in which all have gradients changes none of these numbers.
         plain = self.rule not in _WITH_SCALARS
         self.__together = plain and all(taken.begun for taken in self.__taken)
+
+    def begin_in_backward(self, strategy: Any, variables: Sequence[Variable]) -> None:
+        """Start to sum gradients that a backward pass has completed. Collective."""
+        if isinstance(self._core.begun, BegunInBackward):
+            self._core.begun.start(variables)  # where backward passes have threads of their own
+            return
+        remedy = "Call backward in the function that strategy.run runs"
+        in_step(strategy, lambda: self.begin(variables), "backward", remedy)
 
     def _run_on(self, variables: Sequence[Variable], left_out: Sequence[str]) -> UpdateRun:
         sums, state = self.__sums, self.__own_state

@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
@@ -31,9 +31,10 @@ from .tensors import tensor_of
 
 if TYPE_CHECKING:
     from .backend.group import MpiProcessGroup
+    from .module import TorchLink
     from .rule import StepsTaken, TorchRule
 
-__all__ = ["GradientSums", "OwnState", "TorchStep", "goes_by_torch", "steps_by_torch", "sums_of"]
+__all__ = ["BegunInBackward", "GradientSums", "OwnState", "TorchStep", "goes_by_torch", "steps_by_torch", "sums_of"]
 
 _BUCKET_BYTES = 25 << 20  # as those of DistributedDataParallel
 _NAME = "ms.torch.distribute"
@@ -96,14 +97,12 @@ class GradientSums:
         self.group = over(topology.comm, store, limit, _NAME)
         ranks.attach(self)
 
-    def add(self, flat: torch.Tensor) -> None:
-        """Replace a flat tensor by its sum over all ranks, in buckets that are under way together. Collective."""
+    def start(self, flat: torch.Tensor) -> list[Any]:
+        """Start to replace a flat tensor by its sum over all ranks, in buckets. Return what waits for them. Collective."""
         if self.group is None:
-            return
+            return []
         length = max(1, _BUCKET_BYTES // flat.element_size())
-        works = [self.group.allreduce([bucket]) for bucket in flat.split(length)]
-        for work in works:
-            work.wait()
+        return [self.group.allreduce([bucket]) for bucket in flat.split(length)]
 
     def close(self) -> None:
         """End the process group. Collective."""
@@ -117,6 +116,87 @@ class GradientSums:
         """End the process group without the others, of whom some were lost. Local."""
         if self.group is not None:
             self.group.abort()
+
+
+class _Range(NamedTuple):
+    """Neighbours in an arena: their elements, without a gap, and the variables."""
+
+    arena: Arena
+    low: int
+    high: int
+    variables: Sequence[Variable]
+
+
+class _Sum(NamedTuple):
+    """The gradients of a range of variables in memory of its own, and what waits for their sum."""
+
+    range: _Range
+    flat: torch.Tensor
+    works: Sequence[Any]
+
+
+def _ranges_of(variables: Sequence[Variable]) -> list[_Range]:
+    """Return the ranges in which variables lie, in an order that all ranks have."""
+    members: dict[Arena, list[Variable]] = {}
+    for variable in variables:
+        if variable.arena is not None and variable.size:
+            members.setdefault(variable.arena, []).append(variable)
+    return [
+        _Range(arena, low, high, [variable for variable in some if low <= variable.offset < high])
+        for arena, some in members.items()
+        for low, high in merge(list(padded(arena, some).items()))
+    ]
+
+
+def _start(sums: GradientSums | None, found: _Range) -> _Sum:
+    """Copy the gradients of a range, to which the program may add later, and start to sum them. Collective."""
+    assert found.arena.gradients is not None
+    flat = tensor_of(found.arena.gradients.local[0])[found.low : found.high].clone()
+    return _Sum(found, flat, [] if sums is None else sums.start(flat))
+
+
+@final
+class BegunInBackward:
+    """The sums that backward passes have started since the last step: see `Begun`, in whose place it is.
+
+    Attributes:
+        words: what ranks compare in the step: the names, in order.
+        early, able, on_one_node: that sums start early, on one node, too.
+    """
+
+    early = able = on_one_node = True
+
+    def __init__(self, sums: GradientSums) -> None:
+        self._sums, self._started = sums, list[_Sum]()
+        self.words = ""
+
+    @torch.no_grad()
+    def start(self, variables: Sequence[Variable]) -> None:
+        """Start to sum gradients that are complete. Collective; in the thread of a backward pass."""
+        if steps_by_torch(variables):
+            self._started += [_start(self._sums, found) for found in _ranges_of(variables)]
+            self.words += f", begun: {', '.join(variable.name for variable in variables)}"
+
+    def add(self, strategy: Any, replicas: Sequence[Pairs]) -> None:
+        """Start to sum the gradients of the only local replica. Collective."""
+        self.start([variable for _, variable in replicas[0]])
+
+    def take(self) -> list[_Sum]:
+        """Return what was started, and forget it."""
+        started, self._started = self._started, []
+        return started
+
+    def check(self, *_: Any) -> None:
+        """Nothing: `Overlap` has found gradients that are not final."""
+
+    note_step = check
+
+    def forget(self) -> None:
+        """Forget what was started. Every rank does it."""
+        for each in self.take():
+            for work in each.works:
+                work.wait()
+        self.words = ""
 
 
 @final
@@ -137,12 +217,7 @@ class TorchStep(UpdateRun):
         self.strategy = placement.strategy
         self._group, self._number = placement.group, rule._core.number_in(placement)
         self._variables, self._left_out = tuple(variables), tuple(left_out)
-        members: dict[Arena, list[Variable]] = {}
-        for variable in variables:
-            if variable.arena is not None and variable.size:
-                members.setdefault(variable.arena, []).append(variable)
-        self._members = members
-        self._ranges = {arena: merge(list(padded(arena, some).items())) for arena, some in members.items()}
+        self._ranges = _ranges_of(variables)
         self._taken = 0
         self.describe()
 
@@ -161,15 +236,15 @@ class TorchStep(UpdateRun):
         """Take the step. Collective; in cross-replica context."""
         self._compare(aggregate)
         with torch.no_grad():
-            gradients = self._sum(aggregate)
-            self._scale(list(gradients.values()))
-            self._state.step(self._parts(gradients))
+            sums = self._sum(aggregate)
+            self._scale([each.flat for each in sums])
+            self._state.step(dict(_parts(sums)))
 
     def _compare(self, aggregate: bool) -> None:
         """Raise CollectiveMismatchError if ranks take other steps, or now and then if their weights differ. Collective."""
         core, group = self._core, self._group
         number = core.calls + 1
-        detail = self._detail if aggregate else f"{self._detail}, without aggregation"
+        detail = (self._detail if aggregate else f"{self._detail}, without aggregation") + core.begun.words
         due = self._taken % group.environment.check_every == 0
         self._taken += 1
         words = f", step {number} at rate {core.rate_at(number)!r}"
@@ -180,27 +255,27 @@ class TorchStep(UpdateRun):
                     raise error
 
     def _digests(self) -> list[int]:
+        """Return a digest of the weights in each range."""
         found = []
-        for arena, ranges in self._ranges.items():
+        for arena, low, high, _ in self._ranges:
             total = 0
-            for low, high in blocks(ranges, block_of(arena.values)):
-                total = (total * 3 + quick_digest(arena.values[low:high])) & ((1 << 63) - 1)
+            for begin, end in blocks([(low, high)], block_of(arena.values)):
+                total = (total * 3 + quick_digest(arena.values[begin:end])) & ((1 << 63) - 1)
             found.append(total)
         return found
 
-    def _sum(self, aggregate: bool) -> dict[tuple[Arena, int], torch.Tensor]:
-        """Return the sums of the gradients in new memory, by arena and the first element of each range. Collective.
-
-        The arenas have the replica's own gradients still, to which the program may add.
-        """
-        sums = {}
-        for arena, ranges in self._ranges.items():
-            assert arena.gradients is not None
-            local = tensor_of(arena.gradients.local[0])
-            for low, high in ranges:
-                sums[arena, low] = local[low:high].clone()
-        for flat in sums.values() if aggregate else ():
-            self._sums.add(flat)
+    def _sum(self, aggregate: bool) -> list[_Sum]:
+        """Return the sums of the gradients, in memory of their own: arenas have the replica's own still. Collective."""
+        begun = self._core.begun
+        sums: list[_Sum] = begun.take() if isinstance(begun, BegunInBackward) else []
+        ranges = self._ranges
+        if sums:
+            known = {variable for each in sums for variable in each.range.variables}
+            ranges = _ranges_of([variable for variable in self._variables if variable not in known])
+        sums += [_start(self._sums if aggregate else None, found) for found in ranges]
+        for each in sums:
+            for work in each.works:
+                work.wait()
         return sums
 
     def _scale(self, sums: Sequence[torch.Tensor]) -> None:
@@ -220,15 +295,13 @@ class TorchStep(UpdateRun):
         for each in sums:
             each.mul_(factor)
 
-    def _parts(self, sums: Mapping[tuple[Arena, int], torch.Tensor]) -> dict[Variable, torch.Tensor]:
-        """Return the gradient of each variable."""
-        parts = {}
-        for arena, some in self._members.items():
-            for variable in some:
-                low = next(low for low, high in self._ranges[arena] if low <= variable.offset < high)
-                first = variable.offset - low
-                parts[variable] = sums[arena, low][first : first + variable.size].view(variable.shape)
-        return parts
+
+def _parts(sums: Sequence[_Sum]) -> Iterator[tuple[Variable, torch.Tensor]]:
+    """Yield each variable with its gradient."""
+    for found, flat, _ in sums:
+        for variable in found.variables:
+            first = variable.offset - found.low
+            yield variable, flat[first : first + variable.size].view(variable.shape)
 
 
 @final
@@ -255,11 +328,10 @@ class OwnState:
         stepping = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                link = getattr(parameter, "mpistrat", None)
-                gradient = None if link is None else gradients.get(link.variable)
-                if gradient is not None:
+                link: TorchLink | None = getattr(parameter, "mpistrat", None)
+                if link is not None and link.variable in gradients:
                     self._prepare(parameter, link.variable, group)
-                    stepping[parameter] = gradient
+                    stepping[parameter] = gradients[link.variable]
         with self._shown(optimizer, stepping):
             self._raw_step(optimizer)
         for parameter in stepping:

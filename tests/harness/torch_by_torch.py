@@ -5,9 +5,12 @@ As on a GPU, each rank has all variables in memory of its own.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch.distributed as dist
 
-from mpistrat.torch import torch_step
+from mpistrat.arena import arena
+from mpistrat.optimizers import gpu_stream
 from mpistrat.torch.backend import gpus
 from mpistrat.torch.backend import group as group_module
 
@@ -28,8 +31,12 @@ def step_by_torch(monkeypatch):
         make = lambda store, rank, size: dist.ProcessGroupGloo(store, rank, size, timeout)  # noqa: E731
         return make, dist.ProcessGroup.BackendType.GLOO
 
-    monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")
-    monkeypatch.setattr(torch_step, "goes_by_torch", lambda placement: placement.group.node.size == 1)
+    # Arenas of CPUs as those of GPUs: whole on each rank.
+    monkeypatch.setattr(
+        arena.ArenaAllocator, "on_gpu", property(lambda self: True, lambda self, value: None), raising=False
+    )
+    monkeypatch.setattr(arena.ArenaAllocator, "_free_bytes", lambda self: arena.UNLIMITED)
+    monkeypatch.setattr(gpu_stream, "_in_order", contextlib.nullcontext)
     monkeypatch.setattr(group_module, "gpus_here", lambda: True)
     for module in (group_module, gpus):
         monkeypatch.setattr(module, "is_on_gpu", on_gpu)

@@ -1,13 +1,17 @@
 """Steps by PyTorch's own parts, as on GPUs: tests of distributed modules a second time, with gloo in NCCL's place."""
 
 import importlib
+import threading
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
 
+from mpistrat.torch import optimizer as torch_optimizer  # noqa: E402
+from mpistrat.torch import torch_step  # noqa: E402
 from tests.harness.torch_by_torch import step_by_torch  # noqa: E402
 from tests.harness.torch_training import difference, distributed, make, mlp, plain, put  # noqa: E402
+from tests.parallel.frameworks import test_torch_overlap  # noqa: E402
 
 _SUITE = {
     "torch": "every",
@@ -54,3 +58,46 @@ def test_gradients_are_summed_by_the_group_inside(calls):
         distributed(strategy, module, optimizer, epochs=2)
         assert difference(module.parameters(), reference.parameters()) < 1e-9
         assert calls.count("allreduce") == (10 if strategy.size > 1 else 0)  # one bucket in each step
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The numbers of parameters whose sums started within a backward pass."""
+    counts = []
+    plain = torch_step.BegunInBackward.start
+    noted = lambda self, variables: counts.append(len(variables)) or plain(self, variables)  # noqa: E731
+    monkeypatch.setattr(torch_step.BegunInBackward, "start", noted)
+    monkeypatch.setattr(torch_optimizer, "_BUCKET_BYTES", 1 << 20)
+    return counts
+
+
+def check_overlap(backward, **more):
+    ours, expected = (test_torch_overlap.weights(how, backward, **more) for how in (True, False))
+    assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("backward, times", [("once", 12), ("in_place", 12), ("counted", 12), ("a_layer_left_out", 4)])
+def test_sums_start_within_the_backward_pass(started, backward, times):
+    check_overlap(getattr(test_torch_overlap, backward), loss="sum" if backward == "counted" else "mean")
+    assert started == [2] * times  # each of three layers is a bucket
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("backward", ["twice", "changed_on_one_rank", "replaced", "forgotten", "scaled"])
+def test_gradients_that_change_after_the_backward_pass_are_summed_in_the_step(started, backward):
+    check_overlap(getattr(test_torch_overlap, backward))
+    assert 0 < len(started) <= 3  # in the first step, never again
+
+
+@pytest.mark.ranks(2)
+def test_a_backward_pass_in_a_thread_of_its_own(started):
+    """As those on GPUs are, for which PyTorch begins a thread."""
+
+    def in_a_thread(module, optimizer, rank):
+        thread = threading.Thread(target=test_torch_overlap.once, args=(module, optimizer, rank))
+        thread.start()
+        thread.join()
+
+    check_overlap(in_a_thread)
+    assert len(started) == 12
