@@ -81,7 +81,7 @@ class Overlap:
         while self._next < len(self._buckets) and not self._missing[self._next]:
             bucket = self._buckets[self._next]
             self._next += 1
-            self._rule.begin_in_backward(self._strategy, [each.variable for each in bucket])
+            self._rule.begin_in_backward(self._strategy, bucket)
             self._versions.update((each, _version(each)) for each in bucket)
 
     def settle(self) -> None:
@@ -369,7 +369,8 @@ def distribute_optimizer(
     in_memory = strategy.extended.placement.store is None  # else each worker divides before it sends
     replicas = summed_replicas(strategy) if weighs and in_memory else 1
     limit = None if max_norm is None else max_norm * replicas  # of the sum, not of the mean
-    rule = TorchRule(kind, optimizer, replicas, limit, finds_unused, sums_of(strategy))
+    sums = sums_of(strategy, optimizer.param_groups[0]["params"][0].device)
+    rule = TorchRule(kind, optimizer, replicas, limit, finds_unused, sums)
     links: list[TorchLink] = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

@@ -12,7 +12,7 @@ import itertools
 import threading
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from ..variables import Variable, make_trainable
 from .tensors import tensor_of
 from .torch_step import BegunInBackward, GradientSums, OwnState, TorchStep, steps_by_torch
 from .whole import TorchWholeRule
+
+if TYPE_CHECKING:
+    from .module import TorchLink
 
 __all__ = ["StepsTaken", "TorchRule", "slots_of"]
 
@@ -411,13 +414,13 @@ class TorchRule(ForeignRule):
         plain = self.rule not in _WITH_SCALARS
         self.__together = plain and all(taken.begun for taken in self.__taken)
 
-    def begin_in_backward(self, strategy: Any, variables: Sequence[Variable]) -> None:
+    def begin_in_backward(self, strategy: Any, links: Sequence[TorchLink]) -> None:
         """Start to sum gradients that a backward pass has completed. Collective."""
         if isinstance(self._core.begun, BegunInBackward):
-            self._core.begun.start(variables)  # where backward passes have threads of their own
+            self._core.begun.start(links)  # where a backward pass has a thread of its own
             return
         remedy = "Call backward in the function that strategy.run runs"
-        in_step(strategy, lambda: self.begin(variables), "backward", remedy)
+        in_step(strategy, lambda: self.begin([link.variable for link in links]), "backward", remedy)
 
     def _run_on(self, variables: Sequence[Variable], left_out: Sequence[str]) -> UpdateRun:
         sums, state = self.__sums, self.__own_state

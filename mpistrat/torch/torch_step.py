@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from ..arena.reduction import block_of
 from ..arena.values import quick_digest
 from ..base.partition import blocks, merge
 from ..comm.arrays import accumulation_dtype
+from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import AutoAllReduce
 from ..cross_device.nccl import NcclAllReduce
 from ..optimizers.gradients import Pairs, load_gradients
@@ -46,11 +48,15 @@ def goes_by_torch(placement: Any) -> bool:
     return bool(placement.arenas.on_gpu)
 
 
-def sums_of(strategy: Any) -> GradientSums | None:
+def sums_of(strategy: Any, device: torch.device) -> GradientSums | None:
     """Return what sums gradients by a process group of torch.distributed; None where steps go by the package's own parts.
 
     These are steps on CPUs, of parameter servers, of a mesh, of several replicas on a rank, of slots that are divided over nodes,
     and of an algorithm for sums that the program has chosen. Collective, the first time for a strategy.
+
+    Args:
+        strategy: the strategy.
+        device: where its gradients are.
     """
     extended = strategy.extended
     placement = extended.placement
@@ -61,7 +67,7 @@ def sums_of(strategy: Any) -> GradientSums | None:
     if type(placement.ops) not in (AutoAllReduce, NcclAllReduce):
         return None
     if strategy not in _sums:
-        _sums[strategy] = GradientSums(placement.group)
+        _sums[strategy] = GradientSums(placement.group, device)
     return _sums[strategy]
 
 
@@ -86,7 +92,7 @@ class GradientSums:
         group: the process group; None for one rank, which has nothing to sum.
     """
 
-    def __init__(self, ranks: Any) -> None:
+    def __init__(self, ranks: ProcessGroup, device: torch.device) -> None:
         self.group: MpiProcessGroup | None = None
         if ranks.topology.size == 1:
             return
@@ -96,6 +102,7 @@ class GradientSums:
         store, _, _ = store_of(topology.comm, topology.intra, limit, _NAME)
         self.group = over(topology.comm, store, limit, _NAME)
         ranks.attach(self)
+        self.group.allreduce([torch.zeros(1, device=device)]).wait()  # here, not in a step, NCCL is found or not
 
     def start(self, flat: torch.Tensor) -> list[Any]:
         """Start to replace a flat tensor by its sum over all ranks, in buckets. Return what waits for them. Collective."""
@@ -148,11 +155,10 @@ def _ranges_of(variables: Sequence[Variable]) -> list[_Range]:
     ]
 
 
-def _start(sums: GradientSums | None, found: _Range) -> _Sum:
-    """Copy the gradients of a range, to which the program may add later, and start to sum them. Collective."""
-    assert found.arena.gradients is not None
-    flat = tensor_of(found.arena.gradients.local[0])[found.low : found.high].clone()
-    return _Sum(found, flat, [] if sums is None else sums.start(flat))
+def _parts(found: _Range, flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return the part of each variable of a range in a flat tensor of it."""
+    starts = [variable.offset - found.low for variable in found.variables]
+    return [flat[low : low + v.size].view(v.shape) for low, v in zip(starts, found.variables, strict=True)]
 
 
 @final
@@ -171,19 +177,24 @@ class BegunInBackward:
         self.words = ""
 
     @torch.no_grad()
-    def start(self, variables: Sequence[Variable]) -> None:
-        """Start to sum gradients that are complete. Collective; in the thread of a backward pass."""
-        if steps_by_torch(variables):
-            self._started += [_start(self._sums, found) for found in _ranges_of(variables)]
-            self.words += f", begun: {', '.join(variable.name for variable in variables)}"
-
-    def add(self, strategy: Any, replicas: Sequence[Pairs]) -> None:
-        """Start to sum the gradients of the only local replica. Collective."""
-        self.start([variable for _, variable in replicas[0]])
+    def start(self, links: Sequence[TorchLink]) -> None:
+        """Start to sum gradients that are complete. Collective; in the thread of a backward pass, where CuPy has no device."""
+        gradients = {link.variable: link.gradient for link in links if link.gradient is not None}
+        if not steps_by_torch([*gradients]):
+            return
+        for found in _ranges_of([*gradients]):
+            own = [gradients[variable] for variable in found.variables]
+            flat = own[0].new_zeros(found.high - found.low)
+            torch._foreach_copy_(_parts(found, flat), own)
+            self._started.append(_Sum(found, flat, self._sums.start(flat)))
+        self.words += f", begun: {', '.join(variable.name for variable in gradients)}"
 
     def take(self) -> list[_Sum]:
         """Return what was started, and forget it."""
         started, self._started = self._started, []
+        for each in started:
+            if each.flat.is_cuda:  # memory of the stream of the backward pass
+                each.flat.record_stream(torch.cuda.current_stream(each.flat.device))
         return started
 
     def check(self, *_: Any) -> None:
@@ -238,7 +249,8 @@ class TorchStep(UpdateRun):
         with torch.no_grad():
             sums = self._sum(aggregate)
             self._scale([each.flat for each in sums])
-            self._state.step(dict(_parts(sums)))
+            pairs = (zip(each.range.variables, _parts(each.range, each.flat), strict=True) for each in sums)
+            self._state.step(dict(itertools.chain.from_iterable(pairs)))
 
     def _compare(self, aggregate: bool) -> None:
         """Raise CollectiveMismatchError if ranks take other steps, or now and then if their weights differ. Collective."""
@@ -272,7 +284,10 @@ class TorchStep(UpdateRun):
         if sums:
             known = {variable for each in sums for variable in each.range.variables}
             ranges = _ranges_of([variable for variable in self._variables if variable not in known])
-        sums += [_start(self._sums if aggregate else None, found) for found in ranges]
+        for found in ranges:
+            assert found.arena.gradients is not None
+            flat = tensor_of(found.arena.gradients.local[0])[found.low : found.high].clone()
+            sums.append(_Sum(found, flat, self._sums.start(flat) if aggregate else []))
         for each in sums:
             for work in each.works:
                 work.wait()
@@ -294,14 +309,6 @@ class TorchStep(UpdateRun):
             return
         for each in sums:
             each.mul_(factor)
-
-
-def _parts(sums: Sequence[_Sum]) -> Iterator[tuple[Variable, torch.Tensor]]:
-    """Yield each variable with its gradient."""
-    for found, flat, _ in sums:
-        for variable in found.variables:
-            first = variable.offset - found.low
-            yield variable, flat[first : first + variable.size].view(variable.shape)
 
 
 @final
