@@ -24,7 +24,7 @@ from ..variables import Variable
 from ..variables.sharded import each_variable
 from .counted_loss import LossCount
 from .module import TorchLink, check_parameters, link_of
-from .rule import StepsTaken, TorchRule, slots_of
+from .rule import StepsTaken, TorchRule, is_elementwise, slots_of
 from .tensors import array_of, tensor_of
 from .torch_step import sums_of
 
@@ -369,7 +369,8 @@ def distribute_optimizer(
     in_memory = strategy.extended.placement.store is None  # else each worker divides before it sends
     replicas = summed_replicas(strategy) if weighs and in_memory else 1
     limit = None if max_norm is None else max_norm * replicas  # of the sum, not of the mean
-    sums = sums_of(strategy, optimizer.param_groups[0]["params"][0].device)
+    device = optimizer.param_groups[0]["params"][0].device
+    sums = sums_of(strategy, device) if is_elementwise(kind) else None
     rule = TorchRule(kind, optimizer, replicas, limit, finds_unused, sums)
     links: list[TorchLink] = []
     for number, group in enumerate(optimizer.param_groups):

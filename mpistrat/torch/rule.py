@@ -211,7 +211,7 @@ class TorchRule(ForeignRule):
         super().__init__(self._rate_of_first, slot_names=names, slot_start=start, global_clipnorm=limit, name=name)
         self._whole = TorchWholeRule(optimizer) if whole else None
         self.__own_state = None
-        if sums is not None and not whole:
+        if sums is not None:
             self.__own_state = OwnState(self, optimizer)
             self._core.begun = BegunInBackward(sums)
         self.scale = 1.0 / replicas

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 
 from ..arena.arena import Arena, padded
-from ..arena.reduction import block_of
-from ..arena.values import quick_digest
-from ..base.partition import blocks, merge
+from ..base.partition import merge
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import AutoAllReduce
@@ -27,7 +25,7 @@ from ..cross_device.nccl import NcclAllReduce
 from ..optimizers.gradients import Pairs, load_gradients
 from ..optimizers.rule import UpdateRun
 from ..variables import Variable
-from ..variables.equal import different_nodes
+from ..variables.equal import different_copies
 from .backend.rendezvous import store_of
 from .tensors import tensor_of
 
@@ -261,20 +259,18 @@ class TorchStep(UpdateRun):
         self._taken += 1
         words = f", step {number} at rate {core.rate_at(number)!r}"
         with group.collective("apply_gradients", detail=detail).stamp(words):
-            if group.num_nodes > 1 and due:
-                error = different_nodes("apply_gradients", group, self._variables, self._digests())
+            if due and group.topology.size > 1:
+                error = different_copies("apply_gradients", group, self._variables, self._digests())
                 if error is not None:
                     raise error
 
     def _digests(self) -> list[int]:
-        """Return a digest of the weights in each range."""
+        """Return numbers that a change of any weight changes, one of each range."""
         found = []
         for arena, low, high, _ in self._ranges:
-            total = 0
-            for begin, end in blocks([(low, high)], block_of(arena.values)):
-                total = (total * 3 + quick_digest(arena.values[begin:end])) & ((1 << 63) - 1)
-            found.append(total)
-        return found
+            bits = torch.int32 if arena.dtype.itemsize == 4 else torch.int64
+            found.append(tensor_of(arena.values)[low:high].view(bits).sum(dtype=torch.int64))
+        return torch.stack(found).tolist() if found else []
 
     def _sum(self, aggregate: bool) -> list[_Sum]:
         """Return the sums of the gradients, in memory of their own: arenas have the replica's own still. Collective."""

@@ -13,7 +13,7 @@ from mpistrat.base.programs import program  # noqa: E402
 from mpistrat.torch import optimizer as torch_optimizer  # noqa: E402
 from mpistrat.torch import torch_step  # noqa: E402
 from tests.harness.torch_by_torch import step_by_torch  # noqa: E402
-from tests.harness.torch_training import difference, distributed, make, mlp, plain, put  # noqa: E402
+from tests.harness.torch_training import difference, distributed, loss_of, make, mlp, plain, put, rows  # noqa: E402
 from tests.launch.launcher import job_environment  # noqa: E402
 from tests.parallel.frameworks import test_torch_overlap  # noqa: E402
 
@@ -33,7 +33,7 @@ _SUITE = {
     "torch_wrong_use": "every",
 }
 
-_BY_OWN_PARTS = "Adafactor", "replicas_of_one_rank"  # see `test_what_goes_by_the_parts_of_the_package`
+_BY_PARTS_OF_THE_PACKAGE = "Adafactor", "Muon", "-own]", "bfloat16", "of_ours", "replicas_of_one_rank", "local_replicas"
 
 
 def _again(module, words):
@@ -54,9 +54,7 @@ for _module, _words in _SUITE.items():
 @pytest.fixture(autouse=True)
 def calls(monkeypatch, request):
     """The names of the calls that gloo has got."""
-    if any(word in request.node.name for word in _BY_OWN_PARTS):
-        pytest.skip("goes by the parts of the package, which need a GPU here")
-    return step_by_torch(monkeypatch)
+    return step_by_torch(monkeypatch, any(word in request.node.name for word in _BY_PARTS_OF_THE_PACKAGE))
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -69,6 +67,19 @@ def test_gradients_are_summed_by_the_group_inside(calls):
         assert calls.count("allreduce") == (
             1 + 10 if strategy.size > 1 else 0
         )  # the first one, and one bucket in each step
+
+
+@pytest.mark.ranks(2, 3)
+def test_weights_that_differ_are_an_error_on_every_rank():
+    """Each rank has a copy of them."""
+    with put() as (strategy, module, optimizer):
+        if strategy.rank == 1:
+            module[2].bias.data[1] += 1e-12
+        loss_of(module, *rows()).backward()
+        with pytest.raises(
+            ms.errors.CollectiveMismatchError, match=r"the same weights on all ranks, got rank 0: 2.bias"
+        ):
+            optimizer.step()
 
 
 @pytest.fixture
