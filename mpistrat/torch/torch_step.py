@@ -31,8 +31,6 @@ from .tensors import tensor_of
 
 if TYPE_CHECKING:
     from .backend.group import MpiProcessGroup
-    from .module import TorchLink
-    from .rule import StepsTaken, TorchRule
 
 __all__ = ["BegunInBackward", "GradientSums", "OwnState", "TorchStep", "goes_by_torch", "steps_by_torch", "sums_of"]
 
@@ -175,7 +173,7 @@ class BegunInBackward:
         self.words = ""
 
     @torch.no_grad()
-    def start(self, links: Sequence[TorchLink]) -> None:
+    def start(self, links: Sequence[Any]) -> None:
         """Start to sum gradients that are complete. Collective; in the thread of a backward pass, where CuPy has no device."""
         gradients = {link.variable: link.gradient for link in links if link.gradient is not None}
         if not steps_by_torch([*gradients]):
@@ -214,13 +212,21 @@ class TorchStep(UpdateRun):
 
     def __init__(
         self,
-        rule: TorchRule,
+        rule: Any,
         state: OwnState,
         sums: GradientSums,
         variables: Sequence[Variable],
         left_out: Sequence[str],
     ) -> None:
-        """Plan the step, of variables in the same order on every rank. `left_out` are names of those without a gradient."""
+        """Plan the step, of variables in the same order on every rank.
+
+        Args:
+            rule: the `TorchRule` of the optimizer.
+            state: of the optimizer.
+            sums: of the strategy.
+            variables: those with a gradient.
+            left_out: names of those without.
+        """
         self._rule, self._core, self._state, self._sums = rule, rule._core, state, sums
         placement = variables[0].placement
         self.strategy = placement.strategy
@@ -316,14 +322,14 @@ class OwnState:
         optimizer: the program's.
     """
 
-    def __init__(self, rule: TorchRule, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, rule: Any, optimizer: torch.optim.Optimizer) -> None:
         kind: Any = type(optimizer)
         self._rule, self._optimizer = rule, optimizer
         self._raw_step: Any = inspect.unwrap(kind.step)  # `Optimizer.step` has called the hooks
         self._at_once = bool(kind([torch.nn.Parameter(torch.zeros(1, device="cpu"))], lr=1.0).state)  # Adagrad's
         self._state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         self._slots: dict[Any, dict[str, torch.Tensor]] = {}  # by parameter
-        self._counted: dict[Any, tuple[StepsTaken, int]] = {}  # what counts its steps, and the number of the last one
+        self._counted: dict[Any, tuple[Any, int]] = {}  # what counts its steps, and the number of the last one
 
     def step(self, gradients: Mapping[Variable, torch.Tensor]) -> None:
         """Update the parameters that have a gradient, by the optimizer itself."""
@@ -331,7 +337,7 @@ class OwnState:
         stepping = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                link: TorchLink | None = getattr(parameter, "mpistrat", None)
+                link: Any = getattr(parameter, "mpistrat", None)
                 if link is not None and link.variable in gradients:
                     self._prepare(parameter, link.variable, group)
                     stepping[parameter] = gradients[link.variable]

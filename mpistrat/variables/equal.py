@@ -70,7 +70,8 @@ def different_nodes(
         variables: of which the error names those that differ.
         numbers: digests of this rank's share of the weights.
     """
-    return None if group.nodes_alike(numbers) else _different_weights(function, group, variables, "nodes")
+    expected = "the same weights on all nodes"
+    return None if group.nodes_alike(numbers) else _different_weights(function, group, variables, expected)
 
 
 def different_copies(
@@ -78,11 +79,12 @@ def different_copies(
 ) -> CollectiveMismatchError | None:
     """Return what `different_nodes` does, where each rank has a copy of all weights. Collective, inside one."""
     table = group.all_gather_int(numbers)
-    return None if (table == table[0]).all() else _different_weights(function, group, variables, "ranks")
+    expected = "the same weights on all ranks"
+    return None if (table == table[0]).all() else _different_weights(function, group, variables, expected)
 
 
 def _different_weights(
-    function: str, group: ProcessGroup, variables: Sequence[Variable], where: str
+    function: str, group: ProcessGroup, variables: Sequence[Variable], expected: str
 ) -> CollectiveMismatchError:
     """Return the error of weights that differ between nodes or ranks. Collective, inside one."""
     variables[0].placement.told_apart = True
@@ -94,11 +96,10 @@ def _different_weights(
         rank: ", ".join(f"{name} {mine[name]}" for name in names[:_NAMED]) + more for rank, mine in enumerate(shown)
     }
     remedy = (
-        f"Something that no description shows has changed the weights on some {where} only: a hyperparameter, a constraint, "
+        "Something that no description shows has changed the weights on some ranks only: a hyperparameter, a constraint, "
         "a gradient that was not summed, a write into their memory, or the memory of a node. Restore the last checkpoint"
     )
-    expected, got = f"the same weights on all {where}", by_rank(texts)
-    return CollectiveMismatchError(explain(function, "", expected=expected, got=got, remedy=remedy))
+    return CollectiveMismatchError(explain(function, "", expected=expected, got=by_rank(texts), remedy=remedy))
 
 
 def _shown(variable: Variable) -> str:
