@@ -92,7 +92,10 @@ class Begun:
 
     Attributes:
         words: what ranks compare in the step: the names, in order.
+        on_one_node: False: sums start early between nodes.
     """
+
+    on_one_node = False
 
     def __init__(self) -> None:
         self.words = ""

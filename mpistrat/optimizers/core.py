@@ -67,7 +67,7 @@ class OptimizerCore:
         self.steps: dict[tuple[int, ...], UpdateRun] = {}
         self.slots = SlotStore(optimizer)
         self.slots_words = ""
-        self.begun = Begun()
+        self.begun: Any = Begun()  # an adapter of a framework may put a part of its own here
         self.divisor = 1.0
         self._counted_from = 0  # all ranks count the same steps, but one rank may set another number
         self._private_words = ""

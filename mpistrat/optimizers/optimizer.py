@@ -331,7 +331,7 @@ class Optimizer(UpdateRule, metaclass=_Counted):
         if placement.store is not None:
             step: UpdateRun = placement.store.make_step(self, chosen)
         else:
-            step = FusedStep(core, strategy, chosen, [variable.name for variable in left_out])
+            step = self._run_on(chosen, [variable.name for variable in left_out])
             if placement.arenas.on_gpu:
                 from .gpu_stream import StepOnStream
 
@@ -340,6 +340,10 @@ class Optimizer(UpdateRule, metaclass=_Counted):
         core.variables.extend(new)
         core.slots.fill_pending(new)
         return step
+
+    def _run_on(self, variables: Sequence[Variable], left_out: Sequence[str]) -> UpdateRun:
+        """Return the step of variables in arenas; `left_out` are names of those without a gradient. All ranks make it."""
+        return FusedStep(self._core, variables[0].placement.strategy, variables, left_out)
 
     # state
 

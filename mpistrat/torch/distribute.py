@@ -88,7 +88,7 @@ def distribute(
             `ms.nn.compute_average_loss` makes it; then gradients are summed as they are.
         max_norm: scale the gradients down together so that their norm over all parameters, after the sum, does not exceed it.
         sync_batch_norm: replace BatchNorm layers by ones whose statistics are of all replicas.
-        overlap: on several nodes, start to sum gradients within backward passes, as DDP does: see `Optimizer.begin`. Then
+        overlap: on several nodes or GPUs, start to sum gradients within backward passes, as DDP does: see `Optimizer.begin`. Then
             all ranks must call backward equally often, and compute gradients of the same parameters.
         find_unused_parameters: a parameter that has a gradient on some replicas only counts as 0 on the others, as with DDP's
             option of that name; one without a gradient on any replica is not updated. Costs one small collective per step.

@@ -25,8 +25,9 @@ from ..variables.sharded import each_variable
 from .closure import step_with_closure
 from .counted_loss import LossCount
 from .module import TorchLink, check_parameters, link_of
-from .rule import StepsTaken, TorchRule, slots_of
+from .rule import StepsTaken, TorchRule, is_elementwise, slots_of
 from .tensors import array_of, tensor_of
+from .torch_step import sums_of
 
 __all__ = [
     "Overlap",
@@ -36,7 +37,6 @@ __all__ = [
 
 
 _BUCKET_BYTES = 25 << 20  # as DDP's
-_REMEDY = "Call backward in the function that strategy.run runs"
 
 
 @final
@@ -47,12 +47,13 @@ class Overlap:
     """
 
     def __init__(self, rule: Any, strategy: Any, links: Sequence[TorchLink]) -> None:
-        """Make buckets, where sums can start early: on several nodes with one replica a rank; else there are none."""
+        """Make buckets, where sums can start early: on several nodes, or on GPUs, with one replica a rank; else none."""
         self._rule, self._strategy = rule, strategy
         self._buckets: list[list[TorchLink]] = []
         extended = strategy.extended
         placement = extended.placement
-        if placement.store is None and len(extended.replicas) == 1 and placement.group.num_nodes > 1:
+        several = placement.group.num_nodes > 1 or (rule._core.begun.on_one_node and placement.group.topology.size > 1)
+        if placement.store is None and len(extended.replicas) == 1 and several:
             self._fill([link for link in reversed(links) if link.gradient is not None])
         self._versions: dict[TorchLink, int] = {}  # of what was begun
         self._reset()
@@ -81,8 +82,7 @@ class Overlap:
         while self._next < len(self._buckets) and not self._missing[self._next]:
             bucket = self._buckets[self._next]
             self._next += 1
-            variables = [each.variable for each in bucket]
-            in_step(self._strategy, lambda: self._rule.begin(variables), "backward", _REMEDY)  # noqa: B023
+            self._rule.begin_in_backward(self._strategy, bucket)
             self._versions.update((each, _version(each)) for each in bucket)
 
     def settle(self) -> None:
@@ -376,7 +376,9 @@ def distribute_optimizer(
     in_memory = strategy.extended.placement.store is None  # else each worker divides before it sends
     replicas = summed_replicas(strategy) if weighs and in_memory else 1
     limit = None if max_norm is None else max_norm * replicas  # of the sum, not of the mean
-    rule = TorchRule(kind, optimizer, replicas, limit, finds_unused)
+    device = optimizer.param_groups[0]["params"][0].device
+    sums = sums_of(strategy, device) if is_elementwise(kind) else None
+    rule = TorchRule(kind, optimizer, replicas, limit, finds_unused, sums)
     links: list[TorchLink] = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

@@ -12,7 +12,7 @@ import itertools
 import threading
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
@@ -20,11 +20,16 @@ import torch
 from ..base.errors import explain
 from ..optimizers.foreign import ForeignRule
 from ..optimizers.gradients import pairs_of
-from ..optimizers.rule import Block
+from ..optimizers.rule import Block, UpdateRun
 from ..optimizers.settings import as_attribute, check_groups, group_settings
-from ..variables import make_trainable
+from ..strategy.contexts import in_step
+from ..variables import Variable, make_trainable
 from .tensors import tensor_of
+from .torch_step import BegunInBackward, GradientSums, OwnState, TorchStep, steps_by_torch
 from .whole import TorchWholeRule
+
+if TYPE_CHECKING:
+    from .module import TorchLink
 
 __all__ = ["StepsTaken", "TorchRule", "slots_of"]
 
@@ -196,14 +201,19 @@ class TorchRule(ForeignRule):
         replicas: int,
         limit: float | None,
         finds_unused: bool,
+        sums: GradientSums | None = None,
     ) -> None:
         self.kind, self._optimizer = kind, optimizer
-        self.__finds_unused = finds_unused
+        self.__finds_unused, self.__sums = finds_unused, sums
         whole = not is_elementwise(kind)
         names, start = ((), 0.0) if whole else slots_of(kind, optimizer.param_groups)
         name = f"torch {kind.__name__}{' on whole tensors' if whole else ''}"  # which files compare
         super().__init__(self._rate_of_first, slot_names=names, slot_start=start, global_clipnorm=limit, name=name)
         self._whole = TorchWholeRule(optimizer) if whole else None
+        self.__own_state = None
+        if sums is not None:
+            self.__own_state = OwnState(self, optimizer)
+            self._core.begun = BegunInBackward(sums)
         self.scale = 1.0 / replicas
         self.counts: list[int] = []
         self.rule, self.settings = kind.__name__, _settings(optimizer.param_groups)
@@ -407,6 +417,20 @@ class TorchRule(ForeignRule):
         # Then a step in which all have gradients changes none of these numbers.
         plain = self.rule not in _WITH_SCALARS
         self.__together = plain and all(taken.begun for taken in self.__taken)
+
+    def begin_in_backward(self, strategy: Any, links: Sequence[TorchLink]) -> None:
+        """Start to sum gradients that a backward pass has completed. Collective."""
+        if isinstance(self._core.begun, BegunInBackward):
+            self._core.begun.start(links)  # where a backward pass has a thread of its own
+            return
+        remedy = "Call backward in the function that strategy.run runs"
+        in_step(strategy, lambda: self.begin([link.variable for link in links]), "backward", remedy)
+
+    def _run_on(self, variables: Sequence[Variable], left_out: Sequence[str]) -> UpdateRun:
+        sums, state = self.__sums, self.__own_state
+        if sums is None or state is None or not steps_by_torch(variables):
+            return super()._run_on(variables, left_out)
+        return TorchStep(self, state, sums, variables, left_out)
 
     def _add_zeros(self, strategy: Any, replicas: Sequence[list[tuple[Any, Any]]]) -> None:
         """Give a replica a gradient of zeros for each parameter that has one on other replicas only. Collective."""

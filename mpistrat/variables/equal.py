@@ -17,7 +17,7 @@ from ..comm.process_group import ProcessGroup
 from .placement import Placement
 from .variable import Variable
 
-__all__ = ["different_nodes", "different_parts", "different_weights", "held_by_several"]
+__all__ = ["different_copies", "different_nodes", "different_parts", "different_weights", "held_by_several"]
 
 _NAMED = 5  # variables of each rank in an error
 
@@ -70,8 +70,23 @@ def different_nodes(
         variables: of which the error names those that differ.
         numbers: digests of this rank's share of the weights.
     """
-    if group.nodes_alike(numbers):
-        return None
+    expected = "the same weights on all nodes"
+    return None if group.nodes_alike(numbers) else _different_weights(function, group, variables, expected)
+
+
+def different_copies(
+    function: str, group: ProcessGroup, variables: Sequence[Variable], numbers: Sequence[int]
+) -> CollectiveMismatchError | None:
+    """Return what `different_nodes` does, where each rank has a copy of all weights. Collective, inside one."""
+    table = group.all_gather_int(numbers)
+    expected = "the same weights on all ranks"
+    return None if (table == table[0]).all() else _different_weights(function, group, variables, expected)
+
+
+def _different_weights(
+    function: str, group: ProcessGroup, variables: Sequence[Variable], expected: str
+) -> CollectiveMismatchError:
+    """Return the error of weights that differ between nodes or ranks. Collective, inside one."""
     variables[0].placement.told_apart = True
     own = {variable.name: _shown(variable) for variable in variables}
     shown = [json.loads(text) for text in group.all_gather_text(json.dumps(own))]
@@ -81,11 +96,10 @@ def different_nodes(
         rank: ", ".join(f"{name} {mine[name]}" for name in names[:_NAMED]) + more for rank, mine in enumerate(shown)
     }
     remedy = (
-        "Something that no description shows has changed the weights on some nodes only: a hyperparameter, a constraint, "
+        "Something that no description shows has changed the weights on some ranks only: a hyperparameter, a constraint, "
         "a gradient that was not summed, a write into their memory, or the memory of a node. Restore the last checkpoint"
     )
-    expected, got = "the same weights on all nodes", by_rank(texts)
-    return CollectiveMismatchError(explain(function, "", expected=expected, got=got, remedy=remedy))
+    return CollectiveMismatchError(explain(function, "", expected=expected, got=by_rank(texts), remedy=remedy))
 
 
 def _shown(variable: Variable) -> str:

@@ -19,7 +19,7 @@ from ...comm.gpu import shared_gpus
 from ...comm.process_group import ProcessGroup
 from .work import WorkOfSeveral
 
-__all__ = ["GpuGroup", "by_nccl", "is_on_gpu", "queued"]
+__all__ = ["GpuGroup", "by_nccl", "gpus_here", "is_on_gpu", "queued"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,6 +42,11 @@ _ONE_BY_ONE = {
 _UNKNOWN_TO_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 _OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 _BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+
+
+def gpus_here() -> bool:
+    """Return whether PyTorch can use a GPU in this process."""
+    return torch.cuda.is_available()
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:

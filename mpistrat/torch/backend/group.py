@@ -40,7 +40,7 @@ from ...comm.process_group import ProcessGroup
 from ...cross_device.all_to_all import reduce_scatter, small_reduce_scatter
 from ...cross_device.auto import make_cross_device_ops
 from ...cross_device.values import Leaves
-from .gpus import GpuGroup, by_nccl, is_on_gpu, queued
+from .gpus import GpuGroup, by_nccl, gpus_here, is_on_gpu, queued
 from .lane import Lane
 from .members import GroupRanks
 from .monitored_barrier import monitored_barrier
@@ -99,6 +99,7 @@ def create(opts: Any, options: Any = None) -> MpiProcessGroup:
         group = over(comm, store, opts.timeout, name)
     finally:
         comm.Free()
+    note_steps()
     return group
 
 
@@ -170,14 +171,13 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._lane = Lane(f"mpistrat {name}", threads)
         self._unreceived = Unreceived(ranks)
         self._transfers = Transfers(ranks, threads, self._unreceived)
-        self.gpus = GpuGroup(ranks, store, timeout) if torch.cuda.is_available() else None
+        self.gpus = GpuGroup(ranks, store, timeout) if gpus_here() else None
         self._coalesced = threading.local()
         self._sequence, self._monitored, self._closed = 0, 0, False
         self._group_name, self._group_desc = name, "undefined"
         self.members = GroupRanks(ranks, f"torch.distributed, backend {NAME}{ranks.label and f', {ranks.label}'}")
         own = weakref.ref(self)  # the ranks do not keep the group alive
         ranks.lane = lambda function, call: _owner(own, function)._in_order(function, call)
-        note_steps()
 
     # names and settings: C++ keeps them in its own backends, of which this group has none
 

@@ -21,6 +21,7 @@ from _mpistrat_torch import TORCHRUN
 from ...base.errors import ClusterError, explain
 from ...cluster.world import communicator_of
 from .rendezvous import meet, world
+from .steps import note_steps
 
 __all__ = ["create", "create_mpi", "monitored_barrier", "refuse_torchrun", "rendezvous", "split_group", "store"]
 
@@ -58,6 +59,7 @@ def create_mpi(ranks: Sequence[int]) -> Any:
     found = kept if kept is not None else dist.HashStore()
     timeout = timeout if isinstance(timeout, timedelta) else default_pg_timeout
     whole = world("init_process_group")
+    note_steps()
     if not ranks:
         return group.over(whole, found, timeout, str(name))
     comm = communicator_of(whole, ranks, str(name))

@@ -22,7 +22,7 @@ from ...cluster.addresses import reachable_address
 from ...cluster.rendezvous import wait_for_ranks
 from ...cluster.topology import check_comm, given_comm, running_mpi
 
-__all__ = ["meet", "use", "world"]
+__all__ = ["meet", "store_of", "use", "world"]
 
 _FUNCTION = "init_process_group"
 _comm: Any = None  # given to `use`
@@ -88,21 +88,10 @@ def meet(numbers: Mapping[str, str], timeout: timedelta) -> tuple[Any, int, int]
     comm = given.Dup()
     comm.Set_errhandler(mpi.ERRORS_RETURN)
     node = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
-    exchange = partial(gather_text, comm)
-    with together(exchange, as_told):
+    with together(partial(gather_text, comm), as_told):
         _check_numbers(numbers, comm, mpi.COMM_WORLD)
-    store, port = None, np.zeros(1, np.int64)
-    with together(exchange, as_told):
-        if comm.rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, comm.size, True, timeout, wait_for_workers=False)
-            port[0] = store.port
-    comm.Bcast(port, 0)
-    _server = store
-    remedy = "Look for a firewall between the nodes; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-    host = reachable_address(comm, node, int(port[0]), _FUNCTION, remedy)
-    with together(exchange):
-        if store is None:
-            store = dist.TCPStore(host, int(port[0]), comm.size, False, timeout, wait_for_workers=False)
+    store, host, port = store_of(comm, node, timeout, _FUNCTION)
+    _server = store if comm.rank == 0 else None
     set_variables(
         {
             "RANK": str(comm.rank),
@@ -110,13 +99,40 @@ def meet(numbers: Mapping[str, str], timeout: timedelta) -> tuple[Any, int, int]
             "LOCAL_RANK": str(node.rank),
             "LOCAL_WORLD_SIZE": str(node.size),
             "MASTER_ADDR": host,
-            "MASTER_PORT": str(port[0]),
+            "MASTER_PORT": str(port),
         }
     )
     rank, size = comm.rank, comm.size
     node.Free()
     comm.Free()
     return store, rank, size
+
+
+def store_of(comm: Any, node: Any, timeout: timedelta, function: str) -> tuple[Any, str, int]:
+    """Return a store on a free port of rank 0's machine that some ranks share, and its address. Collective over `comm`.
+
+    Args:
+        comm: a communicator of mpi4py.
+        node: its ranks on this node, in the same order.
+        timeout: of the store.
+        function: the public caller to name in errors.
+
+    Raises:
+        ClusterError: on every rank, if no address of rank 0 is reachable.
+    """
+    exchange = partial(gather_text, comm)
+    store, port = None, np.zeros(1, np.int64)
+    with together(exchange, as_told):
+        if comm.rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, comm.size, True, timeout, wait_for_workers=False)
+            port[0] = store.port
+    comm.Bcast(port, 0)
+    remedy = "Look for a firewall between the nodes; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+    host = reachable_address(comm, node, int(port[0]), function, remedy)
+    with together(exchange):
+        if store is None:
+            store = dist.TCPStore(host, int(port[0]), comm.size, False, timeout, wait_for_workers=False)
+    return store, host, int(port[0])
 
 
 def _check_numbers(numbers: Mapping[str, str], comm: Any, whole: Any) -> None:

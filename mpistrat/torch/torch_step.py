@@ -1,0 +1,390 @@
+"""A step by PyTorch's own parts: its NCCL sums the gradients, and the program's optimizer updates the parameters, fused or not.
+
+The state of the optimizer is tensors in the memory of the slots, so files, snapshots and `state_dict` have it as on CPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import torch
+
+from ..arena.arena import Arena, padded
+from ..base.partition import merge
+from ..comm.arrays import accumulation_dtype
+from ..comm.process_group import ProcessGroup
+from ..cross_device.auto import AutoAllReduce
+from ..cross_device.nccl import NcclAllReduce
+from ..optimizers.gradients import Pairs, load_gradients
+from ..optimizers.rule import UpdateRun
+from ..variables import Variable
+from ..variables.equal import different_copies
+from .backend.rendezvous import store_of
+from .tensors import tensor_of
+
+if TYPE_CHECKING:
+    from .backend.group import MpiProcessGroup
+
+__all__ = ["BegunInBackward", "GradientSums", "OwnState", "TorchStep", "goes_by_torch", "steps_by_torch", "sums_of"]
+
+_BUCKET_BYTES = 25 << 20  # as those of DistributedDataParallel
+_NAME = "ms.torch.distribute"
+_sums: weakref.WeakKeyDictionary[Any, GradientSums] = weakref.WeakKeyDictionary()  # by strategy
+
+
+def goes_by_torch(placement: Any) -> bool:
+    """Return True if variables lie on devices where steps go by PyTorch's own parts: on GPUs."""
+    return bool(placement.arenas.on_gpu)
+
+
+def sums_of(strategy: Any, device: torch.device) -> GradientSums | None:
+    """Return what sums gradients by a process group of torch.distributed; None where steps go by the package's own parts.
+
+    These are steps on CPUs, of parameter servers, of a mesh, of several replicas on a rank, of slots that are divided over nodes,
+    and of an algorithm for sums that the program has chosen. Collective, the first time for a strategy.
+
+    Args:
+        strategy: the strategy.
+        device: where its gradients are.
+    """
+    extended = strategy.extended
+    placement = extended.placement
+    if placement.store is not None or not goes_by_torch(placement) or len(extended.replicas) > 1:
+        return None
+    if placement.grid is not None or placement.local_steps is not None or placement.buckets is not None:
+        return None
+    if type(placement.ops) not in (AutoAllReduce, NcclAllReduce):
+        return None
+    if strategy not in _sums:
+        _sums[strategy] = GradientSums(placement.group, device)
+    return _sums[strategy]
+
+
+def steps_by_torch(variables: Sequence[Variable]) -> bool:
+    """Return True if PyTorch can update variables as it would its own: whole on each rank, of 32 or 64 bits.
+
+    The package keeps the state of parameters of 16 bits in 32. All ranks call it.
+    """
+    return all(
+        variable.arena is not None
+        and not variable.arena.sharded
+        and accumulation_dtype(variable.dtype) == variable.dtype
+        for variable in variables
+    )
+
+
+@final
+class GradientSums:
+    """Sums over the ranks of a strategy, by a process group of torch.distributed that ends with the strategy. Collective.
+
+    Attributes:
+        group: the process group; None for one rank, which has nothing to sum.
+    """
+
+    def __init__(self, ranks: ProcessGroup, device: torch.device) -> None:
+        self.group: MpiProcessGroup | None = None
+        if ranks.topology.size == 1:
+            return
+        from .backend.group import over
+
+        topology, limit = ranks.topology, timedelta(seconds=ranks.environment.abort_after)
+        store, _, _ = store_of(topology.comm, topology.intra, limit, _NAME)
+        self.group = over(topology.comm, store, limit, _NAME)
+        ranks.attach(self)
+        self.group.allreduce([torch.zeros(1, device=device)]).wait()  # here, not in a step, NCCL is found or not
+
+    def start(self, flat: torch.Tensor) -> list[Any]:
+        """Start to replace a flat tensor by its sum over all ranks, in buckets. Return what waits for them. Collective."""
+        if self.group is None:
+            return []
+        length = max(1, _BUCKET_BYTES // flat.element_size())
+        return [self.group.allreduce([bucket]) for bucket in flat.split(length)]
+
+    def close(self) -> None:
+        """End the process group. Collective."""
+        if self.group is not None:
+            self.group.shutdown()
+
+    def leave(self) -> None:
+        """Nothing: the strategy's group shows the others that this rank leaves."""
+
+    def abandon(self) -> None:
+        """End the process group without the others, of whom some were lost. Local."""
+        if self.group is not None:
+            self.group.abort()
+
+
+class _Range(NamedTuple):
+    """Neighbours in an arena: their elements, without a gap, and the variables."""
+
+    arena: Arena
+    low: int
+    high: int
+    variables: Sequence[Variable]
+
+
+class _Sum(NamedTuple):
+    """The gradients of a range of variables in memory of its own, and what waits for their sum."""
+
+    range: _Range
+    flat: torch.Tensor
+    works: Sequence[Any]
+
+
+def _ranges_of(variables: Sequence[Variable]) -> list[_Range]:
+    """Return the ranges in which variables lie, in an order that all ranks have."""
+    members: dict[Arena, list[Variable]] = {}
+    for variable in variables:
+        if variable.arena is not None and variable.size:
+            members.setdefault(variable.arena, []).append(variable)
+    return [
+        _Range(arena, low, high, [variable for variable in some if low <= variable.offset < high])
+        for arena, some in members.items()
+        for low, high in merge(list(padded(arena, some).items()))
+    ]
+
+
+def _parts(found: _Range, flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return the part of each variable of a range in a flat tensor of it."""
+    starts = [variable.offset - found.low for variable in found.variables]
+    return [flat[low : low + v.size].view(v.shape) for low, v in zip(starts, found.variables, strict=True)]
+
+
+@final
+class BegunInBackward:
+    """The sums that backward passes have started since the last step: see `Begun`, in whose place it is.
+
+    Attributes:
+        words: what ranks compare in the step: the names, in order.
+        early, able, on_one_node: that sums start early, on one node, too.
+    """
+
+    early = able = on_one_node = True
+
+    def __init__(self, sums: GradientSums) -> None:
+        self._sums, self._started = sums, list[_Sum]()
+        self.words = ""
+
+    @torch.no_grad()
+    def start(self, links: Sequence[Any]) -> None:
+        """Start to sum gradients that are complete. Collective; in the thread of a backward pass, where CuPy has no device."""
+        gradients = {link.variable: link.gradient for link in links if link.gradient is not None}
+        if not steps_by_torch([*gradients]):
+            return
+        for found in _ranges_of([*gradients]):
+            own = [gradients[variable] for variable in found.variables]
+            flat = own[0].new_zeros(found.high - found.low)
+            torch._foreach_copy_(_parts(found, flat), own)
+            self._started.append(_Sum(found, flat, self._sums.start(flat)))
+        self.words += f", begun: {', '.join(variable.name for variable in gradients)}"
+
+    def take(self) -> list[_Sum]:
+        """Return what was started, and forget it."""
+        started, self._started = self._started, []
+        for each in started:
+            if each.flat.is_cuda:  # memory of the stream of the backward pass
+                each.flat.record_stream(torch.cuda.current_stream(each.flat.device))
+        return started
+
+    def check(self, *_: Any) -> None:
+        """Nothing: `Overlap` has found gradients that are not final."""
+
+    note_step = check
+
+    def forget(self) -> None:
+        """Forget what was started. Every rank does it."""
+        for each in self.take():
+            for work in each.works:
+                work.wait()
+        self.words = ""
+
+
+@final
+class TorchStep(UpdateRun):
+    """The step of one optimizer on one set of parameters, of which each rank has all in memory of its own."""
+
+    def __init__(
+        self,
+        rule: Any,
+        state: OwnState,
+        sums: GradientSums,
+        variables: Sequence[Variable],
+        left_out: Sequence[str],
+    ) -> None:
+        """Plan the step, of variables in the same order on every rank.
+
+        Args:
+            rule: the `TorchRule` of the optimizer.
+            state: of the optimizer.
+            sums: of the strategy.
+            variables: those with a gradient.
+            left_out: names of those without.
+        """
+        self._rule, self._core, self._state, self._sums = rule, rule._core, state, sums
+        placement = variables[0].placement
+        self.strategy = placement.strategy
+        self._group, self._number = placement.group, rule._core.number_in(placement)
+        self._variables, self._left_out = tuple(variables), tuple(left_out)
+        self._ranges = _ranges_of(variables)
+        self._taken = 0
+        self.describe()
+
+    def describe(self) -> None:
+        """Describe anew what the ranks compare, after the optimizer's numbers have changed."""
+        names = ", ".join(variable.name for variable in self._variables)
+        absent = f", not {', '.join(self._left_out)}" if self._left_out else ""
+        which = "" if self._number is None else f", the scope's optimizer {self._number}"
+        self._detail = f"of {names}{absent} by {self._core.describe()}{which}"
+
+    def load(self, replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
+        """Copy the gradients into the arenas where they are not there."""
+        load_gradients(replicas, key)
+
+    def run(self, aggregate: bool) -> None:
+        """Take the step. Collective; in cross-replica context."""
+        self._compare(aggregate)
+        with torch.no_grad():
+            sums = self._sum(aggregate)
+            self._scale([each.flat for each in sums])
+            pairs = (zip(each.range.variables, _parts(each.range, each.flat), strict=True) for each in sums)
+            self._state.step(dict(itertools.chain.from_iterable(pairs)))
+
+    def _compare(self, aggregate: bool) -> None:
+        """Raise CollectiveMismatchError if ranks take other steps, or now and then if their weights differ. Collective."""
+        core, group = self._core, self._group
+        number = core.calls + 1
+        detail = (self._detail if aggregate else f"{self._detail}, without aggregation") + core.begun.words
+        due = self._taken % group.environment.check_every == 0
+        self._taken += 1
+        words = f", step {number} at rate {core.rate_at(number)!r}"
+        with group.collective("apply_gradients", detail=detail).stamp(words):
+            if due and group.topology.size > 1:
+                error = different_copies("apply_gradients", group, self._variables, self._digests())
+                if error is not None:
+                    raise error
+
+    def _digests(self) -> list[int]:
+        """Return numbers that a change of any weight changes, one of each range."""
+        found = []
+        for arena, low, high, _ in self._ranges:
+            bits = torch.int32 if arena.dtype.itemsize == 4 else torch.int64
+            found.append(tensor_of(arena.values)[low:high].view(bits).sum(dtype=torch.int64))
+        return torch.stack(found).tolist() if found else []
+
+    def _sum(self, aggregate: bool) -> list[_Sum]:
+        """Return the sums of the gradients, in memory of their own: arenas have the replica's own still. Collective."""
+        begun = self._core.begun
+        sums: list[_Sum] = begun.take() if isinstance(begun, BegunInBackward) else []
+        ranges = self._ranges
+        if sums:
+            known = {variable for each in sums for variable in each.range.variables}
+            ranges = _ranges_of([variable for variable in self._variables if variable not in known])
+        for found in ranges:
+            assert found.arena.gradients is not None
+            flat = tensor_of(found.arena.gradients.local[0])[found.low : found.high].clone()
+            sums.append(_Sum(found, flat, self._sums.start(flat) if aggregate else []))
+        for each in sums:
+            for work in each.works:
+                work.wait()
+        return sums
+
+    def _scale(self, sums: Sequence[torch.Tensor]) -> None:
+        """Make of sums the gradients of the loss, clipped by their norm. No number is read from a device."""
+        factor: Any = self._rule.scale / self._core.divisor
+        limit = self._rule.global_clipnorm  # of sums over the counts of losses
+        if limit is not None:
+            # As _foreach_norm, in float64, where squares of float32 numbers do not overflow.
+            norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in sums]
+            norm = (
+                torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms])) / self._core.divisor
+            )
+            clip = (limit / norm).clamp(max=1.0)
+            factor = factor * torch.where(norm.isfinite(), clip, torch.nan)
+        elif factor == 1:
+            return
+        for each in sums:
+            each.mul_(factor)
+
+
+@final
+class OwnState:
+    """The state of a program's optimizer, in the memory of its slots, and its own step on the parameters.
+
+    Args:
+        rule: what counts the steps, and has the slots.
+        optimizer: the program's.
+    """
+
+    def __init__(self, rule: Any, optimizer: torch.optim.Optimizer) -> None:
+        kind: Any = type(optimizer)
+        self._rule, self._optimizer = rule, optimizer
+        self._raw_step: Any = inspect.unwrap(kind.step)  # `Optimizer.step` has called the hooks
+        self._at_once = bool(kind([torch.nn.Parameter(torch.zeros(1, device="cpu"))], lr=1.0).state)  # Adagrad's
+        self._state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        self._slots: dict[Any, dict[str, torch.Tensor]] = {}  # by parameter
+        self._counted: dict[Any, tuple[Any, int]] = {}  # what counts its steps, and the number of the last one
+
+    def step(self, gradients: Mapping[Variable, torch.Tensor]) -> None:
+        """Update the parameters that have a gradient, by the optimizer itself."""
+        optimizer: Any = self._optimizer
+        stepping = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                link: Any = getattr(parameter, "mpistrat", None)
+                if link is not None and link.variable in gradients:
+                    self._prepare(parameter, link.variable, group)
+                    stepping[parameter] = gradients[link.variable]
+        with self._shown(optimizer, stepping):
+            self._raw_step(optimizer)
+        for parameter in stepping:
+            self._keep(parameter)
+
+    @contextlib.contextmanager
+    def _shown(self, optimizer: Any, gradients: Mapping[Any, torch.Tensor]) -> Iterator[None]:
+        """Give an optimizer its state, and its parameters their summed gradients, for a block."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        before, state = [parameter.grad for parameter in parameters], optimizer.state
+        try:
+            for parameter in parameters:
+                parameter.grad = gradients.get(parameter)
+            optimizer.state = self._state
+            yield
+        finally:
+            optimizer.state = state
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+
+    def _prepare(self, parameter: Any, variable: Variable, group: Mapping[str, Any]) -> None:
+        """Have the state of a parameter as it is before its next step; none where the optimizer makes it in that step."""
+        taken = self._rule.taken_of(variable)
+        number = self._rule.iterations + 1 - taken.lag
+        known, self._counted[parameter] = self._counted.get(parameter), (taken, number)
+        if known is not None and known[0] is taken and known[1] == number - 1:
+            return  # the optimizer has made it in the last step
+        arena, low = variable.arena, variable.offset
+        slots = {} if arena is None else self._rule._core.slots.of(arena).of_range(low, low + variable.size)
+        found = {name: tensor_of(array).view(variable.shape) for name, array in slots.items()}
+        self._slots[parameter], state = found, self._state[parameter]
+        state.clear()
+        if number == 1 and not taken.begun and not self._at_once:
+            return
+        state.update(found)
+        for name, value in {"step": number - 1, **taken.scalars}.items():
+            on_device = name != "step" or group.get("fused") or group.get("capturable")
+            device = parameter.device if on_device else "cpu"
+            state[name] = torch.tensor(float(value), dtype=torch.float32, device=device)
+
+    def _keep(self, parameter: Any) -> None:
+        """Have what the optimizer has made anew in the memory of the slots."""
+        state = self._state[parameter]
+        for name, slot in self._slots[parameter].items():
+            value = state.get(name)
+            if value is not slot and torch.is_tensor(value):
+                state[name] = slot.copy_(value)
