@@ -155,8 +155,8 @@ def judge(results, path, key, write, whole=True):
     if write:
         known = lists.get(key, {}).get("CAUSE", {})
         groups = {kind: [name for name, found in kinds.items() if found == kind] for kind in KINDS}
-        causes = {name: known.get(name, results[name][:300]) for name in groups["FAIL"]}
-        lists[key] = groups | ({"CAUSE": causes} if causes else {})
+        causes = {name: known.get(name, results[name][:300]) for name in groups["FAIL"]}  # a person writes the cause
+        lists[key] = {kind: found for kind, found in (groups | {"CAUSE": causes}).items() if found}
         path.write_text(json.dumps(dict(sorted(lists.items())), indent=1) + "\n")
         return 0
     expected = {name: kind for kind in KINDS for name in lists.get(key, {}).get(kind, ())}
