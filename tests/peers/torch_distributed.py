@@ -1,9 +1,10 @@
 """PyTorch's own tests of torch.distributed on this package's backend, next to a list of expected results.
 
-    python -m tests.peers.torch_distributed --ranks 2 --output FOLDER [--backend gloo] [--match all_reduce] [--write]
+    python -m tests.peers.torch_distributed --ranks 2 --output FOLDER [--backend mpi] [--match all_reduce] [--write]
 
 The tests are those of torch.testing._internal.distributed.distributed_test, which need `pip install expecttest`. Those of "gloo"
-run on the backend "mpistrat", or on gloo itself with `--backend gloo`. A job ends with a test that fails.
+run on the backend "mpistrat", or on gloo itself with `--backend gloo`. `--backend mpi` runs those of "mpi": with
+`--match all_to_all` the tests that torch makes of that backend alone. A job ends with a test that fails.
 
 Two changes of the suite: its lists of backends whose profiler events are compared are emptied, for Python cannot emit
 asynchronous events, and on four ranks or more no test is skipped because of few ranks.
@@ -50,10 +51,15 @@ def run_tests(folder, backend):
 
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     ranks, scratch = Ranks(folder, rank, size), Path(folder) / "scratch"
-    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(size), TEMP_DIR=str(scratch), MASTER_ADDR="localhost")
+    os.environ.update(BACKEND=shown_as(backend), WORLD_SIZE=str(size), TEMP_DIR=str(scratch), MASTER_ADDR="localhost")
     suite, exits = prepared(backend, size)
     for number, test in enumerate(json.loads((Path(folder) / "todo.json").read_text())):
         run_test(suite, number, test, ranks, scratch, exits)
+
+
+def shown_as(backend):
+    """Return the name that the tests see."""
+    return "mpi" if backend == "mpi" else "gloo"
 
 
 def prepared(backend, size):
@@ -64,11 +70,12 @@ def prepared(backend, size):
         from tests.harness.torch_groups import register
 
         register()
+    if backend != "mpi":
         let_gloo_be(backend)
     if size >= 4:
         common_distributed.skip_if_small_worldsize = lambda function: function
     for feature in ("gpu", "cuda", "ddp", "subgroup", "plugin"):
-        common_distributed.DistTestCases.backend_feature[feature].add("gloo")
+        common_distributed.DistTestCases.backend_feature[feature].add(shown_as(backend))
     from torch.testing._internal.common_utils import TestCase
     from torch.testing._internal.distributed import distributed_test
 
@@ -100,7 +107,11 @@ def run_test(suite, number, test, ranks, scratch, exits):
             raise unittest.SkipTest(method.__unittest_skip_why__)
         limit = datetime.timedelta(seconds=distributed_test.CUSTOM_PG_TIMEOUT.get(test, 30))
         dist.init_process_group(
-            "gloo", init_method=f"file://{case.file_name}", world_size=ranks.size, rank=ranks.rank, timeout=limit
+            os.environ["BACKEND"],
+            init_method=f"file://{case.file_name}",
+            world_size=ranks.size,
+            rank=ranks.rank,
+            timeout=limit,
         )
         distributed_test.Barrier.barrier_id = 0
         distributed_test.Barrier.sync(timeout=LIMIT)
