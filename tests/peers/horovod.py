@@ -11,7 +11,6 @@ biases, is left out of the optimizers that they try, and helpers of Horovod's la
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import json
 import os
@@ -22,6 +21,8 @@ import threading
 import types
 import unittest.mock
 from pathlib import Path
+
+from .jobs import beside, judge
 
 EXPECTED = Path(__file__).with_suffix(".json")
 FILES = {
@@ -123,7 +124,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repository", help="a folder with Horovod's repository")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--mpiexec", default=str(Path(sys.executable).with_name("mpiexec")), help="the launcher")
+    parser.add_argument("--mpiexec", default=beside("mpiexec"), help="the launcher")
     parser.add_argument("--output", required=True, help="a folder for the results")
     parser.add_argument("--write", action="store_true", help="write the list instead of comparing with it")
     parser.add_argument("--job", help=argparse.SUPPRESS)
@@ -132,20 +133,7 @@ def main():
         run_tests(arguments.job, arguments.output)
         return
     results = drive(arguments)
-    print(dict(collections.Counter(results.values())))
-    key = f"{arguments.ranks} ranks"
-    lists = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
-    if arguments.write:
-        kinds = {
-            kind: sorted(name for name, found in results.items() if found == kind) for kind in ("PASS", "FAIL", "SKIP")
-        }
-        EXPECTED.write_text(json.dumps({**lists, key: kinds}, indent=1) + "\n")
-        return
-    expected = {name: kind for kind, tests in lists.get(key, {}).items() for name in tests}
-    wrong = [name for name in {**expected, **results} if expected.get(name) != results.get(name)]
-    for name in wrong:
-        print(f"{name}: expected {expected.get(name)}, got {results.get(name)}")
-    sys.exit(bool(wrong))
+    sys.exit(bool(judge(results, EXPECTED, f"{arguments.ranks} ranks", arguments.write)))
 
 
 if __name__ == "__main__":
