@@ -85,6 +85,8 @@ class BatchJob:
     Args:
         program: the program and its arguments, one string each. A program that ends in .py is run by Python.
         module: the program is the name of a Python module, as behind `python -m`.
+        check: the program is the words of a command of mpistrat that starts the job's ranks itself: it gets the launcher's words
+            behind its own, and runs in the batch script.
         numbers: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, as torchrun does, before the program starts.
         name: of the job, and of its log.
         nodes, ranks_per_node: with `ps_nodes` those of the workers.
@@ -117,6 +119,7 @@ class BatchJob:
 
     program: tuple[str, ...]
     module: bool = False
+    check: bool = False
     numbers: bool = False
     name: str = "mpistrat"
     nodes: int = 1

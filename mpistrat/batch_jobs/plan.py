@@ -44,6 +44,8 @@ def check(job: BatchJob, site: SiteProfile) -> None:
         raise _error("preemption", "a job of one component", f"{job.ps_nodes} nodes of servers", remedy)
     if job.restarts or job.survive:
         _check_restarts(job, site, launcher)
+    if job.check:
+        _check_check(job)
     if job.stage:
         _check_stage(job, site)
     _check_gpus(job, site)
@@ -74,11 +76,17 @@ def _check_restarts(job: BatchJob, site: SiteProfile, launcher: str) -> None:
             raise _error(name, "a job of SLURM that `mpistrat run` can start as it finds it, without an image", got)
 
 
+def _check_check(job: BatchJob) -> None:
+    for name in ("module", "numbers", "num_ps", "container", "array", "preemption", "restarts", "survive"):
+        if getattr(job, name):
+            raise _error("check", f"a job without {name}, which only programs have", getattr(job, name))
+
+
 def _check_stage(job: BatchJob, site: SiteProfile) -> None:
     for expected, got, fits in (
         ("a virtual environment, which works wherever it lies", site.conda or job.container or site.python, site.venv),
         ("the Python of that environment", site.python, "/" not in site.python),
-        ("a program that Python runs", job.program[0], job.module or job.program[0].endswith(".py")),
+        ("a program that Python runs", job.program[0], job.module or job.check or job.program[0].endswith(".py")),
         ("a job of one component", f"{job.ps_nodes} nodes of servers", not job.ps_nodes),
         ("a job whose nodes all stay", "restarts or survive", not (job.restarts or job.survive)),
     ):

@@ -24,6 +24,10 @@ FOR_PMI2 = MappingProxyType(
 )  # as cluster/launcher_variables.py says of an MPI that may be a wheel's MPICH
 
 
+# As python -m mpistrat, without modules of the working directory.
+_MAIN = "import sys; sys.path[:] = filter(None, sys.path); from mpistrat.cli.main import main; sys.exit(main())"
+
+
 class _Shell(str):
     """Text that is right as it is: a template's own, words that are quoted already, a comment."""
 
@@ -59,6 +63,7 @@ def render(job: BatchJob, site: SiteProfile, for_pmi2: Mapping[str, str] = FOR_P
         by=scheduler.by,
         what=_comment(_what(job, launcher)),
         reason=_reasons(site),
+        main=_MAIN,
         clock=_clock(job.seconds),
         minutes=-(-job.seconds // 60),
         gpus_per_rank=gpus_per_rank(job),
@@ -117,7 +122,9 @@ def _reasons(site: SiteProfile) -> Callable[[str, str], _Shell]:
 def _program(job: BatchJob, site: SiteProfile) -> tuple[str, ...]:
     """The words that each rank runs."""
     words = job.program
-    if job.module:
+    if job.check:
+        words = (site.python, "-c", _MAIN, *words)
+    elif job.module:
         words = (site.python, "-m", *words)
     elif job.program[0].endswith(".py"):
         words = (site.python, *words)
@@ -156,6 +163,7 @@ def _what(job: BatchJob, launcher: str) -> str:
     parts += ["in a container"] * bool(job.container)
     parts += ["an array of jobs"] * bool(job.array)
     parts += ["may be interrupted and goes on"] * bool(job.preemption)
+    parts += ["a check of the cluster"] * job.check
     parts += ["goes on when a rank dies"] * bool(job.restarts or job.survive)
     return f"{', '.join(parts)}."
 

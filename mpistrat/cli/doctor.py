@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.agree import Ranks
 from ..base.errors import explain
 from ..base.text import counted, printable
-from ..cluster.launcher_variables import launched_rank
+from ..cluster.launcher_variables import launched_rank, launched_size
 from ..doctor.finding import Finding, Summary, worst
+from ..doctor.job.items import TOTAL_SECONDS
 from ..doctor.login import NEEDS, check_login
 from ..doctor.ranks import check_ranks
 from .command import DONE, PROBLEM, Command
@@ -20,10 +22,13 @@ from .terminal import console, names
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ..doctor.job.steps import ItemReport
+
 __all__ = ["COMMAND"]
 
 _COLOURS = {"OK": "green", "warning": "yellow", "problem": "bold red"}
 _RANKS = 64  # shown at most
+_LIMIT = 60.0  # seconds
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,31 +43,71 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what the program cannot do without, of {', '.join(NEEDS)}: what is missing of it is a problem",
     )
     parser.add_argument(
-        "--time-limit", metavar="SECONDS", type=float, default=60.0, help="for each thing that may hang (default: 60)"
-    )
+        "--time-limit", metavar="SECONDS", type=float, default=None,
+        help=f"for each thing that may hang (default: {_LIMIT:g}); with --job for all together (default: {TOTAL_SECONDS:g})",
+    )  # fmt: skip
     parser.add_argument(
         "--clean", action="store_true", help="remove your files in /dev/shm that no living process uses, of killed jobs"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument(
+        "--job", metavar="LAUNCHER …", nargs=argparse.REMAINDER,
+        help="in a batch script: check the network and the file system; all else are the words that start the job's ranks. "
+        "`mpistrat job --check` writes such a script",
+    )  # fmt: skip
+    parser.add_argument(
+        "--folder",
+        metavar="DIR",
+        help="with --job: for files, which are removed, and for the results (default: this one)",
+    )
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     for name in args.need:
         if name not in NEEDS:
             raise ValueError(explain("doctor", "--need", expected=f"one of {', '.join(NEEDS)}", got=repr(name)))
-    if not args.time_limit > 0:
+    limit = args.time_limit if args.time_limit is not None else TOTAL_SECONDS if args.job is not None else _LIMIT
+    if not limit > 0:
         raise ValueError(explain("doctor", "--time-limit", expected="seconds, more than 0", got=args.time_limit))
     if args.ranks and args.clean:
         raise ValueError(explain("doctor", "--clean", expected="it without --ranks", got="both"))
+    if args.folder is not None and args.job is None:
+        raise ValueError(explain("doctor", "--folder", expected="--job with it", got="none"))
+    if args.job is not None:
+        return _check_job(args, limit)
     if args.ranks:
-        summary = check_ranks(args.need, args.time_limit)
+        summary = check_ranks(args.need, limit)
     elif launched_rank() in (None, 0):
-        summary = Summary(check_login(args.need, args.time_limit, clean=args.clean))
+        summary = Summary(check_login(args.need, limit, clean=args.clean))
     else:  # one process speaks for this machine
         return DONE
     if launched_rank() in (None, 0):
         _show(summary, as_json=args.json, plain=args.ranks)
     return PROBLEM if worst(summary.findings) == "problem" else DONE
+
+
+def _check_job(args: argparse.Namespace, limit: float) -> int:
+    """Run the check of a job, print each result as it comes, and return the exit status."""
+    from ..doctor.job.check import check_job, passed
+
+    expected, got = "", ""
+    if not args.job:
+        expected, got = "the words that start the job's ranks, as srun --mpi=pmix", "none"
+    elif args.ranks or args.clean or args.json or args.need:
+        expected, got = "it without --ranks, --clean, --json and --need", "one of them"
+    elif (launched := launched_size()) is not None and launched[0] > 1:
+        expected, got = "one process, in the batch script", f"one of {launched[0]} that a launcher started"
+    if expected:
+        raise ValueError(explain("doctor", "--job", expected=expected, got=got))
+    out = console(plain=True)
+
+    def show(report: ItemReport) -> None:
+        what = printable(report.what or report.proves, keep="\n")
+        out.print(f"{report.status:8} {report.name:12} {report.seconds:4.0f} s  {what}", markup=False, highlight=False)
+
+    reports, document, page = check_job(args.job, Path(args.folder or "."), limit, show)
+    out.print(f"\nwrote {document} and {page}", markup=False, highlight=False, soft_wrap=True)
+    return DONE if passed(reports) else PROBLEM
 
 
 def _show(summary: Summary, *, as_json: bool, plain: bool) -> None:
@@ -123,15 +168,18 @@ COMMAND = Command(
     "look for what keeps programs from running, or makes them slow",
     "Look at this machine: Python, MPI and the launcher that fits it, threads, one-sided calls, shared memory, GPUs, HDF5,\n"
     "limits, what crashed jobs left behind. With --ranks, under srun or mpiexec: where the ranks are and what they have, and\n"
-    "whether that agrees; then an all-reduce and a window are tried. Each finding is OK, a warning (it works, but slowly or not\n"
-    "everywhere) or a problem, with what to do. Warnings alone end with status 0. Nothing is changed; --clean alone removes\n"
-    "files of yours that killed jobs left in /dev/shm.",
+    "whether that agrees; then an all-reduce and a window are tried. With --job, in a batch script: collectives, windows,\n"
+    "PyTorch, a restart after a kill, and files, each in a job step of its own; results go into a JSON file and a page.\n"
+    "Each finding is OK, a warning (it works, but slowly or not everywhere) or a problem, with what to do. Warnings alone end\n"
+    "with status 0. Nothing is changed; --clean alone removes files of yours that killed jobs left in /dev/shm.",
     (
         "mpistrat doctor",
         "mpistrat doctor --clean",
         "mpistrat doctor --need nccl,parallel-hdf5 --json",
         "srun mpistrat doctor --ranks",
         "mpiexec -n 4 mpistrat doctor --ranks",
+        "mpistrat doctor --job srun --mpi=pmix",
+        "mpistrat doctor --folder /scratch/me --job mpiexec -n 8 -ppn 4",
     ),
     _arguments,
     _run,

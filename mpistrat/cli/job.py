@@ -29,9 +29,12 @@ from .terminal import strategy_name
 
 __all__ = ["COMMAND"]
 
+_CHECK_TIME = "00:10:00"
+_CHECK_MARGIN = 60  # seconds of it, for the start and the end of the job
+
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "mpistrat job [options] PROGRAM [ARGUMENT …]"
+    parser.usage = "mpistrat job [options] (PROGRAM [ARGUMENT …] | --check)"
     parser.add_argument("program", metavar="PROGRAM", nargs="?", help="your program; one in .py is run by Python")
     parser.add_argument("words", metavar="…", nargs=argparse.REMAINDER, help="its arguments")
     parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a Python module, as behind python -m")
@@ -65,7 +68,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     kind(Array, "indices", "0-9%2", "one job for each index; behind %% how many at a time", "--array")
     kind(Array, "index_argument", "NAME", "the program gets --NAME INDEX")
     kind(Array, "output_argument", "NAME", "the program gets --NAME FOLDER/INDEX")
-    kind(Array, "output_folder", "FOLDER", "(the job's name)")
+    kind(Array, "output_folder", "FOLDER", "(the job's name); with --check that of the results (.)")
     kinds.add_argument(
         "--preemptible", action="store_true", help="signalled before its end, requeued when it ends with status 42"
     )
@@ -75,6 +78,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     kinds.add_argument(
         "--survive", action="store_true", default=None, help="... in place, if a program of ms.survive can"
     )
+    kinds.add_argument(
+        "--check", action="store_true",
+        help="no program: check network, restarts and file system in 10 minutes; the results go into --output-folder (.)",
+    )  # fmt: skip
     kind(BatchJob, "container", "IMAGE", "run in this image")
     kind(BatchJob, "stage", "FOLDER", "copy the virtual environment there on each node first: /tmp, /dev/shm")
 
@@ -162,7 +169,33 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     return DONE
 
 
+def _check(args: argparse.Namespace) -> BatchJob:
+    """Return the job that checks a cluster: `mpistrat doctor --job`, by default with two nodes, two ranks on each."""
+    if args.program is not None:
+        raise ValueError(f"mpistrat job: --check: expected no program beside it, got {args.program!r:.80}")
+    for option, given in (("--array", args.indices), ("--preemptible", args.preemptible)):
+        if given:
+            raise ValueError(f"mpistrat job: {option}: expected a program with it, got --check")
+    _refuse("--array", None, args, "index_argument", "output_argument")
+    _refuse("--preemptible", None, args, "notice", "max_restarts")
+    usual = {
+        "nodes": 2,
+        "ranks_per_node": args.gpus_per_node or 2,
+        "time": _CHECK_TIME,
+        "name": args.job_name or "check",
+    }
+    job = BatchJob(**{**usual, **_given(args, BatchJob), "program": ("doctor",), "check": True})
+    if job.seconds <= 2 * _CHECK_MARGIN:
+        raise ValueError(
+            f"mpistrat job: --time: expected more than {2 * _CHECK_MARGIN} seconds for --check, got {job.time}"
+        )
+    words = ("doctor", "--folder", args.output_folder or ".", "--time-limit", str(job.seconds - _CHECK_MARGIN), "--job")
+    return dataclasses.replace(job, program=words)
+
+
 def _job(args: argparse.Namespace) -> BatchJob:
+    if args.check:
+        return _check(args)
     if args.program is None:
         raise ValueError("mpistrat job: expected a program, got none. Put it behind the options")
     name = args.job_name or _name(args.program)
@@ -316,6 +349,7 @@ COMMAND = Command(
         "mpistrat job --nodes 4 --gpus-per-node 4 --ps 4 --ps-nodes 1 -o job.sh train.py",
         "mpistrat job --array 0-9%2 --index-argument seed --output-argument output train.py",
         "mpistrat job --preemptible --mpi pmi2 --submit -m mpistrat.examples.digits --strategy multi_worker_mirrored",
+        "mpistrat job --check --nodes 8 --ranks-per-node 4 --output-folder /scratch/me -o check.sh",
         "mpistrat job --launcher openmpi --venv ~/venv train.py",
         "mpistrat job --show-site --site perlmutter > mine.json",
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any, final
 
 from ..base.programs import program
 
-__all__ = ["Outcome", "Probe", "command", "last_line", "report", "step"]
+__all__ = ["Outcome", "Probe", "command", "last_line", "records_of", "report", "step", "without_records"]
 
 _SEPARATOR = "\x1e"
 _LONGEST = 200  # characters of a line that is quoted
@@ -25,8 +26,9 @@ _START = str(Path(__file__).with_name("start_probe.py"))
 
 
 def report(**record: Any) -> None:
-    """Send a record to the parent process."""
-    print(f"{_SEPARATOR}{json.dumps(record)}", flush=True)
+    """Send a record to the parent process, in one piece: ranks may share the pipe."""
+    sys.stdout.write(f"{_SEPARATOR}{json.dumps(record)}\n")
+    sys.stdout.flush()
 
 
 def step(name: str) -> None:
@@ -112,11 +114,27 @@ class Probe:
         return "", ""
 
 
-def _outcome(out: str, err: str, code: int | None) -> Outcome:
+def records_of(out: str) -> list[dict[str, Any]]:
+    """Return the records in an output."""
     records = []
     for piece in out.split(_SEPARATOR)[1:]:
         with contextlib.suppress(ValueError):  # a line that the end cut off
             records.append(json.loads(piece.splitlines()[0] if piece else ""))
+    return records
+
+
+def without_records(out: str) -> str:
+    """Return an output without the records in it.
+
+    Example:
+        >>> without_records('begun\\n\\x1e{"number": 1}\\nended')
+        'begun\\nended'
+    """
+    return re.sub(f"{_SEPARATOR}.*\n?", "", out)
+
+
+def _outcome(out: str, err: str, code: int | None) -> Outcome:
+    records = records_of(out)
     steps = [record["step"] for record in records if "step" in record]
     return Outcome(tuple(records), steps[-1] if steps else "starting Python", code, err)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..timeline import RankTimes
 
-__all__ = ["RunRecord", "page"]
+__all__ = ["RunRecord", "document", "page"]
 
 _COLOURS = ("#2f6fb3", "#d1701f", "#3c8d53", "#a24a8c", "#7a6a2b", "#557")
 _PARTS = {
@@ -26,6 +26,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem aut
 body { color: var(--text); background: var(--back) }
 h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem; border-bottom: 1px solid var(--line) }
 table { border-collapse: collapse } td, th { padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top }
+td { overflow-wrap: anywhere }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
 .charts { display: flex; flex-wrap: wrap; gap: 1.5rem } figure { margin: 0 } figcaption { font-weight: 600 }
 svg text { fill: var(--soft); font-size: 11px } svg .axis { stroke: var(--line) } svg .bar { fill: var(--text) }
@@ -57,13 +58,7 @@ class RunRecord:
 
 def page(record: RunRecord) -> str:
     """Return the page."""
-    title = html.escape(record.title)
-    parts = [
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<style>{_STYLE}</style></head><body><h1>{title}</h1>",
-        f'<p class="soft">{html.escape(_summary(record))}</p>',
-    ]
+    parts = [f'<p class="soft">{html.escape(_summary(record))}</p>']
     if record.epochs:
         parts += ["<h2>Results</h2>", f'<div class="charts">{"".join(_charts(record.epochs))}</div>']
         parts.append(_last(record.epochs[-1]))
@@ -73,8 +68,24 @@ def page(record: RunRecord) -> str:
         lines = "\n".join(html.escape(text) for text in record.warnings)
         parts += ["<h2>Warnings</h2>", f"<pre>{lines}</pre>"]
     rows = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in record.facts.items())
-    parts += ["<h2>Configuration</h2>", f"<table>{rows}</table>", "</body></html>\n"]
-    return "\n".join(parts)
+    parts += ["<h2>Configuration</h2>", f"<table>{rows}</table>"]
+    return document(record.title, parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """Return a page of HTML in the style of this package.
+
+    Args:
+        title: its text.
+        parts: of its body, behind the title; in HTML.
+    """
+    shown = html.escape(title)
+    head = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{shown}</title>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<style>{_STYLE}</style></head><body><h1>{shown}</h1>",
+    )
+    return "\n".join([*head, *parts, "</body></html>\n"])
 
 
 def _summary(record: RunRecord) -> str:

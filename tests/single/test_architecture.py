@@ -37,8 +37,8 @@ FLOORS_PICTURE = ROOT / "docs" / "images" / "floors.svg"
 FLOORS = {
     "base": 0, "cluster": 1, "batch_jobs": 1, "comm": 2, "arena": 3, "data": 3, "timeline": 3, "cross_device": 4, "variables": 5,
     "optimizers": 6, "state": 7, "strategy": 8, "remote": 9, "torch": 9, "jax": 9, "parameter_server": 10,
-    "launcher": 10, "keras": 10, "train": 11, "bench": 11, "doctor": 11, "horovod": 11,
-    "estimator": 12, "cli": 12, "examples": 13,
+    "launcher": 10, "keras": 10, "train": 11, "bench": 11, "horovod": 11,
+    "estimator": 12, "doctor": 12, "cli": 13, "examples": 13,
 }  # fmt: skip
 FILE_FLOORS = {"lookup": 1, "strategies": 10.5}  # strategies.py knows every strategy
 
@@ -53,7 +53,7 @@ ALLOWED = {
     "matplotlib": {"bench", "cli"},
     "tensorboardX": {"train"},
     "zmq": {"remote"},
-    "torch": {"torch", "keras", "horovod"}, "jax": {"jax", "keras"}, "optax": {"jax"},
+    "torch": {"torch", "keras", "horovod", "doctor"}, "jax": {"jax", "keras"}, "optax": {"jax"},
     "keras": {"keras"}, "tensorflow": {"keras"},
     # only for functions that a program sends to its own ranks, and their results
     "cloudpickle": {"base", "launcher"},

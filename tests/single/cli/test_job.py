@@ -88,17 +88,52 @@ def test_the_program_s_options_are_not_ours(job):
 def test_every_example_of_the_help_text_works(job, stub):
     stub("sbatch", "echo 1")
     for example in COMMAND.examples:
-        words = [word for word in shlex.split(example.split(" > ")[0])[2:] if word not in ("-o", "job.sh")]
+        words = [word for word in shlex.split(example.split(" > ")[0])[2:] if word not in ("-o", "job.sh", "check.sh")]
         if "~" not in example:  # a shell's
             assert job(*words)
 
 
 def test_help(job):
     text = job("--help")
-    assert text.startswith("usage: mpistrat job [options] PROGRAM [ARGUMENT …]\n")
+    assert text.startswith("usage: mpistrat job [options] (PROGRAM [ARGUMENT …] | --check)\n")
     assert "exit status: 0 fine, 1 a problem was found, 2 wrong use" in text
     assert all(example in text for example in COMMAND.examples)
     assert all(name in text for name in site_names())
+
+
+@pytest.mark.parametrize(
+    ("words", "last"),
+    [
+        ((), "srun --kill-on-bad-exit=1"),
+        (("--mpi", "pmi2"), "srun --kill-on-bad-exit=1 --mpi=pmi2"),
+        (("--scheduler", "pbs"), "mpiexec -n 4 -ppn 2"),
+        (("--scheduler", "flux", "--nodes", "3"), "flux run --nodes=3 --ntasks=6 --cores-per-task=1"),
+        (("--launcher", "openmpi", "--ranks-per-node", "8"),
+         "mpirun -n 16 --map-by ppr:8:node --bind-to none -x MPISTRAT_STRATEGY -x OMP_NUM_THREADS -x PYTHONUNBUFFERED"),
+    ],
+)  # fmt: skip
+def test_a_check_starts_its_steps_by_the_launchers_words(job, words, last):
+    lines = job("--check", "--output-folder", "my results", *words).splitlines()
+    assert lines[-1] == f'"${{program[@]}}" {last}'
+    program = next(line for line in lines if line.startswith("program=("))
+    assert program.endswith(" doctor --folder 'my results' --time-limit 540 --job)")
+    if "--scheduler" not in words:
+        assert {"#SBATCH --time=00:10:00", "#SBATCH --nodes=2", "#SBATCH --job-name=check"} <= set(lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("train.py",), "--check: expected no program beside it, got 'train.py'"),
+        (("--time", "00:02:00"), "--time: expected more than 120 seconds for --check, got 00:02:00"),
+        (("--restarts", "3"), "Job: check: expected a job without restarts, which only programs have, got 3"),
+        (("--preemptible",), "--preemptible: expected a program with it, got --check"),
+        (("--array", "0-3"), "--array: expected a program with it, got --check"),
+        (("--container", "a.sif"), "Job: check: expected a job without container, which only programs have, got a.sif"),
+    ],
+)
+def test_a_check_is_no_program(job, words, says):
+    assert says in job("--check", *words, status=2)
 
 
 def test_ranks_follow_gpus_and_strategies_follow_servers(job):

@@ -1,0 +1,100 @@
+"""The whole check: one item after the other, then one JSON file and one page."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ...base.errors import explain
+from ...base.version import __version__
+from .items import ITEMS, TOTAL_SECONDS
+from .page import page
+from .steps import ItemReport, run_item
+
+__all__ = ["check_job", "passed"]
+
+_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+# Settings of MPI, networks and this package: by these names.
+_PREFIXES = (
+    "UCX_", "FI_", "MPICH_", "MPIR_CVAR_", "OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "I_MPI_", "PSM2_", "PSM3_", "MV2_", "NCCL_",
+    "HDF5_", "MPISTRAT_", "OMP_", "SLURM_MPI_TYPE",
+)  # fmt: skip
+_LEAST = 10.0  # seconds of a step
+_LONGEST = 200  # characters of a setting
+_ENDING = 25.0  # seconds that a step may take after its limit
+
+
+def check_job(
+    launcher: Sequence[str], folder: Path, seconds: float, show: Callable[[ItemReport], None]
+) -> tuple[list[ItemReport], Path, Path]:
+    """Run all items, and return their results, the JSON file and the page. Both files are written anew after each item.
+
+    An item that fails or hangs does not end the others.
+
+    Args:
+        launcher: the words that start the ranks of a program: `srun --mpi=pmix`.
+        folder: for the files, on a file system that all nodes see.
+        seconds: for all items.
+        show: is called with each result.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    if not folder.is_dir():
+        raise OSError(explain("doctor", "--folder", expected="a folder that is there", got=str(folder)))
+    name = f"mpistrat-check-{_number()}"
+    work, document, html = folder / f"{name}.files", folder / f"{name}.json", folder / f"{name}.html"
+    work.mkdir(mode=0o700)
+    scale, end = seconds / TOTAL_SECONDS, time.monotonic() + seconds
+    about = {
+        "mpistrat": __version__, "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "launcher": list(launcher), "seconds": seconds, "variables": _variables(),
+    }  # fmt: skip
+    reports: list[ItemReport] = []
+    try:
+        for item in ITEMS:
+            limit = min(item.seconds * scale, end - time.monotonic() - _ENDING * min(scale, 1))
+            if limit < _LEAST * min(scale, 1):
+                report = ItemReport(item.name, item.proves, "not run", "no time was left for it")
+            else:
+                report = run_item(item, launcher, work.absolute(), limit)
+            reports.append(report)
+            _write(document, json.dumps({**about, **_document(reports)}, indent=1) + "\n")
+            _write(html, page(about, reports))
+            show(report)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return reports, document, html
+
+
+def passed(reports: Sequence[ItemReport]) -> bool:
+    """Return True unless an item failed, hung or was not run."""
+    return all(report.status in ("passed", "skipped") for report in reports)
+
+
+def _document(reports: Sequence[ItemReport]) -> dict[str, Any]:
+    return {"passed": passed(reports), "items": [asdict(report) for report in reports]}
+
+
+def _variables() -> dict[str, str]:
+    return {name: value[:_LONGEST] for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
+
+
+def _number() -> str:
+    """Return the batch system's number of this job, or the time."""
+    number = next((os.environ[name] for name in _JOBS if os.environ.get(name)), "")
+    kept = "".join(letter for letter in number.split(".")[0] if letter.isalnum() or letter in "_-")
+    return kept or datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+
+
+def _write(path: Path, text: str) -> None:
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)

@@ -1,0 +1,76 @@
+"""Windows: memory that other ranks write and read, within each node and between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from ...bench.measure import pair
+from ...comm.window import RemoteWindow, SharedWindow, Window
+from .collectives import pattern
+from .trial import Trial
+
+__all__ = ["run"]
+
+_SIZES = {"8 B": 8, "4 KB": 1 << 12, "64 KB": 1 << 16, "1 MB": 1 << 20, "16 MB": 1 << 24}  # bytes
+_HEAD = 64  # bytes before the data, of which the first are a counter
+_SECONDS = 0.4
+_CALLS = 16  # of each operation, at least
+_WHAT = "the doctor's trial"
+
+
+def run(trial: Trial) -> None:
+    """Check and measure windows: put, get, counters. Collective."""
+    topology, room = trial.topology, _HEAD + max(_SIZES.values())
+    if topology.intra is not None:
+        trial.part("memory of a node")
+        shared = SharedWindow(topology.intra, topology.comm, [room] * topology.intra.size, _WHAT)
+        _try(trial, "on a node", shared, topology.intra, 1)
+    if topology.num_nodes > 1:
+        trial.part("a window between nodes")
+        window = RemoteWindow.allocate(topology.comm, room, _WHAT)
+        _try(trial, "between nodes", window, topology.comm, topology.local_size)
+
+
+def _try(trial: Trial, where: str, window: Window, comm: Any, distance: int) -> None:
+    """Put to a rank, read it back, and count together with all. Collective.
+
+    Args:
+        trial: for reports.
+        where: for reports.
+        window: of the ranks of `comm`; it is closed.
+        comm: the ranks that have the window.
+        distance: how many ranks further on the memory is.
+    """
+    world, size = trial.comm, comm.size
+    neighbour = (comm.rank + distance) % size
+    for label, nbytes in _SIZES.items():
+        sent = np.resize(pattern(comm.rank, min(nbytes, 1 << 12)).astype(np.uint8), nbytes)
+        found = np.zeros_like(sent)
+        calls: dict[str, Callable[[], None]] = {
+            "put": partial(window.put, neighbour, [(_HEAD, sent)]),
+            "get": partial(window.get, neighbour, _HEAD, found),
+        }
+        trial.part(f"put and get {where}, {label}")
+        start = perf_counter()
+        for call in calls.values():
+            call()
+        trial.same(f"put and get {where}, {label}", found, sent)
+        world.Barrier()
+        if trial.has_time(_CALLS * (perf_counter() - start)):
+            for name, seconds in pair(world, calls, repetitions=200, seconds=_SECONDS).items():
+                trial.number(f"{where} {label}", name, seconds, "seconds")
+    trial.part(f"counter {where}")
+    before = window.fetch_and_add(0, 0, comm.rank + 1)
+    trial.same(f"counter {where}, before", before < size * (size + 1) // 2, True)
+    world.Barrier()
+    trial.same(f"counter {where}", window.get_word(0, 0), size * (size + 1) // 2)
+    world.Barrier()
+    adds = {"fetch and add": lambda: window.fetch_and_add(0, 0, 1)}
+    for name, seconds in pair(world, adds, repetitions=200, seconds=_SECONDS).items():
+        trial.number(f"{where} counter of rank 0", name, seconds, "seconds")
+    window.close()
