@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
-from mpistrat.base.programs import program  # noqa: E402
-from tests.launch.launcher import job_environment  # noqa: E402
+from mpistrat.base.programs import program
+from tests.launch.launcher import job_environment
 
 PROGRAM = """
 import torch
