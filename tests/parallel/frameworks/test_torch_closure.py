@@ -431,3 +431,29 @@ def test_two_optimizers_of_which_one_calls_a_closure():
             module, optimizers = ms.torch.distribute(module, optimizers)
         train(module, optimizers, own(strategy))
         near(module, reference)
+
+
+@pytest.mark.ranks(2)
+def test_the_state_of_a_frozen_first_parameter_is_saved():
+    """torch keeps LBFGS's state with the first parameter, which may be frozen."""
+
+    def new():
+        module, optimizer = make("strong_wolfe")
+        module[0].weight.requires_grad_(False)
+        return module, optimizer
+
+    reference, plain = new()
+    take(reference, plain, parts_of(2), 4)
+    states = ()
+    for _ in range(2):
+        with ms.MultiWorkerMirroredStrategy() as strategy:
+            module, optimizer = new()
+            with strategy.scope():
+                module, optimizer = ms.torch.distribute(module, optimizer)
+            for one, state in zip((module, optimizer), states, strict=False):
+                one.load_state_dict(state)
+            take(module, optimizer, own(strategy), 2)
+            states = module.state_dict(), optimizer.state_dict()
+            if states[1]["state"][0]["func_evals"] == plain.state_dict()["state"][0]["func_evals"]:
+                same_bits(module, reference)
+    assert states[1]["state"][0]["func_evals"] == plain.state_dict()["state"][0]["func_evals"]
