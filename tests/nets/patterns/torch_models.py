@@ -189,6 +189,29 @@ def model(name: str, seed: int, dtype: torch.dtype) -> torch.nn.Module:
     return (MODELS | OTHER_MODELS)[name]().to(dtype)
 
 
+class SharpnessAware(torch.optim.Optimizer):
+    """SGD by the gradients a little uphill: calls its closure twice a step."""
+
+    def __init__(self, params: Iterable[Any], lr: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        pairs = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        before = [p.clone() for _, p in pairs]
+        norm = torch.sqrt(sum(p.grad.square().sum() for _, p in pairs)) + 1e-12
+        for _, p in pairs:
+            p.add_(p.grad / norm, alpha=0.05)
+        closure()
+        for (group, p), value in zip(pairs, before, strict=True):
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+            mean.mul_(0.5).add_(p.grad)
+            p.copy_(value * (1 - group["lr"] * group["weight_decay"])).add_(mean, alpha=-group["lr"])
+        return loss
+
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
@@ -215,6 +238,8 @@ WHOLE: dict[str, Callable[..., torch.optim.Optimizer]] = {  # rules that look at
     "muon": lambda p: torch.optim.Muon(p, lr=0.05),
     "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=3),
     "lbfgs_search": lambda p: torch.optim.LBFGS(p, max_iter=3, line_search_fn="strong_wolfe"),
+    "lbfgs_short": lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=3, history_size=2),
+    "sharpness": lambda p: SharpnessAware(p, lr=0.05),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
     "sparse_adam": lambda p: torch.optim.SparseAdam(p, lr=0.02),

@@ -51,9 +51,9 @@ class WholeTensors(Program):
 
 
 class LineSearch(Program):
-    """LBFGS, which calls a closure several times a step."""
+    """Optimizers that call a closure several times a step, such as LBFGS."""
 
-    optimizers = ("lbfgs", "lbfgs_search")
+    optimizers = ("lbfgs", "lbfgs_search", "lbfgs_short", "sharpness")
     models = ("mlp", "tied")
     clips = False
     tolerance = 1e-6
@@ -330,3 +330,33 @@ class OtherRanks(Program):
             self.env.strategy.restore(path)
         for batch in self.data(5):
             self.deliver(batch)
+
+
+class WholeGroups(WholeTensors):
+    """Rules that look at whole tensors, with groups of other settings."""
+
+    optimizers = ("adafactor", "muon")
+
+    def make_optimizer(self, net: torch.nn.Module) -> torch.optim.Optimizer:
+        parameters = list(net.parameters())
+        optimizer = zoo.optimizer(self.config["optimizer"], parameters[::2])
+        optimizer.add_param_group({"params": parameters[1::2], "lr": 0.02, "weight_decay": 0.2})
+        return optimizer
+
+
+class WholeRestored(WholeTensors, SaveRestore):
+    """Rules that look at whole tensors, through a file."""
+
+    models = ("matrices",)
+
+
+class SearchRestored(LineSearch, SaveRestore):
+    """Optimizers that call a closure, through a file."""
+
+    models = ("mlp", "tied")
+
+
+class SearchLoaded(LineSearch, LoadMiddle):
+    """Optimizers that call a closure, whose state new ones load."""
+
+    models = ("mlp", "tied")

@@ -364,3 +364,96 @@ def test_several_replicas_of_a_rank_are_refused():
         module, optimizer = put(strategy, "strong_wolfe")
         with pytest.raises(RuntimeError, match="expected one replica on each rank, got 2, which share the optimizer"):
             strategy.run(lambda: take(module, optimizer, [np.arange(ROWS)], 1))
+
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.extra = net(), torch.nn.Linear(6, 2).double()
+
+    def forward(self, a, with_extra):
+        return self.body(a) + self.extra(a) if with_extra else self.body(a)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("limit", [None, 0.2])
+def test_parameters_used_on_one_rank_and_max_norm(limit):
+    def train(module, optimizer, ranks):
+        def closure():
+            optimizer.zero_grad()
+            losses = []
+            for rank in ranks:
+                a, b = (torch.from_numpy(each[parts_of(2)[rank]]) for each in (x, y))
+                losses.append((module(a, rank == 0) - b).square().mean() / len(ranks))
+                losses[-1].backward()
+            if limit is not None and len(ranks) == 2:
+                norm = torch.cat([p.grad.flatten() for p in module.parameters()]).norm()
+                for p in module.parameters():
+                    p.grad.mul_(min(1.0, limit / float(norm)))
+            return sum(loss.detach() for loss in losses)
+
+        return [float(optimizer.step(closure)) for _ in range(3)]
+
+    def new():
+        torch.manual_seed(0)
+        module = Two()
+        return module, optim.LBFGS(module.parameters(), lr=0.5, max_iter=4)
+
+    reference, plain = new()
+    expected = train(reference, plain, [0, 1])
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        module, optimizer = new()
+        with strategy.scope():
+            module, optimizer = ms.torch.distribute(module, optimizer, max_norm=limit, find_unused_parameters=True)
+        np.testing.assert_allclose(train(module, optimizer, [strategy.rank]), expected, rtol=1e-9)
+        near(module, reference, 1e-7)  # clipped gradients make numbers of up to 150
+
+
+@pytest.mark.ranks(2)
+def test_two_optimizers_of_which_one_calls_a_closure():
+    def train(module, optimizers, parts):
+        for _ in range(3):
+            take(module, optimizers[0], parts, 1)
+            optimizers[1].zero_grad()
+            for rows in parts:
+                (loss_of(module, x[rows], y[rows]) / len(parts)).backward()
+            optimizers[1].step()
+
+    def new():
+        module = net()
+        return module, [optim.LBFGS(module[0].parameters(), max_iter=3), optim.SGD(module[2].parameters(), lr=0.1)]
+
+    reference, plain = new()
+    train(reference, plain, parts_of(2))
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        module, optimizers = new()
+        with strategy.scope():
+            module, optimizers = ms.torch.distribute(module, optimizers)
+        train(module, optimizers, own(strategy))
+        near(module, reference)
+
+
+@pytest.mark.ranks(2)
+def test_the_state_of_a_frozen_first_parameter_is_saved():
+    """torch keeps LBFGS's state with the first parameter, which may be frozen."""
+
+    def new():
+        module, optimizer = make("strong_wolfe")
+        module[0].weight.requires_grad_(False)
+        return module, optimizer
+
+    reference, plain = new()
+    take(reference, plain, parts_of(2), 4)
+    states = ()
+    for _ in range(2):
+        with ms.MultiWorkerMirroredStrategy() as strategy:
+            module, optimizer = new()
+            with strategy.scope():
+                module, optimizer = ms.torch.distribute(module, optimizer)
+            for one, state in zip((module, optimizer), states, strict=False):
+                one.load_state_dict(state)
+            take(module, optimizer, own(strategy), 2)
+            states = module.state_dict(), optimizer.state_dict()
+            if states[1]["state"][0]["func_evals"] == plain.state_dict()["state"][0]["func_evals"]:
+                same_bits(module, reference)
+    assert states[1]["state"][0]["func_evals"] == plain.state_dict()["state"][0]["func_evals"]
