@@ -69,6 +69,22 @@ def test_gradients_are_summed_by_the_group_inside(calls):
         )  # the first one, and one bucket in each step
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_fused_optimizer_is_fused(monkeypatch):
+    reference, module = mlp(), mlp()
+    plain(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2), epochs=2)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
+    fused, tensors = torch._fused_adamw_, []
+    noted = lambda *given, **more: tensors.append(len(given[0])) or fused(*given, **more)  # noqa: E731
+    monkeypatch.setattr(torch, "_fused_adamw_", noted)
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            ms.torch.distribute(module, optimizer)
+        distributed(strategy, module, optimizer, epochs=2)
+        assert difference(module.parameters(), reference.parameters()) < 1e-9
+    assert tensors == [4] * 10  # one call for all parameters in each step
+
+
 @pytest.mark.ranks(2, 3)
 def test_weights_that_differ_are_an_error_on_every_rank():
     """Each rank has a copy of them."""
