@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -62,7 +63,6 @@ class ArenaSlots:
     Attributes:
         low, high: the elements: its slice, or its node's piece of it.
         arrays: for each slot a flat array of it, in the dtype in which the arena's gradients are summed.
-        scratch: four flat arrays of a block each, of the same dtype.
         residual: what was not sent of the weights, of all optimizers together; None where they travel as they are.
         unsent: what this rank has not sent of its node's gradients in its slice, where that is to follow; in no file.
     """
@@ -77,9 +77,16 @@ class ArenaSlots:
         if arena.wire is not None and arena.wire.feeds_back:
             self.unsent = Unsent(*(arena.sliced([(0, arena.size)]) or [(0, 0)])[0])
         with on_device_of(arena.values):
-            self.scratch = [xp.empty(min(block_of(arena.values), arena.size), dtype) for _ in range(4)]
             self.arrays = {name: xp.zeros(size, dtype) for name in names}
         self.restart(self.low, self.high)
+
+    @functools.cached_property
+    def scratch(self) -> list[Any]:
+        """Four flat arrays of a block each, of the dtype of the slots."""
+        values = self._arena.values
+        with on_device_of(values):
+            dtype, size = accumulation_dtype(self._arena.dtype), min(block_of(values), self._arena.size)
+            return [array_module(values).empty(size, dtype) for _ in range(4)]
 
     def restart(self, low: int, high: int) -> None:
         """Give the slots of elements [low, high), which this rank must own, the values before the first step."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import threading
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import torch
 
+from ..base import log
 from ..base.errors import explain
 from ..optimizers.foreign import ForeignRule
 from ..optimizers.gradients import pairs_of
@@ -428,7 +430,11 @@ class TorchRule(ForeignRule):
 
     def _run_on(self, variables: Sequence[Variable], left_out: Sequence[str]) -> UpdateRun:
         sums, state = self.__sums, self.__own_state
-        if sums is None or state is None or not steps_by_torch(variables):
+        if sums is None or state is None:
+            return super()._run_on(variables, left_out)
+        if not steps_by_torch(variables):
+            why = "parameters have 16 bits, or their slots are divided over nodes"
+            log.once(logging.INFO, f"{self._function}: sums and updates go by CuPy: {why}")
             return super()._run_on(variables, left_out)
         return TorchStep(self, state, sums, variables, left_out)
 
