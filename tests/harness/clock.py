@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 import types
 
 import pytest
 
 
 class Clock:
-    """Stands for the module `time`: a sleep is over at once, and nothing else takes any time."""
+    """Stands for the module `time`: a sleep is over at once, and nothing else takes any time.
+
+    Attributes:
+        now: the time.
+        asked: set once the main thread has asked `perf_counter`, as before a wait that is measured.
+    """
 
     def __init__(self) -> None:
-        self.now = 100.0
+        self.now, self.asked = 100.0, threading.Event()
 
     def monotonic(self) -> float:
         return self.now
 
     def perf_counter(self) -> float:
-        return self.now
+        now = self.now
+        if threading.current_thread() is threading.main_thread():
+            self.asked.set()
+        return now
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
