@@ -13,7 +13,7 @@ class Clock:
 
     Attributes:
         now: the time.
-        asked: set once the main thread has asked `perf_counter`, as before a wait that is measured.
+        asked: set whenever `perf_counter` is asked, as before a wait that is measured.
     """
 
     def __init__(self) -> None:
@@ -24,8 +24,7 @@ class Clock:
 
     def perf_counter(self) -> float:
         now = self.now
-        if threading.current_thread() is threading.main_thread():
-            self.asked.set()
+        self.asked.set()
         return now
 
     def sleep(self, seconds: float) -> None:

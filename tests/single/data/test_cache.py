@@ -325,6 +325,7 @@ def test_time_that_is_waited_for_another_thread_is_counted(monkeypatch):
     clock.replace_time(monkeypatch, fill)
 
     def function(x):
+        clock.asked.clear()
         started.set()
         assert clock.asked.wait(30)  # the other thread waits
         clock.sleep(0.05)

@@ -173,7 +173,8 @@ def test_idle_time_is_counted(service, monkeypatch):
     look_twice()
     clock.sleep(0.2)
     assert stats.idle == 0
-    rounds.last = 2
-    look_twice()
-    clock.sleep(5)
-    assert stats.idle == pytest.approx(0.2)
+    for last, seconds in (2, 0.2), (3, 5.2):
+        rounds.last = last
+        look_twice()
+        assert stats.idle == pytest.approx(seconds)
+        clock.sleep(5)
