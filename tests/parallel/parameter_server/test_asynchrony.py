@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.base.waiting import wait_until
 from mpistrat.errors import ClusterError
+from tests.harness.files import wait_for_files
 from tests.harness.parameter_server_strategies import made
 
 
@@ -39,8 +39,7 @@ def test_no_worker_gets_further_ahead_than_the_bound(transport, bound, servers, 
                 (mpi_tmp_path / f"as far ahead as it may {strategy.rank}").touch()
             if strategy.worker_index == 0:
                 if len(begun) == 1:
-                    others = strategy.num_workers - 1
-                    assert wait_until(lambda: len(list(mpi_tmp_path.iterdir())) == others, 30)
+                    wait_for_files(mpi_tmp_path, strategy.num_workers - 1)
                 time.sleep(0.02)
             finishing.append(time.monotonic())
             for v in variables:
@@ -248,7 +247,7 @@ def test_backup_workers_are_not_waited_for(mpi_tmp_path):
                 def step(number=number):
                     gradient = np.ones(1) + 0 * v.array
                     if strategy.worker_index == 2 and number == 0:
-                        assert wait_until(lambda: len(list(mpi_tmp_path.iterdir())) == 2, 30)
+                        wait_for_files(mpi_tmp_path, 2)
                     optimizer.apply_gradients([(gradient, v)])
 
                 strategy.run(step)

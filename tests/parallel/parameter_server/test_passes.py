@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.base.waiting import wait_until
+from tests.harness.files import wait_for_files
 from tests.harness.parameter_server_strategies import made, serve_on_rank_0, settle
 from tests.harness.transports import TRANSPORTS
 
@@ -41,7 +41,7 @@ def test_reading_and_writing_before_in_and_after_passes(transport, mpi_tmp_path)
         v = counter()
         data = strategy.distribute_dataset(ms.data.from_arrays(np.arange(6 * strategy.num_workers)).batch(2))
         if strategy.is_server:
-            assert wait_until(lambda: len(list(mpi_tmp_path.iterdir())) == strategy.num_workers, 30)
+            wait_for_files(mpi_tmp_path, strategy.num_workers)
         else:
             for _ in range(20):
                 v.assign_add([1])
