@@ -34,6 +34,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch):
     monkeypatch.setattr(atomic_reads, "_SECONDS", 0.3)
+    monkeypatch.setattr(atomic_reads, "_YIELDS", 10)  # on a busy machine each takes milliseconds
     clock = Clock()
     clock.replace_time(monkeypatch, atomic_reads, waiting)
     return Gate(clock)
