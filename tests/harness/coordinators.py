@@ -1,9 +1,19 @@
-"""Coordinators on all ranks, for tests: of a strategy without variables, or of any."""
+"""Coordinators on all ranks, for tests: of a strategy without variables, or of any; and functions that take as long as wanted."""
 
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from types import SimpleNamespace
+
+
+def hold(path, value=None):
+    """Return a value once a file is there: on a worker, in a function of a test that goes on meanwhile."""
+    from mpistrat.base.waiting import wait_until
+
+    if not wait_until(Path(path).exists, 25):
+        raise TimeoutError(f"{path} did not come")
+    return value
 
 
 class BareStrategy:

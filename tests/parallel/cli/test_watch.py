@@ -1,5 +1,6 @@
 """`mpistrat top` and `mpistrat stacks` of a job that runs: who is slow, what each rank does, and that it goes on."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,12 +13,24 @@ import pytest
 from tests.launch.launcher import ROOT
 
 PROGRAM = """
-import sys, time
+import os, sys, time
 import numpy as np
 import mpistrat as ms
+from mpistrat.base.waiting import wait_until
+sys.path.append(os.getcwd())
+from tests.harness.files import wait_for_the_others
+
+STEPS, naps, go = 50, [], sys.argv[1:]  # the file, if any, that says when it goes on after so many steps, and halts in the next
 
 def slow_part(rank):
-    time.sleep(0.02 if rank == 1 else 0.001)
+    if rank == 1:
+        wait_for_the_others(strategy)
+        begun = time.perf_counter()
+        time.sleep(0.02)
+        naps.append(time.perf_counter() - begun)
+        if go and len(naps) > STEPS:
+            print("in a step", flush=True)
+            time.sleep(60)
 
 with ms.MultiWorkerMirroredStrategy() as strategy:
     with strategy.scope():
@@ -32,14 +45,19 @@ with ms.MultiWorkerMirroredStrategy() as strategy:
         strategy.run(train_step)
         if number == 5 and strategy.rank == 0:
             print("runs", flush=True)
+        if go and number == STEPS - 1:
+            strategy.barrier()
+            if strategy.rank == 1:
+                print(sum(naps), flush=True)
+            wait_until(lambda: os.path.exists(go[0]), 60)
 """
 
 
-@pytest.fixture
-def job(mpi, tmp_path):
+@contextlib.contextmanager
+def started(mpi, tmp_path, *words):
     """A job of three ranks that has begun to train: its launcher."""
     (tmp_path / "train.py").write_text(textwrap.dedent(PROGRAM))
-    words = [mpi.python, "-m", "mpistrat", "run", "-n", "3", str(tmp_path / "train.py")]
+    words = [mpi.python, "-m", "mpistrat", "run", "-n", "3", str(tmp_path / "train.py"), *words]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
     try:
         assert "runs" in process.stdout.readline()
@@ -49,6 +67,12 @@ def job(mpi, tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(20)
         process.stdout.close()
+
+
+@pytest.fixture
+def job(mpi, tmp_path):
+    with started(mpi, tmp_path) as launcher:
+        yield launcher
 
 
 def call(mpi, *words):
@@ -62,16 +86,21 @@ def lines(result):
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_top_shows_who_is_slow(mpi, job):
-    time.sleep(1.0)
-    rows = lines(call(mpi, "top", job.pid, "--json", "--seconds", "1"))
-    assert [row["rank"].split(" (")[0] for row in rows] == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
-    assert all(10 < row["steps_per_second"] < 60 for row in rows), rows
-    assert rows[1]["compute"] > 0.6 and rows[1]["waiting"] < 0.3
-    assert all(rows[rank]["waiting"] > 0.5 and rows[rank]["compute"] < 0.4 for rank in (0, 2)), rows
-    table = call(mpi, "top", job.pid).stdout
-    assert "wait" in table and table.count("train_step") == 3
-    assert job.poll() is None
+def test_top_shows_who_is_slow(mpi, tmp_path):
+    """It has made 50 steps; in each of them the others have waited while rank 1 slept for a time that it says."""
+    with started(mpi, tmp_path, str(tmp_path / "go")) as job:
+        slept = float(job.stdout.readline())
+        rows = lines(call(mpi, "top", job.pid, "--json", "--seconds", "1000"))
+        assert [row["rank"].split(" (")[0] for row in rows] == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
+        assert all(row["steps_per_second"] == pytest.approx(50 / 1000) for row in rows), rows
+        assert rows[1]["compute"] * rows[1]["seconds"] >= 0.99 * slept >= 0.99, (rows, slept)
+        assert all(rows[rank]["waiting"] * rows[rank]["seconds"] >= 0.99 * slept for rank in (0, 2)), (rows, slept)
+        assert all(row["compute"] + row["waiting"] <= 1.01 for row in rows), rows
+        (tmp_path / "go").touch()
+        assert "in a step" in job.stdout.readline()
+        table = call(mpi, "top", job.pid).stdout
+        assert "wait" in table and table.count("train_step") == 3, table
+        assert job.poll() is None
 
 
 def test_stacks_show_where_each_rank_is(mpi, job):

@@ -2,15 +2,18 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
 
 import numpy as np
 import pytest
 
-from mpistrat.base import loops
+from mpistrat.base import loops, waiting
+from mpistrat.base.waiting import wait_until
 from mpistrat.comm.recorder import RECORDER
 from mpistrat.errors import CollectiveMismatchError, CollectiveTimeoutError
+from tests.harness.files import wait_for_files
 
 pytestmark = pytest.mark.ranks(2, 4)
 
@@ -45,8 +48,8 @@ def group(request, make_group, monkeypatch):
 
 
 @pytest.mark.parametrize("cores", [1, 64])
-def test_a_rank_sleeps_early_where_ranks_share_cores(make_group, monkeypatch, cores):
-    """It yields a few times for each rank that is late, or for a millisecond."""
+def test_a_rank_sleeps_early_where_ranks_share_cores(make_group, monkeypatch, mpi_tmp_path, cores):
+    """It yields a few times for each rank that is late, or for a millisecond. That one comes when all others sleep."""
     from mpistrat.comm import process_group
 
     plain, yields = process_group.Node, []
@@ -56,7 +59,14 @@ def test_a_rank_sleeps_early_where_ranks_share_cores(make_group, monkeypatch, co
     monkeypatch.setattr(os, "sched_yield", lambda: yields.append(0))
     for late in range(node.size):
         if node.rank == late:
-            time.sleep(0.02)
+            wait_for_files(mpi_tmp_path, node.size - 1, f"* without {late}")
+        else:
+
+            def sleep(seconds, late=late):
+                (mpi_tmp_path / f"{node.rank} without {late}").touch()
+                time.sleep(seconds)
+
+            monkeypatch.setattr(waiting, "sleep", sleep)
         node.barrier()
     most = 20 * node.size * node.size
     assert (len(yields) <= most) == (cores == 1), len(yields)
@@ -134,42 +144,45 @@ def test_long_texts(group):
 
 
 @pytest.mark.usefixtures("way")
-def test_missing_rank_is_named_with_its_place(make_group):
+def test_missing_rank_is_named_with_its_place(make_group, mpi_tmp_path):
+    """It comes when all others have given up. Where one of these is late, too, more ranks are named."""
     group = make_group(abort_after=0.5)
     rank, last = group.topology.rank, group.topology.size - 1
     group.barrier()
-    start = time.monotonic()
     if rank == last:
-        time.sleep(1.4)  # here
+        assert wait_until(lambda: len(list(mpi_tmp_path.iterdir())) == last, 25)  # here
         with pytest.raises(CollectiveTimeoutError, match=r"came too late.*gave up"):
             group.barrier("late")
     else:
         with pytest.raises(CollectiveTimeoutError) as caught:
             group.barrier("late")
-        assert time.monotonic() - start < 1.9
+        (mpi_tmp_path / f"{rank} has given up").touch()
         text = str(caught.value)
         if "gave up waiting" not in text:  # another rank was quicker to give up, and told this one
-            assert f"barrier 'late': rank {rank} waited 0.5 s for rank {last}" in text
+            assert re.search(rf"barrier 'late': rank {rank} waited 0\.5 s for ranks? ([0-9]+, )*{last};", text), text
             assert f"rank {last} not in a collective, after #1, at test_node.py:" in text
     with pytest.raises(CollectiveTimeoutError, match="an earlier collective failed"):
         group.barrier("afterwards")
 
 
 @pytest.mark.usefixtures("way")
-def test_timeout_of_one_call(make_group):
-    group = make_group(abort_after=30.0)
+def test_timeout_of_one_call(make_group, mpi_tmp_path):
+    """The last rank comes when all others have given up, before the group's own time limit."""
+    group = make_group(abort_after=60.0)
     if group.topology.rank == 0:
-        time.sleep(1.0)
-    start = time.monotonic()
+        wait_for_files(mpi_tmp_path, group.topology.size - 1)
     with pytest.raises(CollectiveTimeoutError):
         enter(group, "reduce", timeout=0.3)
-    assert time.monotonic() - start < 3
+    (mpi_tmp_path / str(group.topology.rank)).touch()
 
 
 def test_waiting_is_counted(group):
-    """In the recorder, in ns: what a rank waits for one that is late, and never more than it was in the barrier."""
-    node, late = group.node, group.topology.rank == 0
-    for seconds in (0.0, 0.3):
+    """In the recorder, in ns: what a rank waits for one that is late, and never more than it was in the barrier.
+
+    Where a busy machine stops a rank, it waits less, once.
+    """
+    node, late, shares = group.node, group.topology.rank == 0, []
+    for seconds in (0.0, 0.3, 0.3, 0.3, 0.3):
         node.barrier()
         if late:
             time.sleep(seconds)
@@ -177,26 +190,30 @@ def test_waiting_is_counted(group):
         node.barrier()
         waited, took = RECORDER.waited - before, time.perf_counter_ns() - start
         assert 0 <= waited <= took
-        assert late or not seconds or waited > took / 2
+        shares.append(waited / took)
+    assert late or max(shares[1:]) > 0.5, shares
 
 
 @pytest.mark.usefixtures("way")
-def test_a_signal_ends_the_wait(make_group):
+def test_a_signal_ends_the_wait(make_group, mpi_tmp_path):
     """Ctrl-C reaches a rank that waits for another; it has come to the barrier, so the next one works."""
-    node = make_group().node
-    node.barrier()
+    group = make_group()
+    node, waiting_one = group.node, group.topology.comm.bcast(os.getpid())
     if node.rank == 0:
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        start = time.monotonic()
+        node.barrier()
         try:
             with pytest.raises(KeyboardInterrupt):
-                signal.setitimer(signal.ITIMER_REAL, 0.2)
                 node.barrier()
-            assert time.monotonic() - start < 0.9
+            (mpi_tmp_path / "the wait has ended").touch()
         finally:
             signal.signal(signal.SIGALRM, before)
     else:
-        time.sleep(1)
+        node.barrier()
+        if node.rank == 1:
+            assert wait_until(lambda: node._flags[0] > node.barriers, 20)
+            os.kill(waiting_one, signal.SIGALRM)
+        wait_for_files(mpi_tmp_path, 1)
         node.barrier()
     node.barrier()
 

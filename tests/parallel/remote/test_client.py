@@ -15,6 +15,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.coordinator import ClosureCancelledError, RemoteTraceback
+from tests.harness.coordinators import hold
 from tests.launch.launcher import Job
 
 pytest.importorskip("zmq")
@@ -128,17 +129,20 @@ def test_errors_have_their_traceback_in_the_job(job, tmp_path):
 
 def test_a_failure_and_a_cancellation_cancel_what_waits(job, tmp_path):
     with connect(tmp_path) as cluster:
-        slow = [cluster.schedule(time.sleep, (1.0,)) for _ in range(2)]  # both workers
+        go, again = str(tmp_path / "go"), str(tmp_path / "again")
+        slow = [cluster.schedule(hold, (go,)) for _ in range(2)]  # both workers
         waiting = [cluster.schedule(lambda: 1) for _ in range(50)]
         cluster.cancel()
         with pytest.raises(ClosureCancelledError):
             waiting[-1].get()
+        Path(go).touch()
         for each in slow:
             assert each.get() is None  # what runs is not interrupted
         cluster.join()
-        first = cluster.schedule(lambda: (time.sleep(0.5), 1 / 0))
-        cluster.schedule(time.sleep, (1.0,))
+        first = cluster.schedule(lambda: (hold(again), 1 / 0))
+        cluster.schedule(lambda: (hold(again), time.sleep(1.0)))
         waiting = [cluster.schedule(time.sleep, (0.2,)) for _ in range(50)]
+        Path(again).touch()
         with pytest.raises(ZeroDivisionError):
             cluster.join()
         with pytest.raises(ClosureCancelledError):

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.base.waiting import wait_until
 from mpistrat.coordinator import RemoteValueStatus
 from mpistrat.errors import ClosedError, ContextError, LayoutError
-from tests.harness.coordinators import BareStrategy, coordinator
+from tests.harness.coordinators import BareStrategy, coordinator, hold
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 
@@ -62,12 +63,12 @@ def test_servers_wait():
 
 
 def test_it_goes_on_while_the_chief_computes():
+    """It makes no call meanwhile."""
     with coordinator() as c:
         if not c.is_chief:
             return
         values = [c.schedule(nap, (0.01,)) for _ in range(10)]
-        time.sleep(1)
-        assert [v.status for v in values] == [RemoteValueStatus.READY] * 10
+        assert wait_until(lambda: [v.status for v in values] == [RemoteValueStatus.READY] * 10, 25)
 
 
 def test_schedule_waits_while_the_queue_is_full():
@@ -82,17 +83,17 @@ def test_schedule_waits_while_the_queue_is_full():
         c.join()
 
 
-def test_an_error_is_raised_once_and_what_waits_is_cancelled():
+def test_an_error_is_raised_once_and_what_waits_is_cancelled(mpi_tmp_path):
     with coordinator() as c:
         if not c.is_chief:
             return
-        for raiser in (c.join, lambda: c.schedule(square, (1,))):
-            first = [c.schedule(nap, (0.1, "ran")) for _ in range(c.num_workers)]
+        for number, raiser in enumerate((c.join, lambda: c.schedule(square, (1,)))):
+            go = mpi_tmp_path / str(number)
+            first = [c.schedule(hold, (go, "ran")) for _ in range(c.num_workers)]
             bad = c.schedule(fail, ("no good",), worker=0, priority=1)
             late = [c.schedule(square, (i,), worker=0) for i in range(20)]
-            until = time.monotonic() + 10
-            while bad.status is RemoteValueStatus.NOT_READY and time.monotonic() < until:
-                time.sleep(0.01)
+            go.touch()
+            assert wait_until(lambda bad=bad: bad.status is not RemoteValueStatus.NOT_READY, 25)
             with pytest.raises(ValueError, match="no good") as caught:
                 raiser()
             assert "in fail" in str(caught.value.__cause__)
@@ -268,15 +269,16 @@ def test_a_per_worker_value_is_made_first_dropped_last_and_its_error_raised():
             c.join()
 
 
-def test_priority_and_worker():
+def test_priority_and_worker(mpi_tmp_path):
     with coordinator() as c:
         if not c.is_chief:
             return
         log = c.create_per_worker_resource(list)
         c.fetch([c.schedule(square, (i,)) for i in range(100)])  # quick ones, of which a worker gets several at a time
-        blockers = [c.schedule(nap, (0.2,), worker=w) for w in range(c.num_workers)]
+        blockers = [c.schedule(hold, (mpi_tmp_path / "go",), worker=w) for w in range(c.num_workers)]
         for i in range(6):
             c.schedule(lambda i, log: log.append(i), (i, log), worker=0, priority=i % 3)
+        (mpi_tmp_path / "go").touch()
         c.join()
         assert c.fetch(log)[0] == [2, 5, 1, 4, 0, 3]
         assert all(v.status is RemoteValueStatus.READY for v in blockers)
@@ -286,30 +288,31 @@ def test_priority_and_worker():
             c.schedule(index, worker=c.num_workers)
 
 
-def test_functions_behind_a_long_one_are_run_by_others():
+def test_functions_behind_a_long_one_are_run_by_others(mpi_tmp_path):
     """A worker that was quick has several calls; those that have not begun are given back, and run once each."""
     with coordinator() as c:
         if not c.is_chief or c.num_workers == 1:
             return
         logs = c.create_per_worker_resource(list)
         c.fetch([c.schedule(square, (i,)) for i in range(100)])
-        start = time.monotonic()
-        long = c.schedule(nap, (4, "long"))
+        long = c.schedule(hold, (mpi_tmp_path / "go", "long"))
         short = [c.schedule(lambda i, log: log.append(i) or i, (i, logs)) for i in range(100)]
         assert c.fetch(short) == list(range(100))
-        assert time.monotonic() - start < 3.5
+        (mpi_tmp_path / "go").touch()
         assert long.get() == "long"
         assert sorted(i for log in c.fetch(logs) for i in log) == list(range(100))
 
 
-def test_functions_that_are_given_back_are_cancelled_with_those_that_wait():
+def test_functions_that_are_given_back_are_cancelled_with_those_that_wait(mpi_tmp_path):
     with coordinator() as c:
         if not c.is_chief:
             return
         logs = c.create_per_worker_resource(list)
         c.fetch([c.schedule(square, (i,), worker=0) for i in range(100)])
-        c.schedule(lambda: nap(0.3) or fail("late"), worker=0)
+        c.schedule(lambda: hold(mpi_tmp_path / "go") or nap(0.3) or fail("late"), worker=0)
         values = [c.schedule(lambda log: log.append(1), (logs,), worker=0) for _ in range(60)]
+        assert wait_until(lambda: len(c._dispatcher("schedule")._workers[0].calls) == 1, 25)
+        (mpi_tmp_path / "go").touch()
         with pytest.raises(ValueError, match="late"):
             c.join()
         assert {value.status for value in values} == {RemoteValueStatus.ABORTED}
@@ -353,7 +356,7 @@ def test_what_cannot_be_sent_is_refused_at_once():
         assert c.schedule(square, (3,)).get() == 9
 
 
-def test_wrong_calls_are_told():
+def test_wrong_calls_are_told(mpi_tmp_path):
     with pytest.raises(ContextError, match="outside"):
         index()
     with coordinator() as c:
@@ -361,7 +364,8 @@ def test_wrong_calls_are_told():
             with pytest.raises(ContextError, match="the chief"):
                 c.serve()
             with pytest.raises(TimeoutError, match="not ready"):
-                c.schedule(nap, (0.5,)).get(timeout=0.05)
+                c.schedule(hold, (mpi_tmp_path / "timed out",)).get(timeout=0.05)
+            (mpi_tmp_path / "timed out").touch()
 
             def nested():
                 c.schedule(square, (1,))
@@ -369,7 +373,13 @@ def test_wrong_calls_are_told():
             c.schedule(nested)
             with pytest.raises(ContextError, match="on a worker"):
                 c.join()
-            late = [c.schedule(nap, (0.05,)) for _ in range(30)]
+            late = [c.schedule(hold, (mpi_tmp_path / "closing",)) for _ in range(30)]
+
+            def end_what_runs():
+                wait_until(lambda: late[-1].status is RemoteValueStatus.ABORTED, 25)
+                (mpi_tmp_path / "closing").touch()
+
+            threading.Thread(target=end_what_runs, daemon=True).start()
         else:
             with pytest.raises(ContextError, match="is_chief"):
                 c.schedule(square, (1,))

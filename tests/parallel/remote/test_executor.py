@@ -1,11 +1,13 @@
 """The executor does what concurrent.futures promises."""
 
+import threading
 import time
 from concurrent.futures import CancelledError, Executor, as_completed, wait
 
 import pytest
 
-from tests.harness.coordinators import coordinator
+from mpistrat.base.waiting import wait_until
+from tests.harness.coordinators import coordinator, hold
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 
@@ -58,7 +60,7 @@ def test_an_exception_is_its_futures_alone(pool):
     assert futures[1].result(timeout=10) == 1
 
 
-def test_map(pool):
+def test_map(pool, mpi_tmp_path):
     if pool is None:
         return
     assert list(pool.map(add, range(10), range(0, 100, 10))) == [11 * i for i in range(10)]
@@ -66,9 +68,10 @@ def test_map(pool):
     assert list(pool.map(add, [])) == []
     with pytest.raises(ValueError, match="chunksize"):
         pool.map(add, [1], chunksize=0)
-    results = pool.map(nap, [0.5], timeout=0.05)
+    results = pool.map(hold, [mpi_tmp_path / "timed out"], timeout=0.05)
     with pytest.raises(TimeoutError):
         next(results)
+    (mpi_tmp_path / "timed out").touch()
 
 
 def test_wait_and_as_completed(pool):
@@ -80,27 +83,35 @@ def test_wait_and_as_completed(pool):
     assert (len(done), len(waiting)) == (5, 0)
 
 
-def test_cancel(pool):
+def test_cancel(pool, mpi_tmp_path):
     if pool is None:
         return
-    running = [pool.submit(nap, 0.3) for _ in range(3)]
+    running = [pool.submit(hold, mpi_tmp_path / "go") for _ in range(3)]
     futures = [pool.submit(nap, 0.01) for _ in range(10)]
-    until = time.monotonic() + 10
-    while not running[0].running() and time.monotonic() < until:
-        time.sleep(0.001)
+    assert wait_until(running[0].running, 25)
     assert not running[0].cancel()
     assert futures[-1].cancel()
+    (mpi_tmp_path / "go").touch()
     with pytest.raises(CancelledError):
         futures[-1].result(timeout=10)
     assert [f.result(timeout=10) for f in futures[:-1]] == [0.01] * 9
 
 
-def test_shutdown(pool):
+def test_shutdown(pool, mpi_tmp_path):
     if pool is None:
         return
-    first = [pool.submit(nap, 0.05) for _ in range(3)]
+    first = [pool.submit(hold, mpi_tmp_path / "go", 0.05) for _ in range(3)]
     late = [pool.submit(nap, 0.05) for _ in range(20)]
+
+    def end_what_runs():
+        wait_until(lambda: first[0].running() and late[-1].cancelled(), 25)
+        (mpi_tmp_path / "go").touch()
+
+    ending = threading.Thread(target=end_what_runs)
+    ending.start()
+    assert wait_until(first[0].running, 25)
     pool.shutdown(cancel_futures=True)
+    ending.join()
     assert all(f.done() for f in (*first, *late))
     assert late[-1].cancelled()
     assert first[0].result() == 0.05

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import mpistrat as ms
 from mpistrat.base import log
 from mpistrat.data import memory_limit
-from mpistrat.data.nodes.cache import cache
+from mpistrat.data.nodes.cache import cache, fill
 from mpistrat.data.nodes.cache.fill import Claims
 from mpistrat.data.nodes.cache.job import RowPartition
 from mpistrat.data.nodes.cache.rows import RowChunks, RowMemory
@@ -20,6 +20,7 @@ from mpistrat.data.nodes.order import Reindexed
 from mpistrat.data.nodes.window import _OfEpoch
 from mpistrat.data.spec import ArraySpec
 from mpistrat.errors import CollectiveTimeoutError
+from tests.harness.clock import Clock
 
 Dataset = ms.data.Dataset
 
@@ -319,23 +320,26 @@ def test_who_waits_meets_the_error_itself():
     assert sorted(calls) == ["0", "1"]
 
 
-def test_time_that_is_waited_for_another_thread_is_counted():
-    started = threading.Event()
+def test_time_that_is_waited_for_another_thread_is_counted(monkeypatch):
+    clock, started = Clock(), threading.Event()
+    clock.replace_time(monkeypatch, fill)
 
     def function(x):
+        clock.asked.clear()
         started.set()
-        time.sleep(0.05)
+        assert clock.asked.wait(30)  # the other thread waits
+        clock.sleep(0.05)
         return x
 
     dataset = ms.data.from_arrays(np.arange(1)).map(function, element_spec=ms.data.ArraySpec((), "int64")).cache()
     first = threading.Thread(target=dataset.rows, args=([0],))
     first.start()
-    assert started.wait(5)
+    assert started.wait(30)
     assert dataset.rows([0]).tolist() == [0]
-    first.join(5)
+    first.join(30)
     assert dataset.node.counters.waits == 1
-    assert 0.02 < dataset.node.counters.wait_seconds < 5
-    assert "1 wait, 0.0" in str(dataset.node.counters)
+    assert dataset.node.counters.wait_seconds == pytest.approx(0.05)
+    assert "1 wait, 0.05 s waited" in str(dataset.node.counters)
 
 
 def test_a_wait_has_an_end():

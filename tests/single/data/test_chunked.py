@@ -24,6 +24,7 @@ from mpistrat.data.files import chunked
 from mpistrat.data.files.chunked import ChunkCache, ChunkedReader
 from mpistrat.data.stats import StageStats
 from mpistrat.errors import ShardError
+from tests.harness.clock import Clock
 
 OPTIONS = [
     {"compression": "gzip"},
@@ -354,16 +355,25 @@ def test_a_slot_that_is_being_filled_or_read_is_not_given_away() -> None:
     cache.release()
 
 
-def test_a_reader_waits_for_a_chunk_that_a_thread_is_in() -> None:
-    gate, counters = Gate(held=5), StageStats()
+def test_a_reader_waits_for_a_chunk_that_a_thread_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, gate, counters = Clock(), Gate(held=5), StageStats()
+    clock.replace_time(monkeypatch, chunked)
     cache = ChunkCache(100, 8, 10, gate.decode, counters)
     cache.expect(np.array([5]))
     assert gate.begun.wait(30)
     assert counters.wait_seconds == 0
-    threading.Timer(0.05, gate.open.set).start()
+
+    def open_while_it_waits() -> None:
+        if clock.asked.wait(30):
+            clock.sleep(0.05)
+            gate.open.set()
+
+    opening = threading.Thread(target=open_while_it_waits)
+    opening.start()
     assert read(cache, [5, 6]) == [5, 6]
+    opening.join()
     assert sorted(gate.seen) == [5, 6]
-    assert 0.03 < counters.wait_seconds < 10
+    assert counters.wait_seconds == pytest.approx(0.05)
 
 
 PROGRAM = """

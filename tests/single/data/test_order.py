@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -103,7 +104,14 @@ def test_a_position_out_of_range_is_an_error() -> None:
 
 
 def test_a_million_positions_take_well_under_a_second() -> None:
+    """In processor time, beside what NumPy takes to sort as many numbers, a tenth of a second."""
+
+    def processor_seconds(work: Callable[[], object]) -> float:
+        started = time.process_time()
+        work()
+        return time.process_time() - started
+
+    numbers = np.random.default_rng(0).random(1_000_000)
+    sorting = processor_seconds(lambda: np.argsort(numbers))
     whole(1_000_000)
-    started = time.perf_counter()
-    whole(1_000_000, seed=1)
-    assert time.perf_counter() - started < 1.0
+    assert processor_seconds(lambda: whole(1_000_000, seed=1)) < 8 * sorting

@@ -3,44 +3,53 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mpistrat.data import HDF5Dataset, InputStats, StageStats, from_arrays, write_shards
+from mpistrat.data import ArraySpec, HDF5Dataset, InputStats, StageStats, from_arrays, write_shards
+from mpistrat.data.feed import distributed, feed
 from mpistrat.data.feed.distributed import distribute
 from mpistrat.data.feed.plan import Workers
+from mpistrat.data.nodes import calls
+from tests.harness.clock import Clock
 
 
-def test_a_slow_source_is_seen() -> None:
-    """10 steps: the source sleeps 20 ms in each, the loop 5 ms: some 80 % of the time is spent waiting."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of what is distributed, of mapped functions, and of what is read ahead."""
+    clock = Clock()
+    clock.replace_time(monkeypatch, distributed, calls, feed)
+    return clock
+
+
+def test_a_slow_source_is_seen(clock: Clock) -> None:
+    """10 steps: the source sleeps 20 ms in each, the loop 5 ms: 80 % of the time is spent waiting."""
 
     def slow(x: np.ndarray) -> np.ndarray:
-        time.sleep(0.02)
+        clock.sleep(0.02)
         return x
 
     dataset = from_arrays(np.zeros(40)).batch(4)
     part = distribute(dataset.map(slow), Workers(), buffer_size=0)
     for _ in part:
-        time.sleep(0.005)
+        clock.sleep(0.005)
     stats = part.stats()
     assert (stats.steps, stats.samples, stats.bytes) == (10, 40, 320)
-    assert stats.wait_seconds >= 0.2
-    assert stats.seconds >= stats.wait_seconds + 0.05
-    assert stats.input_bound == stats.wait_seconds / stats.seconds
-    assert 0.6 < stats.input_bound < 0.95
-    assert stats.samples_per_second == 40 / stats.seconds
+    assert stats.wait_seconds == pytest.approx(0.2)
+    assert stats.seconds == pytest.approx(0.25)
+    assert stats.input_bound == pytest.approx(0.8)
+    assert stats.samples_per_second == pytest.approx(160)
 
 
-def test_time_outside_the_loops_does_not_count() -> None:
+def test_time_outside_the_loops_does_not_count(clock: Clock) -> None:
     part = distribute(from_arrays(np.zeros(4)).batch(2), Workers(), buffer_size=0)
     for _ in range(3):
         list(part)
-        time.sleep(0.1)
-    assert part.stats().seconds < 0.1
+        clock.sleep(0.1)
+    assert part.stats().seconds == 0
 
 
 def test_nothing_was_done_yet() -> None:
@@ -48,9 +57,9 @@ def test_nothing_was_done_yet() -> None:
     assert (stats.steps, stats.samples_per_second, stats.input_bound) == (0, 0.0, 0.0)
 
 
-def test_each_stage_is_listed_with_its_counters() -> None:
+def test_each_stage_is_listed_with_its_counters(clock: Clock) -> None:
     def twice(x: np.ndarray) -> np.ndarray:
-        time.sleep(0.01)
+        clock.sleep(0.01)
         return 2 * x
 
     part = distribute(from_arrays(np.zeros(5)).batch(2).map(twice), Workers(), buffer_size=0)
@@ -61,11 +70,11 @@ def test_each_stage_is_listed_with_its_counters() -> None:
     names = [text.split("(")[0].split(":")[0] for text, _ in stats.stages]
     assert names == ["from_arrays", "batch", "map"]
     assert stats.stages[1][1] is None
-    calls, earlier = stats.stages[2][1], before.stages[2][1]
-    assert calls is not None
+    later, earlier = stats.stages[2][1], before.stages[2][1]
+    assert later is not None
     assert earlier is not None
-    assert calls.calls - earlier.calls == 3  # `before` does not change any more
-    assert calls.seconds - earlier.seconds >= 0.03
+    assert later.calls - earlier.calls == 3  # `before` does not change any more
+    assert later.seconds - earlier.seconds == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize("layout", [{}, {"compression": "gzip", "chunk_rows": 50}], ids=["contiguous", "chunks"])
@@ -108,18 +117,25 @@ def test_threads_may_count() -> None:
 
 
 @pytest.mark.parametrize("buffer_size", [0, 1])
-def test_reading_ahead_shortens_the_wait(buffer_size: int) -> None:
-    """Ten batches of 30 ms, and a loop that takes longer: without reading ahead each is waited for, else the first ones only."""
+def test_reading_ahead_shortens_the_wait(buffer_size: int, clock: Clock) -> None:
+    """Ten batches of 30 ms, and a loop that takes longer: with reading ahead only those are waited for that show it helps."""
+    may_begin, made, waited_for = threading.Semaphore(1), threading.Semaphore(0), 4 if buffer_size else 10
 
     def slow(x: np.ndarray) -> np.ndarray:
-        time.sleep(0.03)
+        assert may_begin.acquire(timeout=30)
+        clock.sleep(0.03)
+        made.release()
         return x
 
-    part = distribute(from_arrays(np.zeros(40)).batch(4).map(slow), Workers(), buffer_size=buffer_size)
-    for _ in part:
-        time.sleep(0.06)
-    stats: Any = part.stats()
-    assert (stats.wait_seconds < 0.18) == bool(buffer_size)
+    dataset = from_arrays(np.zeros(40)).batch(4).map(slow, element_spec=ArraySpec((4,), "float64"))
+    part = distribute(dataset, Workers(), buffer_size=buffer_size)
+    for number, _ in enumerate(part, 1):
+        if number <= waited_for:
+            assert made.acquire(timeout=30)
+        may_begin.release()
+        if waited_for <= number < 10:
+            assert made.acquire(timeout=30), "the next batch is not made while the loop computes"
+    assert part.stats().wait_seconds == pytest.approx(0.03 * waited_for)
 
 
 def test_rows_a_second_are_those_of_the_stage() -> None:
@@ -130,29 +146,50 @@ def test_rows_a_second_are_those_of_the_stage() -> None:
     assert StageStats(calls=3, seconds=1).samples_per_second == 0
 
 
-@pytest.mark.parametrize("distributed", [False, True])
-def test_prefetch_counts_the_time_that_it_is_waited_for(distributed: bool) -> None:
+class AskingClock(Clock):
+    """Of one that asks the time before a wait and after it: it goes on only in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed, self.waiting = threading.Condition(), False
+
+    def perf_counter(self) -> float:
+        with self.changed:
+            self.waiting = not self.waiting
+            self.changed.notify_all()
+            return super().perf_counter()
+
+    def sleep(self, seconds: float) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.waiting, 30)
+            super().sleep(seconds)
+
+
+@pytest.mark.parametrize("with_workers", [False, True])
+def test_prefetch_counts_the_time_that_it_is_waited_for(with_workers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 batches of 20 ms, of a loop that does nothing: all of it is waited for, at the last prefetch only."""
+    clock = AskingClock()
+    clock.replace_time(monkeypatch, feed)
 
     def slow(x: np.ndarray) -> np.ndarray:
-        time.sleep(0.02)
+        clock.sleep(0.02)
         return x
 
-    below = from_arrays(np.zeros(40)).batch(4).map(slow).prefetch(1)
-    dataset = below.map(lambda x: x).prefetch(2)
-    for _ in distribute(dataset, Workers()) if distributed else dataset:
+    below = from_arrays(np.zeros(40)).batch(4).map(slow, element_spec=ArraySpec((4,), "float64")).prefetch(1)
+    dataset = below.map(lambda x: x, element_spec=ArraySpec((4,), "float64")).prefetch(2)
+    for _ in distribute(dataset, Workers()) if with_workers else dataset:
         pass
     counters: Any = dataset.node.counters
-    assert 0.15 <= counters.wait_seconds < 2
+    assert counters.wait_seconds == pytest.approx(0.2)
     assert below.node.counters == StageStats()
 
 
-def test_a_loop_that_computes_does_not_wait_for_prefetch() -> None:
+def test_a_loop_that_computes_does_not_wait_for_prefetch(clock: Clock) -> None:
     dataset = from_arrays(np.zeros(40)).batch(4).prefetch(2)
     for _ in dataset:
-        time.sleep(0.02)
+        clock.sleep(0.02)
     counters: Any = dataset.node.counters
-    assert counters.wait_seconds < 0.1
+    assert counters.wait_seconds == 0
 
 
 def test_skipped_files_are_counted(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 
 import pytest
 
@@ -148,10 +147,10 @@ def test_what_outlives_the_launcher_is_killed():
 def test_after_a_signal_nothing_is_started_again():
     code = (
         "import sys; from mpistrat.launcher.supervise import supervise\n"
-        "sys.exit(supervise(lambda *how: (['sleep', '50'], {}), 3))"
+        "sys.exit(supervise(lambda *how: (['sh', '-c', 'echo here; exec sleep 50'], {}), 3))"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    time.sleep(1.5)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "here\n"
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGTERM
@@ -194,6 +193,7 @@ def test_ranks_that_have_not_begun_are_told_to_save_when_they_have():
     rank = (
         "import os, signal, time\n"
         "from mpistrat.comm import job_files\n"
+        "print('here', flush=True)\n"
         "time.sleep(1.5)\n"
         "signal.signal(signal.SIGUSR1, lambda *args: os._exit(42))\n"
         "job_files.state(os.environ['MPISTRAT_JOB'])[job_files.BEGUN] = 1\n"
@@ -204,8 +204,8 @@ def test_ranks_that_have_not_begun_are_told_to_save_when_they_have():
         "import sys; from mpistrat.launcher.supervise import supervise\n"
         f"sys.exit(supervise(lambda *how: ({words!r}, {{}}), 3))"
     )
-    process = subprocess.Popen([sys.executable, "-c", code])
-    time.sleep(1.0)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "here\n"
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=25) == 42
 
@@ -223,7 +223,7 @@ def test_the_launcher_ends_with_its_supervisor(number):
         job_files.remove(job)
 
 
-def test_a_number_of_ranks_that_cannot_be_changes_nothing():
+def test_a_number_of_ranks_that_cannot_be_changes_nothing(tmp_path):
     """`mpistrat resize`: whoever has two servers needs three ranks."""
     code = (
         "import os, signal, subprocess, sys, threading, time\n"
@@ -231,15 +231,16 @@ def test_a_number_of_ranks_that_cannot_be_changes_nothing():
         "from mpistrat.comm import job_files\n"
         "def start(ranks, standby):\n"
         "    if ranks == 1: raise ValueError('expected a worker besides')\n"
-        "    return [sys.executable, '-c', 'import time; time.sleep(2)'], {}\n"
+        "    return ['sh', '-c', 'touch runs; until [ -e asked ]; do sleep 0.1; done; sleep 1'], {}\n"
         "def ask():\n"
-        "    time.sleep(0.7)\n"
+        "    while not os.path.exists('runs'): time.sleep(0.01)\n"
         "    job_files.ask_for_size(job_files.supervisors()[os.getpid()], 1)\n"
         "    os.kill(os.getpid(), job_files.RESIZE)\n"
+        "    open('asked', 'w')\n"
         "threading.Thread(target=ask).start()\n"
         "sys.exit(supervise(start, 3))\n"
     )
-    reply = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    reply = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert reply.returncode == 0
     assert "as many ranks as before: expected a worker besides" in reply.stderr
 

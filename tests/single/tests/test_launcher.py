@@ -266,7 +266,6 @@ def test_launch_kills_what_does_not_end(mpi):
     assert result.timed_out
     assert result.returncode is None
     assert all("line 3 in <module>" in err for err in result.err)
-    assert result.seconds < 8
 
 
 def test_mpi_run_takes_arguments_and_variables(mpi_run):
@@ -279,5 +278,5 @@ def test_mpi_run_takes_arguments_and_variables(mpi_run):
 def test_a_ctrl_c_reaches_the_job(mpi_run):
     program = "from mpi4py import MPI\nimport time\nprint('ready')\ntime.sleep(100)"
     result = mpi_run(program, 2, timeout=20, interrupt_at="ready")
+    assert not result.timed_out
     assert result.returncode != 0
-    assert result.seconds < 15

@@ -1,19 +1,22 @@
 """The thread of a server, on one process: waiting, stopping, errors."""
 
 import threading
-import time
 
 import pytest
 
+from mpistrat.base import waiting
+from mpistrat.base.waiting import wait_until
 from mpistrat.parameter_server.report import ServerStats
-from mpistrat.parameter_server.server.server import Rounds, Service
+from mpistrat.parameter_server.server import server
+from mpistrat.parameter_server.server.server import _LAST_SENDS, _LOOK, Rounds, Service
+from tests.harness.clock import Clock
 
 
 class Counting(Rounds):
     """Has something to do in every round until `last`; then `error` is raised, if there is one."""
 
     def __init__(self, last=10, error=None):
-        self.count, self.last, self.error, self.checks, self.sending = 0, last, error, 0, 0
+        self.count, self.last, self.error, self.checks, self.sending, self.rests = 0, last, error, 0, 0, 0
 
     def poll(self):
         if self.count == self.last:
@@ -25,6 +28,7 @@ class Counting(Rounds):
         return True
 
     def rest(self):
+        self.rests += 1
         return False
 
     def busy(self):
@@ -65,11 +69,15 @@ def test_wait_returns_when_it_is_done(service, threads):
 
 @pytest.mark.parametrize("threads", [True, False])
 def test_wait_raises_what_a_round_or_a_check_raises(service, threads):
-    made = service(Counting(10**9, None), threads)
-    made._rounds.error = KeyError("mine")
-    threading.Timer(0.05, lambda: setattr(made._rounds, "last", 0) or setattr(made._rounds, "count", 0)).start()
+    made = service(rounds := Counting(10**9), threads)
+
+    def fail():
+        """Called once somebody waits."""
+        rounds.error, rounds.last, rounds.count = KeyError("mine"), 0, 0
+        return False
+
     with pytest.raises(KeyError, match="mine"):
-        made.wait(lambda: False)
+        made.wait(fail)
     with pytest.raises(ValueError, match="nobody comes"):
         service(Counting(), threads).wait(lambda: False)
 
@@ -86,14 +94,15 @@ def test_an_error_while_nobody_waits_is_an_uncaught_exception_of_the_thread(serv
 
 
 class Saturated(Rounds):
-    """Always has something to do."""
+    """Always has something to do, for a hundredth of the time between two looks at the rest."""
 
-    def __init__(self, fails=False):
+    def __init__(self, clock, fails=False):
         self.polls = self.rests = 0
-        self.fails = fails
+        self.clock, self.fails = clock, fails
 
     def poll(self):
         self.polls += 1
+        self.clock.sleep(_LOOK / 100)
         return True
 
     def rest(self):
@@ -109,32 +118,41 @@ class Saturated(Rounds):
 
 
 @pytest.mark.parametrize("threads", [True, False])
-def test_a_server_that_always_has_something_to_do_looks_at_the_rest_too(service, threads):
-    ended = threading.Event()
+def test_a_server_that_always_has_something_to_do_looks_at_the_rest_too(service, threads, monkeypatch):
+    clock, ended = Clock(), threading.Event()
+    clock.replace_time(monkeypatch, server)
 
     def run():
-        rounds = Saturated()
+        rounds = Saturated(clock)
         made = service(rounds, threads)
-        until = time.monotonic() + 0.1
-        made.wait(lambda: time.monotonic() > until)  # a pass ends
-        assert 2 <= rounds.rests < rounds.polls / 10  # notices of leave, retries
+        made.wait(lambda: rounds.rests >= 3)  # notices of leave, retries
         made.stop()
+        assert rounds.polls / 110 <= rounds.rests <= rounds.polls / 90
         with pytest.raises(ValueError, match="nobody comes"):
-            service(Saturated(fails=True), threads).wait(lambda: False)
+            service(Saturated(clock, fails=True), threads).wait(lambda: False)
         ended.set()
 
     threading.Thread(target=run, daemon=True).start()
-    assert ended.wait(10)
+    assert ended.wait(30)
 
 
-def test_stop_lets_what_is_on_its_way_arrive(service):
-    rounds = Counting()
-    made = service(rounds)
+def test_stop_lets_what_is_on_its_way_arrive(service, monkeypatch):
+    clock = Clock()
+    clock.replace_time(monkeypatch, waiting)
+    monkeypatch.setattr(waiting, "sleep", lambda seconds: None)
+
+    class Sending(Counting):
+        def busy(self):
+            clock.sleep(0.1)
+            return super().busy()
+
+    made = service(rounds := Sending())
     rounds.sending = 10**9
-    start = time.monotonic()
+    start = clock.now
     made.stop()
-    assert 1.9 < time.monotonic() - start < 3.5  # not for ever
-    made = service(rounds := Counting())
+    assert not made._thread.is_alive()
+    assert clock.now - start == pytest.approx(_LAST_SENDS, abs=0.2)  # not for ever
+    made = service(rounds := Sending())
     rounds.sending = 20
     made.stop()
     assert rounds.sending == 0
@@ -142,11 +160,21 @@ def test_stop_lets_what_is_on_its_way_arrive(service):
     assert not made._thread.is_alive()
 
 
-def test_idle_time_is_counted(service):
-    rounds, stats = Counting(1), ServerStats(1)
+def test_idle_time_is_counted(service, monkeypatch):
+    clock, rounds, stats = Clock(), Counting(1), ServerStats(1)
+    clock.replace_time(monkeypatch, server)
+
+    def look_twice():
+        """Wait until it has looked, found nothing, and rested."""
+        before = rounds.rests
+        assert wait_until(lambda: rounds.rests >= before + 2, 30)
+
     service(rounds, stats=stats)
-    time.sleep(0.2)
+    look_twice()
+    clock.sleep(0.2)
     assert stats.idle == 0
-    rounds.last = 2
-    time.sleep(0.1)
-    assert 0.15 < stats.idle < 0.3
+    for last, seconds in (2, 0.2), (3, 5.2):
+        rounds.last = last
+        look_twice()
+        assert stats.idle == pytest.approx(seconds)
+        clock.sleep(5)
