@@ -39,12 +39,17 @@ def remove_check(check: Callable[[Any, str], None]) -> None:
         _checks.remove(check)
 
 
-def wait_for_ranks(comm: Any, function: str) -> None:
+def wait_for_ranks(comm: Any, function: str, seconds: float | None = None) -> None:
     """Wait until all ranks are here, and check that they make the same, `function`. Collective over `comm`.
+
+    Args:
+        comm: the communicator.
+        function: the public caller.
+        seconds: the time limit; default MPISTRAT_ABORT_AFTER.
 
     Raises:
         CollectiveMismatchError: on every rank, when they make different things.
-        CollectiveTimeoutError: a rank did not come within MPISTRAT_ABORT_AFTER seconds.
+        CollectiveTimeoutError: a rank did not come within the time limit.
         ContextError: a rank serves a coordinator, and cannot come.
         PeerExitError: a rank of this node has finished its program.
     """
@@ -53,6 +58,7 @@ def wait_for_ranks(comm: Any, function: str) -> None:
     for check in _checks:
         check(comm, function)
     environment = Environment.read()
+    limit = environment.abort_after if seconds is None else seconds
     rendezvous = _Rendezvous(comm, function)
     start, backoff, warned = monotonic(), Backoff(5e-3), False
     look, finished = _LOOK, set[int]()
@@ -81,10 +87,10 @@ def wait_for_ranks(comm: Any, function: str) -> None:
                 log.logger.warning(
                     "%s: rank %d waits for %s since %.0f s", function, comm.rank, rendezvous.missing(), waited
                 )
-        if waited > environment.abort_after + (0.0 if rendezvous.informed else _GRACE):
+        if waited > limit + (0.0 if rendezvous.informed else _GRACE):
             _abandoned.append(rendezvous)
             raise CollectiveTimeoutError(
-                f"{function}: rank {comm.rank} of {comm.size} waited {environment.abort_after:g} s for {rendezvous.missing()}."
+                f"{function}: rank {comm.rank} of {comm.size} waited {limit:g} s for {rendezvous.missing()}."
                 " All ranks of a communicator make this call: look on that rank for an exit, an `if` or long work"
                 " before it, for another comm=, or for a program that ended"
             )

@@ -106,6 +106,10 @@ class Comparison:
     """Compares the calls of all ranks over a communicator on which nothing else is reduced.
 
     Not every call is compared, but no difference is lost: what is compared is a hash of all calls so far.
+
+    Attributes:
+        each_change: whether a call that differs from the one before is compared, not only one that differs from the last of its
+            series. Then calls of two known kinds never move data for each other; operations that take turns cost more.
     """
 
     def __init__(self, comm: Any, every: int, draws: Draws) -> None:
@@ -117,17 +121,19 @@ class Comparison:
         self._recent: deque[tuple[int, str]] = deque(maxlen=every)  # number and text
         self._last: dict[str, int] = {}  # kind of each operation and name
         self._rolling = 0
+        self.each_change = False
         self._every, self._compared = every, 0  # number of the call that was compared last
 
     def due(self, call: Call, number: int) -> bool:
-        """Note a call. Return whether to compare now: one `every` calls, and when a series changes."""
+        """Note a call. Return whether to compare now: one `every` calls, and when a series changes, or each change."""
         self._rolling = (self._rolling * 0x100000001B3 + (call.tag ^ self._draws.mark)) & _MASK
         self._recent.append((number, call.text))
-        changed = self._last.get(call.series) != call.kind
+        series = "" if self.each_change else call.series
+        changed = self._last.get(series) != call.kind
         if changed:
             if len(self._last) >= _SERIES:  # at the same moment on every rank
                 self._last.clear()
-            self._last[call.series] = call.kind
+            self._last[series] = call.kind
         return changed or number - self._compared >= self._every
 
     def recent(self, number: int) -> str:

@@ -228,6 +228,11 @@ class ProcessGroup:
         )
         return call
 
+    def compare_each_change(self) -> None:
+        """Compare also between nodes each call that differs from the one before, before its data moves. The same on all ranks."""
+        if self._comparison is not None:
+            self._comparison.each_change = True
+
     def in_order(self, function: str, call: Callable[[], R]) -> R:
         """Return what a call returns that makes collectives, after those that this rank has begun. Collective.
 

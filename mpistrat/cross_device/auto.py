@@ -86,11 +86,7 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
         self._nodes = "one"
 
     def bind(self, group: ProcessGroup) -> None:
-        """As of every algorithm, and read the table of MPISTRAT_CHOOSER. Collective.
-
-        Raises:
-            CollectiveMismatchError: on every rank, where they have tables with different rules.
-        """
+        """Set the ranks that this object works over. Collective where MPISTRAT_CHOOSER names a table, which they compare."""
         super().bind(group)
         if group.environment.chooser:
             with group.collective("the table of MPISTRAT_CHOOSER"):  # once, so calls need not compare their algorithms

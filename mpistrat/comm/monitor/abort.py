@@ -67,8 +67,9 @@ _wait_at_end: Callable[[], object] | None = None  # and then leave without MPI's
 _exit_status: int | None = None  # what sys.exit was called with
 
 # Both paths where the package lies behind a symbolic link: a frame has the path by which Python found the file.
-_PACKAGE = tuple({str(path.parents[2]) + os.sep for path in (Path(__file__), Path(__file__).resolve())})
-_EXAMPLES = tuple(path + "examples" + os.sep for path in _PACKAGE)  # programs as a user would write them
+_FOLDERS = {path.parents[2] for path in (Path(__file__), Path(__file__).resolve())}
+_PACKAGE = tuple(text for path in _FOLDERS for text in (f"{path}{os.sep}", str(path.parent / "_mpistrat_torch.py")))
+_EXAMPLES = tuple(f"{path}{os.sep}examples{os.sep}" for path in _FOLDERS)  # programs as a user would write them
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 

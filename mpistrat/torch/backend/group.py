@@ -40,6 +40,7 @@ from ...comm.process_group import ProcessGroup
 from ...cross_device.all_to_all import reduce_scatter, small_reduce_scatter
 from ...cross_device.auto import make_cross_device_ops
 from ...cross_device.values import Leaves
+from .arrival import arrive
 from .gpus import GpuGroup, by_nccl, gpus_here, is_on_gpu, queued
 from .lane import Lane
 from .members import GroupRanks
@@ -79,16 +80,17 @@ def create(opts: Any, options: Any = None) -> MpiProcessGroup:
     Raises:
         ValueError: `options` is not None.
         ClusterError: a process of the group is not a rank of this MPI program.
+        CollectiveTimeoutError: a rank did not come in time.
     """
     function = "dist.init_process_group"
     if options is not None:
         raise ValueError(explain(function, "pg_options", expected="None", got=repr(options)))
     mpi = running_mpi(function)
     world = mpi.COMM_WORLD
-    store, rank, size, name = opts.store, opts.group_rank, opts.group_size, str(opts.group_id)
+    store, size, name = opts.store, opts.group_size, str(opts.group_id)
+    members = list(opts.global_ranks_in_group) or list(range(size))
     # A rank of torch need not have the number that it has in MPI.
-    store.set(f"mpistrat/{name}/{rank}", str(world.rank))
-    numbers = [int(store.get(f"mpistrat/{name}/{each}")) for each in range(size)]
+    numbers = arrive(store, name, members, opts.group_rank, world.rank, opts.timeout)
     if len(set(numbers)) != size:
         expected = f"{size} ranks of one MPI program"
         remedy = "Start the program with mpiexec or srun, not torchrun, or take another backend"
@@ -164,6 +166,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         super().__init__(topology.rank, topology.size)
         self._rank, self._size = topology.rank, topology.size
         self._ranks, self._store, self._timeout = ranks, store, timeout
+        ranks.compare_each_change()  # one rank's reduce_scatter and another's all_to_all have the same messages
         self._ops = make_cross_device_ops()
         self._ops.bind(ranks)
         self._options: dict[float, CommunicationOptions] = {}

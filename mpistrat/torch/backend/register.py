@@ -20,6 +20,7 @@ from _mpistrat_torch import TORCHRUN
 
 from ...base.errors import ClusterError, explain
 from ...cluster.world import communicator_of
+from .arrival import arrive
 from .rendezvous import meet, world
 from .steps import note_steps
 
@@ -52,6 +53,9 @@ def create_mpi(ranks: Sequence[int]) -> Any:
 
     Args:
         ranks: the members, numbered as in the default group; none for the default group.
+
+    Raises:
+        CollectiveTimeoutError: a rank did not come in time.
     """
     group: Any = importlib.import_module(".group", __package__)
     caller = sys._getframe(2).f_locals  # PyTorch's _new_process_group_helper
@@ -60,6 +64,9 @@ def create_mpi(ranks: Sequence[int]) -> Any:
     timeout = timeout if isinstance(timeout, timedelta) else default_pg_timeout
     whole = world("init_process_group")
     note_steps()
+    members = list(ranks) or list(range(whole.size))
+    if kept is not None and len(members) > 1:
+        arrive(kept, str(name), members, members.index(whole.rank), whole.rank, timeout)
     if not ranks:
         return group.over(whole, found, timeout, str(name))
     comm = communicator_of(whole, ranks, str(name))
@@ -74,7 +81,9 @@ def store() -> Any:
     # PyTorch's description of a group, and dist.get_backend_config, have the devices of its backend from here.
     dist.Backend.backend_capability["mpi"] = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     module = sys.modules["torch.distributed.rendezvous"]
-    found, _, _ = next(module.rendezvous("env://"))
+    timeout = sys._getframe(2).f_locals.get("timeout")  # of PyTorch's init_process_group
+    given = {"timeout": timeout} if isinstance(timeout, timedelta) else {}
+    found, _, _ = next(module.rendezvous("env://", **given))
     return found
 
 

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from _mpistrat_torch import register, set_variables
 
 from ...base.agree import as_told, gather_text, together
-from ...base.errors import ClusterError, ContextError, explain
+from ...base.errors import ClusterError, CollectiveTimeoutError, ContextError, explain
 from ...cluster.addresses import reachable_address
 from ...cluster.rendezvous import wait_for_ranks
 from ...cluster.topology import check_comm, given_comm, running_mpi
+from .work import torch_error
 
 __all__ = ["meet", "store_of", "use", "world"]
 
@@ -75,15 +76,18 @@ def meet(numbers: Mapping[str, str], timeout: timedelta) -> tuple[Any, int, int]
 
     Args:
         numbers: RANK and WORLD_SIZE as the program or its environment gives them; they must be MPI's.
-        timeout: of the store.
+        timeout: of the store, and of the wait for the ranks.
 
     Raises:
         ClusterError: on every rank, if a rank has other numbers than MPI's, or no address of rank 0 is reachable.
-        CollectiveTimeoutError: a rank did not come within MPISTRAT_ABORT_AFTER seconds.
+        CollectiveTimeoutError: a rank did not come in time.
     """
     global _server
     given = world(_FUNCTION)
-    wait_for_ranks(given, _FUNCTION)
+    try:
+        wait_for_ranks(given, _FUNCTION, timeout.total_seconds())
+    except CollectiveTimeoutError as error:
+        raise torch_error(error, "") from None
     mpi = running_mpi(_FUNCTION)
     comm = given.Dup()
     comm.Set_errhandler(mpi.ERRORS_RETURN)

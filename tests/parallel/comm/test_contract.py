@@ -59,6 +59,14 @@ def test_an_exchanged_order_is_found_at_the_next_comparison(group):
     use(group, "d")
 
 
+def test_each_change_is_compared_before_the_call_where_a_group_wants_it(group):
+    group.compare_each_change()
+    use(group, "a", "b", "c", "a", "b", "c")
+    with pytest.raises(CollectiveMismatchError, match=r"collectives: rank 0: assign 'a'; ranks? 1.*: assign 'b'$"):
+        use(group, "a" if group.topology.rank == 0 else "b")
+    use(group, "c", "a")
+
+
 def test_every_fifth_collective_compares(group):
     use(group, "a", "b")
     mine = "aabbb" if group.topology.rank == 0 else "abbbb"

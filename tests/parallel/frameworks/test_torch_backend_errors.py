@@ -93,6 +93,23 @@ def test_tensors_of_other_lengths_with_the_same_sum(group):
         dist.reduce_scatter(torch.ones(2), [torch.ones(length) for length in lengths])
 
 
+@pytest.mark.ranks(2, 3)
+def test_other_operations_that_all_ranks_have_called_before(any_group):
+    """Between nodes, too: some operations send the same messages, and would take each other's."""
+    last = dist.get_world_size() - 1
+    for name in WITH_TENSORS:
+        call(name)
+    for one, other in (
+        ("reduce_scatter_tensor", "all_to_all_single"), ("all_reduce", "reduce"), ("all_gather", "all_gather_into_tensor"),
+        ("all_reduce", "broadcast"), ("gather", "scatter"),
+    ):  # fmt: skip
+        dist.barrier()
+        with pytest.raises(
+            ms.errors.CollectiveMismatchError, match=rf"{function_of(one)} .*; rank {last}: {function_of(other)} "
+        ):
+            call(other if dist.get_rank() == last else one)
+
+
 #: Words of the package, which a user of torch.distributed does not know.
 WORDS = r"exchange|in place|replica|strategy|axis|value:|'value'|MEAN|PROD\b|mpistrat|#"
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import types
 from datetime import timedelta
+from time import monotonic
 
 import pytest
 
@@ -305,6 +306,51 @@ def test_a_monitored_barrier_names_the_rank_that_does_not_come(backend):
         with pytest.raises(RuntimeError, match="reached monitoredBarrier, but received errors"):
             dist.monitored_barrier(own, limit, wait_all_ranks=True)
     assert total() == sum(range(last + 2))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("backend", NAMES_OF_OURS)
+def test_a_rank_that_does_not_make_a_group_is_named(backend):
+    """Within the timeout, on all that wait, and on the rank itself, if it comes later. The next group is none the worse."""
+    dist.init_process_group(backend)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    text = rf"a process group of ranks .*: rank \d waited 2 s for rank {ranks - 1}\. .*called at test_torch_start"
+    for late in (False, True):
+        if late == (rank == ranks - 1):
+            start = monotonic()
+            with pytest.raises(ms.errors.CollectiveTimeoutError, match=text) as caught:
+                dist.new_group(timeout=timedelta(seconds=2))
+            assert isinstance(caught.value, RuntimeError)
+            assert monotonic() - start < (2 if late else 20)
+        dist.barrier()
+    assert total(dist.new_group()) == sum(range(ranks + 1))
+
+
+NEVER = """
+import pathlib, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from mpi4py import MPI
+backend, raised = sys.argv[1], pathlib.Path(sys.argv[2])
+if MPI.COMM_WORLD.rank == 1:
+    end = time.monotonic() + 60
+    while not raised.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    sys.exit()
+try:
+    dist.init_process_group(backend, timeout=timedelta(seconds=2))
+except RuntimeError as error:
+    sys.stdout.write(str(error))
+    raised.touch()
+"""
+
+
+@pytest.mark.parametrize("backend", ["gloo", *NAMES_OF_OURS])
+def test_a_rank_that_does_not_make_the_default_group_is_named(mpi, tmp_path, backend):
+    (tmp_path / "never.py").write_text(NEVER)
+    words = [*mpi.command(2), mpi.python, str(tmp_path / "never.py"), backend, str(tmp_path / "raised")]
+    done = without_variables(words)
+    assert done.stdout.startswith("init_process_group: rank 0 of 2 waited 2 s for rank 1"), done
 
 
 @pytest.mark.ranks(4)
