@@ -40,9 +40,10 @@ class Ranks:
         path.with_name(f"{path.name}~").write_text(text)
         path.with_name(f"{path.name}~").rename(path)
 
-    def all(self, name, seconds=LIMIT):
-        """Return the texts of all ranks, None where they do not come in time."""
-        paths, end = [self.folder / f"test_{name}.{rank}" for rank in range(self.size)], time.monotonic() + seconds
+    def all(self, name, seconds=None):
+        """Return the texts of all ranks, None where they do not come in SECONDS, by default a test's LIMIT."""
+        paths = [self.folder / f"test_{name}.{rank}" for rank in range(self.size)]
+        end = time.monotonic() + (LIMIT if seconds is None else seconds)
         while time.monotonic() < end:
             if all(path.exists() for path in paths):
                 return [path.read_text() for path in paths]
