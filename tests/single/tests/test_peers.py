@@ -53,6 +53,15 @@ def test_results_that_differ_from_the_list_are_counted(tmp_path, capsys):
     assert jobs.judge({"a": "PASS"}, path, "key", write=False, whole=False) == 0
 
 
+def test_a_test_that_passes_or_fails_by_chance_is_not_compared(tmp_path):
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps({"key": {"PASS": ["a", "b"], "EITHER": {"b": "it measures time"}}}))
+    assert jobs.judge({"a": "PASS", "b": "FAIL"}, path, "key", write=False) == 0
+    assert jobs.judge({"a": "FAIL", "b": "FAIL"}, path, "key", write=False) == 1
+    jobs.judge({"a": "PASS", "b": "PASS"}, path, "key", write=True)
+    assert json.loads(path.read_text())["key"]["EITHER"] == {"b": "it measures time"}
+
+
 def test_a_cause_that_a_person_wrote_is_kept(tmp_path):
     path = tmp_path / "list.json"
     path.write_text(json.dumps({"key": {"FAIL": ["b"], "CAUSE": {"b": "its own mistake"}}}))
