@@ -228,11 +228,13 @@ class OnRanks:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item, nextitem):
-        """Run a test on all ranks."""
+        """Run a test on all ranks, from the same random state whatever ran before."""
+        import torch
         import torch.distributed as dist
 
         number, self.result = self.numbers[item.nodeid], "PASS"
         self.used.clear()
+        torch.manual_seed(0)
         ports = self.ranks.begin(number, str(free_port()))
         if ports is None:
             self.ranks.leave()
