@@ -40,9 +40,10 @@ class Ranks:
         path.with_name(f"{path.name}~").write_text(text)
         path.with_name(f"{path.name}~").rename(path)
 
-    def all(self, name, seconds=LIMIT):
-        """Return the texts of all ranks, None where they do not come in time."""
-        paths, end = [self.folder / f"test_{name}.{rank}" for rank in range(self.size)], time.monotonic() + seconds
+    def all(self, name, seconds=None):
+        """Return the texts of all ranks, None where they do not come in SECONDS, by default a test's LIMIT."""
+        paths = [self.folder / f"test_{name}.{rank}" for rank in range(self.size)]
+        end = time.monotonic() + (LIMIT if seconds is None else seconds)
         while time.monotonic() < end:
             if all(path.exists() for path in paths):
                 return [path.read_text() for path in paths]
@@ -142,6 +143,9 @@ def collect(folder, todo):
 def judge(results, path, key, write, whole=True):
     """Compare results with those of a list, or write them there. Return the number of differences.
 
+    A list has the tests of each kind; under CAUSE a sentence for each that fails; and under EITHER one for each that passes or
+    fails by chance, which is not compared. Persons write the sentences.
+
     Args:
         results: a text for each test, which begins with PASS, FAIL or SKIP.
         path: the file with the lists.
@@ -154,12 +158,14 @@ def judge(results, path, key, write, whole=True):
     lists = json.loads(path.read_text()) if path.exists() else {}
     if write:
         known = lists.get(key, {}).get("CAUSE", {})
+        either = lists.get(key, {}).get("EITHER", {})
         groups = {kind: [name for name, found in kinds.items() if found == kind] for kind in KINDS}
-        causes = {name: known.get(name, results[name][:300]) for name in groups["FAIL"]}  # a person writes the cause
-        lists[key] = {kind: found for kind, found in (groups | {"CAUSE": causes}).items() if found}
+        causes = {name: known.get(name, results[name][:300]) for name in groups["FAIL"]}
+        lists[key] = {kind: found for kind, found in (groups | {"CAUSE": causes, "EITHER": either}).items() if found}
         path.write_text(json.dumps(dict(sorted(lists.items())), indent=1) + "\n")
         return 0
     expected = {name: kind for kind in KINDS for name in lists.get(key, {}).get(kind, ())}
+    expected |= {name: kinds.get(name) for name in lists.get(key, {}).get("EITHER", ())}
     wrong = [
         name for name in {**expected, **kinds} if expected.get(name) != kinds.get(name) and (whole or name in kinds)
     ]

@@ -1,0 +1,91 @@
+"""The drivers of the suites that others wrote: jobs of tests on ranks, and the lists of their results."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.peers import jobs
+from tests.peers.__main__ import REPOSITORIES, fetched
+
+# A job of two ranks, each a process. The test "dies" ends rank 1; "differs" fails on rank 0 only.
+JOB = """
+import json, subprocess, sys
+if len(sys.argv) == 2:
+    ranks = [subprocess.Popen([sys.executable, *sys.orig_argv[1:], rank]) for rank in "01"]
+    sys.exit(max(rank.wait() for rank in ranks))
+from pathlib import Path
+from tests.peers import jobs
+jobs.LIMIT = 3.0
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+ranks = jobs.Ranks(folder, rank, 2)
+for number, test in enumerate(json.loads((folder / "todo.json").read_text())):
+    assert ranks.begin(number, str(rank)) == ["0", "1"]
+    if test == "dies" and rank == 1:
+        ranks.leave()
+    ranks.end(number, "FAIL at rank 0" if test == "differs" and rank == 0 else "PASS")
+"""
+
+
+def test_a_job_follows_the_test_that_ended_a_rank_or_differs_between_ranks(tmp_path):
+    tests = ["first", "dies", "differs", "last"]
+    results = jobs.drive(tmp_path, tests, [sys.executable, "-c", JOB, str(tmp_path)])
+    assert results["first"] == results["last"] == "PASS"
+    assert results["dies"].startswith("FAIL") and "rank 1" in results["dies"]
+    assert results["differs"] == "FAIL rank 0: FAIL at rank 0"
+
+
+def test_a_job_that_ends_before_its_tests_fails_each_of_them(tmp_path):
+    results = jobs.drive(tmp_path, ["one", "two"], [sys.executable, "-c", "raise SystemExit(5)"])
+    assert results == dict.fromkeys(["one", "two"], "FAIL the job ended with 5 before the test")
+
+
+def test_results_that_differ_from_the_list_are_counted(tmp_path, capsys):
+    path = tmp_path / "list.json"
+    assert jobs.judge({"a": "PASS", "b": "FAIL why", "c": "SKIP"}, path, "key", write=True) == 0
+    assert json.loads(path.read_text()) == {
+        "key": {"PASS": ["a"], "FAIL": ["b"], "SKIP": ["c"], "CAUSE": {"b": "FAIL why"}}
+    }
+    assert jobs.judge({"a": "PASS", "b": "FAIL another", "c": "SKIP"}, path, "key", write=False) == 0
+    assert jobs.judge({"a": "FAIL now", "b": "PASS"}, path, "key", write=False) == 3
+    assert "a: expected PASS, got FAIL now" in capsys.readouterr().out
+    assert jobs.judge({"a": "PASS"}, path, "key", write=False, whole=False) == 0
+
+
+def test_a_test_that_passes_or_fails_by_chance_is_not_compared(tmp_path):
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps({"key": {"PASS": ["a", "b"], "EITHER": {"b": "it measures time"}}}))
+    assert jobs.judge({"a": "PASS", "b": "FAIL"}, path, "key", write=False) == 0
+    assert jobs.judge({"a": "FAIL", "b": "FAIL"}, path, "key", write=False) == 1
+    jobs.judge({"a": "PASS", "b": "PASS"}, path, "key", write=True)
+    assert json.loads(path.read_text())["key"]["EITHER"] == {"b": "it measures time"}
+
+
+def test_a_cause_that_a_person_wrote_is_kept(tmp_path):
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps({"key": {"FAIL": ["b"], "CAUSE": {"b": "its own mistake"}}}))
+    jobs.judge({"b": "FAIL another text"}, path, "key", write=True)
+    assert json.loads(path.read_text())["key"]["CAUSE"] == {"b": "its own mistake"}
+
+
+def test_a_repository_that_cannot_be_fetched_is_an_error_with_the_reason(tmp_path, monkeypatch):
+    nowhere = tmp_path / "nowhere"
+    monkeypatch.setitem(REPOSITORIES, "horovod", (f"file://{nowhere}", "main", "test"))
+    with pytest.raises(OSError, match=r"nowhere cannot be fetched: .+"):
+        fetched("horovod", tmp_path)
+    assert not list(tmp_path.glob("horovod*"))
+
+
+def test_a_repository_is_fetched_once(tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    (source / "test").mkdir(parents=True)
+    (source / "test" / "test_one.py").write_text("")
+    git = ["git", "-C", str(source), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q", "-b", "main"], ["add", "-A"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setitem(REPOSITORIES, "horovod", (f"file://{source}", "main", "test"))
+    path = fetched("horovod", tmp_path)
+    assert (path / "test" / "test_one.py").exists()
+    (path / "test" / "kept").touch()
+    assert (fetched("horovod", tmp_path) / "test" / "kept").exists()
