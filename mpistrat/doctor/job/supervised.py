@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ...base.programs import program
+from ...launcher.standby import environment_with
 from ...launcher.supervise import supervise
 
 __all__ = ["main"]
@@ -28,9 +29,9 @@ def main(what: str, words: Sequence[str]) -> int:
 
 
 def _start(number: int, words: Sequence[str]) -> NoReturn:
-    """Let the launcher take the place of this process."""
+    """Let the launcher take the place of this process, whose ranks are not its children."""
     settings = [f"{name}={os.environ[name]}" for name in ("MPISTRAT_JOB", "MPISTRAT_GENERATION")]
-    os.execvp(words[0], [*words[:number], "env", *settings, *words[number:]])
+    os.execvpe(words[0], [*words[:number], "env", *settings, *words[number:]], environment_with())
 
 
 if __name__ == "__main__":
