@@ -134,6 +134,8 @@ def judge(item: CheckItem, records: Sequence[Mapping[str, Any]], status: int | N
         ('hung', 'time over: rank 0 on n0 at barrier, without a report; rank 1 on n1 at start of MPI')
     """
     report = ItemReport(item.name, item.proves, "passed")
+    if item.restarts:
+        records = _of_last_start(records)
     report.numbers = [record["number"] for record in records if "number" in record]
     report.nodes = [record["node"] for record in records if "node" in record]
     report.findings = [record["finding"] for record in records if "finding" in record]
@@ -180,6 +182,17 @@ def judge(item: CheckItem, records: Sequence[Mapping[str, Any]], status: int | N
     elif skipped:
         report.status, report.what = "skipped", skipped[0]
     return report
+
+
+def _of_last_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the reports since the ranks were started last: those before them ended because one was killed."""
+    begun, first = set[int](), 0
+    for index, record in enumerate(records):
+        if "host" in record and record["rank"] in begun:
+            begun, first = set(), index
+        if "host" in record:
+            begun.add(record["rank"])
+    return records[first:]
 
 
 def _places(records: Sequence[Mapping[str, Any]], ranks: Sequence[int], on: Callable[[int], str], size: int) -> str:

@@ -53,6 +53,18 @@ def test_judgement(records, status, ending, what):
     assert (report.status, report.what) == (ending, what)
 
 
+def test_what_the_kill_of_the_item_did_is_no_failure():
+    """The other ranks of the first start fail, too: they wait for the killed one."""
+    item = next(item for item in ITEMS if item.restarts)
+    first = [*BEGUN, {"rank": 0, "failed": "Exception: Other MPI error"}]
+    assert judge(item, [*first, *BEGUN, *done(0, 1, 2, 3)], 0, "").status == "passed"
+    assert (
+        judge(item, [*first, *BEGUN, {"rank": 2, "failed": "OSError: no room"}], 1, "").what
+        == "rank 2 on n1: OSError: no room"
+    )
+    assert judge(item, first, 1, "").what == "rank 0 on n0: Exception: Other MPI error"
+
+
 def test_a_killed_rank_is_named():
     output = (
         "mpistrat: rank 1 of 4 (worker 1) on n0, process 7, was ended by SIGSEGV at 16:21: a crash in compiled code\n"
