@@ -26,7 +26,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem aut
 body { color: var(--text); background: var(--back) }
 h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem; border-bottom: 1px solid var(--line) }
 table { border-collapse: collapse } td, th { padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top }
-td { overflow-wrap: anywhere }
+td:last-child { overflow-wrap: anywhere }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
 .charts { display: flex; flex-wrap: wrap; gap: 1.5rem } figure { margin: 0 } figcaption { font-weight: 600 }
 svg text { fill: var(--soft); font-size: 11px } svg .axis { stroke: var(--line) } svg .bar { fill: var(--text) }

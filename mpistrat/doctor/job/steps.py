@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ...base.programs import program
 from ...base.text import printable, ranges
-from ..probe import records_of, without_records
+from ..probe import last_line, records_of, without_records
 from .items import CheckItem
 
 __all__ = ["Ending", "ItemReport", "judge", "run_item"]
@@ -155,7 +155,9 @@ def judge(item: CheckItem, records: Sequence[Mapping[str, Any]], status: int | N
 
     if not size:
         how = "did not end in time" if status is None else f"ended with status {status}"
-        report.status, report.what = "hung" if status is None else "failed", f"no rank started: the launcher {how}"
+        last = last_line(output)
+        report.status = "hung" if status is None else "failed"
+        report.what = f"no rank started: the launcher {how}" + (f": {printable(last)}" if last else "")
     elif wrong:
         shown = [f"{on(record['rank'])}: {record['wrong']}" for record in wrong[:_SHOWN]]
         ranks = ", ".join(ranges({record["rank"] for record in wrong}))

@@ -1,5 +1,6 @@
 // A faulty MPI: to be preloaded (LD_PRELOAD), with MPI_LIBRARY the path of libmpi. In MPI_Alltoall the rank with the number 1
 // gets a wrong bit, hangs, or crashes, as FAULT says. Arguments are passed on as words of a register (x86-64, AArch64).
+// LARGE_COUNTS: for an MPI that has them (MPI 4).
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <signal.h>
@@ -33,6 +34,8 @@ int MPI_Alltoall(Word a, Word b, Word c, char *out, Word e, Word f, Word comm) {
   return call("PMPI_Alltoall", a, b, c, out, e, f, comm);
 }
 
+#ifdef LARGE_COUNTS
 int MPI_Alltoall_c(Word a, Word b, Word c, char *out, Word e, Word f, Word comm) {
   return call("PMPI_Alltoall_c", a, b, c, out, e, f, comm);
 }
+#endif

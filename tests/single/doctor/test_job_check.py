@@ -109,7 +109,9 @@ def test_a_launcher_that_fails(check):
     assert "srun: error: <no> such partition" in document["items"][0]["output"]
     assert "srun: error: &lt;no&gt; such partition" in text and "<no>" not in text
     assert "Check of a cluster: MPI did not start" in text
-    assert out.count("no rank started: the launcher ended with status 1") == len(ITEMS)
+    says = "no rank started: the launcher ended with status 1: srun: error: <no> such partition"
+    assert out.count(says) == len(ITEMS) - 1
+    assert "and were started again 2 times: given up" in " ".join(out.split())  # the item "restart"
 
 
 def test_a_launcher_that_hangs(check):
