@@ -127,7 +127,7 @@ def draw_torch_backend(folder: Path) -> None:
         left.set_ylabel("gloo's time / ours")
         left.axhline(1, color="black", linewidth=1)
         left.grid(alpha=0.3)
-        left.legend(fontsize=8, ncols=2)
+        left.legend(fontsize=7, ncols=2, loc="upper right", framealpha=0.6)
         draw_bars(right, {step: times["gloo"] / times["mpistrat"] for step, times in result["steps"].items()}, "%.2f")
         right.axhline(1, color="black", linewidth=1)
         for axis, what in ((left, "collectives, float32 of a rank"), (right, "steps with Adam")):
