@@ -296,7 +296,7 @@ def test_ranks_with_different_datasets_are_told(strategy):
         rows.batch(4 + (strategy.rank == 1)),
         rows.take(12 - (strategy.rank == 1)).batch(4),
         from_arrays(np.arange(12, dtype=np.float32 if strategy.rank == 1 else np.int64)).batch(4),
-        rows.shuffle(seed=strategy.rank == 1).batch(4),
+        rows.shuffle(seed=int(strategy.rank == 1)).batch(4),
     ):
         with pytest.raises(
             CollectiveMismatchError, match=r"(?s)different datasets: ranks? 0.*from_arrays.*rank 1:.*batch"
