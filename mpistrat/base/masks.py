@@ -48,12 +48,16 @@ def check_lossless(value: Any, found: NDArray[Any], function: str, argument: str
         OverflowError: integers became floats or objects, as those of `[2**63, -1]` and `[2**64]`.
         ValueError: numbers became strings.
     """
-    if found is not value and found.dtype.kind in "fO" and _are(value, int, "iu"):
-        remedy = "np.array(values, np.uint64) holds integers from 0 to 2**64 - 1; pass larger ones as floats"
-        expected, largest = "integers that one dtype of NumPy's integers holds", max(found.max(), found.min(), key=abs)
-        raise OverflowError(
-            explain(function, argument, expected=expected, got=f"{int(largest)} among them", remedy=remedy)
+    if found is not value and found.dtype.kind in "fO" and found.size and _are(value, int, "iu"):
+        largest = max(found.max(), found.min(), key=abs)
+        got = (
+            f"{int(largest)} among them"
+            if abs(largest) >= 2**63
+            else f"some of different dtypes, which make {found.dtype}"
         )
+        remedy = "np.array(values, np.uint64) holds integers from 0 to 2**64 - 1; pass larger ones as floats"
+        expected = "integers that one dtype of NumPy's integers holds"
+        raise OverflowError(explain(function, argument, expected=expected, got=got, remedy=remedy))
     if isinstance(value, (list, tuple)) and found.dtype.kind in "SU" and not _are(value, (str, bytes), "SU"):
         raise ValueError(explain(function, argument, expected="strings only, or numbers only", got="both"))
     return check_unmasked(value, found, function, argument)
@@ -110,5 +114,5 @@ def _are(value: Any, kinds: type | tuple[type, ...], numpys: str) -> bool:
     if isinstance(value, (list, tuple)):
         return bool(value) and all(_are(item, kinds, numpys) for item in value)
     if isinstance(value, (np.ndarray, np.generic)):
-        return value.dtype.kind in numpys and value.size > 0
+        return value.dtype.kind in numpys
     return isinstance(value, kinds)

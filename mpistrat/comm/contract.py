@@ -110,6 +110,8 @@ class Comparison:
     Attributes:
         each_change: whether a call that differs from the one before is compared, not only one that differs from the last of its
             series. Then calls of two known kinds never move data for each other; operations that take turns cost more.
+        each_time: the series that are then compared at each call: a root that only sends, as of a broadcast, would go on with its
+            next call, and its message would be taken for that of a later one.
     """
 
     def __init__(self, comm: Any, every: int, draws: Draws) -> None:
@@ -121,7 +123,7 @@ class Comparison:
         self._recent: deque[tuple[int, str]] = deque(maxlen=every)  # number and text
         self._last: dict[str, int] = {}  # kind of each operation and name
         self._rolling = 0
-        self.each_change = False
+        self.each_change, self.each_time = False, frozenset[str]()
         self._every, self._compared = every, 0  # number of the call that was compared last
 
     def due(self, call: Call, number: int) -> bool:
@@ -129,7 +131,7 @@ class Comparison:
         self._rolling = (self._rolling * 0x100000001B3 + (call.tag ^ self._draws.mark)) & _MASK
         self._recent.append((number, call.text))
         series = "" if self.each_change else call.series
-        changed = self._last.get(series) != call.kind
+        changed = self._last.get(series) != call.kind or call.series in self.each_time
         if changed:
             if len(self._last) >= _SERIES:  # at the same moment on every rank
                 self._last.clear()

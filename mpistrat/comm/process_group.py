@@ -228,10 +228,15 @@ class ProcessGroup:
         )
         return call
 
-    def compare_each_change(self) -> None:
-        """Compare also between nodes each call that differs from the one before, before its data moves. The same on all ranks."""
+    def compare_each_change(self, *one_way: str) -> None:
+        """Compare also between nodes each call that differs from the one before, before its data moves. The same on all ranks.
+
+        Args:
+            one_way: operations in which a rank only sends. They are compared each time.
+        """
         if self._comparison is not None:
             self._comparison.each_change = True
+            self._comparison.each_time = frozenset(describe(op, self.label) for op in one_way)
 
     def in_order(self, function: str, call: Callable[[], R]) -> R:
         """Return what a call returns that makes collectives, after those that this rank has begun. Collective.

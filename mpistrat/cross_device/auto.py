@@ -92,7 +92,7 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
             with group.collective("the table of MPISTRAT_CHOOSER"):  # once, so calls need not compare their algorithms
                 with together(group.all_gather_text):
                     self.chooser = _named(group.environment.chooser)
-                same(group.all_gather_text, repr(self.chooser.rules), _other_tables, self.chooser.source)
+                same(group.all_gather_text, self.chooser.said(), _other_tables, self.chooser.source)
         self._nodes = "one" if group.num_nodes == 1 else "several"
         self._algorithms = {"MPI": MpiAllReduce(), "HIERARCHICAL": HierarchicalAllReduce()}
         for algorithm in self._algorithms.values():
@@ -256,6 +256,10 @@ class Chooser:
     def rules(self) -> list[ChooserRule]:
         """All rules, in the order of the table."""
         return [rule for rules in self._rules.values() for rule in rules]
+
+    def said(self) -> str:
+        """Return the choices in words, the same for all tables that choose the same by equal rules."""
+        return repr(sorted((key, [(r.below, r.algorithm) for r in rules]) for key, rules in self._rules.items()))
 
     def __str__(self) -> str:
         lines = [f"all-reduce algorithms, from {self.source}", self.measured] if self.measured else [self.source]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -40,6 +41,8 @@ class OptimizerCore:
         ordinal: a number by which the same program names it on every rank: those of a scope are counted. In the scope of a
             ParameterServerStrategy each has its own count, elsewhere there is one. Copies, by `copy.deepcopy` or from a pickle,
             count as well: make them on every rank or on none.
+        taken: how many steps of each set of variables all ranks have begun, by names. Ranks compare weights now and then by
+            it, so a step that they refused does not count.
         calls: how often `apply_gradients` was called: more than `iterations` where gradients are accumulated.
         rate: the learning rate, as it was set.
         revision: a number that grows whenever an attribute is set, so that `describe` may give another text.
@@ -65,6 +68,7 @@ class OptimizerCore:
         self.variables: list[Variable] = []
         self.updated_first: list[Variable] = []
         self.steps: dict[tuple[int, ...], UpdateRun] = {}
+        self.taken = Counter[str]()
         self.slots = SlotStore(optimizer)
         self.slots_words = ""
         self.begun: Any = Begun()  # an adapter of a framework may put a part of its own here
@@ -85,7 +89,7 @@ class OptimizerCore:
         """Have `find` find the optimizer, when it is complete."""
         placement = context.get_strategy().extended.placement if context.has_strategy() else None
         self._made_in = None if placement is None else placement.store
-        self._number = None
+        self._number, self.taken = None, Counter()
         if placement is not None:
             self._number = weakref.ref(placement), placement.note_optimizer(self.optimizer)
         if placement is None or placement.store is None:

@@ -54,6 +54,7 @@ class FusedStep(UpdateRun):
         self._averages: list[ArenaStep] = []
         self._known_count = -1  # when they were looked for
         self._variables, self._left_out = tuple(variables), tuple(left_out)
+        self._names = f"{[variable.name for variable in variables]}, not {self._left_out}"
         self._constrained = [variable for variable in variables if variable.constraint is not None]
         placement = variables[0].placement
         self._group, self._ops, self._outer = placement.group, placement.ops, core.slots.outer
@@ -65,7 +66,6 @@ class FusedStep(UpdateRun):
 
             self._parts = ReplicaParts(placement.grid, variables)
         self._arena_steps = self._steps_of(variables)
-        self._taken = 0
         self.describe()
 
     def _steps_of(self, variables: Sequence[Variable]) -> list[ArenaStep]:
@@ -119,8 +119,7 @@ class FusedStep(UpdateRun):
         if self._rate_words[0] != rate:  # a number takes longer to write than to compare
             self._rate_words = rate, repr(rate)
         words = f", step {number} at rate {self._rate_words[1]}"
-        due = self._taken % self._every == 0
-        self._taken += 1
+        due = core.taken[self._names] % self._every == 0
         if self._parts is not None:
             self._parts.compare(detail, words, due)
         if due and not aggregate:
@@ -128,6 +127,7 @@ class FusedStep(UpdateRun):
         factor = self._outer.factor if self._outer is not None and aggregate else 1.0
         factor /= (optimizer.loss_scale_factor or 1.0) * core.divisor
         with group.collective("apply_gradients", detail=detail).stamp(words) as call:
+            core.taken[self._names] += 1
             self._ops.call = call
             if self._group.num_nodes > 1 and (due if self._outer is None else not self._outer.begun):
                 self._compare_nodes()

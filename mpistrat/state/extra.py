@@ -156,8 +156,9 @@ def _plain_other(value: Any, where: str) -> dict[str, Any] | None:
         return {_BYTES: _text(bytes(value), where)}
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor) and value.dim() and value.layout is torch.strided:
-        plain = value.detach().cpu().contiguous()
-        return {_TENSOR: [str(plain.dtype), list(plain.shape), _text(bytes(plain.view(-1).view(torch.uint8)), where)]}
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        data = plain.view(-1).view(torch.uint8).numpy().tobytes()
+        return {_TENSOR: [str(plain.dtype), list(plain.shape), _text(data, where)]}
     if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in "biufc":
         return {_ARRAY: [value.dtype.str, list(value.shape), _text(value.tobytes(), where)]}
     return None

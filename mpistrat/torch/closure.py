@@ -63,7 +63,7 @@ def _evaluated(optimizer: Any, whole: TorchWholeRule, closure: Callable[[], Any]
     copies, losses = whole.parameters(), list[float]()
     try:
         for link in links:
-            link.parameter.data = copies[link.variable.name].data
+            link.parameter.data = copies[link.variable.name].data.to(link.parameter.device)
         with torch.enable_grad():
             loss = closure()
     finally:

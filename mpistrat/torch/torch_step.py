@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 
 from ..arena.arena import Arena, padded
+from ..base.errors import ClosedError
 from ..base.partition import merge
+from ..cluster.world import is_loss
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import AutoAllReduce
@@ -170,6 +172,7 @@ class BegunInBackward:
 
     def __init__(self, sums: GradientSums) -> None:
         self._sums, self._started = sums, list[_Sum]()
+        self._used = False  # with overlap=True only
         self.words = ""
 
     @torch.no_grad()
@@ -178,6 +181,7 @@ class BegunInBackward:
         gradients = {link.variable: link.gradient for link in links if link.gradient is not None}
         if not steps_by_torch([*gradients]):
             return
+        self._used = True
         for found in _ranges_of([*gradients]):
             own = [gradients[variable] for variable in found.variables]
             flat = own[0].new_zeros(found.high - found.low)
@@ -197,6 +201,16 @@ class BegunInBackward:
         """Nothing: `Overlap` has found gradients that are not final."""
 
     note_step = check
+
+    def refuse(self, ranks: ProcessGroup, error: BaseException) -> None:
+        """Refuse the next collectives after an error of the step: sums may be under way that other ranks have not started."""
+        if not self._used:
+            return
+        self._started.clear()
+        if ranks.monitor.refusal is None and not is_loss(error):  # that is told again by itself
+            why = f"an error in a step left sums of gradients under way: {type(error).__name__}: {error}"
+            ranks.monitor.refusal = ClosedError(f"the strategy is of no more use, {why}")
+        self._sums.abandon()
 
     def forget(self) -> None:
         """Forget what was started. Every rank does it."""
@@ -233,7 +247,7 @@ class TorchStep(UpdateRun):
         self._group, self._number = placement.group, rule._core.number_in(placement)
         self._variables, self._left_out = tuple(variables), tuple(left_out)
         self._ranges = _ranges_of(variables)
-        self._taken = 0
+        self._names = f"{[variable.name for variable in variables]}, not {self._left_out}"
         self.describe()
 
     def describe(self) -> None:
@@ -261,14 +275,19 @@ class TorchStep(UpdateRun):
         core, group = self._core, self._group
         number = core.calls + 1
         detail = (self._detail if aggregate else f"{self._detail}, without aggregation") + core.begun.words
-        due = self._taken % group.environment.check_every == 0
-        self._taken += 1
+        due = core.taken[self._names] % group.environment.check_every == 0
         words = f", step {number} at rate {core.rate_at(number)!r}"
-        with group.collective("apply_gradients", detail=detail).stamp(words):
-            if due and group.topology.size > 1:
-                error = different_copies("apply_gradients", group, self._variables, self._digests())
-                if error is not None:
-                    raise error
+        try:
+            with group.collective("apply_gradients", detail=detail).stamp(words):
+                core.taken[self._names] += 1
+                if due and group.topology.size > 1:
+                    error = different_copies("apply_gradients", group, self._variables, self._digests())
+                    if error is not None:
+                        raise error
+        except BaseException as error:
+            if isinstance(core.begun, BegunInBackward):
+                core.begun.refuse(group, error)
+            raise
 
     def _digests(self) -> list[int]:
         """Return numbers that a change of any weight changes, one of each range."""
@@ -377,7 +396,8 @@ class OwnState:
             return
         state.update(found)
         for name, value in {"step": number - 1, **taken.scalars}.items():
-            on_device = name != "step" or group.get("fused") or group.get("capturable")
+            on_device = name not in ("step", "mu_product") or isinstance(self._optimizer, torch.optim.ASGD)
+            on_device = on_device or bool(group.get("fused") or group.get("capturable"))
             device = parameter.device if on_device else "cpu"
             state[name] = torch.tensor(float(value), dtype=torch.float32, device=device)
 

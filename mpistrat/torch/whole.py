@@ -59,7 +59,8 @@ class TorchWholeRule(WholeRule):
             {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}, state=defaultdict(dict)
         )
         self._parameters = {
-            v.name: torch.nn.Parameter(tensor_of(np.array(v.array, accumulation_dtype(v.dtype)))) for v in variables
+            v.name: torch.nn.Parameter(tensor_of(np.array(to_host(v.array), accumulation_dtype(v.dtype))))
+            for v in variables
         }
         left = iter(self._parameters.values())
         copies = {id(p): next(left) for group in optimizer.param_groups for p in group["params"]}

@@ -550,10 +550,12 @@ class Checkpoints:
             return self._taken_over(self.strategy.restore_snapshot(snapshot))
         for step in reversed(steps):
             try:
-                return self._taken_over(self.strategy.restore(self.path(step)))
+                saved = self.strategy.restore(self.path(step))
             except OSError as error:
                 if self.strategy.rank == 0:
                     logger.warning("Checkpoints: step %d is passed over: %s", step, error)
+                continue
+            return self._taken_over(saved)
         if steps:
             expected, got = "a file that can be read", f"{len(steps)} that cannot"
             raise OSError(explain("Checkpoints.restore_latest", str(self.folder), expected=expected, got=got))
@@ -586,21 +588,28 @@ class Checkpoints:
         return list(self.strategy.all_gather_object(own))
 
     def _load_by_rank(self, states: Sequence[Mapping[str, str]], step: int) -> None:
-        """Load this rank's states.
+        """Load this rank's states. Collective.
 
         Raises:
-            ValueError: on every rank, when they are those of another number of ranks.
+            Exception: on every rank, when the object of one cannot load its state.
         """
-        size, rank = self.strategy.size, self.strategy.rank
+        if not self._by_rank:
+            return
+        group, rank = process_group_of(self.strategy, "Checkpoints"), self.strategy.rank
+        with together(partial(group.exchange, "restore", detail="objects_by_rank")):
+            for name, value in self._by_rank.items():
+                if states and name in states[rank]:
+                    value.load_state_dict(state_of_text(states[rank][name]))
+                else:
+                    self._warn_of_missing(name, step)
+
+    def _check_ranks(self, states: Sequence[Mapping[str, str]], step: int) -> None:
+        """Raise ValueError, on every rank, if the states of objects by rank are those of another number of ranks."""
+        size = self.strategy.size
         if states and self._by_rank and len(states) != size:
             expected, got = f"states of {len(states)} ranks, as step {step} was saved on so many", f"{size} ranks"
             remedy = f"Start {len(states)} ranks; or a dataset of ms.data, which any number of ranks divides anew"
             raise ValueError(explain("Checkpoints", "objects_by_rank", expected=expected, got=got, remedy=remedy))
-        for name, value in self._by_rank.items():
-            if states and name in states[rank]:
-                value.load_state_dict(state_of_text(states[rank][name]))
-            else:
-                self._warn_of_missing(name, step)
 
     def _warn_of_missing(self, name: str, step: int) -> None:
         if self.strategy.rank == 0:
@@ -610,6 +619,7 @@ class Checkpoints:
         """Return the notes of what was restored; that step, and the layouts before it, are this run's. Load objects' states."""
         notes, own = dict(saved), self._layouts[-1][1]
         states, of_ranks, step = notes.pop(_OBJECTS, {}), notes.pop(_BY_RANK, []), notes["step"]
+        self._check_ranks(of_ranks, step)
         for name, value in self._objects.items():
             if name in states:
                 value.load_state_dict(states[name])

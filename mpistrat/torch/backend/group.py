@@ -166,7 +166,8 @@ class MpiProcessGroup(dist.ProcessGroup):
         super().__init__(topology.rank, topology.size)
         self._rank, self._size = topology.rank, topology.size
         self._ranks, self._store, self._timeout = ranks, store, timeout
-        ranks.compare_each_change()  # one rank's reduce_scatter and another's all_to_all have the same messages
+        # One rank's reduce_scatter and another's all_to_all have the same messages.
+        ranks.compare_each_change("dist.broadcast", "dist.gather", "dist.scatter")
         self._ops = make_cross_device_ops()
         self._ops.bind(ranks)
         self._options: dict[float, CommunicationOptions] = {}

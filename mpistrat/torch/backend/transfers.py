@@ -149,6 +149,7 @@ class Transfers:
             requests = [self.comm.Isend([message, _byte()], target, tag) for message in messages]
         what = f"dist.send of {form_of(tensor)} to rank {target}"
         work = SendWork(self, what, [tensor], requests, messages, target, seconds, line)
+        self._unreceived.keep(work)
         self._watch(work)
         return work
 
@@ -157,6 +158,7 @@ class Transfers:
         self._check("dist.recv", source, tag)
         sender = "any rank" if source is None else f"rank {source}"
         work = ReceiveWork(self, f"dist.recv of {form_of(tensor)} from {sender}", tensor, source, tag, seconds, line)
+        self._unreceived.keep(work)
         with self._lock:
             self._receives.append(work)
         self._watch(work)
@@ -266,17 +268,31 @@ def _serve(reference: weakref.ref[Transfers], changed: threading.Condition) -> N
 
 
 class _Transfer(OperationWork):
-    """A message that is under way. MPI moves it while a thread tests it."""
+    """A message that is under way. MPI moves it while a thread tests it.
+
+    Attributes:
+        over: True once MPI no longer uses its memory. A wait that was too long does not end it.
+    """
 
     def __init__(
         self, transfers: Transfers, what: str, tensors: list[torch.Tensor], peers: list[int], seconds: float, line: str
     ) -> None:
         super().__init__(what, tensors)
         self._transfers, self._peers, self._seconds, self._line = transfers, peers, seconds, line
-        self._testing = threading.Lock()
+        self._testing, self.over = threading.Lock(), False
 
     def _arrived(self) -> bool:
         raise NotImplementedError
+
+    def ended(self) -> bool:
+        """Return True where MPI does not use its memory, or no longer; move it."""
+        with self._testing:
+            if not self.over:
+                try:
+                    self.over = self._arrived()
+                except Exception:  # of the message, which is here
+                    self.over = True
+            return self.over
 
     def _test(self) -> bool:
         """Return True if the transfer has ended; an error of it is its outcome."""
@@ -289,6 +305,7 @@ class _Transfer(OperationWork):
                 error = None
             except Exception as failure:
                 error = torch_error(failure, self._line)
+            self.over = True
         self.finish(error)
         return True
 
@@ -418,6 +435,10 @@ class ReceiveWork(_Transfer):
             own[:] = data
         copy_back(self._flat, self._tensor)
         return True
+
+    def ended(self) -> bool:
+        """As of every transfer; a receive without a message has nothing that MPI could use."""
+        return not self.matched or super().ended()
 
     def _other_form(self, expected: int, length: int, code: int) -> CollectiveMismatchError:
         """Return the error of a message that has another length or dtype than the tensor."""

@@ -6,13 +6,31 @@ group would take a message of an old one.
 
 from __future__ import annotations
 
-from typing import final
+import threading
+import time
+from typing import Protocol, final
 
 import numpy as np
 
 from ...comm.process_group import ProcessGroup
 
-__all__ = ["Unreceived"]
+__all__ = ["Moving", "Unreceived"]
+
+_FEW = 16  # transfers, among which none is looked for that has ended
+_PAUSE = 1e-4  # seconds
+
+
+class Moving(Protocol):
+    """A message that is under way.
+
+    Attributes:
+        over: True once MPI no longer uses its memory.
+    """
+
+    over: bool
+
+    def ended(self) -> bool:
+        """Return True where MPI does not use its memory, or no longer; move it."""
 
 
 @final
@@ -28,7 +46,17 @@ class Unreceived:
 
     def __init__(self, ranks: ProcessGroup) -> None:
         self._ranks, self.sent = ranks, False
+        self._moving: list[Moving] = []
+        self._most, self._lock = _FEW, threading.Lock()
         ranks.attach(self)
+
+    def keep(self, transfer: Moving) -> None:
+        """Keep a transfer, whose memory MPI reads or writes, until it has ended or the group is freed."""
+        with self._lock:
+            self._moving.append(transfer)
+            if len(self._moving) > self._most:
+                self._moving = [each for each in self._moving if not each.over]
+                self._most = 2 * len(self._moving) + _FEW
 
     def close(self) -> None:
         """Receive what no rank has received. Collective; where no rank has sent anything, nothing but that is exchanged."""
@@ -47,6 +75,10 @@ class Unreceived:
                 if status.Get_tag() == last:
                     break
         MPI.Request.Waitall(requests)
+        for transfer in self._moving:
+            while not transfer.ended():
+                time.sleep(_PAUSE)
+        self._moving.clear()
 
     def leave(self) -> None:
         """Leave the messages to MPI's end."""

@@ -1,6 +1,7 @@
 """The operations of torch.distributed on the backend of this package, next to arithmetic."""
 
 import functools
+import gc
 import math
 import operator
 import threading
@@ -352,6 +353,50 @@ def test_messages_that_no_rank_received_end_with_their_group():
                 elif rank == ranks - 1:
                     dist.recv(room, 0, group=group)
                     assert (room == turn).all()
+
+
+@pytest.mark.ranks(2)
+def test_a_large_message_that_no_rank_received_ends_with_its_group():
+    """MPI reads its memory when it is received, which only the last collective of the group does."""
+    for _ in range(2):
+        with default_group():
+            rank, _ = here()
+            if rank == 0:
+                dist.isend(torch.arange(4_000_000, dtype=torch.float32), 1)
+                dist.send(torch.ones(2), 1, tag=7)
+            else:
+                room = torch.zeros(2)
+                dist.recv(room, 0, tag=7)
+                assert room.tolist() == [1, 1]
+            dist.barrier()
+        gc.collect()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["broadcast", "gather", "scatter"])
+def test_what_one_rank_alone_has_sent_reaches_no_later_call(name, monkeypatch):
+    """Each rank is a node: the rank that only sends would go on, and its message would wait for the next call."""
+    set_layout("nodes", monkeypatch)
+    with default_group():
+        rank, _ = here()
+        sender = 1 if name == "gather" else 0
+
+        def call(value):
+            room, rooms = torch.tensor([value]), [torch.tensor([value]) for _ in range(2)]
+            if name == "broadcast":
+                dist.broadcast(room if rank == 0 else room.zero_(), 0)
+            elif name == "scatter":
+                dist.scatter(room.zero_(), rooms if rank == 0 else None, 0)
+            else:
+                dist.gather(room, rooms if rank == 0 else None, 0)
+                room = rooms[1] if rank == 0 else room
+            return room.item()
+
+        dist.all_reduce(torch.ones(1))
+        assert call(1.0) == 1
+        with pytest.raises(RuntimeError, match="all_reduce"):
+            call(2.0) if rank == sender else dist.all_reduce(torch.ones(1))
+        assert [call(value) for value in (5.0, 6.0, 7.0)] == [5, 6, 7]
 
 
 @pytest.mark.ranks(2)

@@ -190,3 +190,22 @@ def test_the_file_of_another_rule_is_refused_before_anything_changes(there, here
             strategy.restore(mpi_tmp_path / "x.h5")
         assert torch.equal(module.weight, before)
         step(module, optimizer)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int64, torch.bfloat16, torch.float32, torch.complex64]
+)
+def test_tensors_in_the_state_of_an_object_come_back(dtype):
+    from mpistrat.state.extra import state_of_text, text_of_state
+
+    given = {
+        "one": torch.tensor([3]).to(dtype),
+        "rows": torch.arange(6).view(2, 3).t().to(dtype),
+        "none": torch.zeros(0, 2).to(dtype),
+    }
+    if dtype.is_complex:
+        given["conjugate"] = torch.tensor([1 + 2j]).conj()
+    found = state_of_text(text_of_state(given, "state"))
+    for name, tensor in given.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name

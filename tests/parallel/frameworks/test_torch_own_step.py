@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import threading
+import types
 
 import pytest
 
@@ -42,9 +43,11 @@ def _again(module, words):
     marks = getattr(source, "pytestmark", [])
     for name, test in vars(source).items():
         if name.startswith("test_") and (words == "every" or any(word in name for word in words.split())):
+            again = types.FunctionType(test.__code__, test.__globals__, name, test.__defaults__, test.__closure__)
+            again.__dict__.update(vars(test))  # a copy: marks of the other file's test would come twice
             for mark in marks if isinstance(marks, list) else [marks]:
-                test = mark(test)
-            globals()[f"test_{module}_{name.removeprefix('test_')}"] = test
+                again = mark(again)
+            globals()[f"test_{module}_{name.removeprefix('test_')}"] = again
 
 
 for _module, _words in _SUITE.items():

@@ -215,6 +215,7 @@ def test_other_values_are_what_numpy_makes_of_them(value):
         (2**64, "got 18446744073709551616 among them"),
         ([np.uint64(2**63), np.int64(-1)], "got 9223372036854775808 among them"),
         ([np.array([2**63], np.uint64), np.array([-1])], "got 9223372036854775808 among them"),
+        ([np.uint64(3), 5], "integers that one dtype of NumPy's integers holds, got some of different dtypes"),
         ([1, "a"], "strings only, or numbers only, got both"),
         ([["a", "b"], ["c", 3]], "strings only, or numbers only, got both"),
     ],
@@ -227,7 +228,19 @@ def test_numbers_that_numpy_would_round_or_spell_are_refused(values, told):
 
 
 @pytest.mark.parametrize(
-    "values", [[2**63, 2**64 - 1], [-(2**63), 2**63 - 1], [2**63, 1.5], [True, 2], ["a", b"b"], [], [[]], [None], 2**63]
+    "values",
+    [
+        [2**63, 2**64 - 1],
+        [-(2**63), 2**63 - 1],
+        [2**63, 1.5],
+        [True, 2],
+        ["a", b"b"],
+        [],
+        [[]],
+        [None],
+        2**63,
+        [np.array([], "U3")],
+    ],
 )
 def test_what_one_dtype_holds_is_taken(values):
     np.testing.assert_array_equal(plain_array(values, "f"), np.asarray(values))
