@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import itertools
 import json
 import os
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ...base.errors import explain
 from ...base.version import __version__
-from .items import ITEMS, TOTAL_SECONDS
+from .items import ITEMS, TOTAL_SECONDS, CheckItem
 from .page import page
 from .steps import ItemReport, run_item
 
@@ -29,6 +33,7 @@ _PREFIXES = (
 _LEAST = 10.0  # seconds of a step
 _LONGEST = 200  # characters of a setting
 _ENDING = 25.0  # seconds that a step may take after its limit
+_ENDED = 128 + signal.SIGTERM  # exit status
 
 
 def check_job(
@@ -36,7 +41,8 @@ def check_job(
 ) -> tuple[list[ItemReport], Path, Path]:
     """Run all items, and return their results, the JSON file and the page. Both files are written anew after each item.
 
-    An item that fails or hangs does not end the others.
+    An item that fails or hangs does not end the others. SIGTERM ends the check, with the launcher that runs, and removes its
+    folder. Files of other checks of the same job stay: the names then end in -2, -3, ….
 
     Args:
         launcher: the words that start the ranks of a program: `srun --mpi=pmix`.
@@ -46,19 +52,17 @@ def check_job(
 
     Raises:
         OSError: the folder cannot be written.
+        SystemExit: with status 143, after SIGTERM.
     """
     if not folder.is_dir():
         raise OSError(explain("doctor", "--folder", expected="a folder that is there", got=str(folder)))
-    name = f"mpistrat-check-{_number()}"
-    work, document, html = folder / f"{name}.files", folder / f"{name}.json", folder / f"{name}.html"
-    work.mkdir(mode=0o700)
     scale, end = seconds / TOTAL_SECONDS, time.monotonic() + seconds
     about = {
         "mpistrat": __version__, "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "launcher": list(launcher), "seconds": seconds, "variables": _variables(),
     }  # fmt: skip
     reports: list[ItemReport] = []
-    try:
+    with _ended_by_sigterm(), _own_files(folder) as (work, document, html):
         for item in ITEMS:
             limit = min(item.seconds * scale, end - time.monotonic() - _ENDING * min(scale, 1))
             if limit < _LEAST * min(scale, 1):
@@ -66,17 +70,60 @@ def check_job(
             else:
                 report = run_item(item, launcher, work.absolute(), limit)
             reports.append(report)
-            _write(document, json.dumps({**about, **_document(reports)}, indent=1) + "\n")
-            _write(html, page(about, reports))
+            known = [*reports, *(_waiting(item) for item in ITEMS[len(reports) :])]
+            _write(document, json.dumps({**about, **_document(known)}, indent=1) + "\n")
+            _write(html, page(about, known))
             show(report)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return reports, document, html
 
 
 def passed(reports: Sequence[ItemReport]) -> bool:
-    """Return True unless an item failed, hung or was not run."""
-    return all(report.status in ("passed", "skipped") for report in reports)
+    """Return True if every item has a report, and none failed, hung or was not run."""
+    well = {report.name for report in reports if report.status in ("passed", "skipped")}
+    return well == {item.name for item in ITEMS} and len(reports) == len(ITEMS)
+
+
+def _waiting(item: CheckItem) -> ItemReport:
+    """Return what is said of an item that has no result: it stays so if the check is cut off."""
+    what = "the check has not come to its end: it still runs, or was cut off"
+    return ItemReport(item.name, item.proves, "not run", what)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM raise SystemExit, once, so that what this process has begun is ended. Only the main thread may do so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one would end the clean-up
+        raise SystemExit(_ENDED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+@contextlib.contextmanager
+def _own_files(folder: Path) -> Iterator[tuple[Path, Path, Path]]:
+    """Give a new folder, which is removed, and the paths of the results, by the first name that no other check has taken."""
+    first = f"mpistrat-check-{_number()}"
+    for count in itertools.count(1):
+        name = first if count == 1 else f"{first}-{count}"
+        work, document, html = (folder / f"{name}.{ending}" for ending in ("files", "json", "html"))
+        try:
+            work.mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        try:
+            if not (document.exists() or html.exists()):
+                yield work, document, html
+                return
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _document(reports: Sequence[ItemReport]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def page(about: Mapping[str, Any], reports: Sequence[ItemReport]) -> str:
 
     Args:
         about: version, date, launcher and seconds of the check.
-        reports: the results so far.
+        reports: of all items; those without a result are not run.
     """
     start = next((report for report in reports if report.nodes), None)
     parts = [f'<p class="soft">{html.escape(_summary(about, start))}</p>', _items(reports)]

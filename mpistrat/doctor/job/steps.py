@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,8 @@ __all__ = ["Ending", "ItemReport", "judge", "run_item"]
 Ending = Literal["passed", "failed", "hung", "skipped", "not run"]
 
 _GRACE = 20.0  # seconds that a step has after the end of its ranks' time
+_ENDING = 10.0  # seconds between SIGTERM and SIGKILL
+_KILLING = 5.0  # seconds that SIGKILL may need
 _TAIL = 4000  # characters of output that are kept of an item that did not pass
 _SHOWN = 4  # reports of ranks in a text
 _TRANSPORT = re.compile(
@@ -77,7 +81,10 @@ def run_item(item: CheckItem, launcher: Sequence[str], folder: Path, seconds: fl
     try:
         status, output = _run(words, seconds + _GRACE)
     except OSError as error:
-        return ItemReport(item.name, item.proves, "failed", f"{words[0]}: {error.strerror}")
+        what = f"{error.filename}: {error.strerror}"
+        if error.filename is None:
+            what = f"no file for the output of the step: {error.strerror}; set TMPDIR to a folder that can be written"
+        return ItemReport(item.name, item.proves, "failed", what)
     text = without_records(output)
     report = judge(item, records_of(output), status, text)
     report.seconds = round(time.monotonic() - start, 1)
@@ -90,31 +97,40 @@ def run_item(item: CheckItem, launcher: Sequence[str], folder: Path, seconds: fl
 
 
 def _run(words: Sequence[str], limit: float) -> tuple[int | None, str]:
-    """Return the exit status of a step, None if it had to be ended, and its output."""
-    process = subprocess.Popen(
-        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=limit)
-        return process.returncode, output
-    except subprocess.TimeoutExpired:
-        return None, _end(process)
-    except BaseException:
-        _end(process)
-        raise
+    """Return the exit status of a step, None if it had to be ended, and its output.
+
+    The output goes to a file without a name: the end of a pipe comes only when the last process of the step has ended.
+    """
+    status: int | None = None
+    with tempfile.TemporaryFile() as file:
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # reports of ranks stay in one piece
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            _end(process)
+        except BaseException:
+            _end(process)
+            raise
+        # Without a seek: a process that is still there has the same place in the file.
+        return status, os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
 
-def _end(process: subprocess.Popen[str]) -> str:
-    """End a launcher and its ranks, and return the output."""
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher and its ranks."""
     process.terminate()  # launchers pass it on to ranks of other nodes
+    end = time.monotonic() + _ENDING
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.communicate(timeout=10)[0]
-    with contextlib.suppress(ProcessLookupError):
+        process.wait(_ENDING)
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # none of its group is there
+        while time.monotonic() < end:
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.communicate(timeout=5)[0]
-    return ""
+        process.wait(_KILLING)
 
 
 def judge(item: CheckItem, records: Sequence[Mapping[str, Any]], status: int | None, output: str) -> ItemReport:

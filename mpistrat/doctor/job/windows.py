@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...bench.measure import pair
+from ...cluster.topology import Topology
 from ...comm.window import RemoteWindow, SharedWindow, Window
 from .collectives import pattern
 from .trial import Trial
@@ -29,14 +30,24 @@ def run(trial: Trial) -> None:
     if topology.intra is not None:
         trial.part("memory of a node")
         shared = SharedWindow(topology.intra, topology.comm, [room] * topology.intra.size, _WHAT)
-        _try(trial, "on a node", shared, topology.intra, 1)
+        _try(trial, "on a node", shared, topology.intra, (topology.intra.rank + 1) % topology.intra.size)
     if topology.num_nodes > 1:
         trial.part("a window between nodes")
         window = RemoteWindow.allocate(topology.comm, room, _WHAT)
-        _try(trial, "between nodes", window, topology.comm, topology.local_size)
+        _try(trial, "between nodes", window, topology.comm, _on_another_node(topology))
 
 
-def _try(trial: Trial, where: str, window: Window, comm: Any, distance: int) -> None:
+def _on_another_node(topology: Topology) -> int:
+    """Return the rank whose memory this rank writes: no two ranks have the same, and it is on another node.
+
+    In the order of nodes it is so many ranks further on as the largest node has. Where that node has more than half of all
+    ranks, some of them have one on their own node.
+    """
+    ordered = [rank for node in range(topology.num_nodes) for rank in topology.ranks_of_node(node)]
+    return ordered[(ordered.index(topology.rank) + max(topology.ranks_per_node)) % topology.size]
+
+
+def _try(trial: Trial, where: str, window: Window, comm: Any, neighbour: int) -> None:
     """Put to a rank, read it back, and count together with all. Collective.
 
     Args:
@@ -44,10 +55,9 @@ def _try(trial: Trial, where: str, window: Window, comm: Any, distance: int) -> 
         where: for reports.
         window: of the ranks of `comm`; it is closed.
         comm: the ranks that have the window.
-        distance: how many ranks further on the memory is.
+        neighbour: the rank in `comm` whose memory this rank writes and reads, and no other rank does.
     """
     world, size = trial.comm, comm.size
-    neighbour = (comm.rank + distance) % size
     for label, nbytes in _SIZES.items():
         sent = np.resize(pattern(comm.rank, min(nbytes, 1 << 12)).astype(np.uint8), nbytes)
         found = np.zeros_like(sent)

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from mpistrat.cli.main import main
+from mpistrat.cluster.topology import Topology
+from mpistrat.doctor.job import check as check_module
+from mpistrat.doctor.job import steps, windows
 from mpistrat.doctor.job.items import ITEMS, TOTAL_SECONDS
 from mpistrat.doctor.job.page import page
 from mpistrat.doctor.job.steps import ItemReport, judge
@@ -187,3 +198,162 @@ def _facts():
         "ranks": 8, "vendor": "MPICH 5", "mpi": "MPICH Version: 5\nmore", "thread_level": "MULTIPLE", "machine": machine,
         "file_systems": {"the folder of the check": "lustre"}, "transports": ["inter-node cfg#1 tag(rc_mlx5/mlx5_0:1)"],
     }  # fmt: skip
+
+
+def fake_items(monkeypatch, end=lambda item: None):
+    """Have each item pass at once, after a call of `end`, which may cut the check off there."""
+
+    def run_item(item, launcher, folder, seconds):
+        end(item)
+        return ItemReport(item.name, item.proves, "passed")
+
+    monkeypatch.setattr(check_module, "run_item", run_item)
+    monkeypatch.setenv("PBS_JOBID", "77.server")
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_check_that_is_cut_off_has_not_passed(tmp_path, monkeypatch):
+    """Items to which it did not come are listed as not run."""
+
+    def end(item):
+        if item is ITEMS[2]:
+            raise KeyboardInterrupt
+
+    fake_items(monkeypatch, end)
+    with pytest.raises(KeyboardInterrupt):
+        check_module.check_job(["srun"], tmp_path, 540, lambda report: None)
+    assert names(tmp_path) == ["mpistrat-check-77.html", "mpistrat-check-77.json"]
+    document = json.loads((tmp_path / "mpistrat-check-77.json").read_text())
+    assert not document["passed"]
+    assert [item["name"] for item in document["items"]] == [item.name for item in ITEMS]
+    assert [item["status"] for item in document["items"]] == ["passed"] * 2 + ["not run"] * (len(ITEMS) - 2)
+    says = "the check has not come to its end: it still runs, or was cut off"
+    assert document["items"][-1]["what"] == says
+    text = (tmp_path / "mpistrat-check-77.html").read_text()
+    assert f"{len(ITEMS) - 2} not run, 2 passed" in text and says in text
+
+
+def test_a_check_has_passed_with_a_report_of_every_item():
+    reports = [ItemReport(item.name, item.proves, "passed") for item in ITEMS]
+    assert check_module.passed(reports)
+    assert not check_module.passed(reports[:-1]) and not check_module.passed([])
+
+
+def test_checks_of_one_job_have_files_of_their_own(tmp_path, monkeypatch):
+    """A second check in a job, and a requeued job that finds the folder of its first run."""
+    fake_items(monkeypatch)
+    paths = [check_module.check_job(["srun"], tmp_path, 540, lambda report: None)[1:] for _ in range(2)]
+    assert [path.name for pair in paths for path in pair] == [
+        "mpistrat-check-77.json", "mpistrat-check-77.html", "mpistrat-check-77-2.json", "mpistrat-check-77-2.html",
+    ]  # fmt: skip
+    (tmp_path / "mpistrat-check-77-3.files").mkdir()  # of a run that was killed
+    document = check_module.check_job(["srun"], tmp_path, 540, lambda report: None)[1]
+    assert document == tmp_path / "mpistrat-check-77-4.json"
+    assert [name for name in names(tmp_path) if name.endswith(".files")] == ["mpistrat-check-77-3.files"]
+    assert len(names(tmp_path)) == 7
+
+
+@pytest.mark.parametrize("node_of", [(0, 0, 1), (0, 1, 1), (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1, 1, 2)])
+def test_no_two_ranks_write_into_one_rank_s_window(monkeypatch, node_of):
+    """Also where nodes have different numbers of ranks; and each writes to another node, if that is possible."""
+    window, targets = FakeWindow(len(node_of)), []
+    monkeypatch.setattr(windows.RemoteWindow, "allocate", lambda comm, room, what: window)
+    monkeypatch.setattr(windows, "pair", lambda *args, **options: {})
+    for rank in range(len(node_of)):
+        comm = SimpleNamespace(rank=rank, size=len(node_of), Barrier=lambda: None)
+        trial = Mock(topology=Topology(rank, node_of, [1] * len(node_of), ["cpu:0"], comm=comm), comm=comm)
+        window.targets = set()
+        windows.run(trial)
+        targets += window.targets
+    assert sorted(targets) == list(range(len(node_of)))
+    if 2 * max(map(node_of.count, node_of)) <= len(node_of):
+        assert all(node_of[target] != node for target, node in zip(targets, node_of, strict=True))
+
+
+class FakeWindow:
+    def __init__(self, size):
+        self.total = size * (size + 1) // 2
+
+    def put(self, rank, pieces):
+        self.targets.add(rank)
+
+    def get(self, rank, offset, out):
+        self.targets.add(rank)
+
+    def fetch_and_add(self, rank, offset, value):
+        return 0
+
+    def get_word(self, rank, offset):
+        return self.total
+
+    def close(self):
+        pass
+
+
+def test_sigterm_ends_the_launcher_and_removes_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("PBS_JOBID", "77.server")
+    noted = tmp_path / "process"
+    folder = tmp_path / "results"
+    folder.mkdir()
+    launcher = ["sh", "-c", f"echo $$ > {noted}.new; mv {noted}.new {noted}; exec sleep 60"]
+    command = [sys.executable, "-m", "mpistrat", "doctor", "--folder", str(folder), "--job", *launcher]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert comes(noted.exists) and names(folder) == ["mpistrat-check-77.files"]
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (143, "")
+    assert comes(lambda: ended(int(noted.read_text())))
+    assert names(folder) == []
+
+
+def test_the_handler_of_sigterm_is_there_during_the_check_only(tmp_path, monkeypatch):
+    before, during = signal.getsignal(signal.SIGTERM), []
+    fake_items(monkeypatch, lambda item: during.append(signal.getsignal(signal.SIGTERM)))
+    check_module.check_job(["srun"], tmp_path, 540, lambda report: None)
+    assert before not in during and signal.getsignal(signal.SIGTERM) == before
+    thread = threading.Thread(target=check_module.check_job, args=(["srun"], tmp_path, 540, lambda report: None))
+    thread.start()  # other threads may not set it
+    thread.join()
+    assert (tmp_path / "mpistrat-check-77-2.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "what"),
+    [
+        ('printf \'\\036{"rank": 0, "done": 1.0}\\n\'', "passed", ""),
+        ("exec sleep 60", "hung", "time over: rank 0 on n0 at sum"),
+    ],
+)
+def test_a_process_that_keeps_the_output_open_takes_no_report_along(tmp_path, monkeypatch, end, status, what):
+    """The step's own end counts, and what it has written by then is read."""
+    monkeypatch.setattr(steps, "_GRACE", 0)
+    noted = tmp_path / "process"
+    begun = '\\036{"rank": 0, "size": 1, "host": "n0"}\\n\\036{"rank": 0, "part": "sum"}\\n'
+    launcher = ["sh", "-c", f"setsid sleep 60 & echo $! > {noted}; printf '{begun}'; {end}"]
+    start = time.monotonic()
+    try:
+        report = steps.run_item(ITEM, launcher, tmp_path, 2)
+        assert not ended(int(noted.read_text()))
+    finally:
+        os.kill(int(noted.read_text()), signal.SIGKILL)
+    assert (report.status, report.what) == (status, what)
+    assert time.monotonic() - start < 14
+
+
+def ended(process):
+    """Return whether a process is there no more, or waits only for its parent to take note."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def comes(condition, seconds=30):
+    """Wait for a condition, and return whether it came."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
