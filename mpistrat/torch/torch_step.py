@@ -284,6 +284,8 @@ class TorchStep(UpdateRun):
                     error = different_copies("apply_gradients", group, self._variables, self._digests())
                     if error is not None:
                         raise error
+                elif group.num_nodes > 1:
+                    group.agree(0)  # or a rank whose partner is elsewhere would wait in NCCL, which names nobody
         except BaseException as error:
             if isinstance(core.begun, BegunInBackward):
                 core.begun.refuse(group, error)
