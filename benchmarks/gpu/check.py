@@ -815,6 +815,45 @@ _torch_item("adamw", lambda t, p: t.optim.AdamW(p, lr=1e-2, amsgrad=True))
 _torch_item("adagrad", lambda t, p: t.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1))
 _torch_item("nadam", lambda t, p: t.optim.NAdam(p, lr=1e-2))
 
+_torch_item("adafactor", lambda t, p: t.optim.Adafactor(p, lr=1e-2))
+
+
+@item("torch")
+def lbfgs_calls_its_closure():
+    """The closure computes on the GPU with copies of the parameters, which the line search moves."""
+    import copy
+
+    import mpistrat as ms
+
+    torch = torch_()
+    x, y = rows_of(torch, None)
+
+    def search(module, optimizer):
+        def closure():
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(module(x).double(), y)
+            loss.backward()
+            return loss
+
+        losses = [float(optimizer.step(closure)) for _ in range(3)]
+        return losses, [p.detach().cpu().clone() for p in module.parameters()]
+
+    def make(parameters):
+        return torch.optim.LBFGS(parameters, max_iter=4, line_search_fn="strong_wolfe")
+
+    module = mlp_of(torch, None)
+    alone = copy.deepcopy(module)
+    expected_losses, expected = search(alone, make(alone.parameters()))
+    with ms.MultiWorkerMirroredStrategy(devices=["gpu:0"]) as strategy, torch_context():
+        module, optimizer = distributed(torch, strategy, module, make(module.parameters()))
+        losses, got = search(module, optimizer)
+    for a, b in zip(
+        [*losses, *(p.double().numpy() for p in got)],
+        [*expected_losses, *(p.double().numpy() for p in expected)],
+        strict=True,
+    ):
+        close(a, b, 1e-6, 1e-6)
+
 
 @item("torch")
 def adamw_that_asked_for_fused():
