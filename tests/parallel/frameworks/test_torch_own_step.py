@@ -101,6 +101,22 @@ def test_weights_that_differ_are_an_error_on_every_rank():
             optimizer.step()
 
 
+@pytest.mark.ranks(2, 3)
+def test_after_a_refused_step_all_ranks_compare_their_copies_in_the_same_steps():
+    """Or one would wait in the comparison, and the others in the sum."""
+    with put() as (strategy, module, optimizer):
+        for turn in range(4):
+            optimizer.zero_grad()
+            loss_of(module, *rows()).backward()
+            if turn != 1:
+                optimizer.step()
+                continue
+            if strategy.rank == 1:
+                module[2].bias.grad = None
+            with pytest.raises(ms.errors.CollectiveMismatchError):
+                optimizer.step()
+
+
 @pytest.fixture
 def started(monkeypatch):
     """The numbers of parameters whose sums started within a backward pass."""
