@@ -170,15 +170,7 @@ def main() -> None:
                 times = timed(comm, operations, options)
                 result["seconds"].setdefault(call, {})[label] = times
     if comm.rank == 0:
-        about = result["machine"]
-        print(f"{about['ranks']} ranks on {about['nodes']} node(s), {about['mpi']}; (×) MPI's time / this\n")
-        for call, sizes in result["seconds"].items():
-            names = list(next(iter(sizes.values())))
-            rows = [
-                [label, *(f"{harness.duration(times[n])} ({times[RAW] / times[n]:.2f} ×)" for n in names)]
-                for label, times in sizes.items()
-            ]
-            print(harness.table(call, ["size", *names], rows) + "\n", flush=True)
+        harness.show_ratios(result, result["seconds"], RAW)
         harness.save(options.output, result)
     strategy.close()
 

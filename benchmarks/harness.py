@@ -18,7 +18,7 @@ from mpistrat.bench.result import version
 
 __all__ = [
     "ALONE", "OURS", "Operation", "addresses", "arguments", "comm_nodes", "duration", "gloo", "largest", "machine",
-    "medians", "pair", "proportional_memory", "save", "table", "tensorflow_strategy", "version",
+    "medians", "pair", "proportional_memory", "save", "show_ratios", "table", "tensorflow_strategy", "version",
 ]  # fmt: skip
 
 OURS, ALONE = "mpistrat", "forward and backward alone"  # of frameworks
@@ -45,6 +45,19 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> s
     """Return a Markdown table under a title."""
     lines = [f"### {title}", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def show_ratios(result: dict[str, Any], tables: dict[str, dict[str, dict[str, float]]], peer: str) -> None:
+    """Print seconds by contender, and a peer's time over each, in a table for each operation."""
+    about = result["machine"]
+    print(f"{about['ranks']} ranks on {about['nodes']} node(s), {about['mpi']}; (×) {peer}'s time / this\n")
+    for call, sizes in tables.items():
+        names = list(next(iter(sizes.values()))) if sizes else []
+        rows = [
+            [label, *(f"{duration(times[n])} ({times[peer] / times[n]:.2f} ×)" for n in names)]
+            for label, times in sizes.items()
+        ]
+        print(table(call, ["size", *names], rows) + "\n", flush=True)
 
 
 def gloo(comm: Any) -> Any:

@@ -121,14 +121,7 @@ def main() -> None:
             result["steps"][f"{kind}, {model}"] = times
             del made
     if comm.rank == 0:
-        about = result["machine"]
-        print(f"{about['ranks']} ranks on {about['nodes']} node(s), {about['mpi']}; (×) gloo's time / this\n")
-        for call, rows in {**result["seconds"], "steps": result["steps"]}.items():
-            cells = [
-                [label, *(f"{harness.duration(t[n])} ({t[GLOO] / t[n]:.2f} ×)" for n in groups)]
-                for label, t in rows.items()
-            ]
-            print(harness.table(call, ["", *groups], cells) + "\n", flush=True)
+        harness.show_ratios(result, {**result["seconds"], "steps": result["steps"]}, GLOO)
         harness.save(options.output, result)
     dist.destroy_process_group()
 

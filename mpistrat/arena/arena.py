@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -21,7 +21,7 @@ from .wire import Unsent, Wire
 if TYPE_CHECKING:
     from ..comm.node import SharedBlock
 
-__all__ = ["ALIGNMENT_BYTES", "Arena", "ArenaAllocator", "Gradients", "padded"]
+__all__ = ["ALIGNMENT_BYTES", "Arena", "ArenaAllocator", "Gradients", "by_arena", "padded"]
 
 ALIGNMENT_BYTES = 64  # of each variable: a cache line, and what vector instructions like
 FIRST_SLAB = 64 << 20
@@ -249,6 +249,15 @@ class Arena:
         if rank is None:
             return 0, 0
         return partition.aligned_bounds(length, size, alignment)[rank] if size > 1 else (0, length)
+
+
+def by_arena(variables: Iterable[Any]) -> dict[Arena, list[Any]]:
+    """Return the variables of each arena, without those that have no elements. Variables and arenas keep their order."""
+    members: dict[Arena, list[Any]] = {}
+    for variable in variables:
+        if variable.arena is not None and variable.size:
+            members.setdefault(variable.arena, []).append(variable)
+    return members
 
 
 def padded(arena: Arena, variables: Sequence[Any]) -> dict[int, int]:

@@ -28,11 +28,8 @@ def plain_array(value: Any, function: str, argument: str = "", dtype: DTypeLike 
         array([1, 2])
     """
     found = np.asanyarray(value, dtype)
-    return (
-        check_lossless(value, found, function, argument)
-        if dtype is None
-        else check_unmasked(value, found, function, argument)
-    )
+    check = check_lossless if dtype is None else check_unmasked
+    return check(value, found, function, argument)
 
 
 def check_lossless(value: Any, found: NDArray[Any], function: str, argument: str = "") -> NDArray[Any]:

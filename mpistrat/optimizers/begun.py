@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ..arena.arena import Arena, padded
+from ..arena.arena import Arena, by_arena, padded
 from ..arena.reduction import ArenaSum
 from ..arena.values import checksum
 from ..base import log
@@ -174,10 +174,7 @@ class Begun:
     def _send(self, group: ProcessGroup, ops: Any) -> None:
         names = ", ".join(variable.name for variable in self._waiting)
         with group.collective("begin", detail=f"of {names}"):
-            members: dict[Arena, list[Variable]] = {}
-            for variable in self._waiting:
-                if variable.arena is not None and variable.size:
-                    members.setdefault(variable.arena, []).append(variable)
+            members = by_arena(self._waiting)
             if self._able is None:
                 self._able = _is_able(group, ops, list(members))
             for arena, some in members.items():
@@ -267,14 +264,11 @@ class Begun:
 
     def _renew(self, buckets: BucketSums) -> None:
         """Let variables have gradients again, and forget the sums of those that were handed over."""
-        members: dict[Arena, list[Variable]] = {}
         for variable in self._variables.values():
             own = own_gradients_of(variable)
             if own is not None:
                 own.renew()
-            if variable.arena is not None and variable.size:
-                members.setdefault(variable.arena, []).append(variable)
-        for arena, some in members.items():
+        for arena, some in by_arena(self._variables.values()).items():
             if arena.gradients is not None:
                 buckets.forget(arena.gradients, merge(list(padded(arena, some).items())))
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, final
 
 import numpy as np
 
-from ..arena.arena import Arena
+from ..arena.arena import by_arena
 from ..arena.reduction import Consume, of_node
 from ..arena.values import checksum
 from ..base.errors import ClosedError, by_rank, explain
@@ -69,11 +69,7 @@ class FusedStep(UpdateRun):
         self.describe()
 
     def _steps_of(self, variables: Sequence[Variable]) -> list[ArenaStep]:
-        members: dict[Arena, list[Variable]] = {}
-        for variable in variables:
-            if variable.arena is not None and variable.size:
-                members.setdefault(variable.arena, []).append(variable)
-        return [ArenaStep(self._core, arena, some) for arena, some in members.items()]
+        return [ArenaStep(self._core, arena, some) for arena, some in by_arena(variables).items()]
 
     def _find_averaged(self) -> None:
         """Find the known variables that have no gradient in this step: their averages are updated as well, as Keras does."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
-from ..arena.arena import Arena, padded
+from ..arena.arena import Arena, by_arena, padded
 from ..base.errors import ClosedError
 from ..base.partition import merge
 from ..cluster.world import is_loss
@@ -142,13 +142,9 @@ class _Sum(NamedTuple):
 
 def _ranges_of(variables: Sequence[Variable]) -> list[_Range]:
     """Return the ranges in which variables lie, in an order that all ranks have."""
-    members: dict[Arena, list[Variable]] = {}
-    for variable in variables:
-        if variable.arena is not None and variable.size:
-            members.setdefault(variable.arena, []).append(variable)
     return [
         _Range(arena, low, high, [variable for variable in some if low <= variable.offset < high])
-        for arena, some in members.items()
+        for arena, some in by_arena(variables).items()
         for low, high in merge(list(padded(arena, some).items()))
     ]
 
@@ -225,12 +221,7 @@ class TorchStep(UpdateRun):
     """The step of one optimizer on one set of parameters, of which each rank has all in memory of its own."""
 
     def __init__(
-        self,
-        rule: Any,
-        state: OwnState,
-        sums: GradientSums,
-        variables: Sequence[Variable],
-        left_out: Sequence[str],
+        self, rule: Any, state: OwnState, sums: GradientSums, variables: Sequence[Variable], left_out: Sequence[str]
     ) -> None:
         """Plan the step, of variables in the same order on every rank.
 

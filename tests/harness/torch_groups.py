@@ -7,6 +7,8 @@ import datetime
 
 import torch.distributed as dist
 
+from tests.harness.process_groups import set_layout
+
 NAME = "mpistrat"
 
 
@@ -45,3 +47,12 @@ def default_group(seconds=60.0, backend=NAME):
         MPI.COMM_WORLD.Barrier()  # rank 0 has the store
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def group_in(layout, monkeypatch):
+    """Open the default group in a layout for a `with` block: "shared", "private" memory, or "nodes" made of one machine."""
+    if layout != "shared":
+        set_layout(layout, monkeypatch)
+    with default_group() as group:
+        yield group

@@ -51,7 +51,7 @@ def pattern(rank: int, count: int) -> np.ndarray:
 
 
 def sum_of_patterns(size: int, count: int) -> np.ndarray:
-    """Return the sum of the patterns of so many ranks.
+    """Return the sum of the patterns of `size` ranks.
 
     Example:
         >>> sum_of_patterns(2, 3)

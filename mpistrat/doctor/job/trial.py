@@ -49,7 +49,7 @@ class Trial:
             report(rank=self.topology.rank, wrong=f"{what}: {_difference(mine, wanted)}")
 
     def has_time(self, seconds: float) -> bool:
-        """Return True if every rank has so many seconds left. Collective."""
+        """Return True if every rank has that time left. Collective."""
         from mpi4py import MPI
 
         least = np.empty(1)

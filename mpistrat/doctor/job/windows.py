@@ -40,7 +40,7 @@ def run(trial: Trial) -> None:
 def _on_another_node(topology: Topology) -> int:
     """Return the rank whose memory this rank writes: no two ranks have the same, and it is on another node.
 
-    In the order of nodes it is so many ranks further on as the largest node has. Where that node has more than half of all
+    In the order of nodes the distance is the number of ranks of the largest node. Where that node has more than half of all
     ranks, some of them have one on their own node.
     """
     ordered = [rank for node in range(topology.num_nodes) for rank in topology.ranks_of_node(node)]

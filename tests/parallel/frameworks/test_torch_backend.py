@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 import torch.distributed as dist  # noqa: E402
 
 from tests.harness.process_groups import set_layout  # noqa: E402
-from tests.harness.torch_groups import NAME, default_group  # noqa: E402
+from tests.harness.torch_groups import NAME, default_group, group_in  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -27,9 +27,7 @@ SIZES = [1, 70_000, 700_000]  # a plan, one exchange, several stages
 @pytest.fixture(params=["shared", "private", "nodes"])
 def group(request, monkeypatch):
     """The default group on one node, without shared memory, and on two nodes made of one machine."""
-    if request.param != "shared":
-        set_layout(request.param, monkeypatch)
-    with default_group() as group:
+    with group_in(request.param, monkeypatch) as group:
         yield group
 
 

@@ -12,8 +12,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 import torch.distributed as dist  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
-from tests.harness.process_groups import set_layout  # noqa: E402
-from tests.harness.torch_groups import default_group  # noqa: E402
+from tests.harness.torch_groups import default_group, group_in  # noqa: E402
 from tests.harness.torch_operations import CALLS, ROOTED, call, function_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -29,9 +28,7 @@ def group():
 
 @pytest.fixture(params=["shared", "private", "nodes"])
 def any_group(request, monkeypatch):
-    if request.param != "shared":
-        set_layout(request.param, monkeypatch)
-    with default_group() as group:
+    with group_in(request.param, monkeypatch) as group:
         yield group
 
 
