@@ -4,7 +4,7 @@
 |---|---|---|
 | MPISTRAT_WARN_AFTER | 10 | seconds in a collective after which a warning names who is missing |
 | MPISTRAT_ABORT_AFTER | 600 | seconds after which a collective fails with an error |
-| MPISTRAT_CHECK_EVERY | 64 | between nodes, each how many collectives the ranks compare what they are doing |
+| MPISTRAT_CHECK_EVERY | 64 | between nodes, the number of expected collectives after which the ranks compare their calls |
 | MPISTRAT_SHARED_MEMORY | 1 | 0 keeps a private copy of the variables in every rank |
 | MPISTRAT_COMPILED_LOOPS | 1 | 0 leaves sums and update rules to NumPy; read when the package is imported |
 | MPISTRAT_CHOOSER | | JSON file with a table for the chooser, in place of the one that ships |

@@ -1,7 +1,7 @@
 """Collective calls: all ranks compare the fingerprints of theirs before data moves, and mismatches become errors.
 
-On a node the tag of a `Collective` is exchanged in every barrier (see `node`); between nodes the ranks compare tags at intervals
-(`Comparison`).
+On a node the tag of a `Collective` is exchanged in every barrier (see `node`); between nodes the ranks compare each call that is
+not expected (`Comparison`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, final
 import numpy as np
 
 from ..base.agree import all_alike, fingerprint, gather_text, mismatch
-from ..base.errors import ContextError, RanksLostError, explain
+from ..base.errors import ClosedError, ContextError, RanksLostError, explain
 from ..cluster.world import is_loss
 from .call import Call
 from .draws import Draws
@@ -24,7 +24,7 @@ from .recorder import RECORDER
 __all__ = ["Collective", "Comparison"]
 
 _MASK = (1 << 63) - 1
-_SERIES = 4096  # so many names are remembered
+_PLACES = 4096  # so many expectations are remembered
 _NAME_CHARACTERS = 80  # of a call in the recorder
 
 
@@ -105,13 +105,10 @@ class Collective(Call):
 class Comparison:
     """Compares the calls of all ranks over a communicator on which nothing else is reduced.
 
-    Not every call is compared, but no difference is lost: what is compared is a hash of all calls so far.
-
-    Attributes:
-        each_change: whether a call that differs from the one before is compared, not only one that differs from the last of its
-            series. Then calls of two known kinds never move data for each other; operations that take turns cost more.
-        each_time: the series that are then compared at each call: a root that only sends, as of a broadcast, would go on with its
-            next call, and its message would be taken for that of a later one.
+    What followed a call the last time is expected to follow it again, and otherwise the same call once more. An expected call is
+    not compared; another one is, before its data moves. All ranks expect the same, so two ranks never move data for different
+    calls: one whose call is not expected waits in the comparison, and the other waits for it, until the watchdog tells both.
+    No difference is lost: what is compared is a hash of all calls so far.
     """
 
     def __init__(self, comm: Any, every: int, draws: Draws) -> None:
@@ -121,22 +118,33 @@ class Comparison:
         self._comm, self._min, self._max = comm, MPI.MIN, MPI.MAX
         self._pair, self._least = np.empty(2, np.int64), np.empty(2, np.int64)
         self._recent: deque[tuple[int, str]] = deque(maxlen=every)  # number and text
-        self._last: dict[str, int] = {}  # kind of each operation and name
         self._rolling = 0
-        self.each_change, self.each_time = False, frozenset[str]()
         self._every, self._compared = every, 0  # number of the call that was compared last
+        self._one_way = 0  # number of the last call that may have ended here before others took part in it
+        self._forget()
+
+    def _forget(self) -> None:
+        """Expect nothing."""
+        self._place = (0, 0, 0)  # kinds of two calls that differ, the later of which was made so many times in a row
+        self._next: dict[tuple[int, int, int], int] = {}  # the kind that followed there
 
     def due(self, call: Call, number: int) -> bool:
-        """Note a call. Return whether to compare now: one `every` calls, and when a series changes, or each change."""
+        """Note a call. Return whether to compare now: a call that is not expected, and one in `every` calls."""
         self._rolling = (self._rolling * 0x100000001B3 + (call.tag ^ self._draws.mark)) & _MASK
         self._recent.append((number, call.text))
-        series = "" if self.each_change else call.series
-        changed = self._last.get(series) != call.kind or call.series in self.each_time
-        if changed:
-            if len(self._last) >= _SERIES:  # at the same moment on every rank
-                self._last.clear()
-            self._last[series] = call.kind
-        return changed or number - self._compared >= self._every
+        before, last, times = place = self._place
+        kind = call.kind
+        self._place = (before, last, times + 1) if kind == last else (last, kind, 1)
+        if self._next.get(place, last) == kind:
+            return number - self._compared >= self._every
+        if len(self._next) >= _PLACES:  # at the same moment on every rank
+            self._next.clear()
+        self._next[place] = kind
+        return True
+
+    def note_one_way(self, number: int) -> None:
+        """Note that a call may end on this rank before the others have taken part in it."""
+        self._one_way = number
 
     def recent(self, number: int) -> str:
         """Return the text of a call, "" where it was not noted or is forgotten. Any thread."""
@@ -145,7 +153,8 @@ class Comparison:
     def compare(self, monitor: RankMonitor) -> None:
         """Check that all ranks made the same calls, up to the one that they are in. Collective.
 
-        Where they did not, they continue in step: with the same number, and as if none had failed before.
+        Where they did not, they continue in step: with the same number, and as if none had failed before. But after a difference
+        that a one-way call has passed they refuse to continue, as its messages would be taken for those of a later call.
 
         Raises:
             CollectiveMismatchError: on every rank, with the call of each where they first differ.
@@ -157,7 +166,7 @@ class Comparison:
             return
         own = {at: text for at, text in self._recent if at > before}
         self._rolling = 0
-        self._last.clear()
+        self._forget()
         # Ranks whose calls failed, while others still wait in them, are ahead of these.
         first, last = np.empty((2, 1), np.int64)
         self._comm.Allreduce(np.array([min(own)]), first, self._max)
@@ -170,8 +179,14 @@ class Comparison:
         differ = np.flatnonzero(~all_alike(self._comm, [fingerprint(text) for text in texts]))
         if not differ.size:
             raise self._draws.differ(self._comm, range(self._comm.size), own[max(own)])
-        text = texts[int(differ[0])]
-        raise mismatch(dict(enumerate(gather_text(self._comm, text))), len(texts) - 1 - int(differ[0]))
+        at = int(differ[0])
+        error = mismatch(dict(enumerate(gather_text(self._comm, texts[at]))), len(texts) - 1 - at)
+        passed = np.empty(1, np.int64)
+        self._comm.Allreduce(np.array([self._one_way]), passed, self._max)
+        if passed[0] >= first[0] + at and monitor.refusal is None:
+            why = f"ranks made different calls, whose messages may still be under way: {error}"
+            monitor.refusal = ClosedError(f"this group of ranks is of no more use, {why}")
+        raise error
 
 
 def _second_thread(text: str, monitor: RankMonitor) -> ContextError:

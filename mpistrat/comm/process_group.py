@@ -192,9 +192,9 @@ class ProcessGroup:
     ) -> Collective:
         """Return the context in which one collective runs. Entering it is collective over all ranks.
 
-        On entry the ranks of a node wait for each other and compare their calls. Between nodes they compare when an
-        operation of this name is called differently from the last time, and every `environment.check_every` collectives;
-        then they find every difference since the last comparison.
+        On entry the ranks of a node wait for each other and compare their calls. Between nodes they compare a call that does not
+        follow the calls before it as it did the last time, and every `environment.check_every` collectives; then they find
+        every difference since the last comparison.
 
         Args:
             op, name, dtype, shape, detail: what must be the same on every rank. `detail` must have the same repr there.
@@ -228,15 +228,10 @@ class ProcessGroup:
         )
         return call
 
-    def compare_each_change(self, *one_way: str) -> None:
-        """Compare also between nodes each call that differs from the one before, before its data moves. The same on all ranks.
-
-        Args:
-            one_way: operations in which a rank only sends. They are compared each time.
-        """
+    def note_one_way(self) -> None:
+        """Note that the collective which is under way may end on this rank before the others have taken part in it."""
         if self._comparison is not None:
-            self._comparison.each_change = True
-            self._comparison.each_time = frozenset(describe(op, self.label) for op in one_way)
+            self._comparison.note_one_way(self.monitor.number)
 
     def in_order(self, function: str, call: Callable[[], R]) -> R:
         """Return what a call returns that makes collectives, after those that this rank has begun. Collective.
@@ -272,6 +267,7 @@ class ProcessGroup:
             return
         from mpi4py import MPI
 
+        self.note_one_way()
         flat = array.reshape(-1).view(np.uint8)
         for start in range(0, flat.nbytes, _CHUNK):
             self._comm.Bcast([flat[start : start + _CHUNK], MPI.BYTE], root)

@@ -166,8 +166,6 @@ class MpiProcessGroup(dist.ProcessGroup):
         super().__init__(topology.rank, topology.size)
         self._rank, self._size = topology.rank, topology.size
         self._ranks, self._store, self._timeout = ranks, store, timeout
-        # One rank's reduce_scatter and another's all_to_all have the same messages.
-        ranks.compare_each_change("dist.broadcast", "dist.gather", "dist.scatter")
         self._ops = make_cross_device_ops()
         self._ops.bind(ranks)
         self._options: dict[float, CommunicationOptions] = {}
@@ -330,7 +328,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             try:
                 for event in events:
                     event.synchronize()
-                with torch.no_grad(), _profiled(function):
+                with torch.no_grad(), np.errstate(all="ignore"), _profiled(function):  # NaN is a result, as in torch
                     operation(seconds)
             except Exception as error:
                 raise torch_error(error, line or _line_of_call() or user_line(self._ranks.monitor.thread)) from None
@@ -735,6 +733,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         largest = like.numel() * like.element_size()
         staged = exchange.staged(self._ranks, largest) and largest > 0
         with self._call(function, like, detail, seconds, synchronize=not staged) as call:
+            self._ranks.note_one_way()
             exchange.exchange(self._ranks, call, to, come, largest)
 
     # all-to-all

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from mpistrat.errors import CollectiveMismatchError
+from mpistrat.comm.contract import Comparison
+from mpistrat.errors import ClosedError, CollectiveMismatchError
 
 pytestmark = pytest.mark.ranks(2, 3)
 
@@ -48,33 +49,100 @@ def use(group, *names):
             pass
 
 
-def test_an_exchanged_order_is_found_at_the_next_comparison(group):
-    """Calls that all ranks know are not compared at once, but none is forgotten."""
-    use(group, "a", "b", "a", "b")  # the second of each compares nothing
-    use(group, *("ab" if group.topology.rank == 0 else "ba"))
-    with pytest.raises(
-        CollectiveMismatchError, match=r"2 collectives ago: rank 0: assign 'a'; ranks? 1.*: assign 'b'$"
-    ):
-        use(group, "c")
-    use(group, "d")
+@pytest.fixture
+def comparisons(monkeypatch):
+    """The numbers of the calls that were compared."""
+    numbers, compare = [], Comparison.compare
+
+    def counted(self, monitor):
+        numbers.append(monitor.number)
+        compare(self, monitor)
+
+    monkeypatch.setattr(Comparison, "compare", counted)
+    return numbers
 
 
-def test_each_change_is_compared_before_the_call_where_a_group_wants_it(group):
-    group.compare_each_change()
-    use(group, "a", "b", "c", "a", "b", "c")
-    with pytest.raises(CollectiveMismatchError, match=r"collectives: rank 0: assign 'a'; ranks? 1.*: assign 'b'$"):
-        use(group, "a" if group.topology.rank == 0 else "b")
+@pytest.mark.parametrize(
+    ("turn", "compared"),
+    [
+        ("a", [1]),
+        ("ab", [1, 2, 3, 4]),  # b after a, a after b, b after the a that follows a b
+        ("abc", [1, 2, 3, 4, 5]),
+        ("aab", [1, 3, 4, 6]),
+        ("aaaaaaab", [1, 8, 9, 16]),
+        ("abac", [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_calls_that_come_in_turns_are_compared_until_they_are_expected(make_group, comparisons, turn, compared):
+    use(make_group(shared_memory=False, check_every=1000), *turn * 9)
+    assert comparisons == compared
+
+
+def test_calls_that_follow_the_same_two_in_turns_are_always_compared(make_group, comparisons):
+    use(make_group(shared_memory=False, check_every=1000), *"abcabd" * 9)
+    assert comparisons[-6:] == [39, 42, 45, 48, 51, 54]
+
+
+def test_calls_that_nobody_expects_are_compared_before_they_begin(group):
+    use(group, *"abcabc")
+    with pytest.raises(CollectiveMismatchError, match=r"collectives: rank 0: assign 'b'; ranks? 1.*: assign 'c'$"):
+        use(group, "b" if group.topology.rank == 0 else "c")
     use(group, "c", "a")
 
 
-def test_every_fifth_collective_compares(group):
-    use(group, "a", "b")
-    mine = "aabbb" if group.topology.rank == 0 else "abbbb"
-    use(group, *mine[:4])
+def test_an_exchanged_order_is_found_by_the_next_comparison(group):
+    """A rank whose call is expected goes on, here to a call that is not, as this call needs no other rank."""
+    use(group, *"ababab")
+    use(group, *("ab" if group.topology.rank == 0 else ""))
     with pytest.raises(
-        CollectiveMismatchError, match=r"3 collectives ago: rank 0: assign 'a'; ranks? 1.*: assign 'b'$"
+        CollectiveMismatchError, match=r"2 collectives ago: rank 0: assign 'a'; ranks? 1.*: assign 'b'$"
     ):
-        use(group, mine[4])
+        use(group, "c" if group.topology.rank == 0 else "b")
+    use(group, "d")
+
+
+def test_a_one_way_message_of_another_call_does_not_reach_a_later_one(group):
+    """Rank 0 has sent what no other rank has received: the group is of no more use, and says so on all ranks."""
+    value = np.zeros(3, np.uint8)
+
+    def broadcast(times):
+        for _ in range(times):
+            with group.collective("broadcast", "w"):
+                group.broadcast(value)
+
+    broadcast(2)
+    use(group, "a", "b")
+    broadcast(1)
+    with pytest.raises(
+        CollectiveMismatchError, match="1 collective ago: rank 0: broadcast 'w'; ranks? 1.*: assign 'b'"
+    ):
+        if group.topology.rank == 0:
+            broadcast(1)
+            use(group, "a")
+        else:
+            use(group, "b")
+    with pytest.raises(ClosedError, match="no more use, ranks made different calls, .*: broadcast 'w'"):
+        use(group, "a")
+    if group.topology.rank:  # MPI gives the communicator's context, with the message, to a later one
+        group.broadcast(value)
+
+
+def test_a_one_way_message_that_all_ranks_have_received_is_no_obstacle(group):
+    with group.collective("broadcast", "w"):
+        group.broadcast(np.zeros(3, np.uint8))
+    with pytest.raises(CollectiveMismatchError):
+        use(group, "a" if group.topology.rank == 0 else "b")
+    use(group, "a")
+
+
+def test_every_fifth_collective_compares(group):
+    """A rank whose calls are expected finds by itself that others wait in another one."""
+    use(group, "a", "b")
+    use(group, *"bb" * (group.topology.rank == 0))
+    with pytest.raises(
+        CollectiveMismatchError, match=r"4 collectives ago: rank 0: assign 'b'; ranks? 1.*: assign 'c'$"
+    ):
+        use(group, *("bbb" if group.topology.rank == 0 else "c"))
 
 
 def test_a_rank_ahead_is_compared_by_the_number_of_its_calls(group):

@@ -273,16 +273,3 @@ def test_the_byte_order_of_an_array_changes_no_number(of, dtype, length):
 def test_a_nest_without_arrays_stays_empty(of, empty):
     assert of.all_gather(empty) == of.broadcast(empty) == of.all_reduce("SUM", empty) == empty
     assert of.reduce_scatter("SUM", empty) == of.all_to_all(empty)[0] == empty
-
-
-@pytest.mark.ranks(2)
-def test_shapes_that_take_turns_are_compared():
-    """Also where a rank makes the call that came next the times before."""
-    with open_group("nodes") as group:
-        of = Collectives(group, "Test")
-        for _ in range(4):
-            for length in (2, 3, 4):
-                of.broadcast(np.ones(length))
-        with pytest.raises(CollectiveMismatchError, match=r"\(2,\)(.|\n)*\(3,\)"):
-            of.broadcast(np.ones(2 + group.topology.rank))
-        of.close()

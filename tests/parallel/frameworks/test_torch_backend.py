@@ -6,6 +6,7 @@ import math
 import operator
 import threading
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
@@ -103,6 +104,24 @@ def test_narrow_floats_are_rounded_once(group, dtype):
         part.fill_(1.0 if rank == 0 else 0.75 * step / (ranks - 1))
     dist.reduce_scatter(output, parts)
     assert output == want
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_sums_that_are_not_finite_are_results(group, dtype, count):
+    """As in torch: no warning, and no error of NumPy's where the program asks NumPy for errors."""
+    rank, ranks = here()
+    with np.errstate(all="raise"):
+        largest = torch.full((count,), torch.finfo(dtype).max, dtype=dtype)
+        ends = torch.full((count,), math.inf if rank else -math.inf, dtype=dtype)
+        dist.all_reduce(largest)
+        dist.all_reduce(ends, async_op=True).wait()
+        output = torch.empty(1, dtype=dtype)
+        dist.reduce_scatter_single(output, largest.new_full((ranks,), torch.finfo(dtype).max))
+    assert (largest == math.inf).all()
+    assert ends.isnan().all()
+    assert output == math.inf
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -373,7 +392,7 @@ def test_a_large_message_that_no_rank_received_ends_with_its_group():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["broadcast", "gather", "scatter"])
 def test_what_one_rank_alone_has_sent_reaches_no_later_call(name, monkeypatch):
-    """Each rank is a node: the rank that only sends would go on, and its message would wait for the next call."""
+    """Each rank is a node: the rank that only sends goes on, and its message would wait for a later call of the group."""
     set_layout("nodes", monkeypatch)
     with default_group():
         rank, _ = here()
@@ -392,9 +411,14 @@ def test_what_one_rank_alone_has_sent_reaches_no_later_call(name, monkeypatch):
 
         dist.all_reduce(torch.ones(1))
         assert call(1.0) == 1
-        with pytest.raises(RuntimeError, match="all_reduce"):
-            call(2.0) if rank == sender else dist.all_reduce(torch.ones(1))
-        assert [call(value) for value in (5.0, 6.0, 7.0)] == [5, 6, 7]
+        with pytest.raises(RuntimeError, match=f"dist.{name} .*dist.all_reduce|dist.all_reduce .*dist.{name}"):
+            if rank == sender:
+                call(2.0)
+                dist.barrier()
+            else:
+                dist.all_reduce(torch.ones(1))
+        with pytest.raises(RuntimeError, match="no more use, ranks made different calls"):
+            call(5.0)
 
 
 @pytest.mark.ranks(2)

@@ -191,6 +191,24 @@ def test_another_way_through_a_step_between_nodes_is_told_before_the_time_limit(
     assert "global_clipnorm=1.0" in result.stderr
 
 
+EXCHANGED = """
+import numpy as np, mpistrat as ms
+with ms.MultiWorkerMirroredStrategy() as strategy:
+    for number in range(20):
+        for dtype in ("f4", "i4") if number < 19 or strategy.rank else ("i4", "f4"):
+            strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.ones(3, dtype)))
+"""
+
+
+def test_an_exchanged_order_ends_the_job_before_the_time_limit(mpi_run):
+    """Both calls are known, and have messages of the same length: none is taken for the other."""
+    result = mpi_run(EXCHANGED, 2, timeout=40, env={"MPISTRAT_SHARED_MEMORY": "0"})
+    assert result.returncode != 0
+    assert "CollectiveMismatchError" in result.stderr
+    assert "int32 (3,)" in result.stderr
+    assert "float32 (3,)" in result.stderr
+
+
 @pytest.mark.ranks(2)
 def test_what_may_differ_from_rank_to_rank_is_not_compared():
     from mpi4py import MPI
