@@ -71,6 +71,9 @@ _FOLDERS = {path.parents[2] for path in (Path(__file__), Path(__file__).resolve(
 _PACKAGE = tuple(text for path in _FOLDERS for text in (f"{path}{os.sep}", str(path.parent / "_mpistrat_torch.py")))
 _EXAMPLES = tuple(f"{path}{os.sep}examples{os.sep}" for path in _FOLDERS)  # programs as a user would write them
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_INSTALLED = re.compile(
+    r"[\\/](site|dist)-packages[\\/]"
+)  # of the user, of a module of the site, of a parent environment
 
 
 def end_job(text: str, code: int = 1, reason: str = "") -> None:
@@ -137,7 +140,9 @@ def print_text(text: str, stream: Any = None) -> None:
 @functools.cache
 def is_user_code(filename: str) -> bool:
     """Return whether a file is the user's: neither of this package nor of an installed one or the standard library."""
-    return filename.startswith(_EXAMPLES) or not filename.startswith((*_PACKAGE, *_LIBRARIES, "<frozen"))
+    if filename.startswith(_EXAMPLES):
+        return True
+    return not filename.startswith((*_PACKAGE, *_LIBRARIES, "<frozen")) and _INSTALLED.search(filename) is None
 
 
 def format_exception(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> str:

@@ -10,7 +10,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.base import nest
 from mpistrat.base.environment import Environment
-from mpistrat.comm.monitor.abort import format_exception
+from mpistrat.comm.monitor.abort import format_exception, is_user_code
 
 
 def printed(act) -> str:
@@ -61,6 +61,25 @@ def test_an_error_that_nobody_meant_keeps_all_lines():
     text = printed(lambda: nest.map_structure(5, [1]))
     assert "/mpistrat/base/nest.py" in text
     assert "left out" not in text
+
+
+@pytest.mark.parametrize(
+    ("filename", "whose"),
+    [
+        ("/home/me/project/train.py", True),
+        ("/home/me/site-packages.py", True),
+        ("<stdin>", True),
+        (np.__file__, False),
+        (sys.modules["functools"].__file__, False),
+        ("/apps/torch/2.13/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", False),
+        ("/home/me/.local/lib/python3.11/site-packages/torch/nn/modules/module.py", False),
+        ("/usr/lib/python3/dist-packages/numpy/__init__.py", False),
+        ("C:\\Python\\Lib\\site-packages\\jax\\api.py", False),
+    ],
+)
+def test_installed_packages_are_not_the_user_s_code(filename, whose):
+    """A module of the site, a user's folder and an environment below this one have folders of their own."""
+    assert is_user_code(filename) == whose
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest_one():
