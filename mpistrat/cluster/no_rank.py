@@ -15,11 +15,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["become_no_rank", "install", "is_no_rank"]
+__all__ = ["VARIABLES", "become_no_rank", "install", "is_no_rank"]
 
 # What launchers put into the environment of a rank: MPICH and relatives (Hydra, PMI), Open MPI (PRRTE, PMIx), MVAPICH, jsrun,
 # Flux, srun. SLURM's other variables describe the allocation.
-_VARIABLES = ("PMI_", "PMI2_", "MPI_", "HYDI_", "HYDRA_", "MPICH_", "MPIEXEC_", "OMPI_", "OPAL_", "ORTE_", "PMIX_", "PRTE_",
+VARIABLES = ("PMI_", "PMI2_", "MPI_", "HYDI_", "HYDRA_", "MPICH_", "MPIEXEC_", "OMPI_", "OPAL_", "ORTE_", "PMIX_", "PRTE_",
               "MV2_", "JSM_", "FLUX_", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")  # fmt: skip
 _REASON = (
     "mpi4py.MPI cannot be used in a process that multiprocessing has started, such as one of Dataset.map(processes=True) or a "
@@ -60,7 +60,7 @@ class _NoMPIFinder(Loader):
 def become_no_rank() -> None:
     """Make this process, which is to call no MPI, one that does not take itself for a rank."""
     for name in list(os.environ):
-        if name.startswith(_VARIABLES):
+        if name.startswith(VARIABLES):
             del os.environ[name]
     if not is_no_rank():
         sys.meta_path.insert(0, _NoMPIFinder())

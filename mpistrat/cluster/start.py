@@ -22,12 +22,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from zlib import crc32
 
 from ..base.environment import Environment
+from ..base.errors import ContextError
 from ..base.text import named
 from .launcher_variables import RANK_VARIABLES, launched_rank, launched_size
+from .no_rank import VARIABLES
 
-__all__ = ["end_before_mpi", "import_mpi", "mark_finished", "ranks_of_launcher", "running"]
+__all__ = ["end_before_mpi", "import_mpi", "mark_finished", "mark_started", "ranks_of_launcher", "running"]
 
 _LEVELS = {"single": 0, "funneled": 1, "serialized": 2, "multiple": 3}  # as MPI numbers them: in this order
 _PMI = "PMI_FD"
@@ -35,6 +38,15 @@ _LOOK = 0.5  # seconds between two looks at the other ranks of the node
 _STARTING = 2.0  # seconds in which the launcher starts processes
 _PRINTING = 1.0  # seconds in which one rank of the node prints why the job ends
 _LOCAL_SIZES = "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"
+_LAUNCHES = (
+    "PMIX_NAMESPACE",
+    "PMI_PORT",
+    "PMI_JOBID",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "FLUX_JOB_ID",
+)  # differ by launch
+_STARTED = "MPISTRAT_STARTED"  # in the environment of what a rank starts: its process, and a digest of the launcher's variables
 _FINISHED = "mpistrat: left"  # a process's name has at most 15 characters
 _seen: set[int] = set()  # ranks of this node that have lived
 
@@ -50,9 +62,14 @@ def import_mpi() -> Any:
     """Return the module mpi4py.MPI; importing it starts MPI by the settings of mpi4py.rc. Collective over the job where it does.
 
     With several ranks a start that takes longer than MPISTRAT_ABORT_AFTER ends the job.
+
+    Raises:
+        ContextError: a rank has started this process, which has the rank's place at the launcher.
     """
     import mpi4py
 
+    if running() is None:
+        _refuse_in_subprocess()
     rc: Any = mpi4py.rc
     launched = launched_size()
     here = sys.modules.get("mpi4py.MPI")
@@ -80,6 +97,40 @@ def _init(mpi: Any, level: int) -> None:
     error = ctypes.CDLL(mpi.__file__).MPI_Init_thread(None, None, ctypes.c_int(level), ctypes.byref(granted))
     if error:
         raise RuntimeError(f"MPI_Init_thread() failed [error code: {error}]")
+
+
+def mark_started() -> None:
+    """Tell the processes that this one starts that it is a rank, and runs MPI."""
+    os.environ[_STARTED] = f"{os.getpid()} {_place()} {_connection()}"
+
+
+def _place() -> str:
+    """Return a digest of what the launcher has told this process; that of another launch differs."""
+    told = [os.environ.get(name, "") for name in (*RANK_VARIABLES, *_LAUNCHES)]
+    return f"{crc32(repr(told).encode(errors='surrogateescape')):08x}"
+
+
+def _refuse_in_subprocess() -> None:
+    """Raise ContextError where a rank has started this process, in whose place it would fail or hang in MPI_Init."""
+    if _STARTED not in os.environ:
+        return
+    process, place, connection = os.environ[_STARTED].split(" ")
+    if process == str(os.getpid()) or place != _place() or _connection() not in ("", connection):
+        return
+    found = [start for start in VARIABLES if any(name.startswith(start) for name in os.environ)]
+    raise ContextError(
+        f"MPI cannot start in process {os.getpid()}, which rank {launched_rank()} (process {process}) has started: it would take "
+        "the rank's place. To run alone, the process needs an environment without the launcher's variables, which begin with "
+        f"{', '.join(found)}"
+    )
+
+
+def _connection() -> str:
+    """Return the number of the connection to MPICH's launcher, "" without one: most ways to start a process close it there."""
+    try:
+        return str(os.fstat(int(os.environ[_PMI])).st_ino)
+    except (KeyError, ValueError, OSError):
+        return ""
 
 
 class _Limit:

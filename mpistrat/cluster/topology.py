@@ -22,7 +22,7 @@ from .forks import is_child, refusal
 from .launcher_variables import check_launcher, check_size
 from .no_rank import is_no_rank
 from .rendezvous import wait_for_ranks
-from .start import import_mpi
+from .start import import_mpi, mark_started
 from .world import world
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def running_mpi(function: str) -> Any:
     Raises:
         LayoutError: MPI is not running and will not be started, or has ended.
         ClusterError: mpi4py finds no MPI library, or another than the launcher's.
-        ContextError: in a process that a rank has forked.
+        ContextError: in a process that a rank has forked or started.
     """
     if is_child():
         raise refusal(function)
@@ -282,6 +282,8 @@ def running_mpi(function: str) -> Any:
     check_launcher(function)
     try:
         MPI = import_mpi()
+    except ContextError:
+        raise
     except (ImportError, RuntimeError) as error:
         remedy = (
             "Load your site's MPI module, or add the folder of its libmpi to LD_LIBRARY_PATH, "
@@ -294,6 +296,8 @@ def running_mpi(function: str) -> Any:
     if not MPI.Is_initialized():
         remedy = "mpi4py.rc.initialize is False: call MPI.Init_thread() first, or leave it True"
         raise LayoutError(explain(function, "comm", expected="a running MPI", got="none", remedy=remedy))
+    if MPI.COMM_WORLD.size > 1:
+        mark_started()
     return MPI
 
 
