@@ -1,6 +1,10 @@
 """Checkpoints of DDP's and FSDP2's modules: equal bits, other layouts and numbers of ranks, wrong use, ranks that are killed."""
 
+import contextlib
+import secrets
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +13,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
@@ -17,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
 from mpistrat.base.programs import program  # noqa: E402
+from mpistrat.comm import job_files  # noqa: E402
 from tests.harness.torch_groups import default_group  # noqa: E402
 from tests.launch.launcher import job_environment  # noqa: E402
 
@@ -42,6 +47,16 @@ def hsdp(seed=0):
     return fully_shard(
         net(seed), mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
     )
+
+
+def hsdp_over_nodes(seed=0):
+    """Two ranks of different nodes have a shard each of the module, and the other two the same shards."""
+    return fully_shard(net(seed), mesh=DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("r", "s")))
+
+
+def with_means(seed=0):
+    torch.manual_seed(seed)
+    return DistributedDataParallel(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)))
 
 
 def columns(seed=0):
@@ -232,6 +247,111 @@ def test_what_only_strategies_have_is_an_error(mpi_tmp_path):
             state.take_snapshot(1, {})
     with default_group(backend="gloo"), pytest.raises(ms.errors.ContextError, match="TrainingState: .*gloo"):
         ms.torch.TrainingState(net())
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("make", [with_means, fsdp, columns])
+def test_ranks_without_shared_memory_have_a_whole_snapshot_each(monkeypatch, make):
+    """Any of them restores all. A module of another layout has other boxes, which the same state then sends."""
+    from mpi4py import MPI
+
+    job = MPI.COMM_WORLD.bcast(secrets.token_hex(8))
+    monkeypatch.setenv("MPISTRAT_JOB", job)
+    monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")
+    with default_group():
+        model = make()
+        optimizer = trained(model)
+        wanted = whole(model, optimizer)
+        state = ms.torch.TrainingState(model, optimizer)
+        state.take_snapshot(1, {}, "run")
+        last = dist.get_world_size() - 1
+        dist.barrier()
+        if dist.get_rank() != last:
+            (path,) = (path for path in job_files.paths(job, "run") if job_files.first_of(path) == dist.get_rank())
+            path.unlink()
+        dist.barrier()
+        other = make(seed=1)
+        changed = torch.optim.AdamW(other.parameters())
+        restored = ms.torch.TrainingState(other, changed)
+        snapshot = restored.newest_snapshot("run")
+        assert snapshot is not None
+        restored.restore_snapshot(snapshot)
+        found = whole(other, changed)
+        means = {name for name in wanted if "running" in name and dist.get_rank()}  # those of rank 0
+        check_equal({name: found[name] for name in found.keys() - means}, {n: wanted[n] for n in wanted.keys() - means})
+        dist.barrier()
+        job_files.remove(job)
+
+
+@contextlib.contextmanager
+def mpi_group():
+    dist.init_process_group("mpi")
+    try:
+        yield
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.hosts(2, ranks_per_host=2)
+@pytest.mark.parametrize("make", [ddp, with_means, fsdp, hsdp, hsdp_over_nodes, columns])
+def test_each_node_has_a_whole_snapshot(monkeypatch, make):
+    """All ranks restore it after one of the nodes has lost its memory, whichever."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    job = world.bcast(secrets.token_hex(8))
+    monkeypatch.setenv("MPISTRAT_JOB", job)
+    with mpi_group():
+        model = make()
+        optimizer = trained(model)
+        state = ms.torch.TrainingState(model, optimizer)
+        for lost in (0, 1):
+            state.take_snapshot(1, {"lost": lost}, "run")
+            buffers = [world.bcast(buffer) for buffer in model.buffers()]  # rank 0's
+            wanted = whole(model, optimizer)
+            wanted = {name: value.clone() if torch.is_tensor(value) else value for name, value in wanted.items()}
+            world.Barrier()
+            if world.rank == 2 * lost:
+                for path in job_files.paths(job, "run"):
+                    path.unlink()
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    tensor.zero_()
+            world.Barrier()
+            snapshot = state.newest_snapshot("run")
+            assert snapshot is not None and snapshot.step == 1 and snapshot.root // 2 == 1 - lost
+            assert state.restore_snapshot(snapshot) == {"lost": lost}
+            found = whole(model, optimizer)
+            for name, buffer in zip((name for name, _ in model.named_buffers()), buffers, strict=True):
+                wanted[name.removeprefix("module.")] = buffer
+            check_equal(found, wanted)
+            assert len(wanted) > 15
+    job_files.remove(job)
+
+
+@pytest.mark.hosts(2, ranks_per_host=2)
+@pytest.mark.parametrize("make", [with_means, fsdp, columns])
+def test_ranks_that_do_not_reach_the_folder_send_their_shards(make):
+    """/dev/shm of a host is no other one's."""
+    from mpi4py import MPI
+
+    folder = Path("/dev/shm", MPI.COMM_WORLD.bcast(f"only-one-host-{secrets.token_hex(4)}"))
+    if MPI.COMM_WORLD.rank == 0:
+        folder.mkdir()
+    with mpi_group():
+        model = make()
+        optimizer = trained(model)
+        state, wanted = ms.torch.TrainingState(model, optimizer), whole(model, optimizer)
+        state.save(folder / "run.h5", {"epoch": 3})
+        assert folder.exists() == (dist.get_rank() < 2)
+        other = make(seed=1)
+        changed = torch.optim.AdamW(other.parameters())
+        assert ms.torch.TrainingState(other, changed).restore(folder / "run.h5") == {"epoch": 3}
+        wanted = {name: value for name, value in wanted.items() if "running" not in name}
+        found = whole(other, changed)
+        check_equal({name: found[name] for name in wanted}, wanted)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 PROGRAM = """
