@@ -32,6 +32,7 @@ from ..state.opened import OpenState
 from ..state.shards import Shards
 from ..state.snapshot import Snapshot, SnapshotFile, check_restarts
 from ..state.writing import Saving
+from ..strategy.preemption import StopRequest, StopTogether
 from ..timeline.trace import process_group_of
 from ..variables import Receiver
 from .backend.transfers import bytes_of, dense, dtype_name
@@ -96,6 +97,7 @@ class TrainingState:
         self.process_group: ProcessGroup = process_group_of(self._ranks, "TrainingState")
         self.rank, self.size = int(self._ranks.rank), int(self._ranks.size)
         self.takes_snapshots = bool(self.process_group.environment.job)
+        self._stop_request, self._stop_agreement = StopRequest(self.process_group), StopTogether(self.process_group)
         self._tensors = _Tensors(self.process_group)
         self._checkpoint = self.process_group.in_order(
             "TrainingState", lambda: Checkpoint(self.process_group, self._tensors)
@@ -111,6 +113,20 @@ class TrainingState:
 
     def outer_step(self) -> None:
         """Do nothing: ranks have equal weights after each step. See `Strategy.outer_step`."""
+
+    def should_stop(self) -> bool:
+        """Return whether to stop here: some rank got SIGUSR1 or SIGTERM, or its time is nearly over. Collective.
+
+        Call it after each step. From the first call on the two signals do nothing else, until the program ends. See
+        `Strategy.should_stop`.
+
+        Example:
+            >>> TrainingState(torch.nn.Linear(2, 1)).should_stop()
+            False
+        """
+        self._stop_request.save_seconds = self._checkpoint.seconds
+        wish = bool(self._stop_request)  # in this thread: Python handles signals in its main thread only
+        return self._in_order("should_stop", lambda: self._stop_agreement.ask(wish))
 
     # what is saved
 

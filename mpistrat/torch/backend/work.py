@@ -124,8 +124,8 @@ class OperationWork(dist.Work):
     def get_future(self) -> Future[Any]:
         """Return the future that the operation fills: with its tensors, or with its error.
 
-        Its error is that of a callback. `Future.set_exception` would give C++, as in the backward pass of DistributedDataParallel,
-        the exception in the place of tensors, and end the process by SIGSEGV.
+        Its error is that of a callback: `Future.set_exception` would give C++ the exception in the place of tensors. In the
+        backward pass of DistributedDataParallel that ends the process by SIGSEGV.
         """
         with self._lock:
             if self._future is None:

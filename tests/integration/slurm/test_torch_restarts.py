@@ -1,11 +1,12 @@
-"""Jobs of a real SLURM over two hosts that train by torch.distributed without a strategy: killed ranks, a lost host."""
+"""Jobs of a real SLURM over two hosts that train by torch.distributed without a strategy: killed ranks, a lost host,
+a preemption, a requeued job."""
 
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.harness.slurm_jobs import render
+from tests.harness.slurm_jobs import TWO_BY_TWO, launcher_words, render
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -176,7 +177,7 @@ def test_fewer_ranks_continue_without_a_lost_host(slurm, slurm_mpi, tmp_path, ki
     """SLURM takes a host from the job. Two of four ranks continue, from memory or from files of PyTorch."""
     (tmp_path / "train.py").write_text(LOST)
     environment = str(Path(slurm_mpi.python).parent.parent)
-    words = ["--venv", environment, "--nodes", "2", "--ranks-per-node", "2", "--cpus-per-rank", "1", "--restarts", "5"]
+    words = ["--venv", environment, *TWO_BY_TWO, "--cpus-per-rank", "1", "--restarts", "5"]
     script = render(slurm_mpi, tmp_path, *words, "train.py", kind)
     assert "#SBATCH --no-kill" in script.read_text()
     job = slurm.submit(script)
@@ -199,3 +200,72 @@ def test_fewer_ranks_continue_without_a_lost_host(slurm, slurm_mpi, tmp_path, ki
         assert list(map(float, found[:5])) == wanted, "each sum is exact"
     assert found[5:] == ["of", "1"]
     assert f"node {lost} lost" in out and job.fields()["JobState"] == "COMPLETED", job.tell("what was said")
+
+
+STOPPED = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+import mpistrat as ms
+
+
+def main():
+    torch.set_num_threads(1)
+    model = nn.Linear(5, 3, bias=False)
+    nn.init.zeros_(model.weight)
+    model = fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    state = ms.torch.TrainingState(model, optimizer)
+    checkpoints = ms.train.Checkpoints(state, "checkpoints", every_steps=4)
+    notes = checkpoints.restore_latest() or {"step": 0}
+    rank, size, first = dist.get_rank(), dist.get_world_size(), os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+    for step in range(notes["step"] + 1, 31):
+        rows = torch.arange(20.0).reshape(4, 5).add(7 * step).remainder(16)
+        optimizer.zero_grad()
+        model(rows[rank::size]).sum(1).mean().backward()
+        optimizer.step()
+        if rank == 0:
+            print("stepped", step, flush=True)
+        if state.should_stop():
+            checkpoints.save(step)
+            checkpoints.wait()
+            sys.exit(ms.RESTART_EXIT_CODE)
+        time.sleep(1 if first else 0)
+    weight = model.weight.full_tensor()
+    if rank == 0:
+        print("weights", *weight[0].tolist(), "of", len(set(map(tuple, weight.tolist()))), flush=True)
+
+
+ms.catch_stop_signals()
+dist.init_process_group("mpi")
+main()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("event", ["signal", "lost host"])
+def test_a_requeued_job_continues(slurm, slurm_mpi, tmp_path, event):
+    """`mpistrat job --preemptible`: after a signal all ranks save at one step, after a lost host the files are left."""
+    (tmp_path / "train.py").write_text(STOPPED)
+    words = [*launcher_words(slurm_mpi, "srun"), *TWO_BY_TWO, "--cpus-per-rank", "1", "--preemptible"]
+    job, lost = slurm.submit(render(slurm_mpi, tmp_path, *words, "train.py")), slurm.hosts.names[1]
+    job.wait_until("steps", lambda: "stepped 7" in job.output())
+    if event == "signal":
+        slurm.ok("scancel", "--signal=USR1", job.number)
+    else:
+        slurm.ok("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
+        try:
+            job.wait_until("the queue", lambda: job.fields()["JobState"] == "PENDING")
+        finally:
+            slurm.run("scontrol", "update", f"nodename={lost}", "state=resume")
+    out = job.completed(200)
+    assert job.fields()["Restarts"] == "1", job.tell("restarts")
+    steps = [int(line.split()[1]) for line in out.splitlines() if line.startswith("stepped")]
+    again = next(number for number in range(1, 31) if steps[number:] == list(range(steps[number], 31)))
+    assert steps[:again] == list(range(1, again + 1)), job.tell("the steps before")
+    assert steps[again] == again + 1 if event == "signal" else steps[again] % 4 == 1, job.tell("the first step then")
+    (found,) = [line.split()[1:] for line in out.splitlines() if line.startswith("weights")]
+    assert list(map(float, found[:5])) == weights(0), "each sum is exact"
+    assert found[5:] == ["of", "1"]

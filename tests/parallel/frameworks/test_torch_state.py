@@ -1,8 +1,10 @@
 """Checkpoints of DDP's and FSDP2's modules: equal bits, other layouts and numbers of ranks, wrong use, ranks that are killed."""
 
 import contextlib
+import os
 import secrets
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 import mpistrat as ms  # noqa: E402
 from mpistrat.base.programs import program  # noqa: E402
 from mpistrat.comm import job_files  # noqa: E402
+from mpistrat.strategy.preemption import release_signals  # noqa: E402
 from tests.harness.torch_groups import default_group  # noqa: E402
 from tests.launch.launcher import job_environment  # noqa: E402
 
@@ -247,6 +250,51 @@ def test_what_only_strategies_have_is_an_error(mpi_tmp_path):
             state.take_snapshot(1, {})
     with default_group(backend="gloo"), pytest.raises(ms.errors.ContextError, match="TrainingState: .*gloo"):
         ms.torch.TrainingState(net())
+
+
+def check_stop(teller, asynchronous):
+    """Train until a signal; the step of its rank does not matter for the others, nor does a call that is in flight."""
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = ms.torch.TrainingState(model, optimizer)
+    assert not state.should_stop() and not state.should_stop()
+    value = torch.zeros(())
+    for step in range(400):
+        optimizer.zero_grad()
+        model(torch.ones(4, 5)).square().mean().backward()
+        optimizer.step()
+        if dist.get_rank() == teller and step == 5 + 3 * teller:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        work = dist.all_reduce(value, async_op=True) if asynchronous else None
+        stops = state.should_stop()
+        if work is not None:
+            work.wait()
+        if stops:
+            break
+    assert set(state.all_gather_object(step)) == {step} and 5 + 3 * teller < step <= 8 + 3 * teller
+    assert state.should_stop()
+
+
+@pytest.fixture
+def signals():
+    """SIGUSR1 means what it meant before."""
+    yield
+    release_signals()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_all_ranks_stop_at_one_step(signals, asynchronous):
+    for teller in range(2):
+        with default_group():
+            check_stop(teller, asynchronous)
+        release_signals()
+
+
+@pytest.mark.hosts(2, ranks_per_host=2)
+def test_all_ranks_of_two_hosts_stop_at_one_step(signals):
+    with mpi_group():
+        check_stop(3, True)
 
 
 @pytest.mark.ranks(2, 3)
