@@ -265,7 +265,8 @@ def test_a_requeued_job_continues(slurm, slurm_mpi, tmp_path, event):
     steps = [int(line.split()[1]) for line in out.splitlines() if line.startswith("stepped")]
     again = next(number for number in range(1, 31) if steps[number:] == list(range(steps[number], 31)))
     assert steps[:again] == list(range(1, again + 1)), job.tell("the steps before")
-    assert steps[again] == again + 1 if event == "signal" else steps[again] % 4 == 1, job.tell("the first step then")
+    # After a lost host SLURM sends SIGTERM to the ranks, which may have the time to save.
+    assert again == 1 or (event == "lost host" and steps[again] % 4 == 1), job.tell("the first step then")
     (found,) = [line.split()[1:] for line in out.splitlines() if line.startswith("weights")]
     assert list(map(float, found[:5])) == weights(0), "each sum is exact"
     assert found[5:] == ["of", "1"]

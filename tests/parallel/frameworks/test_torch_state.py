@@ -478,3 +478,67 @@ def test_killed_ranks_leave_the_bits_of_an_undisturbed_run(mpi, tmp_path, kind, 
     with h5py.File(tmp_path / "end-none.h5") as wanted, h5py.File(tmp_path / "end-kill.h5") as found:
         assert found.attrs["digest"] == wanted.attrs["digest"], "of all arrays"
         assert len(found["variables"]) == 4 * 4
+
+
+IN_PLACE = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+import mpistrat as ms
+
+kind = sys.argv[1]
+
+
+def train(job):
+    torch.set_num_threads(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    ms.torch.use(job.comm)
+    dist.init_process_group("mpi")
+    model = torch.nn.Linear(5, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    model = fully_shard(model) if kind == "fsdp" else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    state = ms.torch.TrainingState(model, optimizer)
+    checkpoints = ms.train.Checkpoints(state, "checkpoints", snapshot_seconds=0.001)
+    notes = checkpoints.restore_latest() or {"step": 0}
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        print("from", job.generation, notes["step"], size, flush=True)
+    for step in range(notes["step"] + 1, 31):
+        optimizer.zero_grad()
+        rows = torch.arange(20.0).reshape(4, 5).add(7 * step).remainder(16)
+        loss = model(rows[rank::size]).mean()
+        if job.generation == 0 and step == 20 and rank in (1, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+        optimizer.step()
+        checkpoints.step(step)
+    weight = next(iter(model.parameters()))
+    weight = (weight.full_tensor() if kind == "fsdp" else weight).tolist()
+    dist.destroy_process_group()
+    return weight
+
+
+print("weights", *ms.survive(train)[0], flush=True)
+"""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_ranks_that_are_left_continue_in_place(mpi, tmp_path, kind):
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    if "Open MPI" not in mpi.vendor or subprocess.run([mpi.python, "-c", code], check=False).returncode:
+        pytest.skip("only Open MPI goes on when a rank dies, and PyTorch is not installed with one")
+    (tmp_path / "train.py").write_text(IN_PLACE)
+    words = [*program("mpistrat", "run", "-n", "4", "--survive", python=mpi.python), "train.py", kind]
+    environment = job_environment("none", tmp_path, {"PATH": "/usr/bin:/bin"})
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=140)
+    assert done.returncode == 0, done.stderr
+    first, second = (line.split()[1:] for line in done.stdout.splitlines() if line.startswith("from"))
+    assert first == ["0", "0", "4"] and second[0::2] == ["1", "2"] and 0 < int(second[1]) < 20
+    found = [list(map(float, line.split()[1:])) for line in done.stdout.splitlines() if line.startswith("weights")]
+    rows = [[sum((5 * row + n + 7 * step) % 16 for row in range(4)) for n in range(5)] for step in range(1, 31)]
+    assert found == [[-sum(column) / 32 for column in zip(*rows, strict=True)]] * 2, "each sum is exact"
