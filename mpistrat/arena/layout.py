@@ -13,7 +13,7 @@ import numpy as np
 from ..base.errors import explain
 from ..comm.process_group import ProcessGroup
 
-__all__ = ["DATA", "Box", "Grid", "Part", "Receiver", "check_layouts"]
+__all__ = ["DATA", "Box", "Grid", "Part", "Receiver", "check_layouts", "exchanged"]
 
 DATA = "data"  # the axis whose coordinates are replicas
 
@@ -232,7 +232,7 @@ class Part:
         places = [list(box.spans(low, high, 0, own.size)) if r in holders else [] for r, box in enumerate(boxes)]
         counts = [sum(count for *_, count in spans) for spans in places]
         with group.collective("parts", "", own.dtype, self.whole_shape, self.layout):
-            found = _exchanged(group, own.dtype, sent, counts)
+            found = exchanged(group, own.dtype, sent, counts)
         result, at = np.empty(high - low, own.dtype), 0
         for spans in places:
             for start, _, count in spans:
@@ -278,10 +278,15 @@ def check_layouts(function: str, layouts: Any, names: Sequence[str]) -> None:
             raise ValueError(explain(function, "layouts", expected=expected, got=repr(name)))
 
 
-def _exchanged(
-    group: ProcessGroup, dtype: np.dtype, sent: Sequence[Sequence[Any]], counts: Sequence[int]
-) -> np.ndarray:
-    """Return what all ranks have sent to this one, one behind the other. Collective; inside `collective()`."""
+def exchanged(group: ProcessGroup, dtype: np.dtype, sent: Sequence[Sequence[Any]], counts: Sequence[int]) -> np.ndarray:
+    """Return the elements that all ranks have sent to this one, in the order of the ranks. Collective; inside `collective()`.
+
+    Args:
+        group: the ranks.
+        dtype: of the elements.
+        sent: for each rank, flat arrays that this one sends to it.
+        counts: how many elements each rank sends to this one.
+    """
     from mpi4py import MPI
 
     flat = [np.concatenate(parts) if parts else np.empty(0, dtype) for parts in sent]

@@ -158,6 +158,11 @@ def is_loss(error: BaseException | None) -> bool:
     return False
 
 
+def met_loss() -> bool:
+    """Return whether a call of this rank has met a loss of ranks since the world was made."""
+    return _lost
+
+
 def _kinds() -> tuple[int, ...]:
     from mpi4py import MPI
 

@@ -123,7 +123,8 @@ class _Survival:
             self._enter()
             return [train(Job(self._comm, self._generation, self._lost))], ""
         except Exception as error:
-            if not world.is_loss(error):
+            # An error that C++ has passed on, as in the backward pass of DistributedDataParallel, has no cause.
+            if not (world.is_loss(error) or world.met_loss()):
                 raise
             self._noticed = time.monotonic()
             problem = "".join(traceback.format_exception(error))

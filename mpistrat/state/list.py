@@ -184,6 +184,7 @@ class Writers:
         leads: whether this rank writes what is not divided: rank 0, or the first of each node.
         all: whether all ranks write.
         reach_servers: whether each parameter server writes its own variables.
+        sets: the ranks that together write all of it, once: those of each node, or all that write.
     """
 
     def __init__(self, group: ProcessGroup, grid: Grid | None, ranks: Sequence[int], each_node: bool = False) -> None:
@@ -193,11 +194,11 @@ class Writers:
         self.all = len(ranks) == topology.size
         self.reach_servers = self.all and not (each_node and topology.num_nodes > 1)
         self._replica = [topology.rank] if grid is None else grid.replica_ranks
+        self.sets = tuple(tuple(group.ranks_of(i)) for i in range(group.num_nodes)) if each_node else (tuple(ranks),)
         self._shares: dict[int, tuple[int, int]] = {}
         for rank in self._replica:
-            domain = topology.node_of[rank] if group.num_nodes == topology.num_nodes else rank
-            among = group.ranks_of(domain) if each_node else ranks
-            self._shares[rank] = (among.index(rank), len(among)) if rank in among else (0, 0)
+            among = next((one for one in self.sets if rank in one), ())
+            self._shares[rank] = (among.index(rank), len(among)) if among else (0, 0)
 
     def slices(self, entry: Entry) -> list[Slice]:
         """Return what this rank writes of an entry. Collective over a replica that divides the array."""

@@ -6,6 +6,7 @@ arrays of a checkpoint, of which each rank writes its shards, or a share of what
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,15 +22,17 @@ from ..arena.layout import Box
 from ..arena.values import parse_dtype
 from ..base import context
 from ..base.agree import fingerprint
-from ..base.errors import CollectiveMismatchError, SharedMemoryError, by_rank, explain
+from ..base.errors import CollectiveMismatchError, by_rank, explain
 from ..base.files import digest_of_array
 from ..comm.process_group import ProcessGroup
 from ..state.checkpoint import Checkpoint
 from ..state.extra import read_extra
 from ..state.list import Entry, Form, Slice, Writers, key_of, name_of, slices_of
 from ..state.opened import OpenState
+from ..state.shards import Shards
 from ..state.snapshot import Snapshot, SnapshotFile, check_restarts
 from ..state.writing import Saving
+from ..strategy.preemption import StopRequest, StopTogether
 from ..timeline.trace import process_group_of
 from ..variables import Receiver
 from .backend.transfers import bytes_of, dense, dtype_name
@@ -94,6 +97,7 @@ class TrainingState:
         self.process_group: ProcessGroup = process_group_of(self._ranks, "TrainingState")
         self.rank, self.size = int(self._ranks.rank), int(self._ranks.size)
         self.takes_snapshots = bool(self.process_group.environment.job)
+        self._stop_request, self._stop_agreement = StopRequest(self.process_group), StopTogether(self.process_group)
         self._tensors = _Tensors(self.process_group)
         self._checkpoint = self.process_group.in_order(
             "TrainingState", lambda: Checkpoint(self.process_group, self._tensors)
@@ -109,6 +113,20 @@ class TrainingState:
 
     def outer_step(self) -> None:
         """Do nothing: ranks have equal weights after each step. See `Strategy.outer_step`."""
+
+    def should_stop(self) -> bool:
+        """Return whether to stop here: some rank got SIGUSR1 or SIGTERM, or its time is nearly over. Collective.
+
+        Call it after each step. From the first call on the two signals do nothing else, until the program ends. See
+        `Strategy.should_stop`.
+
+        Example:
+            >>> TrainingState(torch.nn.Linear(2, 1)).should_stop()
+            False
+        """
+        self._stop_request.save_seconds = self._checkpoint.seconds
+        wish = bool(self._stop_request)  # in this thread: Python handles signals in its main thread only
+        return self._in_order("should_stop", lambda: self._stop_agreement.ask(wish))
 
     # what is saved
 
@@ -142,9 +160,12 @@ class TrainingState:
     def take_snapshot(self, step: int, extra: Mapping[str, Any], run: str = "") -> None:
         """Keep all of it in memory of each node that outlives its ranks. Collective. See `Strategy.take_snapshot`.
 
+        Shards that no rank of a node has are sent to it: each node can restore the job without the others.
+
         Raises:
             ContextError: the job is not started again.
-            SharedMemoryError: on every rank, where the memory of a node is too small, or several nodes share a sharded tensor.
+            SharedMemoryError: on every rank, where the memory of a node is too small for two copies of all tensors.
+            CollectiveMismatchError, ValueError: as `save`.
         """
         check_restarts(self.process_group, "TrainingState.take_snapshot")
         extra = self._collected(extra)
@@ -224,7 +245,7 @@ class _Tensors:
     """The tensors of a state, by name: the arrays of a checkpoint. See `SavedState`."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+        self._group, self._shards = group, Shards(group)
         self.named: dict[str, torch.Tensor] = {}
         self._buffers: set[str] = set()
 
@@ -241,33 +262,31 @@ class _Tensors:
 
     def arrays(self, ranks: Sequence[int], each_node: bool) -> tuple[dict[str, Form], list[Slice]]:
         """Return the forms of all arrays, and what this rank writes of them. Collective."""
-        group = self._group
-        sharded = [name for name, tensor in self.named.items() if isinstance(tensor, DTensor)]
-        if each_node and sharded and group.num_nodes > 1:
-            text = f"{sharded[0]} is sharded over {group.num_nodes} nodes: its state is in files only"
-            raise SharedMemoryError(f"TrainingState.take_snapshot: {text}")
         self._compare()
-        writers = Writers(group, None, ranks, each_node)
-        return slices_of((self._entry(name, tensor, writers.leads) for name, tensor in self.named.items()), writers)
+        writers = Writers(self._group, None, ranks, each_node)
+        own = [self._entry(name, tensor) for name, tensor in self.named.items()]
+        whole = (entry for entry in own if entry.everywhere)
+        divided = self._shards.entries([entry for entry in own if not entry.everywhere], writers)
+        return slices_of(itertools.chain(whole, divided), writers)
 
-    def _entry(self, name: str, tensor: torch.Tensor, leads: bool) -> Entry:
+    def _entry(self, name: str, tensor: torch.Tensor) -> Entry:
+        """Return the elements that this rank has of a tensor; of buffers rank 0 has them."""
         key, dtype = f"variables/{key_of(name)}", parse_dtype(dtype_name(tensor.dtype))
-        if not isinstance(tensor, DTensor):
-            everywhere = name not in self._buffers
-            parts = [(0, _flat(tensor, dtype))] if everywhere or leads else []
-            return Entry(key, dtype, Box(tensor.shape), parts, everywhere)
-        where = tensor.device_mesh.get_coordinate()
-        placed = zip(tensor.placements, where or (), strict=False)
-        first = where is not None and all(at == 0 for placement, at in placed if placement.is_replicate())
-        local = tensor.to_local()
-        return Entry(key, dtype, _box(name, tensor), [(0, _flat(local, dtype))] if first and local.numel() else [])
+        if isinstance(tensor, DTensor):
+            local, box, everywhere, has = tensor.to_local(), _box(name, tensor), False, True
+        else:
+            local, box, everywhere = tensor, Box(tensor.shape), name not in self._buffers
+            has = everywhere or self._group.topology.rank == 0
+        return Entry(key, dtype, box, [(0, _flat(local, dtype))] if has and local.numel() else [], everywhere)
 
     def _compare(self) -> None:
         """Raise CollectiveMismatchError unless the ranks have tensors of one form, and equal ones where all have them whole."""
         table = {}
         for name, tensor in self.named.items():
             table[name] = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
-            if not isinstance(tensor, DTensor) and name not in self._buffers:
+            if isinstance(tensor, DTensor):
+                table[name] += ", a DTensor"
+            elif name not in self._buffers:
                 table[name] += f", {digest_of_array(bytes_of(dense(tensor).reshape(-1)), name)}"
         text = json.dumps(table)
         if len(set(self._group.exchange("save", str(fingerprint(text)), "tensors"))) == 1:

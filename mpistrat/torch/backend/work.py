@@ -63,6 +63,7 @@ class OperationWork(dist.Work):
         self._result = result
         self._error: Exception | None = None
         self._event, self._lock = threading.Event(), threading.Lock()
+        self._ended: Future[None] | None = None
         self._future: Future[Any] | None = None
 
     @final
@@ -71,15 +72,15 @@ class OperationWork(dist.Work):
         with self._lock:
             self._error = error
             self._event.set()
-            future = self._future
-        if future is not None:
-            self._fill(future)
+            ended = self._ended
+        if ended is not None:
+            ended.set_result(None)
 
-    def _fill(self, future: Future[Any]) -> None:
+    def _outcome(self, ended: Future[None]) -> Any:
+        """Return the tensors of the operation, or raise its error."""
         if self._error is not None:
-            future.set_exception(self._error)
-        else:
-            future.set_result(self._result)
+            raise self._error
+        return self._result
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait until the operation has ended, and raise its error if it has failed.
@@ -121,12 +122,17 @@ class OperationWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
-        """Return the future that the operation fills: with its tensors, or with its error."""
+        """Return the future that the operation fills: with its tensors, or with its error.
+
+        Its error is that of a callback: `Future.set_exception` would give C++ the exception in the place of tensors. In the
+        backward pass of DistributedDataParallel that ends the process by SIGSEGV.
+        """
         with self._lock:
             if self._future is None:
-                self._future = Future()
+                self._ended = Future()
+                self._future = self._ended.then(self._outcome)
                 if self._event.is_set():
-                    self._fill(self._future)
+                    self._ended.set_result(None)
             return self._future
 
 

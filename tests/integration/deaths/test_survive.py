@@ -100,6 +100,28 @@ def at(job, strategy, step):
     assert re.search(r"rank 1 of 3 .* (was ended by SIGKILL|ended without a word)", done.stderr)
 
 
+def test_an_error_without_a_cause_after_a_loss(run):
+    """As that of a backward pass in C++, of which Python gets the text alone."""
+    done = run(
+        """
+def at(job, strategy, step):
+    if step == 20 and job.generation == 0:
+        if strategy.rank == 1:
+            die()
+        met = False
+        while not met:
+            try:
+                strategy.barrier()
+            except RanksLostError:
+                met = True
+        raise RuntimeError("Got the following error when running the callback")
+"""
+        + STEPS
+    )
+    first, second = froms(done)
+    assert first == [0, 0, 3] and second[0:3:2] == [1, 2] and len(ends(done)) == 2
+
+
 def test_a_mesh_goes_on_as_another_one(run):
     """Of 2 × 2 ranks one dies, of those that are left another one: each time parts of variables and slots are divided anew."""
     done = run(

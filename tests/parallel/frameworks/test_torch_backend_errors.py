@@ -73,6 +73,32 @@ def test_large_tensors_of_the_same_bytes(any_group, count):
         check(name, root=1)
 
 
+@pytest.mark.ranks(2, 3)
+def test_a_mismatch_in_the_backward_pass_of_ddp(group):
+    """C++ waits for the sums of gradients there, and gets the error as a text."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(5, 3))
+    for _ in range(2):
+        model(torch.ones(2, 5)).sum().backward()
+    loss = model(torch.ones(2, 5)).sum()
+    with pytest.raises(RuntimeError) as caught:
+        if dist.get_rank() == 1:
+            dist.barrier()
+        else:
+            loss.backward()
+    assert re.search(r"different collectives: ranks? 0.*dist\.all_reduce.*rank 1: dist\.barrier", str(caught.value))
+    assert "called at test_torch_backend_errors.py" in str(caught.value)
+
+
+@pytest.mark.ranks(2)
+def test_the_future_of_a_failed_operation(group):
+    work = dist.all_reduce(torch.ones(3 + dist.get_rank()), async_op=True)
+    future = work.get_future()
+    with pytest.raises(RuntimeError, match=r"CollectiveMismatchError: .*\(3,\).*\(4,\)"):
+        future.wait()
+    with pytest.raises(ms.errors.CollectiveMismatchError):
+        work.wait()
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", [dist.ReduceOp.BAND, dist.ReduceOp.BXOR])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool])

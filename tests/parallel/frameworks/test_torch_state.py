@@ -1,6 +1,12 @@
 """Checkpoints of DDP's and FSDP2's modules: equal bits, other layouts and numbers of ranks, wrong use, ranks that are killed."""
 
+import contextlib
+import os
+import secrets
+import shutil
+import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +15,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
@@ -17,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
 from mpistrat.base.programs import program  # noqa: E402
+from mpistrat.comm import job_files  # noqa: E402
+from mpistrat.strategy.preemption import release_signals  # noqa: E402
 from tests.harness.torch_groups import default_group  # noqa: E402
 from tests.launch.launcher import job_environment  # noqa: E402
 
@@ -42,6 +50,16 @@ def hsdp(seed=0):
     return fully_shard(
         net(seed), mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
     )
+
+
+def hsdp_over_nodes(seed=0):
+    """Two ranks of different nodes have a shard each of the module, and the other two the same shards."""
+    return fully_shard(net(seed), mesh=DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("r", "s")))
+
+
+def with_means(seed=0):
+    torch.manual_seed(seed)
+    return DistributedDataParallel(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)))
 
 
 def columns(seed=0):
@@ -234,6 +252,156 @@ def test_what_only_strategies_have_is_an_error(mpi_tmp_path):
         ms.torch.TrainingState(net())
 
 
+def check_stop(teller, asynchronous):
+    """Train until a signal; the step of its rank does not matter for the others, nor does a call that is in flight."""
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = ms.torch.TrainingState(model, optimizer)
+    assert not state.should_stop() and not state.should_stop()
+    value = torch.zeros(())
+    for step in range(400):
+        optimizer.zero_grad()
+        model(torch.ones(4, 5)).square().mean().backward()
+        optimizer.step()
+        if dist.get_rank() == teller and step == 5 + 3 * teller:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        work = dist.all_reduce(value, async_op=True) if asynchronous else None
+        stops = state.should_stop()
+        if work is not None:
+            work.wait()
+        if stops:
+            break
+    assert set(state.all_gather_object(step)) == {step} and 5 + 3 * teller < step <= 8 + 3 * teller
+    assert state.should_stop()
+
+
+@pytest.fixture
+def signals():
+    """SIGUSR1 means what it meant before."""
+    yield
+    release_signals()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_all_ranks_stop_at_one_step(signals, asynchronous):
+    for teller in range(2):
+        with default_group():
+            check_stop(teller, asynchronous)
+        release_signals()
+
+
+@pytest.mark.hosts(2, ranks_per_host=2)
+def test_all_ranks_of_two_hosts_stop_at_one_step(signals):
+    with mpi_group():
+        check_stop(3, True)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("make", [with_means, fsdp, columns])
+def test_ranks_without_shared_memory_have_a_whole_snapshot_each(monkeypatch, make):
+    """Any of them restores all. A module of another layout has other boxes, which the same state then sends."""
+    from mpi4py import MPI
+
+    job = MPI.COMM_WORLD.bcast(secrets.token_hex(8))
+    monkeypatch.setenv("MPISTRAT_JOB", job)
+    monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")
+    with default_group():
+        model = make()
+        optimizer = trained(model)
+        wanted = whole(model, optimizer)
+        state = ms.torch.TrainingState(model, optimizer)
+        state.take_snapshot(1, {}, "run")
+        last = dist.get_world_size() - 1
+        dist.barrier()
+        if dist.get_rank() != last:
+            (path,) = (path for path in job_files.paths(job, "run") if job_files.first_of(path) == dist.get_rank())
+            path.unlink()
+        dist.barrier()
+        other = make(seed=1)
+        changed = torch.optim.AdamW(other.parameters())
+        restored = ms.torch.TrainingState(other, changed)
+        snapshot = restored.newest_snapshot("run")
+        assert snapshot is not None
+        restored.restore_snapshot(snapshot)
+        found = whole(other, changed)
+        means = {name for name in wanted if "running" in name and dist.get_rank()}  # those of rank 0
+        check_equal({name: found[name] for name in found.keys() - means}, {n: wanted[n] for n in wanted.keys() - means})
+        dist.barrier()
+        job_files.remove(job)
+
+
+@contextlib.contextmanager
+def mpi_group():
+    dist.init_process_group("mpi")
+    try:
+        yield
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.hosts(2, ranks_per_host=2)
+@pytest.mark.parametrize("make", [ddp, with_means, fsdp, hsdp, hsdp_over_nodes, columns])
+def test_each_node_has_a_whole_snapshot(monkeypatch, make):
+    """All ranks restore it after one of the nodes has lost its memory, whichever."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    job = world.bcast(secrets.token_hex(8))
+    monkeypatch.setenv("MPISTRAT_JOB", job)
+    with mpi_group():
+        model = make()
+        optimizer = trained(model)
+        state = ms.torch.TrainingState(model, optimizer)
+        for lost in (0, 1):
+            state.take_snapshot(1, {"lost": lost}, "run")
+            buffers = [world.bcast(buffer) for buffer in model.buffers()]  # rank 0's
+            wanted = whole(model, optimizer)
+            wanted = {name: value.clone() if torch.is_tensor(value) else value for name, value in wanted.items()}
+            world.Barrier()
+            if world.rank == 2 * lost:
+                for path in job_files.paths(job, "run"):
+                    path.unlink()
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    tensor.zero_()
+            world.Barrier()
+            snapshot = state.newest_snapshot("run")
+            assert snapshot is not None and snapshot.step == 1 and snapshot.root // 2 == 1 - lost
+            assert state.restore_snapshot(snapshot) == {"lost": lost}
+            found = whole(model, optimizer)
+            for name, buffer in zip((name for name, _ in model.named_buffers()), buffers, strict=True):
+                wanted[name.removeprefix("module.")] = buffer
+            check_equal(found, wanted)
+            assert len(wanted) > 15
+    job_files.remove(job)
+
+
+@pytest.mark.hosts(2, ranks_per_host=2)
+@pytest.mark.parametrize("make", [with_means, fsdp, columns])
+def test_ranks_that_do_not_reach_the_folder_send_their_shards(make):
+    """/dev/shm of a host is no other one's."""
+    from mpi4py import MPI
+
+    folder = Path("/dev/shm", MPI.COMM_WORLD.bcast(f"only-one-host-{secrets.token_hex(4)}"))
+    if MPI.COMM_WORLD.rank == 0:
+        folder.mkdir()
+    with mpi_group():
+        model = make()
+        optimizer = trained(model)
+        state, wanted = ms.torch.TrainingState(model, optimizer), whole(model, optimizer)
+        state.save(folder / "run.h5", {"epoch": 3})
+        assert folder.exists() == (dist.get_rank() < 2)
+        other = make(seed=1)
+        changed = torch.optim.AdamW(other.parameters())
+        assert ms.torch.TrainingState(other, changed).restore(folder / "run.h5") == {"epoch": 3}
+        wanted = {name: value for name, value in wanted.items() if "running" not in name}
+        found = whole(other, changed)
+        check_equal({name: found[name] for name in wanted}, wanted)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 PROGRAM = """
 import os, signal, sys
 import torch
@@ -310,3 +478,67 @@ def test_killed_ranks_leave_the_bits_of_an_undisturbed_run(mpi, tmp_path, kind, 
     with h5py.File(tmp_path / "end-none.h5") as wanted, h5py.File(tmp_path / "end-kill.h5") as found:
         assert found.attrs["digest"] == wanted.attrs["digest"], "of all arrays"
         assert len(found["variables"]) == 4 * 4
+
+
+IN_PLACE = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+import mpistrat as ms
+
+kind = sys.argv[1]
+
+
+def train(job):
+    torch.set_num_threads(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    ms.torch.use(job.comm)
+    dist.init_process_group("mpi")
+    model = torch.nn.Linear(5, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    model = fully_shard(model) if kind == "fsdp" else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    state = ms.torch.TrainingState(model, optimizer)
+    checkpoints = ms.train.Checkpoints(state, "checkpoints", snapshot_seconds=0.001)
+    notes = checkpoints.restore_latest() or {"step": 0}
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        print("from", job.generation, notes["step"], size, flush=True)
+    for step in range(notes["step"] + 1, 31):
+        optimizer.zero_grad()
+        rows = torch.arange(20.0).reshape(4, 5).add(7 * step).remainder(16)
+        loss = model(rows[rank::size]).mean()
+        if job.generation == 0 and step == 20 and rank in (1, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+        optimizer.step()
+        checkpoints.step(step)
+    weight = next(iter(model.parameters()))
+    weight = (weight.full_tensor() if kind == "fsdp" else weight).tolist()
+    dist.destroy_process_group()
+    return weight
+
+
+print("weights", *ms.survive(train)[0], flush=True)
+"""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_ranks_that_are_left_continue_in_place(mpi, tmp_path, kind):
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    if "Open MPI" not in mpi.vendor or subprocess.run([mpi.python, "-c", code], check=False).returncode:
+        pytest.skip("only Open MPI goes on when a rank dies, and PyTorch is not installed with one")
+    (tmp_path / "train.py").write_text(IN_PLACE)
+    words = [*program("mpistrat", "run", "-n", "4", "--survive", python=mpi.python), "train.py", kind]
+    environment = job_environment("none", tmp_path, {"PATH": "/usr/bin:/bin"})
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=140)
+    assert done.returncode == 0, done.stderr
+    first, second = (line.split()[1:] for line in done.stdout.splitlines() if line.startswith("from"))
+    assert first == ["0", "0", "4"] and second[0::2] == ["1", "2"] and 0 < int(second[1]) < 20
+    found = [list(map(float, line.split()[1:])) for line in done.stdout.splitlines() if line.startswith("weights")]
+    rows = [[sum((5 * row + n + 7 * step) % 16 for row in range(4)) for n in range(5)] for step in range(1, 31)]
+    assert found == [[-sum(column) / 32 for column in zip(*rows, strict=True)]] * 2, "each sum is exact"
