@@ -16,7 +16,7 @@ from ..arena.wire import Unsent
 from ..base import loops
 from ..base.buffers import BufferPool
 from ..base.partition import blocks, merge, spans_within
-from ..comm.arrays import all_reduce, to_host
+from ..comm.arrays import all_reduce, is_gpu, to_host
 from ..variables.variable import Variable
 from .core import OptimizerCore
 from .hyperparameters import GRADIENT_SUM
@@ -63,7 +63,7 @@ class ArenaStep:
         self._formed = False  # whether they are there before `keep` is called
         self._share: PieceShare | EncodedShare | None = None  # of the weights, while a step goes on
         self._messages = BufferPool(kept=16)
-        self._rule = BlockUpdate(core.optimizer, arena.dtype, self._slots.scratch)
+        self._rule = BlockUpdate(core.optimizer, arena.dtype, lambda: self._slots.scratch)
         self.read_settings()
 
     def read_settings(self) -> None:
@@ -163,9 +163,9 @@ class ArenaStep:
             consume(low, high, memory[low:high])
 
     def _large_blocks(self) -> list[tuple[int, int]]:
-        """Return what this rank updates in blocks: large ones, where no copies of weights are made in scratch memory."""
-        large = max(LARGE_BLOCK, self._block) if self._slots.residual is None else BLOCK
-        return blocks(self.arena.owned(self.ranges), large)
+        """Return what this rank updates in blocks: on a GPU the whole, on CPUs large ones where scratch memory has no copies."""
+        large = self.arena.size if is_gpu(self.arena.values) else LARGE_BLOCK
+        return blocks(self.arena.owned(self.ranges), large if self._slots.residual is None else BLOCK)
 
     def take(self, low: int, high: int, gradient: Any) -> None:
         """Take the sum of elements [low, high), or a list of what is to be summed: update, or add to what is accumulated."""
