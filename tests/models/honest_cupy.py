@@ -60,6 +60,7 @@ class Machine:
         self.lock = threading.RLock()
         self.told: collections.OrderedDict[str, int] = collections.OrderedDict()
         self.counts: collections.Counter[str] = collections.Counter()
+        self.nbytes: collections.Counter[str] = collections.Counter()  # that each kind of work reads and writes
         self.streams: list[Stream] = []
         self.null: dict[int, Stream] = {}
         self.clock: dict[int, int] = {}  # of the host: what it has waited for
@@ -135,6 +136,7 @@ class Stream:
             here = where()
             for array, is_write in [*((a, False) for a in reads), *((a, True) for a in writes)]:
                 array.memory.touch(array, self, is_write, f"{what} at {here}")
+                M.nbytes[what] += array.bounds()[1] - array.bounds()[0]
             self.clock[self.id] = self.seq
             self.queue.append(Op(self.seq, act, deps, what))
             M.counts[what] += 1

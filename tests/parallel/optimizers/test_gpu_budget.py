@@ -1,0 +1,124 @@
+"""The work of one training step on GPUs, counted on the stand-in for CuPy: what a step launches, copies and waits for."""
+
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpistrat as ms
+from mpistrat.comm.gpu import nccl_available
+from mpistrat.cross_device import nccl
+from tests.models import honest_cupy
+
+pytestmark = [
+    pytest.mark.ranks(1, 2),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for the stand-in"),
+]
+
+LAYER = [
+    (768,),
+    (768,),
+    (768, 2304),
+    (2304,),
+    (768, 768),
+    (768,),
+    (768,),
+    (768,),
+    (768, 3072),
+    (3072,),
+    (3072, 768),
+    (768,),
+]
+GPT2 = [(50257, 768), (1024, 768), *LAYER * 12, (768,), (768,)]
+SMALLER = 256  # GPT-2 with so many times fewer elements, in blocks that are as much smaller
+BLOCKS = 8
+SHAPES = [(max(1, shape[0] // SMALLER), *shape[1:]) for shape in GPT2]
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """The stand-in, with a GPU for each rank."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("FAKE_GPUS", "2")
+    for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
+        monkeypatch.setitem(sys.modules, name, sys)  # after the test they are as before
+    monkeypatch.setattr(nccl, "GPU_BLOCK", nccl.GPU_BLOCK // SMALLER)
+    nccl_available.cache_clear()
+    yield honest_cupy.install()
+    nccl_available.cache_clear()
+
+
+def work_of_a_step(make, own_gradients: bool = False) -> tuple[dict[str, int], dict[str, float]]:
+    """How often the third step does what, and what that reads and writes, in bytes of all gradients."""
+    gpu = f"gpu:{MPI.COMM_WORLD.rank}"
+    with ms.MultiWorkerMirroredStrategy(devices=[gpu]) as strategy:
+        with strategy.scope():
+            variables = [ms.Variable(np.zeros(shape, np.float32), name=f"v{i}") for i, shape in enumerate(SHAPES)]
+            optimizer = make()
+        gradients = [variable.gradient(0) for variable in variables]
+        for gradient in gradients:
+            gradient[...] = 1e-3
+        if own_gradients:
+            gradients = [gradient.copy() for gradient in gradients]
+        for step in range(3):
+            if step == 2:
+                honest_cupy.M.counts.clear()
+                honest_cupy.M.nbytes.clear()
+            strategy.run(lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True)))
+        counts, nbytes = dict(honest_cupy.M.counts), dict(honest_cupy.M.nbytes)
+        assert not honest_cupy.report()[0]
+        size = 4 * sum(variable.size for variable in variables)
+        return counts, {what: number / size for what, number in nbytes.items()}
+
+
+def excluding(names: list[str]):
+    def make():
+        optimizer = ms.optimizers.AdamW(1e-3)
+        optimizer.exclude_from_weight_decay(var_names=names)
+        return optimizer
+
+    return make
+
+
+PLAIN = {
+    "alone": lambda: ms.optimizers.AdamW(1e-3),
+    "a scaled loss": lambda: ms.optimizers.AdamW(1e-3, loss_scale_factor=2.0**10),
+    "clipped by value": lambda: ms.optimizers.AdamW(1e-3, clipvalue=1.0),
+    "without decay of some": excluding([f"v{i}" for i, shape in enumerate(GPT2) if len(shape) == 1]),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_adamw_takes_one_kernel_for_all_and_one_sum_for_each_block(cupy, name):
+    """Weights, gradients and two slots are read or written once; nothing is copied; only sums of NCCL are waited for, once."""
+    counts, nbytes = work_of_a_step(PLAIN[name])
+    pieces = {1: 1, 2: BLOCKS}[MPI.COMM_WORLD.size]
+    sums = pieces if MPI.COMM_WORLD.size > 1 else 0
+    assert counts.pop("kernel") == pieces <= 20
+    assert counts.pop("nccl", 0) == sums
+    assert counts.pop("wait", 0) <= min(1, sums)
+    assert counts.pop("alloc", 0) == counts.pop("free", 0) == sums  # of a pool, as long as a block's update takes
+    assert counts == {}
+    assert nbytes["kernel"] < 4.05
+    assert nbytes.get("nccl", 0) < 2.05  # the gradient and the sum
+
+
+def test_gradients_of_the_programs_own_are_copied_once(cupy):
+    counts, nbytes = work_of_a_step(PLAIN["alone"], own_gradients=True)
+    pieces = {1: 1, 2: BLOCKS}[MPI.COMM_WORLD.size]
+    assert counts["kernel"] == pieces + len(SHAPES)
+    assert nbytes["kernel"] < 6.05
+
+
+@pytest.mark.parametrize(
+    "settings", [{"global_clipnorm": 1.0}, {"check_numerics": True}], ids=lambda each: next(iter(each))
+)
+def test_norms_are_limited(cupy, settings):
+    """A sum of squares for each block, whose result the host waits for."""
+    counts, nbytes = work_of_a_step(lambda: ms.optimizers.AdamW(1e-3, **settings))
+    limits = {1: (19, 2), 2: (83, 10)}[MPI.COMM_WORLD.size]
+    assert (counts["kernel"], counts["wait"]) <= limits
+    assert counts["wait"] <= limits[1]
+    assert nbytes["kernel"] < 10.3
