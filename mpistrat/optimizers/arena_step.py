@@ -20,7 +20,8 @@ from ..comm.arrays import all_reduce, is_gpu, to_host
 from ..variables.variable import Variable
 from .core import OptimizerCore
 from .hyperparameters import GRADIENT_SUM
-from .rule import BlockUpdate, Span, form_mean, multiply_spans
+from .kernels import Span
+from .rule import BlockUpdate, form_mean, multiply_spans
 from .slots import gathered
 
 if TYPE_CHECKING:

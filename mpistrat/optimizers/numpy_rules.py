@@ -11,8 +11,9 @@ import numpy as np
 from ..base.limits import AT_LEAST_ZERO, AT_MOST_ZERO, BELOW_ONE, FLAG, POSITIVE, UP_TO_ONE, Limits
 from ..base.underflow import may_underflow
 from .hyperparameters import CommonSettings, Rate
+from .kernels import CompiledLoop
 from .optimizer import Optimizer
-from .rule import Block, CompiledLoop
+from .rule import Block
 from .rules import approach, average_into
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from ..base.partition import spans_within
 from ..base.underflow import may_underflow
 from ..comm.arrays import accumulation_dtype, as_buffer, is_gpu
 from ..variables.variable import Variable
+from . import kernels
 from .gradients import Pairs
 from .hyperparameters import AVERAGE, GRADIENT_SUM, Hyperparameters
+from .kernels import Around, CompiledLoop, Span
 
-__all__ = ["Around", "Block", "BlockUpdate", "CompiledLoop", "UpdateRule", "UpdateRun", "form_mean", "multiply_spans"]
-
-Span = tuple[int, int, float]  # elements [low, high), and a number for them
+__all__ = ["Block", "BlockUpdate", "UpdateRule", "UpdateRun", "form_mean", "multiply_spans"]
 
 
 class Block(NamedTuple):
@@ -36,28 +36,6 @@ class Block(NamedTuple):
     rate: float
     scratch: Sequence[Any]
     group: int
-
-
-class CompiledLoop(NamedTuple):
-    """A rule as `loops.update` and `kernels.update` take it; a slot that its settings do not need is ""."""
-
-    rule: str
-    numbers: tuple[float, ...]
-    slots: tuple[str, ...]
-
-
-class Around(NamedTuple):
-    """What else happens to a block, as both of them take it."""
-
-    limit: float | None = None
-    scales: Sequence[Span] = []
-    decays: Sequence[Span] = []
-    sums: Any = None
-    calls: int = 0
-    averages: Any = None
-    momentum: float | None = None
-    overwrites: bool = False
-    factor: float = 1.0
 
 
 class UpdateRule(Hyperparameters):
@@ -346,8 +324,6 @@ def _fused(loop: CompiledLoop, target: Any, parts: Sequence[Any], slots: Mapping
     """Update weights, where they lie, in one pass, if that can be done; return whether it was."""
     arrays = tuple([slots.get(name) for name in loop.slots])
     if is_gpu(target):
-        from . import kernels
-
         return kernels.update(loop.rule, loop.numbers, parts, target, arrays, around)
     return loops.update(loop.rule, loop.numbers, [*map(as_buffer, parts)], as_buffer(target), arrays, around)
 

@@ -175,7 +175,7 @@ def test_pieces_with_factors_of_their_own_share_a_launch(cupy) -> None:
 
 def test_what_no_kernel_takes_is_left_to_numpy(cupy) -> None:
     """Several parts, integers, other types of gradients; of nothing there is no launch."""
-    around, before = ms.optimizers.rule.Around(), launches()
+    around, before = kernels.Around(), launches()
 
     def taken(weights, *gradients) -> bool:
         arrays = [cupy.empty(4, dtype) for dtype in (weights, *gradients)]
