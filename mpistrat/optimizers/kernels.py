@@ -1,9 +1,9 @@
-"""The update rules as CUDA kernels: one pass over any number of elements on a GPU, by one launch.
+"""The update rules as CUDA kernels: one pass over any number of elements on a GPU, by one launch; and sums of squares.
 
-`update` is for arrays of CuPy what `loops.update` is for those of NumPy, and takes the same. Kernels compute in the order of the
-NumPy code (rules.py, numpy_rules.py, rule.py), round each result, and fuse no multiplication with an addition. So they give the
-bits of a CPU, with two exceptions: CuPy has them compiled so that float32 numbers below 1.2e-38 count as 0, and the power that
-Ftrl takes, unless it is a root, may differ in the last places.
+`update` and `squares` are for arrays of CuPy what those of base/loops are for NumPy's, and take the same. Kernels compute in the
+order of the NumPy code (rules.py, numpy_rules.py, rule.py), round each result, and fuse no multiplication with an addition. So
+they give the bits of a CPU, with two exceptions: CuPy has them compiled so that float32 numbers below 1.2e-38 count as 0, and the
+power that Ftrl takes, unless it is a root, may differ in the last places.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from ..comm.arrays import dtype_name, import_cupy
 
-__all__ = ["OPTIONS", "Around", "CompiledLoop", "Span", "source", "update"]
+__all__ = ["OPTIONS", "Around", "CompiledLoop", "Span", "source", "squares", "squares_source", "update"]
 
 OPTIONS = ("--fmad=false",)  # of the compiler
 THREADS = 256  # of a block
@@ -225,6 +225,26 @@ extern "C" __global__ void $name(
     }
 }
 """
+
+# Sums of squares in the order of `loops.squares`: those of 64 lanes of 4,096 elements one after the other, the lanes by halves.
+_SQUARES = r"""
+extern "C" __global__ void lanes(const $real *__restrict__ values, $real *__restrict__ sums, const long long n) {
+    const long long lane = blockIdx.x * (long long)blockDim.x + threadIdx.x, first = lane / 64 * 4096;
+    if (first >= n) return;
+    const long long last = first + 4096 < n ? first + 4096 : n;
+    $real sum = 0;
+    for (long long i = first + lane % 64; i < last; i += 64) sum = sum + values[i] * values[i];
+    sums[lane] = sum;
+}
+extern "C" __global__ void halves($real *__restrict__ sums, $real *__restrict__ totals, const long long n) {
+    const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    $real *own = sums + i * 64;
+    for (int half = 32; half > 0; half /= 2)
+        for (int lane = 0; lane < half; lane++) own[lane] = own[lane] + own[lane + half];
+    totals[i] = own[0];
+}
+"""
 _TYPES = {"float32": "float", "float64": "double", "float16": "Float16", "bfloat16": "Bfloat16"}
 
 
@@ -303,6 +323,32 @@ def update(
         kernel((blocks,), (THREADS,), (*arrays, step))
         low = high
     return True
+
+
+@functools.cache
+def _squares(cupy: ModuleType, real: str) -> tuple[Any, Any]:
+    code = squares_source(real)
+    return cupy.RawKernel(code, "lanes", OPTIONS), cupy.RawKernel(code, "halves", OPTIONS)
+
+
+def squares_source(real: str) -> str:
+    """Return the CUDA source of sums of squares, for numbers of float32 or float64."""
+    return Template(_SQUARES).substitute(real=_TYPES[real])
+
+
+def squares(values: Any) -> float:
+    """Return the sum of the squares of a flat array of float32 or float64 on the current GPU; the host waits for it.
+
+    In the order of `loops.squares`.
+    """
+    if not values.size:
+        return 0.0
+    cupy, count = import_cupy("squares"), -(-values.size // 4096)
+    lanes, halves = _squares(cupy, dtype_name(values.dtype))
+    sums, totals = cupy.empty(64 * count, values.dtype), cupy.empty(count, values.dtype)
+    lanes((-(-sums.size // THREADS),), (THREADS,), (values, sums, np.int64(values.size)))
+    halves((-(-count // THREADS),), (THREADS,), (sums, totals, np.int64(count)))
+    return float(sum(totals.get().tolist()))
 
 
 def _pointer(array: Any, low: int, high: int) -> Any:

@@ -237,9 +237,20 @@ def test_a_name_or_an_argument_that_it_lacks_is_found(cupy, tmp_path) -> None:
         signature_of(cupy.cuda.Device).bind(0, 1)
 
 
+def compiled(nvrtc: Any, code: str, architecture: int) -> str:
+    """PTX, with the options that CuPy adds."""
+    program = nvrtc.createProgram(code, "kernels.cu", (), ())
+    options = (*kernels.OPTIONS, "-ftz=true", "--device-as-default-execution-space", f"-arch=compute_{architecture}")
+    try:
+        nvrtc.compileProgram(program, options)
+    except nvrtc.NVRTCError:
+        pytest.fail(nvrtc.getProgramLog(program))
+    return str(nvrtc.getPTX(program).decode())
+
+
 @pytest.mark.parametrize("architecture", [70, 80, 90, 100])
 def test_its_compiler_takes_every_kernel(cupy, architecture) -> None:
-    """To PTX, with the options that CuPy adds: no fused multiplication and addition, which would give other bits."""
+    """Without a fused multiplication and addition, which would give other bits."""
     from cupy.cuda import nvrtc
 
     try:
@@ -250,22 +261,13 @@ def test_its_compiler_takes_every_kernel(cupy, architecture) -> None:
         pytest.skip(f"NVRTC {version} has no sm_{architecture}")
     assert cupy.RawKernel(kernels.source("adam", "float32", "float32"), "update", kernels.OPTIONS).name == "update"
     pairs = [(weights, gradients) for weights in TYPES for gradients in {weights, kernels._real(weights)}]
+    for real in ("float32", "float64"):
+        assert ".entry halves" in compiled(nvrtc, kernels.squares_source(real), architecture)
     for weights, gradients in pairs:
         sources = [
             f"namespace rule_{rule} {{\n{kernels.source(rule, weights, gradients, rule)}}}" for rule in kernels._BODIES
         ]
-        program = nvrtc.createProgram("\n".join(sources), "kernels.cu", (), ())
-        options = (
-            *kernels.OPTIONS,
-            "-ftz=true",
-            "--device-as-default-execution-space",
-            f"-arch=compute_{architecture}",
-        )
-        try:
-            nvrtc.compileProgram(program, options)
-        except nvrtc.NVRTCError:
-            pytest.fail(f"{weights}, {gradients}: {nvrtc.getProgramLog(program)}")
-        ptx = nvrtc.getPTX(program).decode()
+        ptx = compiled(nvrtc, "\n".join(sources), architecture)
         found = dict(re.findall(r"\.entry (\w+)\((.*?)\n}\n", ptx, re.DOTALL))
         assert set(found) == set(kernels._BODIES)
         assert [rule for rule, text in found.items() if "fma." in text and rule != "ftrl"] == []  # which takes a power

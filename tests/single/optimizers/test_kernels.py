@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.base import loops
 from mpistrat.optimizers import kernels
 from mpistrat.optimizers.hyperparameters import GRADIENT_SUM
 from mpistrat.optimizers.rule import BlockUpdate
@@ -190,6 +191,19 @@ def test_what_no_kernel_takes_is_left_to_numpy(cupy) -> None:
     assert launches() == before + 1
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sums_of_squares_have_the_bits_of_the_cpu(cupy, dtype) -> None:
+    random = np.random.default_rng(0)
+    for size in (0, 1, 63, 64, 65, 4095, 4096, 4097, 50_000):
+        for odd in (0.0, 0.001):
+            values, before = numbers(random, size, dtype, odd), launches()
+            with np.errstate(all="ignore"):
+                expected = loops.squares(values)
+            found = kernels.squares(_moved(cupy, values))
+            assert_same_bits(np.array([found]), np.array([expected]))
+            assert launches() == before + (2 if size else 0)
+
+
 # Signs are changed: each of a body, and of what is common to all but for indices, with which a kernel would not end.
 
 _CHANGED = {
@@ -269,3 +283,18 @@ def test_each_changed_sign_of_widening_and_rounding_is_found(cupy) -> None:
     """Each by weights of its own type."""
     alive = [set(survivors(cupy, "sgd", types, "wide(Bfloat16", "typedef")) for types in (TYPES[2], TYPES[4])]
     assert alive[0] & alive[1] == set()
+
+
+def test_each_changed_sign_of_sums_of_squares_is_found(cupy) -> None:
+    """But for indices: a kernel would not end."""
+    code, random = kernels.squares_source("float32"), np.random.default_rng(0)
+    values, alive = numbers(random, 5000, np.float32, 0.0), []
+    expected = loops.squares(values)
+    for low, high in (("sum = sum", "sums[lane]"), ("own[lane] = own", "totals[i]")):
+        for mutant, line in mutants(code, code.index(low), code.index(high)):
+            made = tuple(honest_cupy.RawKernel(mutant, name) for name in ("lanes", "halves"))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(kernels, "_squares", lambda *_, made=made: made)
+                if kernels.squares(_moved(cupy, values)) == expected:
+                    alive.append(line)
+    assert alive == []
