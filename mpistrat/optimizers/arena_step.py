@@ -16,7 +16,7 @@ from ..arena.wire import Unsent
 from ..base import loops
 from ..base.buffers import BufferPool
 from ..base.partition import blocks, merge, spans_within
-from ..comm.arrays import all_reduce, is_gpu, to_host
+from ..comm.arrays import all_reduce, is_gpu, on_device_of, to_host
 from ..variables.variable import Variable
 from . import kernels
 from .core import OptimizerCore
@@ -237,7 +237,8 @@ class ArenaStep:
         if self._share is not None:
             self._share.ready(high)
         for copy in self.arena.copies[1:]:
-            copy[low:high] = move_like(self.arena.values[low:high], copy)
+            with on_device_of(copy):
+                copy[low:high] = move_like(self.arena.values[low:high], copy)
 
     def keep(self, low: int, high: int, gradient: Any) -> None:
         """Keep a sum, or the mean of several steps, and add up the squares of its elements; takes what `take` takes.

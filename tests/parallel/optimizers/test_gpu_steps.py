@@ -1,5 +1,6 @@
-"""The work of one training step on GPUs, counted on the stand-in for CuPy: what a step launches, copies and waits for."""
+"""Training steps on GPUs, on the stand-in for CuPy: they give the CPU's bits, and do no more work than they must."""
 
+import functools
 import shutil
 import sys
 
@@ -11,6 +12,7 @@ import mpistrat as ms
 from mpistrat.comm.gpu import nccl_available
 from mpistrat.cross_device import nccl
 from tests.models import honest_cupy
+from tests.single.base.test_loops import assert_same_bits
 
 pytestmark = [
     pytest.mark.ranks(1, 2),
@@ -124,3 +126,57 @@ def test_norms_are_limited(cupy, settings):
     assert counts.get("nccl", 0) == (BLOCKS if several else 0)
     assert nbytes["kernel"] < (7.2 if several else 5.2)
     assert nbytes["copy to host"] < 0.001
+
+
+def trained(devices, dtype, make, to_array):
+    """Weights and slots after four steps; of another gradient on each rank and replica."""
+    with ms.MultiWorkerMirroredStrategy(devices=devices) as strategy:
+        with strategy.scope():
+            starts = [
+                np.random.default_rng(i).normal(size=shape).astype(dtype) for i, shape in enumerate(((5, 301), (7,)))
+            ]
+            variables = [ms.Variable(start, name=f"v{i}") for i, start in enumerate(starts)]
+            optimizer = make()
+
+        def step(number):
+            replica = ms.get_replica_context().replica_id_in_sync_group
+            random, pairs = np.random.default_rng(10 * number + replica), []
+            for variable in variables:
+                variable.grad[...] = to_array(random.normal(size=variable.shape).astype(dtype))
+                pairs.append((variable.grad, variable))
+            optimizer.apply_gradients(pairs)
+
+        for number in range(4):
+            strategy.run(step, args=(number,))
+        return [v.numpy() for v in variables] + [slot for v in variables for slot in optimizer.slots(v).values()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ms.optimizers.AdamW(0.01, clipvalue=1.0),
+        lambda: ms.optimizers.SGD(
+            0.1, momentum=0.9, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=2
+        ),
+    ],
+    ids=["adamw", "momentum"],
+)
+def test_a_step_gives_the_bits_of_the_cpu(cupy, make, dtype):
+    rank = MPI.COMM_WORLD.rank
+    expected = trained(["cpu:0"], dtype, make, lambda array: array)
+    found = trained([f"gpu:{rank}"], dtype, make, cupy.asarray)
+    assert not honest_cupy.report()[0]
+    for mine, of_cpu in zip(found, expected, strict=True):
+        assert_same_bits(mine, of_cpu)
+
+
+def test_replicas_with_a_gpu_each_on_one_rank(cupy):
+    if MPI.COMM_WORLD.size > 1:
+        return  # each of its ranks would need two GPUs
+    make = functools.partial(ms.optimizers.AdamW, 0.01, global_clipnorm=1.0)
+    expected = trained(["cpu:0", "cpu:1"], "float32", make, lambda array: array)
+    found = trained(["gpu:0", "gpu:1"], "float32", make, cupy.asarray)
+    assert not honest_cupy.report()[0]
+    for mine, of_cpu in zip(found, expected, strict=True):
+        np.testing.assert_array_max_ulp(mine, of_cpu, 2)  # a norm's parts are added in other blocks
