@@ -20,7 +20,14 @@ from mpistrat.optimizers import kernels
 pytestmark = pytest.mark.ranks(1)
 
 PACKAGE = Path(ms.__file__).parent
-TYPES = ["float32", "float64", "float16", "bfloat16"]
+PAIRS = [  # of weights and gradients
+    ("float32", "float32"),
+    ("float64", "float64"),
+    ("float16", "float16"),
+    ("float16", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+]
 ROOTS = {
     "import_cupy": "cupy",
     "array_module": "cupy",
@@ -249,7 +256,8 @@ def compiled(nvrtc: Any, code: str, architecture: int) -> str:
 
 
 @pytest.mark.parametrize("architecture", [70, 80, 90, 100])
-def test_its_compiler_takes_every_kernel(cupy, architecture) -> None:
+@pytest.mark.parametrize("weights, gradients", PAIRS)
+def test_its_compiler_takes_every_kernel(cupy, weights, gradients, architecture) -> None:
     """Without a fused multiplication and addition, which would give other bits."""
     from cupy.cuda import nvrtc
 
@@ -259,16 +267,15 @@ def test_its_compiler_takes_every_kernel(cupy, architecture) -> None:
         pytest.skip(f"no NVRTC: {error}. pip install nvidia-cuda-nvrtc-cu12")
     if (architecture == 70 and version >= (13, 0)) or (architecture == 100 and version < (12, 8)):
         pytest.skip(f"NVRTC {version} has no sm_{architecture}")
-    assert cupy.RawKernel(kernels.source("adam", "float32", "float32"), "update", kernels.OPTIONS).name == "update"
-    pairs = [(weights, gradients) for weights in TYPES for gradients in {weights, kernels._real(weights)}]
-    for real in ("float32", "float64"):
-        assert ".entry halves" in compiled(nvrtc, kernels.squares_source(real), architecture)
-    for weights, gradients in pairs:
-        sources = [
-            f"namespace rule_{rule} {{\n{kernels.source(rule, weights, gradients, rule)}}}" for rule in kernels._BODIES
-        ]
-        ptx = compiled(nvrtc, "\n".join(sources), architecture)
-        found = dict(re.findall(r"\.entry (\w+)\((.*?)\n}\n", ptx, re.DOTALL))
-        assert set(found) == set(kernels._BODIES)
-        assert [rule for rule, text in found.items() if "fma." in text and rule != "ftrl"] == []  # which takes a power
-        assert ".local" not in ptx  # segments are read where the launch put them
+    assert cupy.RawKernel(kernels.source("adam", weights, gradients), "update", kernels.OPTIONS).name == "update"
+    sources = [
+        f"namespace of_{rule} {{\n{kernels.source(rule, weights, gradients, rule)}}}" for rule in kernels._BODIES
+    ]
+    ptx = compiled(nvrtc, "\n".join(sources), architecture)
+    found = dict(re.findall(r"\.entry (\w+)\((.*?)\n}\n", ptx, re.DOTALL))
+    assert set(found) == set(kernels._BODIES)
+    assert [rule for rule, text in found.items() if "fma." in text and rule != "ftrl"] == []  # which takes a power
+    assert ".local" not in ptx  # segments are read where the launch put them
+    if weights in ("float32", "float64"):
+        ptx = compiled(nvrtc, kernels.squares_source(weights), architecture)
+        assert ".entry lanes" in ptx and ".entry halves" in ptx and "fma." not in ptx
