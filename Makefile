@@ -14,7 +14,7 @@ OUTPUT ?= demo_output
 PYTEST_ARGS ?=
 SINCE ?= main
 BUDGET ?= 20
-FRAMEWORKS ?= torch==2.13.0 torchdata jax==0.10.2 optax flax equinox keras==3.15.1 ipyparallel
+FRAMEWORKS ?= torch==2.13.0 torchdata jax==0.10.2 optax flax equinox keras==3.15.1 ipyparallel cupy-cuda12x nvidia-cuda-nvrtc-cu12
 PEERS ?= torch==2.13.0 accelerate==1.15.0 lightning==2.6.5 torchdata==0.11.0 expecttest pytest-timeout cloudpickle
 TENSORFLOW ?= tensorflow-cpu==2.21.0 keras==3.15.1 tensorboard
 

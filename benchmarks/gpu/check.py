@@ -637,6 +637,39 @@ def optimizers_equal_the_cpu():
         raise AssertionError(f"{len(failed)} of {len(_rules())} rules: {', '.join(failed)}")
 
 
+def _ulps(a, b) -> int:
+    """The largest difference of two arrays in units of the last place; any NaN is as good as another."""
+    import numpy as np
+
+    kind = {2: np.int16, 4: np.int32, 8: np.int64}[a.itemsize]
+    nan = (a != a) & (b != b)
+    bits = [np.ascontiguousarray(array).view(kind) for array in (a, b)]
+    ordered = [np.where(each < 0, np.iinfo(kind).min - each, each) for each in bits]
+    least, most = np.minimum(*ordered), np.maximum(*ordered)
+    return int(np.where(nan, 0, most.view(f"u{a.itemsize}") - least.view(f"u{a.itemsize}")).max(initial=0))
+
+
+@item("vars", 120)
+def kernels_equal_the_cpu():
+    """One kernel for each rule and dtype: weights and slots after four steps, within two units of the last place."""
+    import numpy as np
+
+    dtypes: list = ["f4"] if FAKE else ["f4", "f8", "f2"]  # on the stand-in g++ compiles each
+    if not FAKE and importlib.util.find_spec("ml_dtypes"):
+        dtypes.append(np.dtype(importlib.import_module("ml_dtypes").bfloat16))
+    norms = ("Lamb", "Adafactor", "clipnorm", "global_clipnorm", "check")  # take more passes
+    worst: dict[str, int] = {}
+    for rule in _rules():
+        for dtype in dtypes if rule not in norms else ():
+            (got, slots), (expected, kept) = _train("gpu:0", rule, dtype), _train("cpu:0", rule, dtype)
+            pairs = [*zip(got, expected, strict=True), *((slots[name], kept[name]) for name in kept)]
+            worst[f"{rule} {np.dtype(dtype).name}"] = max(_ulps(a, b) for a, b in pairs)
+    note("rules and dtypes with the CPU's bits", sum(not ulps for ulps in worst.values()), f"of {len(worst)}")
+    failed = {name: ulps for name, ulps in worst.items() if ulps > 2}
+    if failed:
+        raise AssertionError(f"more than 2 units in the last place: {failed}")
+
+
 @item("vars")
 def narrow_weights():
     got, _ = _train("gpu:0", "Adam", "f2")
@@ -1234,16 +1267,19 @@ def _arena_step(make, label, count=3):
             v.gradient(0)[...] = cupy.full(v.shape, 1e-3, "f4")
         seconds = timed(lambda: strategy.run(step), count, 1)
         note(f"{label}, {size_of(GPT2):,} parameters", seconds * 1e3, "ms a step")
-        if not FAKE:
-            note(f"{label}: kernels and copies", _kernels(lambda: strategy.run(step)), "a step")
-        return seconds
+        if FAKE:
+            return 0
+        launches = _kernels(lambda: strategy.run(step))
+        note(f"{label}: kernels and copies", launches, "a step")
+        return launches
 
 
 @item("perf", 120)
 def step_of_our_adamw():
     import mpistrat as ms
 
-    _arena_step(lambda: ms.optimizers.AdamW(1e-3), "ms.optimizers.AdamW")
+    launches = _arena_step(lambda: ms.optimizers.AdamW(1e-3), "ms.optimizers.AdamW")
+    assert launches <= 20, f"{launches} kernels and copies: one for each of its arenas was to be expected"
     _arena_step(lambda: ms.optimizers.AdamW(1e-3, global_clipnorm=1.0), "the same with global_clipnorm", 2)
 
 

@@ -126,7 +126,9 @@ class Destination:
 
 
 def node_gradients(group: ProcessGroup, arena: GradientArena) -> Sequence[np.ndarray] | None:
-    """Return the arenas of all replicas, where all are of one node and in host memory that its ranks see; else None."""
+    """Return the arenas of all replicas, where this rank sees all: its own alone, or host memory of one node; else None."""
+    if group.topology.num_replicas == 1:
+        return arena.local
     return None if group.num_nodes > 1 or is_gpu(arena.local[0]) else of_node(arena)
 
 

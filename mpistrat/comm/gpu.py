@@ -1,7 +1,7 @@
 """GPUs: copies from the host on a CUDA stream of their own, and NCCL communicators over all ranks.
 
-NCCL and MPI calls never overlap, because this may deadlock: every call here synchronises its streams before it returns,
-and every MPI call of this package blocks.
+NCCL and MPI calls never overlap, because this may deadlock: every call here waits for its streams before it returns, or before
+the block of `one_wait` ends, and every MPI call of this package blocks.
 """
 
 from __future__ import annotations
@@ -343,6 +343,7 @@ class NcclCommunicator:
         self._cupy = import_cupy("NcclCommunicator")
         self.devices = tuple(devices)
         self._comms: list[Any] = []
+        self._waits = True
         topology = group.topology
         unique = np.zeros(_ID_BYTES, np.uint8)
         if topology.rank == 0:
@@ -368,10 +369,29 @@ class NcclCommunicator:
         finally:
             self._nccl.groupEnd()
 
-    def all_reduce(self, arrays: Sequence[Any]) -> None:
-        """Sum contiguous CuPy arrays of one dtype and size over all replicas, in place; one for each local GPU, in order.
+    @contextlib.contextmanager
+    def one_wait(self) -> Iterator[None]:
+        """Wait once, at the end of a block, for all sums in it, which come in order with other work on the current streams.
 
-        Collective; returns when the sums are there.
+        No MPI call may be made in the block.
+        """
+        with self._group.quiet():  # the watchdog must not call MPI meanwhile
+            self._waits = False
+            try:
+                yield
+            finally:
+                self._waits = True
+                self._wait()
+
+    def _wait(self) -> None:
+        for device in self.devices:
+            with self._cupy.cuda.Device(device):
+                self._cupy.cuda.get_current_stream().synchronize()
+
+    def all_reduce(self, arrays: Sequence[Any], sources: Sequence[Any] | None = None) -> None:
+        """Sum contiguous CuPy arrays of one dtype and size over all replicas; one for each local GPU, in order.
+
+        In place, or of `sources`, which stay as they are. Collective; returns when the sums are there, but see `one_wait`.
 
         Raises:
             TypeError: NCCL cannot sum the dtype.
@@ -385,20 +405,16 @@ class NcclCommunicator:
             raise TypeError(explain("NcclAllReduce", "value", expected="a dtype that NCCL sums", got=str(first.dtype)))
         datatype = getattr(self._nccl, name)
         count = first.size * (2 if first.dtype.kind == "c" else 1)
-        with self._group.quiet():  # the watchdog must not call MPI meanwhile
-            self._sum(arrays, count, datatype)
-
-    def _sum(self, arrays: Sequence[Any], count: int, datatype: int) -> None:
-        streams = []
-        with self._grouped():
-            for device, comm, array in zip(self.devices, self._comms, arrays, strict=True):
-                with self._cupy.cuda.Device(device):
-                    stream = self._cupy.cuda.get_current_stream()
-                    comm.allReduce(array.data.ptr, array.data.ptr, count, datatype, self._nccl.NCCL_SUM, stream.ptr)
-                    streams.append((device, stream))
-        for device, stream in streams:
-            with self._cupy.cuda.Device(device):
-                stream.synchronize()
+        with self._group.quiet():
+            with self._grouped():
+                for device, comm, array, source in zip(
+                    self.devices, self._comms, arrays, sources or arrays, strict=True
+                ):
+                    with self._cupy.cuda.Device(device):
+                        stream = self._cupy.cuda.get_current_stream().ptr
+                        comm.allReduce(source.data.ptr, array.data.ptr, count, datatype, self._nccl.NCCL_SUM, stream)
+            if self._waits:
+                self._wait()
 
     def close(self) -> None:
         """Destroy the communicators. Collective the first time; later calls do nothing."""

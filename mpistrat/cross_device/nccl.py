@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from ..arena.arithmetic import Arithmetic, finish
+from ..arena.reduction import GPU_BLOCK, Consume, GradientArena
+from ..arena.wire import Unsent
 from ..base.distributed_values import Mirrored, PerReplica
 from ..base.errors import DeviceError, explain
 from ..base.log import once
 from ..base.options import CommunicationOptions
+from ..base.partition import blocks
 from ..base.types import CommunicationImplementation, ReduceOp
 from ..comm.arrays import array_module, import_cupy, is_gpu, on_device_of
 from ..comm.gpu import NcclCommunicator, nccl_datatype_name, own_gpus, require_nccl, why_not_nccl
@@ -77,7 +80,7 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
         if other is not None:
             return other.reduce_implementation(reduce_op, per_replica_value, destinations, options)
         how = self.arithmetic(reduce_op, values[0].dtype)
-        return _wrap(self._sum(self._wide(values, how), how, values), values)
+        return _wrap(_finished(self._total(values, how), how, values), values)
 
     def batch_reduce_implementation(
         self,
@@ -101,10 +104,31 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
                 with on_device_of(value):
                     packed.append(pack.pack([leaves[index][replica] for index in mine]))
             flats = self._wide(packed, how)
-            totals = [pack.unpack(flat) for flat in self._sum(flats, how, first, max(1, cut))]
+            self._sum_in_place(flats, max(1, cut))
+            totals = [pack.unpack(flat) for flat in _finished(flats, how, first)]
             for position, members in zip(pack.indices, zip(*totals, strict=True), strict=True):
                 results[mine[position]] = _wrap(members, leaves[mine[position]])
         return results
+
+    def reduce_arena(
+        self,
+        arena: GradientArena,
+        ranges: Sequence[tuple[int, int]],
+        consume: Consume,
+        unsent: Unsent | None = None,
+    ) -> None:
+        on_gpus = (
+            is_gpu(arena.local[0]) and arena.pieces(ranges) is None
+        )  # of pieces, weights are sent meanwhile, by MPI
+        if not on_gpus or self._other(arena.local, ReduceOp.SUM) is not None or self.group.topology.num_replicas == 1:
+            super().reduce_arena(arena, ranges, consume, unsent)
+            return
+        how = self.arithmetic(ReduceOp.SUM, arena.dtype)
+        with self._connected().one_wait():
+            for low, high in blocks(ranges, GPU_BLOCK):
+                total = self._total([flat[low:high] for flat in arena.local], how)[0]
+                for begin, end in arena.owned([(low, high)]):
+                    consume(begin, end, total[begin - low : end - low])
 
     def _other(self, values: Sequence[Any], reduce_op: ReduceOp) -> CrossDeviceOps | None:
         """The algorithm for values that NCCL cannot reduce; None where it can."""
@@ -143,22 +167,46 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
                 copies.append(array_module(value).array(value, dtype=how.accumulate, order="C"))
         return copies
 
-    def _sum(self, arrays: list[Any], how: Arithmetic, values: Sequence[Any], messages: int = 1) -> list[Any]:
-        """Return the reduction of each local GPU's array, on the GPU of its value; the arrays are overwritten."""
-        if self.group.topology.num_replicas > 1:
-            flats = [array.reshape(-1) for array in arrays]
-            low = 0
-            for size in pack_sizes(flats[0].size, messages):
-                if size:
-                    self._connected().all_reduce([flat[low : low + size] for flat in flats])
-                low += size
-        results = []
-        for array, value in zip(arrays, values, strict=True):
-            with on_device_of(array):
-                result = finish(array, how)
+    def _total(self, values: Sequence[Any], how: Arithmetic) -> list[Any]:
+        """Return new arrays in the dtype of accumulation, on the GPUs of the communicator: each the sum over all replicas."""
+        if not self._sums_without_a_copy(values, how):
+            wide = self._wide(values, how)
+            self._sum_in_place(wide)
+            return wide
+        totals = []
+        for value in values:
             with on_device_of(value):
-                results.append(array_module(value).asarray(result))
-        return results
+                totals.append(array_module(value).empty(value.shape, value.dtype))
+        self._connected().all_reduce([total.reshape(-1) for total in totals], [value.reshape(-1) for value in values])
+        return totals
+
+    def _sums_without_a_copy(self, values: Sequence[Any], how: Arithmetic) -> bool:
+        """Return whether NCCL reads values where they lie."""
+        if self.group.topology.num_replicas == 1 or values[0].size == 0:
+            return False
+        fits = all(value.dtype == how.accumulate and value.flags.c_contiguous for value in values)
+        return fits and tuple(value.device.id for value in values) == self._connected().devices
+
+    def _sum_in_place(self, arrays: Sequence[Any], messages: int = 1) -> None:
+        """Sum arrays on the GPUs of the communicator over all replicas, by so many messages."""
+        if self.group.topology.num_replicas == 1:
+            return
+        flats, low = [array.reshape(-1) for array in arrays], 0
+        for size in pack_sizes(flats[0].size, messages):
+            if size:
+                self._connected().all_reduce([flat[low : low + size] for flat in flats])
+            low += size
+
+
+def _finished(totals: Sequence[Any], how: Arithmetic, values: Sequence[Any]) -> list[Any]:
+    """Return reductions of sums, each on the GPU of its value; the sums are overwritten."""
+    results = []
+    for total, value in zip(totals, values, strict=True):
+        with on_device_of(total):
+            result = finish(total, how)
+        with on_device_of(value):
+            results.append(array_module(value).asarray(result))
+    return results
 
 
 def _wrap(results: Sequence[Any], values: Sequence[Any]) -> Any:

@@ -214,7 +214,7 @@ class FusedUpdate:
         numbers = self._rule.numbers_of(self._optimizer)
         if numbers != self._numbers:
             self._numbers, self._words = numbers, ", ".join(f"{name} {value}" for name, value in numbers.items())
-            self._update = BlockUpdate(self._rule.kind(1.0, **numbers), self._arena.dtype, self._scratch)
+            self._update = BlockUpdate(self._rule.kind(1.0, **numbers), self._arena.dtype, lambda: self._scratch)
             decay = numbers["weight_decay"] or 0.0
             uses = self._optimizer._use_weight_decay
             self._decays = [decay if decay and uses(variable) else 0.0 for variable in self._variables]

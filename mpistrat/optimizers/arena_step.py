@@ -16,11 +16,13 @@ from ..arena.wire import Unsent
 from ..base import loops
 from ..base.buffers import BufferPool
 from ..base.partition import blocks, merge, spans_within
-from ..comm.arrays import all_reduce, to_host
+from ..comm.arrays import all_reduce, is_gpu, on_device_of, to_host
 from ..variables.variable import Variable
+from . import kernels
 from .core import OptimizerCore
 from .hyperparameters import GRADIENT_SUM
-from .rule import BlockUpdate, Span, form_mean, multiply_spans
+from .kernels import Span
+from .rule import BlockUpdate, form_mean, multiply_spans
 from .slots import gathered
 
 if TYPE_CHECKING:
@@ -59,11 +61,13 @@ class ArenaStep:
         self._core, self._optimizer, self._mean, self._each = core, core.optimizer, 0, False
         self._factor = 1.0
         self._slots, self._block = core.slots.of(arena), block_of(arena.values)
+        self._on_gpu = is_gpu(arena.values)
+        self._sum_of_squares = kernels.squares if self._on_gpu else loops.squares
         self._kept: tuple[Any, int] | None = None  # the sums of this step, and which element comes first there
         self._formed = False  # whether they are there before `keep` is called
         self._share: PieceShare | EncodedShare | None = None  # of the weights, while a step goes on
         self._messages = BufferPool(kept=16)
-        self._rule = BlockUpdate(core.optimizer, arena.dtype, self._slots.scratch)
+        self._rule = BlockUpdate(core.optimizer, arena.dtype, lambda: self._slots.scratch)
         self.read_settings()
 
     def read_settings(self) -> None:
@@ -163,9 +167,9 @@ class ArenaStep:
             consume(low, high, memory[low:high])
 
     def _large_blocks(self) -> list[tuple[int, int]]:
-        """Return what this rank updates in blocks: large ones, where no copies of weights are made in scratch memory."""
-        large = max(LARGE_BLOCK, self._block) if self._slots.residual is None else BLOCK
-        return blocks(self.arena.owned(self.ranges), large)
+        """Return what this rank updates in blocks: on a GPU the whole, on CPUs large ones where scratch memory has no copies."""
+        large = self.arena.size if self._on_gpu else LARGE_BLOCK
+        return blocks(self.arena.owned(self.ranges), large if self._slots.residual is None else BLOCK)
 
     def take(self, low: int, high: int, gradient: Any) -> None:
         """Take the sum of elements [low, high), or a list of what is to be summed: update, or add to what is accumulated."""
@@ -233,7 +237,8 @@ class ArenaStep:
         if self._share is not None:
             self._share.ready(high)
         for copy in self.arena.copies[1:]:
-            copy[low:high] = move_like(self.arena.values[low:high], copy)
+            with on_device_of(copy):
+                copy[low:high] = move_like(self.arena.values[low:high], copy)
 
     def keep(self, low: int, high: int, gradient: Any) -> None:
         """Keep a sum, or the mean of several steps, and add up the squares of its elements; takes what `take` takes.
@@ -241,7 +246,7 @@ class ArenaStep:
         Gradients stay as they are: they are the replica's own, and may be summed again.
         """
         parts, (kept, base) = gradient if isinstance(gradient, list) else [gradient], self._store()
-        for begin, end in blocks([(low, high)], self._block):
+        for begin, end in [(low, high)] if self._on_gpu else blocks([(low, high)], self._block):
             sums = kept[begin - base : end - base]
             if not self._formed:
                 combine(np.add, [move_like(part[begin - low : end - low], sums) for part in parts], sums)
@@ -250,10 +255,10 @@ class ArenaStep:
             if self._mean and self._updates:
                 form_mean(sums, self._slots.of_range(begin, end)[GRADIENT_SUM], self._mean)
             if not self._each:
-                self.squares[self._spans[0][2]] += loops.squares(sums)
+                self.squares[self._spans[0][2]] += self._sum_of_squares(sums)
                 continue
             for start, stop, name in spans_within(self._spans, begin, end):
-                self.squares[name] += loops.squares(sums[start:stop])
+                self.squares[name] += self._sum_of_squares(sums[start:stop])
 
     def form_moments(self, scales: Mapping[str, float]) -> None:
         """Multiply what was kept by its scales, update the slot that the rule factors by it, and add up `matrices`."""
@@ -293,8 +298,8 @@ class ArenaStep:
             self._rule.direct(gradient, self._slots.of_range(low, high))
             weights = self._rule.widened(self._meant(low, high))
             for start, stop, name in spans_within(self._spans, low, high):
-                self.norms[name, "weights"] += loops.squares(weights[start:stop])
-                self.norms[name, "direction"] += loops.squares(gradient[start:stop])
+                self.norms[name, "weights"] += self._sum_of_squares(weights[start:stop])
+                self.norms[name, "direction"] += self._sum_of_squares(gradient[start:stop])
 
     def whole_gradients(self, scales: Mapping[str, float]) -> dict[str, np.ndarray]:
         """Return what all ranks kept of each variable, times its scales. Collective, inside one."""

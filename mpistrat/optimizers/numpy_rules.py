@@ -11,8 +11,9 @@ import numpy as np
 from ..base.limits import AT_LEAST_ZERO, AT_MOST_ZERO, BELOW_ONE, FLAG, POSITIVE, UP_TO_ONE, Limits
 from ..base.underflow import may_underflow
 from .hyperparameters import CommonSettings, Rate
+from .kernels import CompiledLoop
 from .optimizer import Optimizer
-from .rule import Block, CompiledLoop
+from .rule import Block
 from .rules import approach, average_into
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ class Adadelta(Optimizer):
     ) -> None:
         self.rho, self.epsilon = rho, epsilon
         super().__init__(learning_rate, slot_names=("accumulated_grad", "accumulated_delta_var"), **settings)
+
+    def _kernel(self, step: int, rate: float) -> CompiledLoop:
+        return CompiledLoop("adadelta", (rate, self.rho, 1 - self.rho, self.epsilon), self.slot_names[:2])
 
     @may_underflow
     def update(
@@ -104,6 +108,10 @@ class Adamax(_Moments):
 
     _kept = ("momentum", "norm")
 
+    def _kernel(self, step: int, rate: float) -> CompiledLoop:
+        numbers = rate / (1 - self.beta_1**step), 1 - self.beta_1, self.beta_2, self.epsilon
+        return CompiledLoop("adamax", numbers, self._kept)
+
     @may_underflow
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
@@ -139,22 +147,30 @@ class Nadam(_Moments):
 
     __product = 0, 1.0  # of all u, until which step
 
+    def _kernel(self, step: int, rate: float) -> CompiledLoop:
+        numbers = rate, 1 - self.beta_1, 1 - self.beta_2, *self._shares(step), 1 / (1 - self.beta_2**step), self.epsilon
+        return CompiledLoop("nadam", numbers, self._kept)
+
     @may_underflow
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
     ) -> None:
         """Update a block of weights and slots in place; the gradient may be overwritten."""
         momentum, velocity, work = slots["momentum"], slots["velocity"], scratch[0][: gradient.size]
-        now, ahead = self._coefficient(step), self._coefficient(step + 1)
-        product = self._product(step)
+        of_mean, of_gradient = self._shares(step)
         approach(momentum, gradient, 1 - self.beta_1, work)
-        change = np.multiply(momentum, ahead / (1 - product * ahead), out=scratch[1][: gradient.size])
-        np.add(change, np.multiply(gradient, (1 - now) / (1 - product), out=work), out=change)
+        change = np.multiply(momentum, of_mean, out=scratch[1][: gradient.size])
+        np.add(change, np.multiply(gradient, of_gradient, out=work), out=change)
         np.multiply(gradient, gradient, out=gradient)
         approach(velocity, gradient, 1 - self.beta_2, work)
         np.sqrt(np.multiply(velocity, 1 / (1 - self.beta_2**step), out=work), out=work)
         np.divide(np.multiply(change, rate, out=change), np.add(work, self.epsilon, out=work), out=change)
         np.subtract(weights, change, out=weights)
+
+    def _shares(self, step: int) -> tuple[float, float]:
+        """Return what m and the gradient are multiplied by."""
+        now, ahead, product = self._coefficient(step), self._coefficient(step + 1), self._product(step)
+        return ahead / (1 - product * ahead), (1 - now) / (1 - product)
 
     def _coefficient(self, step: int) -> float:
         return self.beta_1 * (1 - 0.5 * _MOMENTUM_DECAY**step)
@@ -225,6 +241,17 @@ class Ftrl(Optimizer):
         """The value of n before the first step of a variable."""
         return {"accumulator": self.initial_accumulator_value} if self.initial_accumulator_value else {}
 
+    def _kernel(self, step: int, rate: float) -> CompiledLoop | None:
+        if not rate:
+            return None
+        shrinkage = 2 * self.l2_shrinkage_regularization_strength
+        numbers = rate, -self.learning_rate_power, self.l1_regularization_strength, shrinkage, self._divisor(rate)
+        return CompiledLoop("ftrl", numbers, ("accumulator", "linear"))
+
+    def _divisor(self, rate: float) -> float:
+        """Return what is added to the divisor, of all elements alike."""
+        return 2 * (self.l2_regularization_strength + self.beta / (2 * rate))
+
     @may_underflow
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
@@ -244,7 +271,7 @@ class Ftrl(Optimizer):
         limit = self.l1_regularization_strength
         np.subtract(np.clip(linear, -limit, limit, out=work), linear, out=work)
         np.divide(grown, rate, out=grown)
-        np.add(grown, 2 * (self.l2_regularization_strength + self.beta / (2 * rate)), out=grown)
+        np.add(grown, self._divisor(rate), out=grown)
         np.divide(work, grown, out=weights)
 
     def _power(self, accumulator: Any, out: Any) -> None:
@@ -284,6 +311,10 @@ class Lion(Optimizer):
     ) -> None:
         self.beta_1, self.beta_2 = beta_1, beta_2
         super().__init__(learning_rate, slot_names=("momentum",), **settings)
+
+    def _kernel(self, step: int, rate: float) -> CompiledLoop:
+        numbers = rate, self.beta_1, 1 - self.beta_1, self.beta_2, 1 - self.beta_2
+        return CompiledLoop("lion", numbers, ("momentum",))
 
     @may_underflow
     def update(

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
@@ -15,14 +16,14 @@ from ..arena.arithmetic import combine
 from ..base import loops
 from ..base.partition import spans_within
 from ..base.underflow import may_underflow
-from ..comm.arrays import accumulation_dtype, as_buffer
+from ..comm.arrays import accumulation_dtype, as_buffer, is_gpu
 from ..variables.variable import Variable
+from . import kernels
 from .gradients import Pairs
 from .hyperparameters import AVERAGE, GRADIENT_SUM, Hyperparameters
+from .kernels import Around, CompiledLoop, Span
 
-__all__ = ["Around", "Block", "BlockUpdate", "CompiledLoop", "UpdateRule", "UpdateRun", "form_mean", "multiply_spans"]
-
-Span = tuple[int, int, float]  # elements [low, high), and a number for them
+__all__ = ["Block", "BlockUpdate", "UpdateRule", "UpdateRun", "form_mean", "multiply_spans"]
 
 
 class Block(NamedTuple):
@@ -35,28 +36,6 @@ class Block(NamedTuple):
     rate: float
     scratch: Sequence[Any]
     group: int
-
-
-class CompiledLoop(NamedTuple):
-    """A rule as `loops.update` takes it; a slot that its settings do not need is ""."""
-
-    rule: str
-    numbers: tuple[float, ...]
-    slots: tuple[str, ...]
-
-
-class Around(NamedTuple):
-    """What else happens to a block as `loops.update` takes it."""
-
-    limit: float | None = None
-    scales: Sequence[Span] = []
-    decays: Sequence[Span] = []
-    sums: Any = None
-    calls: int = 0
-    averages: Any = None
-    momentum: float | None = None
-    overwrites: bool = False
-    factor: float = 1.0
 
 
 class UpdateRule(Hyperparameters):
@@ -86,6 +65,10 @@ class UpdateRule(Hyperparameters):
     def _loop(self, step: int, rate: float) -> CompiledLoop | None:
         """Return the compiled loop that does what `update_block` does, None where none does."""
         return None
+
+    def _kernel(self, step: int, rate: float) -> CompiledLoop | None:
+        """Return the kernel that does so on a GPU, None where none does."""
+        return self._loop(step, rate)
 
     def _direction(self, block: Block) -> None:
         """Write the direction of the update over the gradient of a block, and update its slots; not the weights."""
@@ -162,23 +145,35 @@ class UpdateRun(ABC):
 class BlockUpdate:
     """Updates blocks of one dtype: decay, clipping by value, the rule, averages. 16-bit weights are widened, and rounded once.
 
-    In one pass by `loops.update`, where the rule has a compiled loop; else by NumPy, with the same bits. `scratch` are four flat
-    arrays of the dtype in which gradients are summed: blocks, which larger arrays are cut into for NumPy.
+    In one pass by `loops.update`, or on a GPU by `kernels.update`, where the rule has one; else by NumPy, with the same bits.
+    `scratch` returns four flat arrays of the dtype in which gradients are summed: blocks, which larger arrays are cut into for
+    NumPy. It is called when they are needed first.
 
     Attributes:
-        block: the last of them, for the caller's use: a block of gradients.
         narrow: whether weights are widened.
     """
 
-    def __init__(self, rule: UpdateRule, dtype: np.dtype, scratch: Sequence[Any]) -> None:
-        *self._scratch, self._wide, self.block = scratch
-        self._rule = rule
+    def __init__(self, rule: UpdateRule, dtype: np.dtype, scratch: Callable[[], Sequence[Any]]) -> None:
+        self._rule, self._new_memory = rule, scratch
         self.narrow = accumulation_dtype(dtype) != dtype
         self._step, self._rate, self._factor = 0, 0.0, 1.0
         self._limit: float | None = None
         self._momentum: float | None = None  # of the averages, None where there are none
         self._overwrites = False
         self._loop: CompiledLoop | None = None
+
+    @functools.cached_property
+    def _memory(self) -> Sequence[Any]:
+        return self._new_memory()
+
+    @property
+    def _scratch(self) -> Sequence[Any]:
+        return self._memory[:2]
+
+    @property
+    def block(self) -> Any:
+        """A block of gradients, for the caller's use, too."""
+        return self._memory[3]
 
     def begin(self, step: int, rate: float, factor: float = 1.0) -> None:
         """Set what is the same for all blocks of a step; sums of parts are multiplied by the factor."""
@@ -246,7 +241,7 @@ class BlockUpdate:
         """Add the sum of parts to what is accumulated, in a step that does not update the weights, and update their averages."""
         average = None if self._momentum is None else slots[AVERAGE]
         around = Around(None, [], [], None, 0, average, self._momentum, self._overwrites, self._factor)
-        if loops.update("accumulate", (), [*map(as_buffer, parts)], as_buffer(target), (slots[GRADIENT_SUM],), around):
+        if _fused(CompiledLoop("accumulate", (), (GRADIENT_SUM,)), target, parts, slots, around):
             return
         for low in range(0, target.size, self.block.size):
             high = min(low + self.block.size, target.size)
@@ -276,16 +271,14 @@ class BlockUpdate:
         scales: Sequence[Span],
         calls: int,
     ) -> bool:
-        loop = self._loop
+        loop = self._rule._kernel(self._step, self._rate) if is_gpu(target) else self._loop
         if loop is None:
             return False
         factors = [(low, high, 1 - decay * self._rate) for low, high, decay in decays]
         sums = slots[GRADIENT_SUM] if calls else None
         average = None if self._momentum is None else slots[AVERAGE]
         last = average, self._momentum, self._overwrites, self._factor
-        around = Around(self._limit, list(scales), factors, sums, calls, *last)
-        arrays = tuple([slots.get(name) for name in loop.slots])
-        return loops.update(loop.rule, loop.numbers, [*map(as_buffer, parts)], as_buffer(target), arrays, around)
+        return _fused(loop, target, parts, slots, Around(self._limit, list(scales), factors, sums, calls, *last))
 
     def _by_numpy(
         self, target: Any, gradient: Any, slots: Mapping[str, Any], decays: Sequence[Span], group: int
@@ -311,7 +304,7 @@ class BlockUpdate:
         """Return a block of weights in the dtype of the sums: a copy in scratch memory, where they are 16-bit."""
         if not self.narrow:
             return target
-        weights = self._wide[: target.size]
+        weights = self._memory[2][: target.size]
         if not loops.add(weights, [as_buffer(target)]):
             weights[...] = target
         return weights
@@ -325,6 +318,14 @@ class BlockUpdate:
         np.add(average, work, out=average)
         if self._overwrites:
             weights[...] = average
+
+
+def _fused(loop: CompiledLoop, target: Any, parts: Sequence[Any], slots: Mapping[str, Any], around: Around) -> bool:
+    """Update weights, where they lie, in one pass, if that can be done; return whether it was."""
+    arrays = tuple([slots.get(name) for name in loop.slots])
+    if is_gpu(target):
+        return kernels.update(loop.rule, loop.numbers, parts, target, arrays, around)
+    return loops.update(loop.rule, loop.numbers, [*map(as_buffer, parts)], as_buffer(target), arrays, around)
 
 
 @may_underflow

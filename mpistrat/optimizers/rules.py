@@ -17,8 +17,9 @@ from ..base.errors import explain
 from ..base.limits import AT_LEAST_ZERO, BELOW_ONE, FLAG, UP_TO_ONE, Limits
 from ..base.underflow import may_underflow
 from .hyperparameters import CommonSettings, CommonSettingsButDecay, Rate
+from .kernels import Around, CompiledLoop
 from .optimizer import Optimizer
-from .rule import Around, Block, CompiledLoop
+from .rule import Block
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

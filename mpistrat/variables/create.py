@@ -13,6 +13,7 @@ from ..arena.values import check_name, initial_array, move_like, parse_dtype
 from ..base.errors import explain
 from ..base.partition import aligned_block, bounds
 from ..base.types import VariableAggregation, VariableSynchronization
+from ..comm.arrays import on_device_of
 from ..comm.call import Call
 from ..comm.process_group import ProcessGroup
 from .kinds import MirroredVariable, SyncOnReadVariable, check_kind
@@ -250,7 +251,8 @@ def _receiver(target: Target, part: Part | None) -> Receiver:
     array, low, high = target
 
     def take(start: int, flat: np.ndarray) -> None:
-        array[start : start + flat.size] = move_like(flat, array)
+        with on_device_of(array):
+            array[start : start + flat.size] = move_like(flat, array)
 
     own = Receiver([(low, high)] if low < high else [], take)
     return own if part is None else part.box.receiver(own)

@@ -18,7 +18,7 @@ from tests.launch.pairwise import Combination, cover, one_of_each, order
 from tests.launch.touched import distances
 
 QUICK_EXAMPLES = 30  # of Hypothesis, in every tier but `all`
-SLOWEST = {"check": 1.0, "test": 2.5, "change": 20.0}  # seconds: what takes longer is left to the next tier
+SLOWEST = {"check": 1.0, "test": 2.5, "change": 12.0}  # seconds: what takes longer is left to the next tier
 ONCE = 0.3  # seconds: of a test on ranks that takes longer one item is taken, whichever
 PAGES = "test_docs.py"  # each of its pages is a program of its own
 WORDS = {  # of each kind: how the last line calls what was left out

@@ -9,6 +9,8 @@
   bytes, one of them writing, with no order between them are reported, whatever the schedule made of the numbers. So is memory
   that is given back to its pool while another stream may use it, and memory that MPI gets while a stream may still write it.
 - **Devices.** The current device is each thread's own, 0 at first. Work on an array of another device is reported.
+- **Kernels.** g++ compiles the source of a RawKernel, with a few lines in place of CUDA, and it runs as work on a stream: threads
+  one after the other. What const pointers point to is read, all else is written. Arguments must have the kernel's types.
 - **NCCL.** Each rank of a communicator needs a physical GPU of its own, else every rank gets NCCL_ERROR_INVALID_USAGE
   ("Duplicate GPU"). What would hang raises `Hang`: ncclCommInitRank for a second GPU outside of a group, a collective on one of
   several local communicators. Counts and dtypes are compared. A reduction is work on a stream. MPI moves the data.
@@ -21,14 +23,19 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import hashlib
 import os
+import re
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import weakref
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -53,6 +60,7 @@ class Machine:
         self.lock = threading.RLock()
         self.told: collections.OrderedDict[str, int] = collections.OrderedDict()
         self.counts: collections.Counter[str] = collections.Counter()
+        self.nbytes: collections.Counter[str] = collections.Counter()  # that each kind of work reads and writes
         self.streams: list[Stream] = []
         self.null: dict[int, Stream] = {}
         self.clock: dict[int, int] = {}  # of the host: what it has waited for
@@ -128,6 +136,7 @@ class Stream:
             here = where()
             for array, is_write in [*((a, False) for a in reads), *((a, True) for a in writes)]:
                 array.memory.touch(array, self, is_write, f"{what} at {here}")
+                M.nbytes[what] += array.bounds()[1] - array.bounds()[0]
             self.clock[self.id] = self.seq
             self.queue.append(Op(self.seq, act, deps, what))
             M.counts[what] += 1
@@ -685,6 +694,128 @@ class _Add:
         launch(lambda a, i, v: np.add.at(a, i, v), (target, indices, values), writes=[target])
 
 
+# kernels
+
+_CUDA = r"""
+#include <cmath>
+#define __device__
+#define __global__
+struct Dimensions { unsigned x, y, z; };
+static thread_local Dimensions threadIdx, blockIdx, blockDim, gridDim;
+"""
+_KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)\s*\{')
+
+
+class _Parameter(NamedTuple):
+    """A parameter of a kernel: its declaration, the bytes of the argument, and of what it points to, 0 where it is no pointer."""
+
+    text: str
+    nbytes: int
+    points_to: int
+
+
+_compiled: dict[str, dict[str, tuple[Any, list[_Parameter]]]] = {}
+
+
+def compiled(*codes: str) -> list[dict[str, tuple[Any, list[_Parameter]]]]:
+    """Return the kernels of CUDA sources, by name: each a function of grid, block and pointers to its arguments; its parameters.
+
+    Sources that are given together are compiled together, which is quicker.
+    """
+    new = [code for code in dict.fromkeys(codes) if code not in _compiled]
+    if new:
+        library = ctypes.CDLL(_built("\n".join([_CUDA, *(_wrapped(code, i) for i, code in enumerate(new))])))
+        for i, code in enumerate(new):
+            found = _compiled[code] = {}
+            for name, given in _parameters(code):
+                sizes = (ctypes.c_longlong * (2 * len(given))).in_dll(library, f"sizes_{i}_{name}")
+                how = list(map(_Parameter, given, sizes[::2], sizes[1::2]))
+                found[name] = getattr(library, f"run_{i}_{name}"), how
+    return [_compiled[code] for code in codes]
+
+
+def _parameters(code: str) -> list[tuple[str, list[str]]]:
+    return [(name, [each.strip() for each in given.split(",")]) for name, given in _KERNEL.findall(code)]
+
+
+def _wrapped(code: str, number: int) -> str:
+    """Return a source in a namespace, with a function for each kernel that runs its threads one after the other."""
+    lines = [f"namespace source_{number} {{", code.replace('extern "C" __global__', "__global__")]
+    for name, given in _parameters(code):
+        types = [re.sub(r"__restrict__|\bconst\b(?=[^*]*$)|\w+$", "", each).strip() for each in given]
+        arguments = ", ".join(f"*({kind} *)arguments[{i}]" for i, kind in enumerate(types))
+        sizes = ", ".join(f"sizeof({kind}), {f'sizeof(**({kind} *)0)' if '*' in kind else '0'}" for kind in types)
+        lines.append(
+            f'extern "C" const long long sizes_{number}_{name}[] = {{{sizes}}};\n'
+            f'extern "C" void run_{number}_{name}(unsigned grid, unsigned block, void **arguments) {{\n'
+            "    gridDim = {grid, 1, 1}, blockDim = {block, 1, 1};\n"
+            "    for (unsigned i = 0; i < grid; i++)\n"
+            "        for (unsigned j = 0; j < block; j++) {\n"
+            f"            blockIdx = {{i, 0, 0}}, threadIdx = {{j, 0, 0}};\n            {name}({arguments});\n"
+            "        }\n}"
+        )
+    return "\n".join([*lines, "}"])
+
+
+def _built(text: str) -> str:
+    """Return the path of a library of C++, built if it was not before."""
+    folder = Path(tempfile.gettempdir()) / f"honest_cupy-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            (Path(own) / "kernels.cpp").write_text(text)
+            options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared"]
+            subprocess.run(["g++", *options, "kernels.cpp", "-o", "kernels.so"], cwd=own, check=True)
+            os.replace(Path(own) / "kernels.so", path)
+    return str(path)
+
+
+class RawKernel:
+    """cupy.RawKernel."""
+
+    def __init__(self, code: str, name: str, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
+        if not isinstance(options, tuple):
+            raise TypeError("Argument 'options' has incorrect type")
+        self.code, self.name = code, name
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        run, parameters = compiled(self.code)[0][self.name]
+        if len(args) != len(parameters):  # a GPU would read what is there
+            raise TypeError(f"{self.name} takes {len(parameters)} arguments, got {len(args)}")
+        stream, device, own = M.current(), M.device, []
+        memory, reads, writes = [], [], []
+        for given, parameter in zip(args, parameters, strict=True):
+            own.append(_argument(given, parameter))
+            if isinstance(given, Array):
+                _check_device(given, device)
+                (reads if parameter.text.startswith("const ") else writes).append(given)
+                memory.append(given.host)
+
+        def act(memory: Any = memory) -> None:  # which lives as long
+            buffers = [ctypes.create_string_buffer(each, len(each)) for each in own]
+            run(grid[0], block[0], (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers)))
+
+        stream.put(act, "kernel", reads=reads, writes=writes)
+
+
+def _argument(given: Any, parameter: _Parameter) -> bytes:
+    """Return the bytes of an argument, of now.
+
+    Raises:
+        TypeError: another type than the kernel's, of which a GPU would read the bytes.
+    """
+    if isinstance(given, Array):
+        if not given.host.flags.c_contiguous or given.itemsize != parameter.points_to:
+            raise TypeError(f"{parameter.text}: got an array of {given.dtype}, strides {given.strides}")
+        given = np.uintp(given.host.ctypes.data)
+    elif parameter.points_to and given != 0:
+        raise TypeError(f"{parameter.text}: got {given!r}, which is no array, nor 0")
+    if not isinstance(given, (np.generic, np.ndarray)) or given.size != 1 or given.nbytes != parameter.nbytes:
+        raise TypeError(f"{parameter.text}: expected {parameter.nbytes} bytes of NumPy, got {given!r}")
+    return given.tobytes()
+
+
 # NCCL
 
 
@@ -874,7 +1005,7 @@ def module() -> ModuleType:
     cupy.__version__ = f"{VERSION}.0.0"
     cupy.__dict__.update(
         ndarray=Array, zeros=zeros, empty=empty, full=full, array=array, asarray=asarray, ascontiguousarray=ascontiguousarray,
-        concatenate=concatenate, from_dlpack=from_dlpack, add=_Add(), cuda=cuda,
+        concatenate=concatenate, from_dlpack=from_dlpack, add=_Add(), cuda=cuda, RawKernel=RawKernel,
         copyto=lambda dst, src, casting="same_kind": np.copyto(dst, src, casting=casting),
         arange=lambda *a, **k: array(np.arange(*a, **k)), ones=lambda shape, dtype=float: full(shape, 1, dtype), dtype=np.dtype,
     )  # fmt: skip
@@ -981,6 +1112,3 @@ def torch_mode(same_stream: bool = True) -> Any:
 def _only_a_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-
-
-del ctypes

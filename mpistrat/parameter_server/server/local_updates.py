@@ -228,7 +228,7 @@ class _Scratch:
 
     def __init__(self, optimizer: Optimizer, dtype: np.dtype) -> None:
         self.dtype, self._wide, self._names = dtype, accumulation_dtype(dtype), optimizer.slot_names
-        self.rule = BlockUpdate(optimizer, dtype, [np.empty(BLOCK, self._wide) for _ in range(4)])
+        self.rule = BlockUpdate(optimizer, dtype, lambda: [np.empty(BLOCK, self._wide) for _ in range(4)])
         self._blocks: tuple[np.ndarray, dict[str, np.ndarray]] | None = None
 
     def blocks(self, size: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mpistrat.base import cores, loops
 from mpistrat.comm.arrays import as_buffer
-from mpistrat.optimizers.rule import Around
+from mpistrat.optimizers.kernels import Around
 from tests.single.base.test_loops import assert_same_bits, compiled, errors_of, numbers
 
 COUNTS = [1, 2, 3, 7]

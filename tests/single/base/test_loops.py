@@ -20,7 +20,7 @@ import mpistrat as ms
 from mpistrat.arena.arithmetic import combine
 from mpistrat.base import loops
 from mpistrat.comm.arrays import as_buffer
-from mpistrat.optimizers.rule import Around
+from mpistrat.optimizers.kernels import Around
 
 compiled = pytest.mark.skipif(not loops.used()[0], reason=f"no compiled loops: {loops.used()[1]}")
 

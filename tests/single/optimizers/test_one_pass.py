@@ -65,7 +65,7 @@ def test_all_that_happens_to_a_block_has_the_same_bits(block, updates, threads, 
     for patched in (False, True):
         weights, slots, parts = arrays_of(optimizer, dtype, size, count, odd, seed)
         before = [part.copy() for part in parts]
-        update = BlockUpdate(optimizer, np.dtype(dtype), [np.empty(500, WIDE[dtype]) for _ in range(4)])
+        update = BlockUpdate(optimizer, np.dtype(dtype), lambda: [np.empty(500, WIDE[dtype]) for _ in range(4)])
         update.begin(4, 0.01, factor)
 
         def step(update=update, weights=weights, slots=slots, parts=parts) -> None:
@@ -96,7 +96,7 @@ def test_a_sum_of_parts_times_a_factor_by_hand(by_numpy, monkeypatch) -> None:
     if by_numpy:
         monkeypatch.setattr(loops, "update", loops.leave_to_numpy)
     optimizer = ms.optimizers.SGD(1.0, gradient_accumulation_steps=3)
-    update = BlockUpdate(optimizer, np.dtype(np.float64), [np.empty(4) for _ in range(4)])
+    update = BlockUpdate(optimizer, np.dtype(np.float64), lambda: [np.empty(4) for _ in range(4)])
     update.begin(2, 1.0, 1.5)
     weights, slots, parts = np.zeros(5), {GRADIENT_SUM: np.full(5, 3.0)}, [np.full(5, 1.0), np.full(5, 2.0)]
     update.accumulate(weights, parts, slots)
@@ -113,7 +113,7 @@ def test_what_happens_to_a_block_by_hand() -> None:
     optimizer = ms.optimizers.SGD(
         0.5, clipvalue=2.0, use_ema=True, ema_momentum=0.75, ema_overwrite_frequency=2, gradient_accumulation_steps=3
     )
-    update = BlockUpdate(optimizer, np.dtype(np.float64), [np.empty(4) for _ in range(4)])
+    update = BlockUpdate(optimizer, np.dtype(np.float64), lambda: [np.empty(4) for _ in range(4)])
     update.begin(2, 0.5)
     weights, slots = np.full(4, 8.0), {AVERAGE: np.full(4, 4.0), GRADIENT_SUM: np.array([3.0, 3.0, 30.0, -30.0])}
     parts = [np.full(4, 1.0), np.full(4, 2.0)]

@@ -1,0 +1,182 @@
+"""Training steps on GPUs, on the stand-in for CuPy: they give the CPU's bits, and do no more work than they must."""
+
+import functools
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpistrat as ms
+from mpistrat.comm.gpu import nccl_available
+from mpistrat.cross_device import nccl
+from tests.models import honest_cupy
+from tests.single.base.test_loops import assert_same_bits
+
+pytestmark = [
+    pytest.mark.ranks(1, 2),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for the stand-in"),
+]
+
+LAYER = [
+    (768,),
+    (768,),
+    (768, 2304),
+    (2304,),
+    (768, 768),
+    (768,),
+    (768,),
+    (768,),
+    (768, 3072),
+    (3072,),
+    (3072, 768),
+    (768,),
+]
+GPT2 = [(50257, 768), (1024, 768), *LAYER * 12, (768,), (768,)]
+SMALLER = 256  # GPT-2 with so many times fewer elements, in blocks that are as much smaller
+BLOCKS = 8
+SHAPES = [(max(1, shape[0] // SMALLER), *shape[1:]) for shape in GPT2]
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """The stand-in, with a GPU for each rank."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("FAKE_GPUS", "2")
+    for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
+        monkeypatch.setitem(sys.modules, name, sys)  # after the test they are as before
+    monkeypatch.setattr(nccl, "GPU_BLOCK", nccl.GPU_BLOCK // SMALLER)
+    nccl_available.cache_clear()
+    yield honest_cupy.install()
+    nccl_available.cache_clear()
+
+
+def work_of_a_step(make, own_gradients: bool = False) -> tuple[dict[str, int], dict[str, float]]:
+    """How often the third step does what, and what that reads and writes, in bytes of all gradients."""
+    gpu = f"gpu:{MPI.COMM_WORLD.rank}"
+    with ms.MultiWorkerMirroredStrategy(devices=[gpu]) as strategy:
+        with strategy.scope():
+            variables = [ms.Variable(np.zeros(shape, np.float32), name=f"v{i}") for i, shape in enumerate(SHAPES)]
+            optimizer = make()
+        gradients = [variable.gradient(0) for variable in variables]
+        for gradient in gradients:
+            gradient[...] = 1e-3
+        if own_gradients:
+            gradients = [gradient.copy() for gradient in gradients]
+        for step in range(3):
+            if step == 2:
+                honest_cupy.M.counts.clear()
+                honest_cupy.M.nbytes.clear()
+            strategy.run(lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True)))
+        counts, nbytes = dict(honest_cupy.M.counts), dict(honest_cupy.M.nbytes)
+        assert not honest_cupy.report()[0]
+        size = 4 * sum(variable.size for variable in variables)
+        return counts, {what: number / size for what, number in nbytes.items()}
+
+
+def excluding(names: list[str]):
+    def make():
+        optimizer = ms.optimizers.AdamW(1e-3)
+        optimizer.exclude_from_weight_decay(var_names=names)
+        return optimizer
+
+    return make
+
+
+PLAIN = {
+    "alone": lambda: ms.optimizers.AdamW(1e-3),
+    "a scaled loss": lambda: ms.optimizers.AdamW(1e-3, loss_scale_factor=2.0**10),
+    "clipped by value": lambda: ms.optimizers.AdamW(1e-3, clipvalue=1.0),
+    "without decay of some": excluding([f"v{i}" for i, shape in enumerate(GPT2) if len(shape) == 1]),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_adamw_takes_one_kernel_for_all_and_one_sum_for_each_block(cupy, name):
+    """Weights, gradients and two slots are read or written once; nothing is copied; only sums of NCCL are waited for, once."""
+    counts, nbytes = work_of_a_step(PLAIN[name])
+    pieces = {1: 1, 2: BLOCKS}[MPI.COMM_WORLD.size]
+    sums = pieces if MPI.COMM_WORLD.size > 1 else 0
+    assert counts.pop("kernel") == pieces <= 20
+    assert counts.pop("nccl", 0) == sums
+    assert counts.pop("wait", 0) <= min(1, sums)
+    assert counts.pop("alloc", 0) == counts.pop("free", 0) == sums  # of a pool, as long as a block's update takes
+    assert counts == {}
+    assert nbytes["kernel"] < 4.05
+    assert nbytes.get("nccl", 0) < 2.05  # the gradient and the sum
+
+
+def test_gradients_of_the_programs_own_are_copied_once(cupy):
+    counts, nbytes = work_of_a_step(PLAIN["alone"], own_gradients=True)
+    pieces = {1: 1, 2: BLOCKS}[MPI.COMM_WORLD.size]
+    assert counts["kernel"] == pieces + len(SHAPES)
+    assert nbytes["kernel"] < 6.05
+
+
+@pytest.mark.parametrize(
+    "settings", [{"global_clipnorm": 1.0}, {"check_numerics": True}], ids=lambda each: next(iter(each))
+)
+def test_norms_are_limited(cupy, settings):
+    """Two kernels and a wait for each sum of squares, of what came together; then one kernel for all."""
+    counts, nbytes = work_of_a_step(lambda: ms.optimizers.AdamW(1e-3, **settings))
+    several = MPI.COMM_WORLD.size > 1
+    assert counts["kernel"] == (3 * BLOCKS + 1 if several else 3)  # sums of several ranks are copied, to be kept
+    assert counts["wait"] == counts["copy to host"] + several == (BLOCKS + 1 if several else 1)
+    assert counts.get("nccl", 0) == (BLOCKS if several else 0)
+    assert nbytes["kernel"] < (7.2 if several else 5.2)
+    assert nbytes["copy to host"] < 0.001
+
+
+def trained(devices, dtype, make, to_array):
+    """Weights and slots after four steps; of another gradient on each rank and replica."""
+    with ms.MultiWorkerMirroredStrategy(devices=devices) as strategy:
+        with strategy.scope():
+            starts = [
+                np.random.default_rng(i).normal(size=shape).astype(dtype) for i, shape in enumerate(((5, 301), (7,)))
+            ]
+            variables = [ms.Variable(start, name=f"v{i}") for i, start in enumerate(starts)]
+            optimizer = make()
+
+        def step(number):
+            replica = ms.get_replica_context().replica_id_in_sync_group
+            random, pairs = np.random.default_rng(10 * number + replica), []
+            for variable in variables:
+                variable.grad[...] = to_array(random.normal(size=variable.shape).astype(dtype))
+                pairs.append((variable.grad, variable))
+            optimizer.apply_gradients(pairs)
+
+        for number in range(4):
+            strategy.run(step, args=(number,))
+        return [v.numpy() for v in variables] + [slot for v in variables for slot in optimizer.slots(v).values()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ms.optimizers.AdamW(0.01, clipvalue=1.0),
+        lambda: ms.optimizers.SGD(
+            0.1, momentum=0.9, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=2
+        ),
+    ],
+    ids=["adamw", "momentum"],
+)
+def test_a_step_gives_the_bits_of_the_cpu(cupy, make, dtype):
+    rank = MPI.COMM_WORLD.rank
+    expected = trained(["cpu:0"], dtype, make, lambda array: array)
+    found = trained([f"gpu:{rank}"], dtype, make, cupy.asarray)
+    assert not honest_cupy.report()[0]
+    for mine, of_cpu in zip(found, expected, strict=True):
+        assert_same_bits(mine, of_cpu)
+
+
+def test_replicas_with_a_gpu_each_on_one_rank(cupy):
+    if MPI.COMM_WORLD.size > 1:
+        return  # each of its ranks would need two GPUs
+    make = functools.partial(ms.optimizers.AdamW, 0.01, global_clipnorm=1.0)
+    expected = trained(["cpu:0", "cpu:1"], "float32", make, lambda array: array)
+    found = trained(["gpu:0", "gpu:1"], "float32", make, cupy.asarray)
+    assert not honest_cupy.report()[0]
+    for mine, of_cpu in zip(found, expected, strict=True):
+        np.testing.assert_array_max_ulp(mine, of_cpu, 2)  # a norm's parts are added in other blocks
