@@ -20,7 +20,7 @@ import numpy as np
 from ..base.errors import by_rank
 from ..base.text import named
 
-__all__ = ["Coordinator", "Decision", "Form", "Key", "RankCalls", "left_in"]
+__all__ = ["Coordinator", "Decision", "Form", "Key", "RankCalls", "has_text", "left_in"]
 
 Key = tuple[int, str]  # number of a process set, name of a call
 Form = dict[str, Any]  # of a call: kind, dtypes, shapes and more, as JSON has it
@@ -65,9 +65,19 @@ def _unpacked(data: bytes) -> tuple[list[int], Form]:
     return np.flatnonzero(bits).tolist(), json.loads(text) if text else {}
 
 
+def has_text(data: bytes) -> bool:
+    """Return True if a message has more than numbers.
+
+    Example:
+        >>> has_text(_packed([1, 9], {})), has_text(_packed([], {"left": 2}))
+        (False, True)
+    """
+    return len(data) > 4 + int(struct.unpack_from("<I", data)[0])
+
+
 def left_in(data: bytes) -> tuple[int, str] | None:
     """Return the rank that has left and why, if a decision says that all ranks end; "" for a shutdown."""
-    left = _unpacked(data)[1].get("left")
+    left = _unpacked(data)[1].get("left") if has_text(data) else None
     return None if left is None else (int(left[0]), str(left[1]))
 
 
