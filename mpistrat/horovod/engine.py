@@ -23,6 +23,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ..base.agree import gather_text, same
 from ..base.environment import Environment, number_in
@@ -31,11 +32,14 @@ from ..base.log import logger
 from ..base.waiting import Backoff
 from ..cluster.topology import check_comm, own_comm, running_mpi
 from ..cluster.world import communicator_of
+from ..torch.backend.gpus import gpus_here, is_on_gpu
 from ..torch.backend.group import over
+from ..torch.backend.rendezvous import store_of
 from .errors import HorovodInternalError
 from .negotiation import Coordinator, Decision, Form, Key, RankCalls, has_text, left_in
 from .operations import FusedReduction, FusionBuffers, adasum, allgather, alltoall, broadcast, reducescatter
 from .process_sets import RankSet, global_process_set
+from .streams import EngineStreams, queued, show
 from .timeline import TensorTimeline
 
 __all__ = ["Engine"]
@@ -54,11 +58,15 @@ _LEAVE = 30.0  # seconds that `shutdown` waits for the other ranks' calls
 class _Waiting:
     """A call of this rank that has not ended."""
 
-    __slots__ = ("asked", "done", "error", "finish", "key", "kind", "result", "tensors")
+    __slots__ = ("asked", "before", "done", "ended", "error", "finish", "key", "kind", "result", "tensors")
 
     def __init__(self, key: Key, kind: str, tensors: Sequence[torch.Tensor], finish: Callable[[Any], Any]) -> None:
         self.key, self.kind, self.tensors, self.finish = key, kind, tensors, finish
         self.done, self.asked = False, time.time()
+        self.before = queued(tensors)  # events of the caller's streams, where the tensors lie on a GPU
+        self.ended: tuple[Any, torch.device] | None = (
+            None  # the event of the engine's stream after the call, and the GPU
+        )
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -104,8 +112,10 @@ class Engine:
         self._comm = own_comm(mpi, given, "hvd.init")
         self._byte, self._any, self._status = mpi.BYTE, mpi.ANY_SOURCE, mpi.Status()
         self.rank, self.size = self._comm.rank, self._comm.size
-        self._place(mpi)
         self._environment = Environment.read()
+        self._time_limit = timedelta(seconds=self._environment.abort_after)
+        self._store: Any = None  # over which NCCL meets
+        self._place(mpi)
         cycle = number_in(os.environ, "HOROVOD_CYCLE_TIME", 1e3 * _CYCLE) * 1e-3
         fused = int(number_in(os.environ, "HOROVOD_FUSION_THRESHOLD", _FUSED))
         same(partial(gather_text, self._comm), f"HOROVOD_FUSION_THRESHOLD={fused}", _different)
@@ -125,6 +135,7 @@ class Engine:
         self._mine, self._sending = RankCalls(), list[Any]()
         self._plans: dict[bytes, list[_Bundle]] = {}
         self._buffers = FusionBuffers()
+        self._streams, self._gpu = EngineStreams(), torch.device("cpu")
         self.timeline: TensorTimeline | None = None
         self._coordinator: Coordinator | None = None
         if self.rank == 0:
@@ -145,6 +156,8 @@ class Engine:
         sizes = np.empty(self.size, np.int64)
         self._comm.Allgather(np.array([node.size], np.int64), sizes)
         self.homogeneous = bool((sizes == sizes[0]).all())
+        if self._comm.allreduce(gpus_here(), mpi.LOR):
+            self._store, *_ = store_of(self._comm, node, self._time_limit, "hvd.init")
         node.Free()
         across.Free()
 
@@ -156,10 +169,10 @@ class Engine:
         number, group = self._numbers, None
         self._numbers += 1
         if self.rank in process_set.ranks:
-            limit = timedelta(seconds=self._environment.abort_after)
+            store = None if self._store is None else dist.PrefixStore(f"horovod {number}", self._store)
             comm = communicator_of(self._comm, process_set.ranks, f"process set {number}")
             try:
-                group = over(comm, None, limit, f"horovod {number}")
+                group = over(comm, store, self._time_limit, f"horovod {number}")
             finally:
                 comm.Free()
         self.sets[number] = process_set
@@ -189,7 +202,8 @@ class Engine:
             **more: of the form of the call.
 
         Raises:
-            ValueError: the process set is not registered, or a call of this name has not ended.
+            ValueError: the process set is not registered, a call of this name has not ended, or the tensors lie on another GPU
+                than before.
             HorovodInternalError: Horovod was shut down, or this rank does not belong to the process set.
         """
         number = process_set.process_set_id
@@ -206,6 +220,10 @@ class Engine:
         if tensors:
             form["dtypes"] = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
             form["shapes"] = [list(tensor.shape) for tensor in tensors]
+            form["device"] = "cpu"
+            if is_on_gpu(tensors[0]):
+                form["device"] = "gpu"
+                self._take_gpu(tensors[0].device, prefix)
         with self._lock:
             if self.ended or self._leaving:
                 raise HorovodInternalError(self._refusal(prefix)) from self._why
@@ -240,7 +258,7 @@ class Engine:
         """Return True if the call of a handle has ended."""
         call = self._handles.get(handle)
         if call is None or call.done:
-            return True
+            return call is None or call.ended is None or bool(call.ended[0].query())
         if self._fresh:
             self._polled = True
             self._wake.set()
@@ -268,6 +286,8 @@ class Engine:
             if isinstance(call.error, ValueError) and call.kind in ("addset", "removeset"):
                 raise call.error
             raise HorovodInternalError(str(call.error)) from call.error
+        if call.ended is not None:
+            show(*call.ended, call.result)
         return call.finish(call.result)
 
     def shut_down(self) -> None:
@@ -280,10 +300,24 @@ class Engine:
         if self.timeline is not None:
             self.timeline.close()
             self.timeline = None
+        if isinstance(self._why, HorovodInternalError):  # no rank was lost
+            self._streams.finish()
         for process_set in self.sets.values():
-            group = process_set.forget()
-            if group is not None:
-                group.shutdown()
+            _end_group(process_set.forget())
+
+    def use_gpu(self, number: int) -> None:
+        """Set the GPU of a rank that joins before its first call with a tensor on one; -1 for the current one."""
+        if gpus_here() and self._gpu.type == "cpu":
+            self._gpu = torch.device("cuda", number if number >= 0 else torch.cuda.current_device())
+
+    def _take_gpu(self, device: torch.device, prefix: str) -> None:
+        if self._gpu.type == "cpu":
+            self._gpu = device
+        if device != self._gpu:
+            remedy = "Call torch.cuda.set_device(hvd.local_rank()) first"
+            expected = f"tensors on {self._gpu}, the GPU of this rank's first call"
+            text = explain(f"hvd.{prefix}", "tensor", expected=expected, got=device, remedy=remedy, rank=self.rank)
+            raise ValueError(text)
 
     # the thread
 
@@ -433,7 +467,7 @@ class Engine:
                 error = CollectiveMismatchError(first.error)
             elif process_set is not None and self.rank in process_set.ranks:
                 try:
-                    results = self._run_bundle(process_set, bundle, calls)
+                    results = self._run_in_order(process_set, bundle, calls)
                 except Exception as failure:
                     error = failure
             with self._lock:
@@ -458,7 +492,7 @@ class Engine:
                 alone.decisions.append(each)
                 found.append(alone)
                 continue
-            kind = (each.key[0], form["op"], form["dtypes"][0], form["pre"], form["post"])
+            kind = (each.key[0], form["op"], form["dtypes"][0], form["device"], form["pre"], form["post"])
             nbytes = 8 * sum(math.prod(shape) for shape in form["shapes"])
             bundle, size = open_ones.get(kind, (alone, 0))
             if nbytes >= _ALONE or size + nbytes > self._fused:
@@ -469,6 +503,20 @@ class Engine:
             if nbytes < _ALONE:
                 open_ones[kind] = (bundle, size + nbytes)
         return found
+
+    def _run_in_order(self, of: RankSet, bundle: _Bundle, calls: Sequence[_Waiting | None]) -> list[Any]:
+        """Return what the calls return; on a GPU in the order of its streams. Collective."""
+        if bundle.decisions[0].form.get("device") != "gpu":
+            return self._run_bundle(of, bundle, calls)
+        own = [call for call in calls if call is not None]
+        events = [event for call in own for event in call.before]
+        tensors = [tensor for call in own for tensor in call.tensors]
+        with self._streams.after(self._gpu, events, tensors) as stream:
+            results = self._run_bundle(of, bundle, calls)
+            ended = stream.record_event()
+        for call in own:
+            call.ended = (ended, self._gpu)
+        return results
 
     def _run_bundle(self, of: RankSet, bundle: _Bundle, calls: Sequence[_Waiting | None]) -> list[Any]:
         """Return what the calls return. Collective."""
@@ -508,17 +556,18 @@ class Engine:
 
     def _reduce(self, group: Any, bundle: _Bundle, tensors: Sequence[Sequence[torch.Tensor] | None]) -> None:
         form = bundle.decisions[0].form
+        device = self._gpu if form["device"] == "gpu" else torch.device("cpu")
         if form["op"] == "Adasum":
             for number, shape in enumerate(form["shapes"]):
                 own = tensors[0][number] if tensors[0] is not None else torch.zeros(shape)
                 own.copy_(adasum(group, own, form["pre"]) * form["post"])
         elif len(set(form["dtypes"])) > 1:
             for some, own_ones in _by_dtype(form, tensors[0]):
-                FusedReduction(some, self._buffers)(group, own_ones)
+                FusedReduction(some, self._buffers)(group, own_ones, device)
         else:
             if bundle.reduction is None:
                 bundle.reduction = FusedReduction([each.form for each in bundle.decisions], self._buffers)
-            bundle.reduction(group, tensors)
+            bundle.reduction(group, tensors, device)
 
     def _add(self, members: Sequence[int]) -> RankSet:
         if any(known.ranks == list(members) for known in self.sets.values()):
@@ -540,10 +589,18 @@ class Engine:
 
     def _remove(self, number: int) -> bool:
         removed = self.sets.pop(number, None)
-        group = removed.forget() if removed is not None else None
-        if group is not None:
-            group.shutdown()
+        if removed is not None:
+            self._streams.finish()
+            _end_group(removed.forget())
         return removed is not None
+
+
+def _end_group(group: Any) -> None:
+    """End a process group, if this rank has one. Local: other ranks may end theirs later, so NCCL is not asked to meet."""
+    if group is not None:
+        if group.gpus is not None:
+            group.gpus.abort()
+        group.shutdown()
 
 
 def _by_dtype(form: Form, tensors: Sequence[torch.Tensor] | None) -> list[Any]:

@@ -26,7 +26,7 @@ Key = tuple[int, str]  # number of a process set, name of a call
 Form = dict[str, Any]  # of a call: kind, dtypes, shapes and more, as JSON has it
 
 _NUMBERS = 8192  # names that have a number; others travel as text
-_SHOWN = "shapes", "dtypes", "op", "root", "pre", "post", "members", "number"
+_SHOWN = "shapes", "dtypes", "device", "op", "root", "pre", "post", "members", "number"
 _WITH_JOIN = "allreduce", "barrier"
 
 
@@ -280,7 +280,13 @@ def _difference(name: str, asked: dict[int, Form], ranks: Sequence[int]) -> str:
     return ""
 
 
-_WORDS = {"pre": "prescale_factor", "post": "postscale_factor", "root": "root_rank", "number": "process sets"}
+_WORDS = {
+    "device": "devices",
+    "pre": "prescale_factor",
+    "post": "postscale_factor",
+    "root": "root_rank",
+    "number": "process sets",
+}
 
 
 def _compared(kind: str, word: str, value: Any) -> Any:

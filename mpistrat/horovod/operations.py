@@ -40,21 +40,21 @@ def dtype_of(name: str) -> torch.dtype:
 
 @final
 class FusionBuffers:
-    """Memory in which small tensors travel together: one buffer for each dtype, kept for the next reduction."""
+    """Memory in which small tensors travel together: one buffer for each dtype and device, kept for the next reduction."""
 
     def __init__(self) -> None:
-        self._kept: dict[torch.dtype, torch.Tensor] = {}
+        self._kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-    def room(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def room(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a flat tensor of at least some elements, whose values are those of the last reduction.
 
         Example:
-            >>> FusionBuffers().room(3, torch.float64).shape
+            >>> FusionBuffers().room(3, torch.float64, torch.device("cpu")).shape
             torch.Size([3])
         """
-        kept = self._kept.get(dtype)
+        kept = self._kept.get((dtype, device))
         if kept is None or kept.numel() < size:
-            kept = self._kept[dtype] = torch.empty(size, dtype=dtype)
+            kept = self._kept[dtype, device] = torch.empty(size, dtype=dtype, device=device)
         return kept
 
 
@@ -78,12 +78,13 @@ class FusedReduction:
         self._room: torch.Tensor | None = None
         self._parts: list[torch.Tensor] = []  # of the room, with the shapes of the tensors
 
-    def __call__(self, group: Any, tensors: Sequence[Sequence[torch.Tensor] | None]) -> None:
+    def __call__(self, group: Any, tensors: Sequence[Sequence[torch.Tensor] | None], device: torch.device) -> None:
         """Reduce the tensors of the calls in place. Collective.
 
         Args:
             group: the process group.
             tensors: those of each call; None where this rank has joined, and takes part with neutral numbers.
+            device: on which the tensors lie.
         """
         own: list[torch.Tensor | None] = []
         for count, given in zip(self._counts, tensors, strict=True):
@@ -95,7 +96,7 @@ class FusedReduction:
             if total is not flat:
                 flat.copy_(total)
             return
-        room = self._buffers.room(self._size, self._dtype)
+        room = self._buffers.room(self._size, self._dtype, device)
         if room is not self._room:
             self._room, self._parts = room, self._cut(room)
         flat = room[: self._size]
@@ -109,9 +110,9 @@ class FusedReduction:
         """Return the reduction, scaled before and after: the same tensor where no factor is given."""
         total = _scaled(flat, self._pre)
         opts = c10d.AllreduceOptions()
-        opts.reduceOp, opts.asyncOp = _REDUCTIONS[self._op], False
+        opts.reduceOp, opts.asyncOp = _reduction(self._op, self._dtype), False
         group.allreduce([total], opts).wait()
-        return _scaled(total, self._post)
+        return _scaled(_divided(total, self._op, group.size()), self._post)
 
     def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         parts = flat[: self._size].split(self._sizes)
@@ -123,6 +124,18 @@ def _copy(sources: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor
     pairs = [(source, to) for source, to in zip(sources, targets, strict=True) if source is not None and to is not None]
     if pairs:
         torch._foreach_copy_([to for _, to in pairs], [source for source, _ in pairs])
+
+
+def _reduction(op: str, dtype: torch.dtype) -> Any:
+    """Return PyTorch's reduction: of integers an average is a sum, which `_divided` divides."""
+    return ReduceOp.SUM if op == "Average" and not dtype.is_floating_point else _REDUCTIONS[op]
+
+
+def _divided(total: torch.Tensor, op: str, size: int) -> torch.Tensor:
+    """Return the average of integers of their sum, rounded towards zero; other reductions as they are."""
+    if op != "Average" or total.is_floating_point():
+        return total
+    return torch.div(total, size, rounding_mode="trunc")
 
 
 def _neutral(op: str, dtype: torch.dtype) -> float:
@@ -143,7 +156,7 @@ def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def adasum(group: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return the Adasum of the ranks' tensors. Collective.
+    """Return the Adasum of the ranks' tensors, on the CPU. Collective.
 
     Pairs of ranks at distances 1, 2, 4, … combine a and b to (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b, in float64.
 
@@ -155,7 +168,7 @@ def adasum(group: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
     size, rank = group.size(), group.rank()
     if size & (size - 1):
         raise ValueError(explain("Adasum", "ranks", expected="a power of two", got=size))
-    mine, distance = tensor.double() * factor, 1
+    mine, distance = tensor.to("cpu", torch.float64) * factor, 1
     while distance < size:
         peer, theirs = rank ^ distance, torch.empty_like(mine)
         send, receive = group.send([mine], peer, distance), group.recv([theirs], peer, distance)
@@ -177,16 +190,18 @@ def allgather(group: Any, tensor: torch.Tensor, shapes: Sequence[Sequence[int]])
         tensor: this rank's.
         shapes: of all ranks' tensors; one without dimensions counts as one row.
     """
-    rooms = [torch.empty(list(shape) or [1], dtype=tensor.dtype) for shape in shapes]
+    rooms = [torch.empty(list(shape) or [1], dtype=tensor.dtype, device=tensor.device) for shape in shapes]
     group.allgather([rooms], [tensor.contiguous().view(rooms[group.rank()].shape)]).wait()
     return torch.cat(rooms)
 
 
 def broadcast(group: Any, tensor: torch.Tensor, root: int) -> None:
     """Overwrite a tensor with that of a rank of the group. Collective."""
-    opts = c10d.BroadcastOptions()
+    opts, dense = c10d.BroadcastOptions(), tensor.contiguous()
     opts.rootRank = root
-    group.broadcast([tensor], opts).wait()
+    group.broadcast([dense], opts).wait()
+    if dense is not tensor:
+        tensor.copy_(dense)
 
 
 def alltoall(group: Any, tensor: torch.Tensor, table: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,7 +214,7 @@ def alltoall(group: Any, tensor: torch.Tensor, table: Sequence[Sequence[int]]) -
     """
     rank = group.rank()
     going, coming = list(table[rank]), [row[rank] for row in table]
-    found = torch.empty((sum(coming), *tensor.shape[1:]), dtype=tensor.dtype)
+    found = torch.empty((sum(coming), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
     group.all_to_all_single(found, tensor[: sum(going)].contiguous(), coming, going).wait()
     return found, torch.tensor(coming, dtype=torch.int32)
 
@@ -208,8 +223,8 @@ def reducescatter(group: Any, tensor: torch.Tensor, form: Form) -> torch.Tensor:
     """Return this rank's rows of a reduction; the first ranks have one row more where they are unequal. Collective."""
     size, rows = group.size(), tensor.shape[0]
     counts = [rows // size + (rank < rows % size) for rank in range(size)]
-    found = torch.empty((counts[group.rank()], *tensor.shape[1:]), dtype=tensor.dtype)
+    found = torch.empty((counts[group.rank()], *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
     opts = c10d.ReduceScatterOptions()
-    opts.reduceOp = _REDUCTIONS[form["op"]]
-    group.reduce_scatter([found], [list(_scaled(tensor, form["pre"]).split(counts))], opts).wait()
-    return _scaled(found, form["post"])
+    opts.reduceOp = _reduction(form["op"], tensor.dtype)
+    group.reduce_scatter([found], [list(_scaled(tensor.contiguous(), form["pre"]).split(counts))], opts).wait()
+    return _scaled(_divided(found, form["op"], size), form["post"])

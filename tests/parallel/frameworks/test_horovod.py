@@ -300,7 +300,7 @@ def test_wrong_arguments_fail_before_anything_is_sent():
     for call, text in (
         (
             lambda: hvd.allreduce(torch.ones(1, dtype=torch.bool)),
-            "expected dense tensors of numbers on the CPU, got one of",
+            "expected dense tensors of numbers on the CPU or on one GPU, got one of",
         ),
         (lambda: hvd.allreduce(torch.ones(1, device="meta")), "got one on meta"),
         (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "average: expected None where op is given"),
