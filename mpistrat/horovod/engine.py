@@ -49,6 +49,7 @@ _CYCLE = 10e-3  # seconds without another call after which calls are sent that n
 _TOGETHER = 1 << 20  # bytes of tensors that are sent before that
 _POLL = 1e-3  # seconds between the thread's polls for messages while calls are on the way
 _IDLE = 5e-3  # and while none are, or a thread of the program polls
+_WHILE = 1.0  # seconds after the last call in which rank 0 expects calls of process sets
 _PLANS = 64  # decisions whose order is kept
 _ALONE = 1 << 22  # bytes from which on a tensor is not copied into a message with others
 _FUSED = 128 << 20  # bytes of the largest message of several tensors
@@ -323,11 +324,16 @@ class Engine:
 
     def _serve(self) -> None:
         """Do the engine's work while no thread waits."""
+        active = time.monotonic()
         while not self.ended:
-            if self._waiting or not self._work(0):
-                on_the_way = len(self._calls) > len(self._fresh) or (self.rank == 0 and len(self.sets) > 1)
-                self._wake.wait(_POLL if on_the_way and not self._waiting else _IDLE)
-                self._wake.clear()
+            if not self._waiting and self._work(0):
+                active = time.monotonic()
+                continue
+            on_the_way = len(self._calls) > len(self._fresh)
+            if self.rank == 0 and len(self.sets) > 1:  # of which it may decide calls that it does not make
+                on_the_way |= time.monotonic() - max(active, self._last_call) < _WHILE
+            self._wake.wait(_POLL if on_the_way and not self._waiting else _IDLE)
+            self._wake.clear()
 
     def _work_until(self, call: _Waiting) -> None:
         backoff = Backoff()
@@ -399,8 +405,9 @@ class Engine:
         """Return a decision's calls in their order, those together that run as one. Decisions by numbers alone repeat."""
         found = self._plans.get(data)
         if found is None:
+            changes = self._mine.changes
             found = self._bundles(self._mine.decisions(data))
-            if has_text(data) or len(self._plans) >= _PLANS:
+            if self._mine.changes > changes or len(self._plans) >= _PLANS:
                 self._plans.clear()
             if not has_text(data):
                 self._plans[data] = found

@@ -83,9 +83,14 @@ def left_in(data: bytes) -> tuple[int, str] | None:
 
 @final
 class RankCalls:
-    """One rank's side: its calls as messages for rank 0, and the decisions of rank 0."""
+    """One rank's side: its calls as messages for rank 0, and the decisions of rank 0.
+
+    Attributes:
+        changes: how often a number has got another meaning.
+    """
 
     def __init__(self) -> None:
+        self.changes = 0
         self._numbers: dict[Key, int] = {}
         self._sent: dict[Key, Form] = {}  # the last form that was sent
         self._decided: dict[int, Decision] = {}  # the last decision about a number
@@ -120,6 +125,7 @@ class RankCalls:
             found.append(Decision(key, form, error))
             if number >= 0:
                 self._numbers[key], self._decided[number] = number, found[-1]
+                self.changes += 1
             elif key not in self._numbers:
                 self._sent.pop(key, None)
         return sorted(found, key=lambda one: one.form.get("kind") == "join")

@@ -106,6 +106,20 @@ def test_calls_of_a_step_are_one_sum(sums):
 
 
 @pytest.mark.ranks(2)
+def test_a_repeated_decision_is_not_computed_again(sums, monkeypatch):
+    """Calls without a name, whose texts are new each time, between the steps do not change that."""
+    cuts, cut = [], operations.FusedReduction._cut
+    monkeypatch.setattr(operations.FusedReduction, "_cut", lambda self, flat: cuts.append(flat) or cut(self, flat))
+    for step in range(5):
+        handles = [hvd.allreduce_async(full(step, i + 1), name=f"t{i}", op=hvd.Sum) for i in range(3)]
+        assert hvd.allreduce(full(step, 2), op=hvd.Sum).tolist() == [2 * step] * 2
+        assert [hvd.synchronize(handle).tolist() for handle in handles] == [[2 * step] * (i + 1) for i in range(3)]
+        handles = [hvd.allreduce_async(full(step, i + 1), name=f"t{i}", op=hvd.Sum) for i in range(3)]
+        assert [hvd.synchronize(handle).tolist() for handle in handles] == [[2 * step] * (i + 1) for i in range(3)]
+    assert len(cuts) == 5 + 1, "once with each unnamed call, with which the order is another, and once for all others"
+
+
+@pytest.mark.ranks(2)
 def test_calls_that_no_thread_waits_for_are_sent(sums, monkeypatch):
     """When the program asks if they have ended; when they are large; and some milliseconds after the last one."""
     handle = hvd.allreduce_async(torch.ones(3), name="polled", op=hvd.Sum)
