@@ -113,6 +113,7 @@ frameworks: .venv-frameworks/.test-$(KEY) .venv-tensorflow/.test-$(KEY)  ## the 
 test-frameworks: frameworks  ## the tests of PyTorch, JAX, Keras and TensorFlow, with MPICH, in environments of their own; NP=2: on so many ranks only; TIER=test: pairwise
 	KERAS_BACKEND=torch .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) $(if $(TIER),--tier $(TIER)) \
 	  tests/parallel/frameworks tests/integration/hosts/test_frameworks.py tests/integration/hosts/test_frameworks_start.py \
+	  tests/integration/hosts/test_frameworks_horovod.py \
 	  -k "(frameworks or horovod) $(if $(NP),and (np$(NP) or hosts))"
 	KERAS_BACKEND=torch .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/docs -k "frameworks or horovod"
 	$(if $(NP)$(TIER),,.venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/integration/slurm -k "torch or jax_start")

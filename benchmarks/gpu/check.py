@@ -1784,6 +1784,95 @@ def staging_of_torch_tensors():
             note(f"dist.all_reduce of {4 * count:,} B on a shared GPU, 2 ranks", seconds * 1e6, "us")
 
 
+@contextlib.contextmanager
+def _horovod():
+    """Horovod's calls, as a program has them after `import horovod.torch as hvd`."""
+    torch_()
+    from mpi4py import MPI
+
+    import mpistrat.horovod.torch as hvd
+
+    hvd.init()
+    yield hvd
+    MPI.COMM_WORLD.Barrier()
+    hvd.shutdown()
+
+
+@item("dist", 90, 2)
+def horovods_calls():
+    with _horovod() as hvd:
+        torch, device, rank = torch_(), tdev(), hvd.rank()
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16):
+            mine = (torch.arange(12, device=device) + rank).to(dtype)
+            total = hvd.allreduce(mine, op=hvd.Sum)
+            assert total.device == mine.device and total.dtype == dtype
+            assert total.tolist() == [2 * value + 1 for value in range(12)], dtype
+            mean = [value + (0.5 if dtype.is_floating_point else 0) for value in range(12)]
+            assert hvd.allreduce(mine).tolist() == mean, dtype
+            assert hvd.allgather(mine[: rank + 1]).tolist() == [0, 1, 2], dtype
+            rows, counts = hvd.alltoall(mine[:3], splits=[1, 2])
+            assert rows.tolist() == ([0, 1] if rank == 0 else [1, 2, 2, 3]) and counts.tolist() == [rank + 1] * 2, dtype
+            part = mine.view(6, 2)[:, 1]
+            assert hvd.broadcast_(part, root_rank=1).tolist() == [2, 4, 6, 8, 10, 12], dtype
+            assert hvd.reducescatter(torch.ones(3, device=device, dtype=dtype), op=hvd.Sum).tolist() == [2] * (2 - rank)
+        several = [torch.full((count,), float(rank), device=device) for count in (3, 5, 1 << 20)]
+        assert [each.sum().item() for each in hvd.grouped_allreduce(several, op=hvd.Sum)] == [3, 5, 1 << 20]
+        assert hvd.allreduce(torch.full((3,), 2.0, device=device), op=hvd.Adasum).tolist() == [2, 2, 2]
+        if rank == 0:
+            assert hvd.allreduce(torch.ones(3, device=device), name="alone", op=hvd.Sum).tolist() == [1, 1, 1]
+        hvd.join()
+
+
+@item("dist", 90, 2)
+def horovods_calls_in_order_with_streams():
+    """Tensors that a side stream is still writing, work that reads the result at once, and memory that is used again."""
+    with _horovod() as hvd:
+        if FAKE:
+            return
+        torch = torch_()
+        heavy = torch.randn(4096, 4096, device="cuda")
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for turn in range(10):
+                for _ in range(6):
+                    heavy = heavy @ heavy * 1e-3
+                late = 0 * heavy[0, 0].nan_to_num(0, 0, 0)
+                handles = [
+                    hvd.allreduce_async(
+                        torch.full((n,), float(turn + hvd.rank()), device="cuda") + late, name=f"{n}", op=hvd.Sum
+                    )
+                    for n in (1 << 20, 100, 1 << 22)
+                ]
+                other = torch.full((1 << 20,), -1e9, device="cuda")
+                for handle in handles:
+                    close(float((hvd.synchronize(handle) * 1.0).mean()), 2 * turn + 1)
+                del other
+
+
+@item("dist", 120, 2)
+def horovods_optimizer_equals_one_process():
+    import copy
+
+    with _horovod() as hvd:
+        torch = torch_()
+        module = mlp_of(torch)
+        alone = copy.deepcopy(module)
+        reference = _fit(torch, alone, torch.optim.AdamW(alone.parameters(), lr=1e-2))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        optimizer = hvd.DistributedOptimizer(optimizer, module.named_parameters())
+        hvd.broadcast_parameters(module.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        x, y = rows_of(torch)
+        mine = slice(hvd.rank() * 4, hvd.rank() * 4 + 4)
+        for _ in range(5):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(module(x[mine]), y[mine]).backward()
+            optimizer.step()
+        for a, b in zip(module.parameters(), reference, strict=True):
+            close(a.detach().cpu().numpy(), b.numpy(), 1e-9, 1e-10)
+
+
 # -------------------------------------------------------------------------------- jobs: whole programs, by the package's launcher
 
 

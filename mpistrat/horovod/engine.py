@@ -3,11 +3,15 @@
 It has a communicator of its own for the negotiation, and a process group of PyTorch for each process set, all of whose
 collectives it makes. So they are in the same order on every rank, and inside the contract of `comm.ProcessGroup`. A thread of the
 program that waits for a call does the engine's work meanwhile, which saves two changes of thread; else the engine's own does.
+
+Calls are sent together: when a thread waits for one, when they make a megabyte, or when no call has followed for some
+milliseconds. So the gradients of a small step are one message, one decision and one sum.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -19,6 +23,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ..base.agree import gather_text, same
 from ..base.environment import Environment, number_in
@@ -27,19 +32,25 @@ from ..base.log import logger
 from ..base.waiting import Backoff
 from ..cluster.topology import check_comm, own_comm, running_mpi
 from ..cluster.world import communicator_of
+from ..torch.backend.gpus import gpus_here, is_on_gpu
 from ..torch.backend.group import over
+from ..torch.backend.rendezvous import store_of
 from .errors import HorovodInternalError
-from .negotiation import Coordinator, Decision, Form, Key, RankCalls, left_in
-from .operations import adasum, allgather, alltoall, broadcast, reduce_together, reducescatter
+from .negotiation import Coordinator, Decision, Form, Key, RankCalls, has_text, left_in
+from .operations import FusedReduction, FusionBuffers, adasum, allgather, alltoall, broadcast, reducescatter
 from .process_sets import RankSet, global_process_set
+from .streams import EngineStreams, queued, show
 from .timeline import TensorTimeline
 
 __all__ = ["Engine"]
 
 _TO_COORDINATOR, _TO_RANKS = 1, 2  # tags
-_CYCLE = 1e-3  # seconds between polls for messages while calls of this rank are pending
-_IDLE = 5e-3  # and after a while without calls
-_WHILE = 1.0  # seconds
+_CYCLE = 10e-3  # seconds without another call after which calls are sent that no thread waits for
+_TOGETHER = 1 << 20  # bytes of tensors that are sent before that
+_POLL = 1e-3  # seconds between the thread's polls for messages while calls are on the way
+_IDLE = 5e-3  # and while none are, or a thread of the program polls
+_WHILE = 1.0  # seconds after the last call in which rank 0 expects calls of process sets
+_PLANS = 64  # decisions whose order is kept
 _ALONE = 1 << 22  # bytes from which on a tensor is not copied into a message with others
 _FUSED = 128 << 20  # bytes of the largest message of several tensors
 _LEAVE = 30.0  # seconds that `shutdown` waits for the other ranks' calls
@@ -48,13 +59,27 @@ _LEAVE = 30.0  # seconds that `shutdown` waits for the other ranks' calls
 class _Waiting:
     """A call of this rank that has not ended."""
 
-    __slots__ = ("asked", "done", "error", "finish", "key", "kind", "result", "tensors")
+    __slots__ = ("asked", "before", "done", "ended", "error", "finish", "key", "kind", "result", "tensors")
 
     def __init__(self, key: Key, kind: str, tensors: Sequence[torch.Tensor], finish: Callable[[Any], Any]) -> None:
         self.key, self.kind, self.tensors, self.finish = key, kind, tensors, finish
-        self.done, self.asked = threading.Event(), time.time()
+        self.done, self.asked = False, time.time()
+        self.before = queued(tensors)  # events of the caller's streams, where the tensors lie on a GPU
+        self.ended: tuple[Any, torch.device] | None = (
+            None  # the event of the engine's stream after the call, and the GPU
+        )
         self.result: Any = None
         self.error: BaseException | None = None
+
+
+class _Bundle:
+    """Decided calls that run as one: one of any kind, or several small reductions of one kind."""
+
+    __slots__ = ("decisions", "reduction")
+
+    def __init__(self) -> None:
+        self.decisions: list[Decision] = []
+        self.reduction: FusedReduction | None = None  # made at the first use
 
 
 @final
@@ -86,10 +111,12 @@ class Engine:
             text = explain("hvd.init", "", expected="MPI_THREAD_MULTIPLE", got="less", remedy=remedy)
             raise ClusterError(text)
         self._comm = own_comm(mpi, given, "hvd.init")
-        self._byte = mpi.BYTE
+        self._byte, self._any, self._status = mpi.BYTE, mpi.ANY_SOURCE, mpi.Status()
         self.rank, self.size = self._comm.rank, self._comm.size
-        self._place(mpi)
         self._environment = Environment.read()
+        self._time_limit = timedelta(seconds=self._environment.abort_after)
+        self._store: Any = None  # over which NCCL meets
+        self._place(mpi)
         cycle = number_in(os.environ, "HOROVOD_CYCLE_TIME", 1e3 * _CYCLE) * 1e-3
         fused = int(number_in(os.environ, "HOROVOD_FUSION_THRESHOLD", _FUSED))
         same(partial(gather_text, self._comm), f"HOROVOD_FUSION_THRESHOLD={fused}", _different)
@@ -98,7 +125,8 @@ class Engine:
         self.sets: dict[int, RankSet] = {}
         self._numbers = 0
         self._lock, self._working, self._wake = threading.Lock(), threading.Lock(), threading.Event()
-        self._fresh = list[tuple[Key, Form]]()
+        self._fresh = list[tuple[Key, Form]]()  # calls that were not sent
+        self._fresh_bytes, self._polled = 0, False  # of their tensors; whether the program asks if they have ended
         self._calls: dict[Key, _Waiting] = {}
         self._handles: dict[int, _Waiting] = {}
         self._handle, self._waiting, self._last_call = 0, 0, 0.0
@@ -106,6 +134,9 @@ class Engine:
         self._leaving = self._left = self.ended = False
         self._why: BaseException | None = None
         self._mine, self._sending = RankCalls(), list[Any]()
+        self._plans: dict[bytes, list[_Bundle]] = {}
+        self._buffers = FusionBuffers()
+        self._streams, self._gpu = EngineStreams(), torch.device("cpu")
         self.timeline: TensorTimeline | None = None
         self._coordinator: Coordinator | None = None
         if self.rank == 0:
@@ -126,6 +157,8 @@ class Engine:
         sizes = np.empty(self.size, np.int64)
         self._comm.Allgather(np.array([node.size], np.int64), sizes)
         self.homogeneous = bool((sizes == sizes[0]).all())
+        if self._comm.allreduce(gpus_here(), mpi.LOR):
+            self._store, *_ = store_of(self._comm, node, self._time_limit, "hvd.init")
         node.Free()
         across.Free()
 
@@ -137,10 +170,10 @@ class Engine:
         number, group = self._numbers, None
         self._numbers += 1
         if self.rank in process_set.ranks:
-            limit = timedelta(seconds=self._environment.abort_after)
+            store = None if self._store is None else dist.PrefixStore(f"horovod {number}", self._store)
             comm = communicator_of(self._comm, process_set.ranks, f"process set {number}")
             try:
-                group = over(comm, None, limit, f"horovod {number}")
+                group = over(comm, store, self._time_limit, f"horovod {number}")
             finally:
                 comm.Free()
         self.sets[number] = process_set
@@ -170,7 +203,8 @@ class Engine:
             **more: of the form of the call.
 
         Raises:
-            ValueError: the process set is not registered, or a call of this name has not ended.
+            ValueError: the process set is not registered, a call of this name has not ended, or the tensors lie on another GPU
+                than before.
             HorovodInternalError: Horovod was shut down, or this rank does not belong to the process set.
         """
         number = process_set.process_set_id
@@ -180,13 +214,17 @@ class Engine:
             raise ValueError(
                 explain(f"hvd.{prefix}", "process_set", expected="a registered one", got=got, remedy=remedy)
             )
-        if self.rank not in process_set.ranks:
+        if process_set.group is None:
             expected, got = f"a call of ranks {process_set.ranks}", f"one of rank {self.rank}"
             raise HorovodInternalError(explain(f"hvd.{prefix}", "process_set", expected=expected, got=got))
         form: Form = {"kind": kind, **more}
         if tensors:
             form["dtypes"] = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
             form["shapes"] = [list(tensor.shape) for tensor in tensors]
+            form["device"] = "cpu"
+            if is_on_gpu(tensors[0]):
+                form["device"] = "gpu"
+                self._take_gpu(tensors[0].device, prefix)
         with self._lock:
             if self.ended or self._leaving:
                 raise HorovodInternalError(self._refusal(prefix)) from self._why
@@ -201,9 +239,12 @@ class Engine:
                 raise ValueError(text)
             call = self._calls[key] = _Waiting(key, kind, tensors, finish)
             self._fresh.append((key, form))
+            self._fresh_bytes += sum(tensor.nbytes for tensor in tensors)
             self._handle += 1
             self._handles[self._handle] = call
             self._last_call = time.monotonic()
+            if self._fresh_bytes >= _TOGETHER:
+                self._wake.set()
             return self._handle
 
     def _refusal(self, what: str) -> str:
@@ -217,7 +258,12 @@ class Engine:
     def ready(self, handle: int) -> bool:
         """Return True if the call of a handle has ended."""
         call = self._handles.get(handle)
-        return call is None or call.done.is_set()
+        if call is None or call.done:
+            return call is None or call.ended is None or bool(call.ended[0].query())
+        if self._fresh:
+            self._polled = True
+            self._wake.set()
+        return False
 
     def wait(self, handle: int) -> Any:
         """Wait for a call, and return its result.
@@ -226,7 +272,7 @@ class Engine:
             HorovodInternalError: it failed.
         """
         call = self._handles.pop(handle)
-        if not call.done.is_set():
+        if not call.done:
             with self._lock:
                 self._waiting += 1
             try:
@@ -234,10 +280,15 @@ class Engine:
             finally:
                 with self._lock:
                     self._waiting -= 1
+                    left = bool(self._calls)
+                if left:
+                    self._wake.set()
         if call.error is not None:
             if isinstance(call.error, ValueError) and call.kind in ("addset", "removeset"):
                 raise call.error
             raise HorovodInternalError(str(call.error)) from call.error
+        if call.ended is not None:
+            show(*call.ended, call.result)
         return call.finish(call.result)
 
     def shut_down(self) -> None:
@@ -250,32 +301,51 @@ class Engine:
         if self.timeline is not None:
             self.timeline.close()
             self.timeline = None
+        if isinstance(self._why, HorovodInternalError):  # no rank was lost
+            self._streams.finish()
         for process_set in self.sets.values():
-            group = process_set.forget()
-            if group is not None:
-                group.shutdown()
+            _end_group(process_set.forget())
+
+    def use_gpu(self, number: int) -> None:
+        """Set the GPU of a rank that joins before its first call with a tensor on one; -1 for the current one."""
+        if gpus_here() and self._gpu.type == "cpu":
+            self._gpu = torch.device("cuda", number if number >= 0 else torch.cuda.current_device())
+
+    def _take_gpu(self, device: torch.device, prefix: str) -> None:
+        if self._gpu.type == "cpu":
+            self._gpu = device
+        if device != self._gpu:
+            remedy = "Call torch.cuda.set_device(hvd.local_rank()) first"
+            expected = f"tensors on {self._gpu}, the GPU of this rank's first call"
+            text = explain(f"hvd.{prefix}", "tensor", expected=expected, got=device, remedy=remedy, rank=self.rank)
+            raise ValueError(text)
 
     # the thread
 
     def _serve(self) -> None:
         """Do the engine's work while no thread waits."""
+        active = time.monotonic()
         while not self.ended:
-            if self._waiting or not self._work():
-                busy = self._calls or time.monotonic() - self._last_call < _WHILE
-                self._wake.wait(self._cycle_seconds if busy else _IDLE)
-                self._wake.clear()
+            if not self._waiting and self._work(0):
+                active = time.monotonic()
+                continue
+            on_the_way = len(self._calls) > len(self._fresh)
+            if self.rank == 0 and len(self.sets) > 1:  # of which it may decide calls that it does not make
+                on_the_way |= time.monotonic() - max(active, self._last_call) < _WHILE
+            self._wake.wait(_POLL if on_the_way and not self._waiting else _IDLE)
+            self._wake.clear()
 
     def _work_until(self, call: _Waiting) -> None:
         backoff = Backoff()
-        while not call.done.is_set():
-            if self._work():
+        while not call.done:
+            if self._work(_POLL):
                 backoff.reset()
             else:
                 backoff.pause()
 
-    def _work(self) -> bool:
-        """Do one cycle, unless another thread does. Return False if there was nothing to do."""
-        if not self._working.acquire(False):
+    def _work(self, seconds: float) -> bool:
+        """Do one cycle, after another thread's, for which it waits `seconds`. Return False if there was nothing to do."""
+        if not self._working.acquire(timeout=seconds):
             return False
         try:
             return not self.ended and self._cycle()
@@ -297,14 +367,11 @@ class Engine:
             self.ended, self._why = True, why
             calls, self._calls = list(self._calls.values()), {}
         for call in calls:
-            call.error = why
-            call.done.set()
+            call.error, call.done = why, True
 
     def _cycle(self) -> bool:
         """Send, receive, run. Return False if there was nothing to do."""
-        with self._lock:
-            fresh, self._fresh = self._fresh, []
-            leaves, self._left = self._leaving and not self._left, self._left or self._leaving
+        fresh, leaves = self._to_send()
         if self.timeline is not None:
             self.timeline.cycle()
         if fresh or leaves:
@@ -316,10 +383,35 @@ class Engine:
             return bool(fresh)
         left = left_in(decided[1])
         with torch.no_grad():
-            self._run(self._mine.decisions(decided[1]))
+            self._run(self._plan(decided[1]))
         if left is not None:
             self._end(*left)
         return True
+
+    def _to_send(self) -> tuple[Sequence[tuple[Key, Form]], bool]:
+        """Return the calls to send now, and whether this rank leaves."""
+        if not self._fresh and (not self._leaving or self._left):
+            return (), False
+        with self._lock:
+            leaves, self._left = self._leaving and not self._left, self._left or self._leaving
+            enough = self._waiting or self._polled or leaves or self._fresh_bytes >= _TOGETHER
+            if not enough and time.monotonic() - self._last_call < self._cycle_seconds:
+                return (), False
+            fresh, self._fresh = self._fresh, []
+            self._fresh_bytes, self._polled = 0, False
+            return fresh, leaves
+
+    def _plan(self, data: bytes) -> list[_Bundle]:
+        """Return a decision's calls in their order, those together that run as one. Decisions by numbers alone repeat."""
+        found = self._plans.get(data)
+        if found is None:
+            changes = self._mine.changes
+            found = self._bundles(self._mine.decisions(data))
+            if self._mine.changes > changes or len(self._plans) >= _PLANS:
+                self._plans.clear()
+            if not has_text(data):
+                self._plans[data] = found
+        return found
 
     def _tell(self, data: bytes) -> None:
         """Send this rank's message to rank 0."""
@@ -350,15 +442,14 @@ class Engine:
         self._sending.append((self._comm.Isend([buffer, self._byte], rank, tag), buffer))
 
     def _receive(self, source: int | None, tag: int) -> tuple[int, bytes] | None:
-        from mpi4py import MPI
-
-        status = MPI.Status()
-        message = self._comm.Improbe(MPI.ANY_SOURCE if source is None else source, tag, status)
+        message = self._comm.Improbe(self._any if source is None else source, tag, self._status)
         if message is None:
             return None
+        status = self._status
         buffer = np.empty(status.Get_count(self._byte), np.uint8)
+        sender = status.Get_source()
         message.Recv([buffer, self._byte])
-        return status.Get_source(), buffer.tobytes()
+        return sender, buffer.tobytes()
 
     def _end(self, left: int, why: str) -> None:
         from mpi4py import MPI
@@ -370,63 +461,77 @@ class Engine:
 
     # decided calls
 
-    def _run(self, decisions: Sequence[Decision]) -> None:
+    def _run(self, plan: Sequence[_Bundle]) -> None:
         """Run decided calls in their order; reductions of one kind together."""
-        for bundle in self._bundles(decisions):
+        for bundle in plan:
             started = time.time()
             error: Exception | None = None
-            process_set = self.sets.get(bundle[0].key[0])
-            with self._lock:
-                calls = [self._calls.get(each.key) for each in bundle]
-            results: list[Any] = [None] * len(bundle)
-            if bundle[0].error:
-                error = CollectiveMismatchError(bundle[0].error)
+            first = bundle.decisions[0]
+            process_set = self.sets.get(first.key[0])
+            calls = [self._calls.get(each.key) for each in bundle.decisions]
+            results: list[Any] = [None] * len(calls)
+            if first.error:
+                error = CollectiveMismatchError(first.error)
             elif process_set is not None and self.rank in process_set.ranks:
                 try:
-                    results = self._run_bundle(process_set, bundle, calls)
+                    results = self._run_in_order(process_set, bundle, calls)
                 except Exception as failure:
                     error = failure
-            for each, call, result in zip(bundle, calls, results, strict=True):
+            with self._lock:
+                for each in bundle.decisions:
+                    self._calls.pop(each.key, None)
+            for call, result in zip(calls, results, strict=True):
                 if call is not None:
-                    self._finish(call, each, result, error, started)
+                    self._finish(call, result, error, started)
 
-    def _finish(
-        self, call: _Waiting, decision: Decision, result: Any, error: BaseException | None, started: float
-    ) -> None:
-        with self._lock:
-            self._calls.pop(decision.key, None)
-        call.result, call.error = result, error
+    def _finish(self, call: _Waiting, result: Any, error: BaseException | None, started: float) -> None:
+        call.result, call.error, call.tensors = result, error, ()
         if self.timeline is not None and error is None:
-            self.timeline.call(decision.key[1], call.kind, call.asked, started)
-        call.tensors = ()
-        call.done.set()
+            self.timeline.call(call.key[1], call.kind, call.asked, started)
+        call.done = True
 
-    def _bundles(self, decisions: Sequence[Decision]) -> list[list[Decision]]:
-        """Return the decisions in groups, of which those of small reductions of one kind have several."""
-        found, open_ones = list[list[Decision]](), dict[Any, tuple[list[Decision], int]]()
+    def _bundles(self, decisions: Sequence[Decision]) -> list[_Bundle]:
+        """Return the decisions in bundles, of which those of small reductions of one kind have several."""
+        found, open_ones = list[_Bundle](), dict[Any, tuple[_Bundle, int]]()
         for each in decisions:
-            form = each.form
+            form, alone = each.form, _Bundle()
             if each.error or form["kind"] != "allreduce" or form["op"] == "Adasum" or len(set(form["dtypes"])) > 1:
-                found.append([each])
+                alone.decisions.append(each)
+                found.append(alone)
                 continue
-            kind = (each.key[0], form["op"], form["dtypes"][0], form["pre"], form["post"])
-            nbytes = 8 * sum(int(np.prod(shape)) for shape in form["shapes"])
-            bundle, size = open_ones.get(kind, ([], 0))
-            if not bundle or nbytes >= _ALONE or size + nbytes > self._fused:
-                bundle, size = [], 0
+            kind = (each.key[0], form["op"], form["dtypes"][0], form["device"], form["pre"], form["post"])
+            nbytes = 8 * sum(math.prod(shape) for shape in form["shapes"])
+            bundle, size = open_ones.get(kind, (alone, 0))
+            if nbytes >= _ALONE or size + nbytes > self._fused:
+                bundle, size = alone, 0
+            if not bundle.decisions:
                 found.append(bundle)
-            bundle.append(each)
+            bundle.decisions.append(each)
             if nbytes < _ALONE:
                 open_ones[kind] = (bundle, size + nbytes)
         return found
 
-    def _run_bundle(self, of: RankSet, bundle: Sequence[Decision], calls: Sequence[_Waiting | None]) -> list[Any]:
+    def _run_in_order(self, of: RankSet, bundle: _Bundle, calls: Sequence[_Waiting | None]) -> list[Any]:
+        """Return what the calls return; on a GPU in the order of its streams. Collective."""
+        if bundle.decisions[0].form.get("device") != "gpu":
+            return self._run_bundle(of, bundle, calls)
+        own = [call for call in calls if call is not None]
+        events = [event for call in own for event in call.before]
+        tensors = [tensor for call in own for tensor in call.tensors]
+        with self._streams.after(self._gpu, events, tensors) as stream:
+            results = self._run_bundle(of, bundle, calls)
+            ended = stream.record_event()
+        for call in own:
+            call.ended = (ended, self._gpu)
+        return results
+
+    def _run_bundle(self, of: RankSet, bundle: _Bundle, calls: Sequence[_Waiting | None]) -> list[Any]:
         """Return what the calls return. Collective."""
-        form, call = bundle[0].form, calls[0]
+        form, call = bundle.decisions[0].form, calls[0]
         kind, group = form["kind"], of.group
-        tensors = [None if one is None else one.tensors for one in calls]
         if kind == "allreduce":
-            self._reduce(group, [one.form for one in bundle], tensors)
+            tensors = [None if one is None else one.tensors for one in calls]
+            self._reduce(group, bundle, tensors)
             return tensors
         if kind == "join":
             with self._lock:
@@ -435,7 +540,7 @@ class Engine:
         if kind == "barrier":  # that all are here is the decision
             return [None]
         assert call is not None
-        return [self._run_one(of, bundle[0], call)]
+        return [self._run_one(of, bundle.decisions[0], call)]
 
     def _run_one(self, of: RankSet, decision: Decision, call: _Waiting) -> Any:
         form, group, tensors = decision.form, of.group, call.tensors
@@ -456,16 +561,20 @@ class Engine:
             return self._add(form["members"])
         return self._remove(form["number"])
 
-    def _reduce(self, group: Any, forms: Sequence[Form], tensors: Sequence[Sequence[torch.Tensor] | None]) -> None:
-        form = forms[0]
-        if form["op"] != "Adasum":
-            parts = [(forms, tensors)] if len(set(form["dtypes"])) == 1 else _by_dtype(form, tensors[0])
-            for some, own in parts:
-                reduce_together(group, some, own)
-            return
-        for number, shape in enumerate(form["shapes"]):
-            own = tensors[0][number] if tensors[0] is not None else torch.zeros(shape)
-            own.copy_(adasum(group, own, form["pre"]) * form["post"])
+    def _reduce(self, group: Any, bundle: _Bundle, tensors: Sequence[Sequence[torch.Tensor] | None]) -> None:
+        form = bundle.decisions[0].form
+        device = self._gpu if form["device"] == "gpu" else torch.device("cpu")
+        if form["op"] == "Adasum":
+            for number, shape in enumerate(form["shapes"]):
+                own = tensors[0][number] if tensors[0] is not None else torch.zeros(shape)
+                own.copy_(adasum(group, own, form["pre"]) * form["post"])
+        elif len(set(form["dtypes"])) > 1:
+            for some, own_ones in _by_dtype(form, tensors[0]):
+                FusedReduction(some, self._buffers)(group, own_ones, device)
+        else:
+            if bundle.reduction is None:
+                bundle.reduction = FusedReduction([each.form for each in bundle.decisions], self._buffers)
+            bundle.reduction(group, tensors, device)
 
     def _add(self, members: Sequence[int]) -> RankSet:
         if any(known.ranks == list(members) for known in self.sets.values()):
@@ -487,10 +596,18 @@ class Engine:
 
     def _remove(self, number: int) -> bool:
         removed = self.sets.pop(number, None)
-        group = removed.forget() if removed is not None else None
-        if group is not None:
-            group.shutdown()
+        if removed is not None:
+            self._streams.finish()
+            _end_group(removed.forget())
         return removed is not None
+
+
+def _end_group(group: Any) -> None:
+    """End a process group, if this rank has one. Local: other ranks may end theirs later, so NCCL is not asked to meet."""
+    if group is not None:
+        if group.gpus is not None:
+            group.gpus.abort()
+        group.shutdown()
 
 
 def _by_dtype(form: Form, tensors: Sequence[torch.Tensor] | None) -> list[Any]:

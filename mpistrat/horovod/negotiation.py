@@ -20,13 +20,13 @@ import numpy as np
 from ..base.errors import by_rank
 from ..base.text import named
 
-__all__ = ["Coordinator", "Decision", "Form", "Key", "RankCalls", "left_in"]
+__all__ = ["Coordinator", "Decision", "Form", "Key", "RankCalls", "has_text", "left_in"]
 
 Key = tuple[int, str]  # number of a process set, name of a call
 Form = dict[str, Any]  # of a call: kind, dtypes, shapes and more, as JSON has it
 
 _NUMBERS = 8192  # names that have a number; others travel as text
-_SHOWN = "shapes", "dtypes", "op", "root", "pre", "post", "members", "number"
+_SHOWN = "shapes", "dtypes", "device", "op", "root", "pre", "post", "members", "number"
 _WITH_JOIN = "allreduce", "barrier"
 
 
@@ -65,17 +65,32 @@ def _unpacked(data: bytes) -> tuple[list[int], Form]:
     return np.flatnonzero(bits).tolist(), json.loads(text) if text else {}
 
 
+def has_text(data: bytes) -> bool:
+    """Return True if a message has more than numbers.
+
+    Example:
+        >>> has_text(_packed([1, 9], {})), has_text(_packed([], {"left": 2}))
+        (False, True)
+    """
+    return len(data) > 4 + int(struct.unpack_from("<I", data)[0])
+
+
 def left_in(data: bytes) -> tuple[int, str] | None:
     """Return the rank that has left and why, if a decision says that all ranks end; "" for a shutdown."""
-    left = _unpacked(data)[1].get("left")
+    left = _unpacked(data)[1].get("left") if has_text(data) else None
     return None if left is None else (int(left[0]), str(left[1]))
 
 
 @final
 class RankCalls:
-    """One rank's side: its calls as messages for rank 0, and the decisions of rank 0."""
+    """One rank's side: its calls as messages for rank 0, and the decisions of rank 0.
+
+    Attributes:
+        changes: how often a number has got another meaning.
+    """
 
     def __init__(self) -> None:
+        self.changes = 0
         self._numbers: dict[Key, int] = {}
         self._sent: dict[Key, Form] = {}  # the last form that was sent
         self._decided: dict[int, Decision] = {}  # the last decision about a number
@@ -110,6 +125,7 @@ class RankCalls:
             found.append(Decision(key, form, error))
             if number >= 0:
                 self._numbers[key], self._decided[number] = number, found[-1]
+                self.changes += 1
             elif key not in self._numbers:
                 self._sent.pop(key, None)
         return sorted(found, key=lambda one: one.form.get("kind") == "join")
@@ -270,7 +286,13 @@ def _difference(name: str, asked: dict[int, Form], ranks: Sequence[int]) -> str:
     return ""
 
 
-_WORDS = {"pre": "prescale_factor", "post": "postscale_factor", "root": "root_rank", "number": "process sets"}
+_WORDS = {
+    "device": "devices",
+    "pre": "prescale_factor",
+    "post": "postscale_factor",
+    "root": "root_rank",
+    "number": "process sets",
+}
 
 
 def _compared(kind: str, word: str, value: Any) -> Any:

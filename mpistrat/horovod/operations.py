@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -13,7 +13,9 @@ from torch.distributed import ReduceOp
 from ..base.errors import explain
 from .negotiation import Form
 
-__all__ = ["adasum", "allgather", "alltoall", "broadcast", "dtype_of", "reduce_together", "reducescatter"]
+__all__ = [
+    "FusedReduction", "FusionBuffers", "adasum", "allgather", "alltoall", "broadcast", "dtype_of", "reducescatter",
+]  # fmt: skip
 
 _REDUCTIONS = {
     "Average": ReduceOp.AVG,
@@ -36,36 +38,104 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-def reduce_together(group: Any, forms: Sequence[Form], tensors: Sequence[Sequence[torch.Tensor] | None]) -> None:
-    """Reduce the tensors of several calls of one operation and dtype, in place, as one message. Collective.
+@final
+class FusionBuffers:
+    """Memory in which small tensors travel together: one buffer for each dtype and device, kept for the next reduction."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def room(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a flat tensor of at least some elements, whose values are those of the last reduction.
+
+        Example:
+            >>> FusionBuffers().room(3, torch.float64, torch.device("cpu")).shape
+            torch.Size([3])
+        """
+        kept = self._kept.get((dtype, device))
+        if kept is None or kept.numel() < size:
+            kept = self._kept[dtype, device] = torch.empty(size, dtype=dtype, device=device)
+        return kept
+
+
+@final
+class FusedReduction:
+    """Reductions of one operation and dtype that travel as one message.
 
     Args:
-        group: the process group.
         forms: of the calls.
-        tensors: those of each call; None where this rank has joined, and takes part with neutral numbers.
+        buffers: memory for tensors that travel together.
     """
-    form = forms[0]
-    sizes = [math.prod(shape) for each in forms for shape in each["shapes"]]
-    if len(sizes) == 1 and tensors[0] is not None and tensors[0][0].is_contiguous():
-        flat = tensors[0][0].view(-1)
-    else:
-        flat = torch.empty(sum(sizes), dtype=dtype_of(form["dtypes"][0]))
-    own: list[torch.Tensor | None] = []
-    for each, given in zip(forms, tensors, strict=True):
-        own += [None] * len(each["shapes"]) if given is None else given
-    for part, tensor in zip(flat.split(sizes), own, strict=True):
-        if tensor is None:
-            part.fill_(_neutral(form["op"], flat.dtype))
-        elif tensor.data_ptr() != part.data_ptr() or not tensor.is_contiguous():
-            part.copy_(tensor.reshape(-1))
-    total = _scaled(flat, form["pre"])
-    opts = c10d.AllreduceOptions()
-    opts.reduceOp, opts.asyncOp = _REDUCTIONS[form["op"]], False
-    group.allreduce([total], opts).wait()
-    total = _scaled(total, form["post"])
-    for part, tensor in zip(total.split(sizes), own, strict=True):
-        if tensor is not None and (tensor.data_ptr() != part.data_ptr() or not tensor.is_contiguous()):
-            tensor.copy_(part.view(tensor.shape))
+
+    def __init__(self, forms: Sequence[Form], buffers: FusionBuffers) -> None:
+        form, self._buffers = forms[0], buffers
+        self._op, self._pre, self._post = form["op"], form["pre"], form["post"]
+        self._dtype = dtype_of(form["dtypes"][0])
+        self._counts = [len(each["shapes"]) for each in forms]
+        self._shapes = [shape for each in forms for shape in each["shapes"]]
+        self._sizes = [math.prod(shape) for shape in self._shapes]
+        self._size = sum(self._sizes)
+        self._room: torch.Tensor | None = None
+        self._parts: list[torch.Tensor] = []  # of the room, with the shapes of the tensors
+
+    def __call__(self, group: Any, tensors: Sequence[Sequence[torch.Tensor] | None], device: torch.device) -> None:
+        """Reduce the tensors of the calls in place. Collective.
+
+        Args:
+            group: the process group.
+            tensors: those of each call; None where this rank has joined, and takes part with neutral numbers.
+            device: on which the tensors lie.
+        """
+        own: list[torch.Tensor | None] = []
+        for count, given in zip(self._counts, tensors, strict=True):
+            own += [None] * count if given is None else given
+        first = own[0]
+        if len(own) == 1 and first is not None and first.is_contiguous():
+            flat = first.view(-1)
+            total = self._reduced(group, flat)
+            if total is not flat:
+                flat.copy_(total)
+            return
+        room = self._buffers.room(self._size, self._dtype, device)
+        if room is not self._room:
+            self._room, self._parts = room, self._cut(room)
+        flat = room[: self._size]
+        if None in tensors:
+            flat.fill_(_neutral(self._op, self._dtype))
+        _copy(own, self._parts)
+        total = self._reduced(group, flat)
+        _copy(self._parts if total is flat else self._cut(total), own)
+
+    def _reduced(self, group: Any, flat: torch.Tensor) -> torch.Tensor:
+        """Return the reduction, scaled before and after: the same tensor where no factor is given."""
+        total = _scaled(flat, self._pre)
+        opts = c10d.AllreduceOptions()
+        opts.reduceOp, opts.asyncOp = _reduction(self._op, self._dtype), False
+        group.allreduce([total], opts).wait()
+        return _scaled(_divided(total, self._op, group.size()), self._post)
+
+    def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = flat[: self._size].split(self._sizes)
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def _copy(sources: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]) -> None:
+    """Copy tensors to those of the same places, unless one of both is None."""
+    pairs = [(source, to) for source, to in zip(sources, targets, strict=True) if source is not None and to is not None]
+    if pairs:
+        torch._foreach_copy_([to for _, to in pairs], [source for source, _ in pairs])
+
+
+def _reduction(op: str, dtype: torch.dtype) -> Any:
+    """Return PyTorch's reduction: of integers an average is a sum, which `_divided` divides."""
+    return ReduceOp.SUM if op == "Average" and not dtype.is_floating_point else _REDUCTIONS[op]
+
+
+def _divided(total: torch.Tensor, op: str, size: int) -> torch.Tensor:
+    """Return the average of integers of their sum, rounded towards zero; other reductions as they are."""
+    if op != "Average" or total.is_floating_point():
+        return total
+    return torch.div(total, size, rounding_mode="trunc")
 
 
 def _neutral(op: str, dtype: torch.dtype) -> float:
@@ -86,7 +156,7 @@ def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def adasum(group: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return the Adasum of the ranks' tensors. Collective.
+    """Return the Adasum of the ranks' tensors, on the CPU. Collective.
 
     Pairs of ranks at distances 1, 2, 4, … combine a and b to (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b, in float64.
 
@@ -98,7 +168,7 @@ def adasum(group: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
     size, rank = group.size(), group.rank()
     if size & (size - 1):
         raise ValueError(explain("Adasum", "ranks", expected="a power of two", got=size))
-    mine, distance = tensor.double() * factor, 1
+    mine, distance = tensor.to("cpu", torch.float64) * factor, 1
     while distance < size:
         peer, theirs = rank ^ distance, torch.empty_like(mine)
         send, receive = group.send([mine], peer, distance), group.recv([theirs], peer, distance)
@@ -120,16 +190,18 @@ def allgather(group: Any, tensor: torch.Tensor, shapes: Sequence[Sequence[int]])
         tensor: this rank's.
         shapes: of all ranks' tensors; one without dimensions counts as one row.
     """
-    rooms = [torch.empty(list(shape) or [1], dtype=tensor.dtype) for shape in shapes]
+    rooms = [torch.empty(list(shape) or [1], dtype=tensor.dtype, device=tensor.device) for shape in shapes]
     group.allgather([rooms], [tensor.contiguous().view(rooms[group.rank()].shape)]).wait()
     return torch.cat(rooms)
 
 
 def broadcast(group: Any, tensor: torch.Tensor, root: int) -> None:
     """Overwrite a tensor with that of a rank of the group. Collective."""
-    opts = c10d.BroadcastOptions()
+    opts, dense = c10d.BroadcastOptions(), tensor.contiguous()
     opts.rootRank = root
-    group.broadcast([tensor], opts).wait()
+    group.broadcast([dense], opts).wait()
+    if dense is not tensor:
+        tensor.copy_(dense)
 
 
 def alltoall(group: Any, tensor: torch.Tensor, table: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +214,7 @@ def alltoall(group: Any, tensor: torch.Tensor, table: Sequence[Sequence[int]]) -
     """
     rank = group.rank()
     going, coming = list(table[rank]), [row[rank] for row in table]
-    found = torch.empty((sum(coming), *tensor.shape[1:]), dtype=tensor.dtype)
+    found = torch.empty((sum(coming), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
     group.all_to_all_single(found, tensor[: sum(going)].contiguous(), coming, going).wait()
     return found, torch.tensor(coming, dtype=torch.int32)
 
@@ -151,8 +223,8 @@ def reducescatter(group: Any, tensor: torch.Tensor, form: Form) -> torch.Tensor:
     """Return this rank's rows of a reduction; the first ranks have one row more where they are unequal. Collective."""
     size, rows = group.size(), tensor.shape[0]
     counts = [rows // size + (rank < rows % size) for rank in range(size)]
-    found = torch.empty((counts[group.rank()], *tensor.shape[1:]), dtype=tensor.dtype)
+    found = torch.empty((counts[group.rank()], *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
     opts = c10d.ReduceScatterOptions()
-    opts.reduceOp = _REDUCTIONS[form["op"]]
-    group.reduce_scatter([found], [list(_scaled(tensor, form["pre"]).split(counts))], opts).wait()
-    return _scaled(found, form["post"])
+    opts.reduceOp = _reduction(form["op"], tensor.dtype)
+    group.reduce_scatter([found], [list(_scaled(tensor.contiguous(), form["pre"]).split(counts))], opts).wait()
+    return _scaled(_divided(found, form["op"], size), form["post"])

@@ -162,7 +162,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return 0, the version of NCCL: MPI carries all calls."""
+    """Return 0, the version of Horovod's NCCL. Tensors on GPUs go by PyTorch's where that can run."""
     return 0
 
 
@@ -177,7 +177,7 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Return True if this PyTorch can use GPUs. Tensors of calls must be on the CPU."""
+    """Return True if this PyTorch can use GPUs."""
     return bool(torch.cuda.is_available())
 
 

@@ -1,7 +1,7 @@
 """Horovod's collectives: in place or not, waited for or not, of one tensor or of several, with gradients.
 
 A call is matched with the other ranks' calls of the same name, in any order. Without a name it is matched with their call of
-the same number among unnamed calls of its operation. All tensors are on the CPU.
+the same number among unnamed calls of its operation. All tensors of a call are on the CPU, or on one GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...base.errors import explain
+from ...torch.backend.gpus import is_on_gpu
 from ..process_sets import RankSet, global_process_set
 from .basics import engine
 from .compression import Compression, Compressor
@@ -48,14 +49,18 @@ def _checked(function: str, tensors: Sequence[torch.Tensor], *, summed: bool = F
     """Return the tensors without history.
 
     Raises:
-        ValueError: a tensor is sparse, not on the CPU, or of a dtype that is not summed.
+        ValueError: a tensor is sparse, neither on the CPU nor on a GPU, on another device than the first, or of a dtype that is
+            not summed.
     """
     for tensor in tensors:
         got = f"one of {tensor.dtype}" if summed and tensor.dtype not in _SUMMED else ""
-        got = f"one on {tensor.device}" if tensor.device.type != "cpu" else got
+        if tensor.device.type != "cpu" and not is_on_gpu(tensor):
+            got = f"one on {tensor.device}"
+        elif tensor.device != tensors[0].device:
+            got = f"one on {tensors[0].device} and one on {tensor.device}"
         got = "a sparse one" if tensor.layout is not torch.strided else got
         if got:
-            expected = "dense tensors of numbers on the CPU" if summed else "dense tensors on the CPU"
+            expected = f"dense tensors{' of numbers' if summed else ''} on the CPU or on one GPU"
             remedy = "Sparse ones: hvd.sparse_allreduce_async" if got == "a sparse one" else ""
             raise ValueError(explain(f"hvd.{function}", "tensor", expected=expected, got=got, remedy=remedy))
     return [tensor.detach() for tensor in tensors]
@@ -631,12 +636,13 @@ def join(device: int = -1) -> int:
     A rank without batches calls it, so that ranks may have different numbers of batches.
 
     Args:
-        device: as in Horovod; not used.
+        device: the number of the GPU on which this rank takes part in reductions; default that of its last call.
 
     Returns:
         The last rank that called it.
     """
     running = engine("join")
+    running.use_gpu(device)
     return int(running.wait(running.ask("join", global_process_set, (), None, "join", int)))
 
 

@@ -123,10 +123,11 @@ class _Averaging:
             raise AssertionError(
                 explain(_FUNCTION, self._parameter_names[tensor], expected=expected, got="one more", remedy=remedy)
             )
-        self._left[tensor] -= 1
-        if self._left[tensor] > 0:
-            return
-        group = self._group_of.get(tensor)
+        if self.backward_passes_per_step > 1:
+            self._left[tensor] -= 1
+            if self._left[tensor] > 0:
+                return
+        group = self._group_of.get(tensor) if self._group_of else None
         if group is None:
             self._send([tensor])
             return
@@ -163,7 +164,8 @@ class _Averaging:
                 _set_gradient(tensor, self._compression.decompress(total, context))
 
         sent = _Sent(dense, finish)
-        self._sent.update(dict.fromkeys(dense, sent))
+        for tensor in dense:
+            self._sent[tensor] = sent
 
     def _send_sparse(self, tensor: torch.Tensor) -> None:
         assert tensor.grad is not None
@@ -177,7 +179,8 @@ class _Averaging:
     def synchronize(self) -> None:
         """Wait until the gradients are those of all ranks, for use before `step`: to clip them, for instance."""
         if self._set.included():
-            for tensor in self._trained:
+            missing = len(self._sent) < len(self._trained)
+            for tensor in self._trained if missing else ():
                 if tensor not in self._sent:  # not computed in this pass, or not often enough
                     group = self._group_of.get(tensor)
                     self._send([each for each in group if each not in self._sent] if group else [tensor])

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 
 import mpistrat.horovod.torch as hvd  # noqa: E402
 from mpistrat.errors import ContextError  # noqa: E402
+from mpistrat.horovod import operations  # noqa: E402
 from tests.harness.horovod_ranks import initialized  # noqa: E402
 
 DTYPES = [torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -75,6 +76,88 @@ def test_large_and_small_tensors_together():
     handles = [hvd.allreduce_async(torch.ones(n), name=f"n{n}", op=hvd.Sum) for n in shapes]
     for n, handle in zip(shapes, handles, strict=True):
         assert torch.equal(hvd.synchronize(handle), full(2, n))
+
+
+@pytest.fixture
+def sums(monkeypatch):
+    """Sizes of the sums that are made, where small calls are sent only when a thread waits for one, or asks if it has ended."""
+    made, whole = [], operations.FusedReduction._reduced
+    monkeypatch.setattr(
+        operations.FusedReduction,
+        "_reduced",
+        lambda self, group, flat: made.append(flat.numel()) or whole(self, group, flat),
+    )
+    hvd.shutdown()
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "60000")
+    hvd.init()
+    return made
+
+
+@pytest.mark.ranks(2, 4)
+def test_calls_of_a_step_are_one_sum(sums):
+    for step in range(3):
+        handles = [hvd.allreduce_async(full(step + hvd.rank(), i + 1), name=f"t{i}", op=hvd.Sum) for i in range(8)]
+        time.sleep(0.03)
+        assert len(sums) == step, "nothing is sent before a thread waits"
+        for i, handle in enumerate(handles):
+            want = step * hvd.size() + total() - hvd.size()
+            assert torch.equal(hvd.synchronize(handle), full(want, i + 1))
+    assert sums == [36, 36, 36]
+
+
+@pytest.mark.ranks(2)
+def test_a_repeated_decision_is_not_computed_again(sums, monkeypatch):
+    """Calls without a name, whose texts are new each time, between the steps do not change that."""
+    cuts, cut = [], operations.FusedReduction._cut
+    monkeypatch.setattr(operations.FusedReduction, "_cut", lambda self, flat: cuts.append(flat) or cut(self, flat))
+    for step in range(5):
+        handles = [hvd.allreduce_async(full(step, i + 1), name=f"t{i}", op=hvd.Sum) for i in range(3)]
+        assert hvd.allreduce(full(step, 2), op=hvd.Sum).tolist() == [2 * step] * 2
+        assert [hvd.synchronize(handle).tolist() for handle in handles] == [[2 * step] * (i + 1) for i in range(3)]
+        handles = [hvd.allreduce_async(full(step, i + 1), name=f"t{i}", op=hvd.Sum) for i in range(3)]
+        assert [hvd.synchronize(handle).tolist() for handle in handles] == [[2 * step] * (i + 1) for i in range(3)]
+    assert len(cuts) == 5 + 1, "once with each unnamed call, with which the order is another, and once for all others"
+
+
+@pytest.mark.ranks(2)
+def test_calls_that_no_thread_waits_for_are_sent(sums, monkeypatch):
+    """When the program asks if they have ended; when they are large; and some milliseconds after the last one."""
+    handle = hvd.allreduce_async(torch.ones(3), name="polled", op=hvd.Sum)
+    assert soon(lambda: hvd.poll(handle))
+    large = torch.ones(1 << 18)
+    hvd.allreduce_async_(large, name="large", op=hvd.Sum)
+    assert soon(lambda: large[-1] == 2)
+    hvd.shutdown()
+    monkeypatch.delenv("HOROVOD_CYCLE_TIME")
+    hvd.init()
+    small = torch.ones(3)
+    hvd.allreduce_async_(small, name="small", op=hvd.Sum)
+    assert soon(lambda: small[-1] == 2)
+
+
+def soon(done):
+    """Return True as soon as a function does, False after some seconds."""
+    until = time.monotonic() + 20
+    while not done() and time.monotonic() < until:
+        time.sleep(0.01)
+    return done()
+
+
+@pytest.mark.ranks(2)
+def test_repeated_names_with_other_shapes_dtypes_and_ranks_that_joined():
+    """What a repeated decision keeps is dropped when a call of its names changes."""
+    for shape, dtype in ((3, torch.float32), (5, torch.float32), (5, torch.float64), (3, torch.float32)):
+        for _ in range(2):
+            calls = [(f"t{i}", full(1, shape + i, dtype=dtype)) for i in range(3)]
+            handles = [hvd.allreduce_async(tensor, name=name, op=hvd.Sum) for name, tensor in calls]
+            for (_, tensor), handle in zip(calls, handles, strict=True):
+                found = hvd.synchronize(handle)
+                assert found.dtype == dtype and torch.equal(found, 2 * tensor)
+    if hvd.rank() == 0:
+        for _ in range(2):
+            handles = [hvd.allreduce_async(full(1, 3 + i), name=f"t{i}", op=hvd.Sum) for i in range(3)]
+            assert [hvd.synchronize(handle).sum().item() for handle in handles] == [3, 4, 5]
+    hvd.join()
 
 
 @pytest.mark.ranks(2, 4)
@@ -231,7 +314,7 @@ def test_wrong_arguments_fail_before_anything_is_sent():
     for call, text in (
         (
             lambda: hvd.allreduce(torch.ones(1, dtype=torch.bool)),
-            "expected dense tensors of numbers on the CPU, got one of",
+            "expected dense tensors of numbers on the CPU or on one GPU, got one of",
         ),
         (lambda: hvd.allreduce(torch.ones(1, device="meta")), "got one on meta"),
         (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "average: expected None where op is given"),

@@ -60,6 +60,14 @@ def test_a_call_runs_when_all_ranks_have_made_it_in_any_order():
     assert names(world.decide()) == on_all(["a"])
 
 
+def test_devices_are_compared():
+    world = World()
+    for rank in range(3):
+        world.ask(rank, "a", form=form(device="cpu" if rank == 1 else "gpu"))
+    error = "a: the ranks call allreduce with different devices: ranks 0, 2: gpu; rank 1: cpu"
+    assert world.decide() == on_all([("a", error)])
+
+
 def test_known_names_travel_as_bits():
     world = World()
     many = [f"tensor.{number}" for number in range(200)]
