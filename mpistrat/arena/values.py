@@ -187,7 +187,19 @@ def move_like(value: Any, target: Any) -> Any:
     if not is_gpu(target):
         return value
     with on_device_of(target):
-        return array_module(target).asarray(value)
+        if not is_gpu(value) or value.device.id == target.device.id:
+            return array_module(target).asarray(value)
+        cuda = array_module(target).cuda
+        stream = cuda.get_current_stream()
+        with on_device_of(
+            value
+        ):  # whose work is on another stream: the copy comes after it, and what follows after the copy
+            source = cuda.get_current_stream()
+            written = source.record()
+        stream.wait_event(written)
+        copy = array_module(target).asarray(value)
+        source.wait_event(stream.record())
+        return copy
 
 
 def read_only(array: Any) -> Any:

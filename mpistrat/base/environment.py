@@ -34,11 +34,21 @@ from dataclasses import dataclass
 
 from .errors import explain
 
-__all__ = ["RANK_PROCESS", "RESTART_EXIT_CODE", "STANDBY", "STRATEGIES", "Environment", "not_by_name", "number_in"]
+__all__ = [
+    "RANK_PROCESS",
+    "RESTART_EXIT_CODE",
+    "STANDBY",
+    "STARTED",
+    "STRATEGIES",
+    "Environment",
+    "not_by_name",
+    "number_in",
+]
 
 RESTART_EXIT_CODE = 42  # of a program that has saved and wants to be put back into the queue, as TensorFlow's
 
 RANK_PROCESS = "MPISTRAT_RANK_PROCESS"  # the rank's process, so that its children do not take themselves for it
+STARTED = "MPISTRAT_STARTED"  # of a rank that runs MPI, for what it starts: its process and its place at the launcher
 STANDBY = "MPISTRAT_STANDBY"  # which of a job's ranks in reserve a process is, or was, from 1
 
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server")

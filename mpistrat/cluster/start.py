@@ -24,7 +24,7 @@ from time import monotonic
 from typing import Any
 from zlib import crc32
 
-from ..base.environment import Environment
+from ..base.environment import STARTED, Environment
 from ..base.errors import ContextError
 from ..base.text import named
 from .launcher_variables import RANK_VARIABLES, launched_rank, launched_size
@@ -46,7 +46,6 @@ _LAUNCHES = (
     "SLURM_STEP_ID",
     "FLUX_JOB_ID",
 )  # differ by launch
-_STARTED = "MPISTRAT_STARTED"  # in the environment of what a rank starts: its process, and a digest of the launcher's variables
 _FINISHED = "mpistrat: left"  # a process's name has at most 15 characters
 _seen: set[int] = set()  # ranks of this node that have lived
 
@@ -101,25 +100,31 @@ def _init(mpi: Any, level: int) -> None:
 
 def mark_started() -> None:
     """Tell the processes that this one starts that it is a rank, and runs MPI."""
-    os.environ[_STARTED] = f"{os.getpid()} {_place()} {_connection()}"
+    if running() and _taken()[0] != str(os.getpid()):
+        os.environ[STARTED] = f"{os.getpid()} {_place()} {_connection()}"
+
+
+def _taken() -> tuple[str, str, str]:
+    """Return process, place and connection of the rank that has started this process, or is it; "" for what is not told."""
+    process, place, connection = (*os.environ.get(STARTED, "").split(), "", "", "")[:3]
+    return process, place, connection
 
 
 def _place() -> str:
-    """Return a digest of what the launcher has told this process; that of another launch differs."""
-    told = [os.environ.get(name, "") for name in (*RANK_VARIABLES, *_LAUNCHES)]
+    """Return a digest of what the launcher has told this process; that of another rank, or of another launch, differs."""
+    told = [os.environ.get(name, "") for name in (*RANK_VARIABLES, *RANK_VARIABLES.values(), *_LAUNCHES)]
     return f"{crc32(repr(told).encode(errors='surrogateescape')):08x}"
 
 
 def _refuse_in_subprocess() -> None:
     """Raise ContextError where a rank has started this process, in whose place it would fail or hang in MPI_Init."""
-    if _STARTED not in os.environ:
+    process, place, connection = _taken()
+    if process in ("", str(os.getpid())) or place != _place() or _connection() not in ("", connection):
         return
-    process, place, connection = os.environ[_STARTED].split(" ")
-    if process == str(os.getpid()) or place != _place() or _connection() not in ("", connection):
-        return
+    who = "a rank" if launched_rank() is None else f"rank {launched_rank()}"
     found = [start for start in VARIABLES if any(name.startswith(start) for name in os.environ)]
     raise ContextError(
-        f"MPI cannot start in process {os.getpid()}, which rank {launched_rank()} (process {process}) has started: it would take "
+        f"MPI cannot start in process {os.getpid()}, which {who} (process {process}) has started: it would take "
         "the rank's place. To run alone, the process needs an environment without the launcher's variables, which begin with "
         f"{', '.join(found)}"
     )
@@ -128,7 +133,8 @@ def _refuse_in_subprocess() -> None:
 def _connection() -> str:
     """Return the number of the connection to MPICH's launcher, "" without one: most ways to start a process close it there."""
     try:
-        return str(os.fstat(int(os.environ[_PMI])).st_ino)
+        found = os.fstat(int(os.environ[_PMI]))
+        return str(found.st_ino) if stat.S_ISSOCK(found.st_mode) else ""
     except (KeyError, ValueError, OSError):
         return ""
 

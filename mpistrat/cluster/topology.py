@@ -73,7 +73,7 @@ class Topology:
         node_cores: int = 1,
     ) -> None:
         """Derive the whole layout from what the ranks have exchanged. `create` calls it."""
-        self.comm, self.intra = comm, intra
+        self.comm, self.intra, self._kept = comm, intra, False
         self.inter: MPI.Intracomm | None = inter
         self.hostname, self.thread_level, self.node_cores = hostname, thread_level, node_cores
         self.rank, self.size = rank, len(node_of)
@@ -187,10 +187,14 @@ class Topology:
         rank = bisect.bisect_right(self._replicas_before, replica) - 1
         return rank, replica - self._replicas_before[rank]
 
+    def keep(self) -> None:
+        """Leave the communicators to MPI's end: later ones would get their numbers, with messages that no rank has received."""
+        self._kept = True
+
     def close(self) -> None:
         """Free the communicators. Collective the first time; later calls, and calls after MPI's end, do nothing."""
         held = [comm for comm in (self.inter, self.intra, self.comm) if comm]  # a freed communicator is false
-        if not held:
+        if not held or self._kept:
             return
         from mpi4py import MPI
 

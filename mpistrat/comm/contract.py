@@ -71,6 +71,8 @@ class Collective(Call):
                 self._node.barrier(self)
         except BaseException as error:
             RECORDER.end(self._event)
+            if self._comparison is not None:
+                self._comparison.forget()  # ranks of this node may have noted different calls
             monitor.fail(error, True)
             monitor.current = self._outer
             monitor.acting.release()
@@ -83,6 +85,8 @@ class Collective(Call):
         if monitor.size > 1:
             if error is not None:
                 monitor.fail(error, False)
+            elif self._comparison is not None:
+                self._comparison.ended = monitor.number
             RECORDER.end(self._event)
             monitor.current, self._outer = self._outer, None
             monitor.acting.release()
@@ -109,6 +113,9 @@ class Comparison:
     not compared; another one is, before its data moves. All ranks expect the same, so two ranks never move data for different
     calls: one whose call is not expected waits in the comparison, and the other waits for it, until the watchdog tells both.
     No difference is lost: what is compared is a hash of all calls so far.
+
+    Attributes:
+        ended: number of the last call that ended on this rank without an error.
     """
 
     def __init__(self, comm: Any, every: int, draws: Draws) -> None:
@@ -120,10 +127,10 @@ class Comparison:
         self._recent: deque[tuple[int, str]] = deque(maxlen=every)  # number and text
         self._rolling = 0
         self._every, self._compared = every, 0  # number of the call that was compared last
-        self._one_way = 0  # number of the last call that may have ended here before others took part in it
-        self._forget()
+        self.ended = 0
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Expect nothing."""
         self._place = (0, 0, 0)  # kinds of two calls that differ, the later of which was made so many times in a row
         self._next: dict[tuple[int, int, int], int] = {}  # the kind that followed there
@@ -142,10 +149,6 @@ class Comparison:
         self._next[place] = kind
         return True
 
-    def note_one_way(self, number: int) -> None:
-        """Note that a call may end on this rank before the others have taken part in it."""
-        self._one_way = number
-
     def recent(self, number: int) -> str:
         """Return the text of a call, "" where it was not noted or is forgotten. Any thread."""
         return dict(self._recent.copy()).get(number, "")
@@ -153,8 +156,9 @@ class Comparison:
     def compare(self, monitor: RankMonitor) -> None:
         """Check that all ranks made the same calls, up to the one that they are in. Collective.
 
-        Where they did not, they continue in step: with the same number, and as if none had failed before. But after a difference
-        that a one-way call has passed they refuse to continue, as its messages would be taken for those of a later call.
+        Where they did not, they continue in step: with the same number, and as if none had failed before. But they refuse to
+        continue where a call from the first difference on has ended on a rank, as that of a rank that only sends, or one that was
+        only started: its messages would be taken for those of a later call.
 
         Raises:
             CollectiveMismatchError: on every rank, with the call of each where they first differ.
@@ -166,7 +170,7 @@ class Comparison:
             return
         own = {at: text for at, text in self._recent if at > before}
         self._rolling = 0
-        self._forget()
+        self.forget()
         # Ranks whose calls failed, while others still wait in them, are ahead of these.
         first, last = np.empty((2, 1), np.int64)
         self._comm.Allreduce(np.array([min(own)]), first, self._max)
@@ -181,11 +185,13 @@ class Comparison:
             raise self._draws.differ(self._comm, range(self._comm.size), own[max(own)])
         at = int(differ[0])
         error = mismatch(dict(enumerate(gather_text(self._comm, texts[at]))), len(texts) - 1 - at)
-        passed = np.empty(1, np.int64)
-        self._comm.Allreduce(np.array([self._one_way]), passed, self._max)
-        if passed[0] >= first[0] + at and monitor.refusal is None:
-            why = f"ranks made different calls, whose messages may still be under way: {error}"
-            monitor.refusal = ClosedError(f"this group of ranks is of no more use, {why}")
+        ended = np.empty(1, np.int64)
+        self._comm.Allreduce(np.array([self.ended]), ended, self._max)
+        if ended[0] >= first[0] + at and monitor.refusal is None:
+            why = (
+                "ranks made different calls, and messages of these may still be under way. Close it, and make a new one"
+            )
+            monitor.refusal = ClosedError(f"this group of ranks is of no more use: {why}. {error}")
         raise error
 
 

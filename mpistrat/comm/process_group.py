@@ -228,11 +228,6 @@ class ProcessGroup:
         )
         return call
 
-    def note_one_way(self) -> None:
-        """Note that the collective which is under way may end on this rank before the others have taken part in it."""
-        if self._comparison is not None:
-            self._comparison.note_one_way(self.monitor.number)
-
     def in_order(self, function: str, call: Callable[[], R]) -> R:
         """Return what a call returns that makes collectives, after those that this rank has begun. Collective.
 
@@ -267,7 +262,6 @@ class ProcessGroup:
             return
         from mpi4py import MPI
 
-        self.note_one_way()
         flat = array.reshape(-1).view(np.uint8)
         for start in range(0, flat.nbytes, _CHUNK):
             self._comm.Bcast([flat[start : start + _CHUNK], MPI.BYTE], root)
@@ -386,6 +380,8 @@ class ProcessGroup:
         elif healthy:
             self.node.close()
             self._private.Free()
+        else:
+            self.topology.keep()
 
     @property
     def healthy(self) -> bool:

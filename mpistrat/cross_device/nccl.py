@@ -110,6 +110,9 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
                 results[mine[position]] = _wrap(members, leaves[mine[position]])
         return results
 
+    def node_gradients(self, arena: GradientArena) -> Sequence[Any] | None:
+        return arena.local if self.group.topology.num_replicas == 1 else None
+
     def reduce_arena(
         self,
         arena: GradientArena,

@@ -230,7 +230,6 @@ class NonblockingCollectives:
         """The communicator of what is posted, made by the first start. Collective that time, inside a collective."""
         if self._comm is None and self._group.topology.size > 1:
             self._comm = self._group.topology.comm.Dup()
-        self._group.note_one_way()
         return self._comm
 
     def _note(self, request: CollectiveRequest) -> CollectiveRequest:

@@ -503,7 +503,7 @@ class CrossDeviceOps(ABC):
 
         Each rank sums what it owns. None where not all are in memory that it sees.
         """
-        return arena.local if self.group.topology.num_replicas == 1 else None
+        return None
 
     def small_reduction(self, reduce_op: ReduceOp, array: Any) -> Planned | None:
         """Return what reduces arrays of one dtype and shape, wherever they lie, instead of `reduce_implementation`; else None.

@@ -12,7 +12,7 @@ from typing import Any
 from ..base.agree import gather_text
 from ..base.cores import available_cores, threads_per_core, usable_cores
 from ..base.devices import gpu_identities
-from ..base.environment import Environment
+from ..base.environment import RANK_PROCESS, STARTED, Environment
 from ..base.errors import ClusterError
 from ..base.text import ranges
 from ..cluster.launcher_variables import lone_rank, pmi2_remedy
@@ -170,7 +170,7 @@ def _settings() -> dict[str, str]:
         name: value
         for name, value in sorted(os.environ.items())
         if name.startswith("MPISTRAT_")
-        and not name.startswith(("MPISTRAT_LOG", "MPISTRAT_TEST", "MPISTRAT_RANK_PROCESS"))
+        and not name.startswith(("MPISTRAT_LOG", "MPISTRAT_TEST", RANK_PROCESS, STARTED))
     }
 
 

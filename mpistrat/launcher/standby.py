@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, final
 
 from ..base import local_socket
-from ..base.environment import RANK_PROCESS, STANDBY
+from ..base.environment import RANK_PROCESS, STANDBY, STARTED
 from ..base.programs import program as own_program
 from ..comm import job_files
 from .end_with_parent import end_with_parent
@@ -41,7 +41,8 @@ def environment_with(*added: dict[str, str]) -> dict[str, str]:
     whole = dict(os.environ)
     for one in added:
         whole |= one
-    whole.pop(RANK_PROCESS, None)
+    for name in (RANK_PROCESS, STARTED):
+        whole.pop(name, None)
     return whole
 
 

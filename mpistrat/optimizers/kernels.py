@@ -9,6 +9,7 @@ power that Ftrl takes, unless it is a root, may differ in the last places.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterator, Sequence
 from string import Template
 from types import ModuleType
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..comm.arrays import dtype_name, import_cupy
+from ..comm.arrays import dtype_name, import_cupy, on_device_of
 
 __all__ = ["OPTIONS", "Around", "CompiledLoop", "Span", "source", "squares", "squares_source", "update"]
 
@@ -39,7 +40,7 @@ class CompiledLoop(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What else happens to a block, as both of them take it."""
+    """What else happens to a block, as `loops.update` and `kernels.update` take it."""
 
     limit: float | None = None
     scales: Sequence[Span] = []
@@ -221,7 +222,7 @@ extern "C" __global__ void $name(
             averages[i] = average;
             if (step.overwrites) w = average;
         }
-        put(weights + i, w);
+        if ($writes || step.overwrites) put(weights + i, w);
     }
 }
 """
@@ -277,6 +278,7 @@ def source(rule: str, weights: str, gradients: str, name: str = "update") -> str
         slots=" ".join(f"REAL *__restrict__ {slot}," for slot in body.slots.split()),
         numbers=" ".join(numbers),
         body=body.code.strip(),
+        writes=int(rule != "accumulate"),
     )
 
 
@@ -298,7 +300,7 @@ def update(
 
     Args:
         rule, numbers, slots: of a `CompiledLoop`; the names of slots replaced by flat arrays, None where there is none.
-        parts, weights: flat arrays of one size, on the current GPU.
+        parts, weights: flat arrays of one size, on one GPU.
         around: what else happens.
     """
     kind, gradients = dtype_name(weights.dtype), dtype_name(parts[0].dtype)
@@ -313,15 +315,16 @@ def update(
         step["kept"], step["rest"], step["overwrites"] = around.momentum, 1 - around.momentum, around.overwrites
     segments = list(_segments(weights.size, around.scales, around.decays))
     low = 0
-    for first in range(0, len(segments), MOST_SEGMENTS):
-        some = segments[first : first + MOST_SEGMENTS]
-        high = some[-1][0]
-        step["n"], step["segments"] = high - low, len(some)
-        step["segment"][: len(some)] = [(end - low, scale, decay) for end, scale, decay in some]
-        arrays = [_pointer(array, low, high) for array in (parts[0], weights, around.sums, around.averages, *slots)]
-        blocks = min(-(-(high - low) // THREADS), MOST_BLOCKS)
-        kernel((blocks,), (THREADS,), (*arrays, step))
-        low = high
+    with on_device_of(weights):
+        for first in range(0, len(segments), MOST_SEGMENTS):
+            some = segments[first : first + MOST_SEGMENTS]
+            high = some[-1][0]
+            step["n"], step["segments"] = high - low, len(some)
+            step["segment"][: len(some)] = [(end - low, scale, decay) for end, scale, decay in some]
+            arrays = [_pointer(array, low, high) for array in (parts[0], weights, around.sums, around.averages, *slots)]
+            blocks = min(-(-(high - low) // THREADS), MOST_BLOCKS)
+            kernel((blocks,), (THREADS,), (*arrays, step))
+            low = high
     return True
 
 
@@ -337,7 +340,7 @@ def squares_source(real: str) -> str:
 
 
 def squares(values: Any) -> float:
-    """Return the sum of the squares of a flat array of float32 or float64 on the current GPU; the host waits for it.
+    """Return the sum of the squares of a flat array of float32 or float64 on a GPU; the host waits for it.
 
     In the order of `loops.squares`.
     """
@@ -345,10 +348,11 @@ def squares(values: Any) -> float:
         return 0.0
     cupy, count = import_cupy("squares"), -(-values.size // 4096)
     lanes, halves = _squares(cupy, dtype_name(values.dtype))
-    sums, totals = cupy.empty(64 * count, values.dtype), cupy.empty(count, values.dtype)
-    lanes((-(-sums.size // THREADS),), (THREADS,), (values, sums, np.int64(values.size)))
-    halves((-(-count // THREADS),), (THREADS,), (sums, totals, np.int64(count)))
-    return float(sum(totals.get().tolist()))
+    with on_device_of(values):
+        sums, totals = cupy.empty(64 * count, values.dtype), cupy.empty(count, values.dtype)
+        lanes((-(-sums.size // THREADS),), (THREADS,), (values, sums, np.int64(values.size)))
+        halves((-(-count // THREADS),), (THREADS,), (sums, totals, np.int64(count)))
+        return functools.reduce(operator.add, totals.get().tolist(), 0.0)  # sum() of Python 3.12 gives other bits
 
 
 def _pointer(array: Any, low: int, high: int) -> Any:

@@ -6,6 +6,8 @@ of other dtypes.
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 from typing import Any
 
@@ -127,7 +129,8 @@ def squares(values: Any) -> float:
         padded = np.zeros_like(values, shape=-(-len(rest) // _LANES) * _LANES)
         padded[: len(rest)] = rest
         sums.append(_by_lanes(padded.reshape(1, -1, _LANES)))
-    return float(sum(number for each in sums for number in each.tolist()))
+    numbers = [number for each in sums for number in each.tolist()]
+    return functools.reduce(operator.add, numbers, 0.0)  # sum() of Python 3.12 gives other bits
 
 
 @may_underflow

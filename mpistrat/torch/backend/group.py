@@ -733,7 +733,6 @@ class MpiProcessGroup(dist.ProcessGroup):
         largest = like.numel() * like.element_size()
         staged = exchange.staged(self._ranks, largest) and largest > 0
         with self._call(function, like, detail, seconds, synchronize=not staged) as call:
-            self._ranks.note_one_way()
             exchange.exchange(self._ranks, call, to, come, largest)
 
     # all-to-all

@@ -320,7 +320,7 @@ def test_gradients_that_the_program_brings_take_no_memory_for_others():
     """IndexedSlices, and arrays of its own: the memory in which `v.grad` lies is not there until somebody asks for it."""
     from mpi4py import MPI
 
-    size = 16 << 20
+    size = 64 << 20  # a worker's mailbox takes 4 MiB of its own, as far as it runs ahead of the server
     shared_memory()  # where it is not told, the test is skipped here
     with made() as strategy:
         table, dense = (ms.Variable(np.zeros((size // 64, 16), np.float32), name=name) for name in ("table", "dense"))
@@ -335,7 +335,7 @@ def test_gradients_that_the_program_brings_take_no_memory_for_others():
             strategy.flush()
         strategy.comm.Barrier()
         grown = MPI.COMM_WORLD.allreduce(shared_memory() - before)
-        assert grown < 0.2 * size
+        assert grown < 0.2 * size, "of one gradient"
         if not strategy.is_server:
             dense.grad[...] = 1
             assert dense.grad[-1, -1] == 1  # it is there when it is asked for
