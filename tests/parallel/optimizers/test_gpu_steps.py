@@ -180,34 +180,3 @@ def test_replicas_with_a_gpu_each_on_one_rank(cupy):
     assert not honest_cupy.report()[0]
     for mine, of_cpu in zip(found, expected, strict=True):
         np.testing.assert_array_max_ulp(mine, of_cpu, 2)  # a norm's parts are added in other blocks
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_kernels_run_on_the_gpu_of_their_arrays(cupy, clip):
-    """Also where another one is current, as after a second strategy."""
-    with ms.MultiWorkerMirroredStrategy(devices=["gpu:0"]) as strategy:
-        with strategy.scope():
-            v, optimizer = ms.Variable(np.ones(4, np.float32)), ms.optimizers.SGD(0.5, global_clipnorm=clip)
-        v.gradient(0)[...] = 1
-        with cupy.cuda.Device(1):
-            strategy.run(lambda: optimizer.apply_gradients([(v.gradient(0), v)]))
-        np.testing.assert_allclose(v.numpy(), 0.75 if clip else 0.5, rtol=1e-6)
-    assert not honest_cupy.report()[0]
-
-
-@pytest.mark.ranks(1)
-def test_copies_on_other_gpus_come_after_the_kernel_on_a_stream_of_the_program(cupy):
-    with ms.MultiWorkerMirroredStrategy(devices=["gpu:0", "gpu:1"]) as strategy:
-        with strategy.scope():
-            v, optimizer = ms.Variable(np.ones(4, np.float32)), ms.optimizers.SGD(0.5)
-
-        def step():
-            v.grad[...] = 1
-            optimizer.apply_gradients([(v.grad, v)])
-
-        with cupy.cuda.Stream():
-            for _ in range(2):
-                strategy.run(step)
-        assert [copy.get()[:4].tolist() for copy in v.arena.copies] == [[-1] * 4] * 2
-    assert not honest_cupy.report()[0]
