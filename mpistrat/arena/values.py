@@ -191,9 +191,8 @@ def move_like(value: Any, target: Any) -> Any:
             return array_module(target).asarray(value)
         cuda = array_module(target).cuda
         stream = cuda.get_current_stream()
-        with on_device_of(
-            value
-        ):  # whose work is on another stream: the copy comes after it, and what follows after the copy
+        # The value's stream is another one: the copy comes after its work, and its later work after the copy.
+        with on_device_of(value):
             source = cuda.get_current_stream()
             written = source.record()
         stream.wait_event(written)

@@ -38,14 +38,8 @@ _LOOK = 0.5  # seconds between two looks at the other ranks of the node
 _STARTING = 2.0  # seconds in which the launcher starts processes
 _PRINTING = 1.0  # seconds in which one rank of the node prints why the job ends
 _LOCAL_SIZES = "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"
-_LAUNCHES = (
-    "PMIX_NAMESPACE",
-    "PMI_PORT",
-    "PMI_JOBID",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "FLUX_JOB_ID",
-)  # differ by launch
+# Variables that differ between launches.
+_LAUNCHES = "PMIX_NAMESPACE", "PMI_PORT", "PMI_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID", "FLUX_JOB_ID"
 _FINISHED = "mpistrat: left"  # a process's name has at most 15 characters
 _seen: set[int] = set()  # ranks of this node that have lived
 
@@ -100,7 +94,7 @@ def _init(mpi: Any, level: int) -> None:
 
 def mark_started() -> None:
     """Tell the processes that this one starts that it is a rank, and runs MPI."""
-    if running() and _taken()[0] != str(os.getpid()):
+    if _taken()[0] != str(os.getpid()):
         os.environ[STARTED] = f"{os.getpid()} {_place()} {_connection()}"
 
 

@@ -24,7 +24,7 @@ from .recorder import RECORDER
 __all__ = ["Collective", "Comparison"]
 
 _MASK = (1 << 63) - 1
-_PLACES = 4096  # so many expectations are remembered
+_PLACES = 4096  # expectations that are remembered
 _NAME_CHARACTERS = 80  # of a call in the recorder
 
 
@@ -132,7 +132,7 @@ class Comparison:
 
     def forget(self) -> None:
         """Expect nothing."""
-        self._place = (0, 0, 0)  # kinds of two calls that differ, the later of which was made so many times in a row
+        self._place = (0, 0, 0)  # kinds of the last two calls that differ, and the length of the later one's row
         self._next: dict[tuple[int, int, int], int] = {}  # the kind that followed there
 
     def due(self, call: Call, number: int) -> bool:
@@ -188,9 +188,7 @@ class Comparison:
         ended = np.empty(1, np.int64)
         self._comm.Allreduce(np.array([self.ended]), ended, self._max)
         if ended[0] >= first[0] + at and monitor.refusal is None:
-            why = (
-                "ranks made different calls, and messages of these may still be under way. Close it, and make a new one"
-            )
+            why = "ranks made different calls, whose messages may be under way. Close it, and make a new one"
             monitor.refusal = ClosedError(f"this group of ranks is of no more use: {why}. {error}")
         raise error
 

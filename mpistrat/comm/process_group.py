@@ -20,7 +20,7 @@ from ..base.environment import Environment
 from ..base.errors import ClosedError, CollectiveMismatchError, RanksLostError, by_rank, explain
 from ..cluster.forks import is_child
 from ..cluster.topology import Topology, room_for_communicators
-from ..cluster.world import survives
+from ..cluster.world import is_loss, survives
 from .call import describe
 from .contract import Collective, Comparison
 from .dropped import DROPPED
@@ -227,6 +227,17 @@ class ProcessGroup:
             text, timeout, series, self.monitor, self.node, self._comparison, synchronize
         )
         return call
+
+    def refuse_after(self, error: BaseException, left: str) -> None:
+        """Make the next collectives raise ClosedError after an error. Local.
+
+        Args:
+            error: a loss of ranks is told again by itself, and changes nothing.
+            left: the transfers that it has left under way, which a later collective would take for its own, in words.
+        """
+        if self.monitor.refusal is None and not is_loss(error):
+            why = f"an error {left} under way: {type(error).__name__}: {error}"
+            self.monitor.refusal = ClosedError(f"the strategy is of no more use, {why}")
 
     def in_order(self, function: str, call: Callable[[], R]) -> R:
         """Return what a call returns that makes collectives, after those that this rank has begun. Collective.

@@ -120,9 +120,8 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
         consume: Consume,
         unsent: Unsent | None = None,
     ) -> None:
-        on_gpus = (
-            is_gpu(arena.local[0]) and arena.pieces(ranges) is None
-        )  # of pieces, weights are sent meanwhile, by MPI
+        # Weights that are exchanged in pieces are sent by MPI meanwhile.
+        on_gpus = is_gpu(arena.local[0]) and arena.pieces(ranges) is None
         if not on_gpus or self._other(arena.local, ReduceOp.SUM) is not None or self.group.topology.num_replicas == 1:
             super().reduce_arena(arena, ranges, consume, unsent)
             return
@@ -191,7 +190,7 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
         return fits and tuple(value.device.id for value in values) == self._connected().devices
 
     def _sum_in_place(self, arrays: Sequence[Any], messages: int = 1) -> None:
-        """Sum arrays on the GPUs of the communicator over all replicas, by so many messages."""
+        """Sum arrays on the GPUs of the communicator over all replicas, in a number of messages."""
         if self.group.topology.num_replicas == 1:
             return
         flats, low = [array.reshape(-1) for array in arrays], 0

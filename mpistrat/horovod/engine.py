@@ -65,9 +65,8 @@ class _Waiting:
         self.key, self.kind, self.tensors, self.finish = key, kind, tensors, finish
         self.done, self.asked = False, time.time()
         self.before = queued(tensors)  # events of the caller's streams, where the tensors lie on a GPU
-        self.ended: tuple[Any, torch.device] | None = (
-            None  # the event of the engine's stream after the call, and the GPU
-        )
+        # An event of the engine's stream after the call, and the GPU.
+        self.ended: tuple[Any, torch.device] | None = None
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -481,14 +480,12 @@ class Engine:
                 for each in bundle.decisions:
                     self._calls.pop(each.key, None)
             for call, result in zip(calls, results, strict=True):
-                if call is not None:
-                    self._finish(call, result, error, started)
-
-    def _finish(self, call: _Waiting, result: Any, error: BaseException | None, started: float) -> None:
-        call.result, call.error, call.tensors = result, error, ()
-        if self.timeline is not None and error is None:
-            self.timeline.call(call.key[1], call.kind, call.asked, started)
-        call.done = True
+                if call is None:
+                    continue
+                call.result, call.error, call.tensors = result, error, ()
+                if self.timeline is not None and error is None:
+                    self.timeline.call(call.key[1], call.kind, call.asked, started)
+                call.done = True
 
     def _bundles(self, decisions: Sequence[Decision]) -> list[_Bundle]:
         """Return the decisions in bundles, of which those of small reductions of one kind have several."""

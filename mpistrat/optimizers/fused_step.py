@@ -19,8 +19,7 @@ import numpy as np
 from ..arena.arena import by_arena
 from ..arena.reduction import Consume, of_node
 from ..arena.values import checksum
-from ..base.errors import ClosedError, by_rank, explain
-from ..cluster.world import is_loss
+from ..base.errors import by_rank, explain
 from ..comm.arrays import all_reduce
 from ..comm.call import Call
 from ..variables.equal import different_nodes
@@ -181,9 +180,8 @@ class FusedStep(UpdateRun):
                 step.leave_share()
             ahead = self._ops.sends_ahead and self._group.num_nodes > 1
             ahead = ahead or any(step.arena.sharded for step in (*self._arena_steps, *self._averages))
-            if ahead and self._group.monitor.refusal is None and not is_loss(error):  # that is told again by itself
-                why = f"an error in a step left messages between nodes under way: {type(error).__name__}: {error}"
-                self._group.monitor.refusal = ClosedError(f"the strategy is of no more use, {why}")
+            if ahead:
+                self._group.refuse_after(error, "in a step left messages between nodes")
             raise
 
     def _checksum_of_gradients(self) -> int:

@@ -19,12 +19,11 @@ from ..arena.arena import Arena
 from ..arena.arithmetic import arithmetic
 from ..arena.pieces import PieceShare, PieceSum
 from ..arena.reduction import BLOCK
-from ..base.errors import ClosedError, ContextError, explain
+from ..base.errors import ContextError, explain
 from ..base.options import LocalSteps
 from ..base.partition import aligned_bounds, merge
 from ..base.types import ReduceOp
 from ..base.underflow import may_underflow
-from ..cluster.world import is_loss
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
 from ..variables.kinds import apply_constraint
@@ -121,9 +120,7 @@ class OuterSteps:
             except BaseException as error:
                 for share in shares:
                     share.leave()
-                if group.monitor.refusal is None and not is_loss(error):  # that is told again by itself
-                    why = f"an error left messages between nodes under way: {type(error).__name__}: {error}"
-                    group.monitor.refusal = ClosedError(f"the strategy is of no more use, {why}")
+                group.refuse_after(error, "left messages between nodes")
                 raise
             group.node.barrier(call)
         for variable in variables:

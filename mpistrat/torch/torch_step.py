@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 
 from ..arena.arena import Arena, by_arena, padded
-from ..base.errors import ClosedError
 from ..base.partition import merge
-from ..cluster.world import is_loss
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import AutoAllReduce
@@ -203,9 +201,7 @@ class BegunInBackward:
         if not self._used:
             return
         self._started.clear()
-        if ranks.monitor.refusal is None and not is_loss(error):  # that is told again by itself
-            why = f"an error in a step left sums of gradients under way: {type(error).__name__}: {error}"
-            ranks.monitor.refusal = ClosedError(f"the strategy is of no more use, {why}")
+        ranks.refuse_after(error, "in a step left sums of gradients")
         self._sums.abandon()
 
     def forget(self) -> None:
@@ -276,7 +272,7 @@ class TorchStep(UpdateRun):
                     if error is not None:
                         raise error
                 elif group.num_nodes > 1:
-                    group.agree(0)  # or a rank whose partner is elsewhere would wait in NCCL, which names nobody
+                    group.agree(0)  # NCCL would wait without a word for a rank that is elsewhere
         except BaseException as error:
             if isinstance(core.begun, BegunInBackward):
                 core.begun.refuse(group, error)
