@@ -146,14 +146,16 @@ def test_stop_lets_what_is_on_its_way_arrive(service, monkeypatch):
             clock.sleep(0.1)
             return super().busy()
 
-    made = service(rounds := Sending())
-    rounds.sending = 10**9
+    rounds = Sending()
+    rounds.sending = 10**9  # before the thread starts, which counts them down
+    made = service(rounds)
     start = clock.now
     made.stop()
     assert not made._thread.is_alive()
     assert clock.now - start == pytest.approx(_LAST_SENDS, abs=0.2)  # not for ever
-    made = service(rounds := Sending())
+    rounds = Sending()
     rounds.sending = 20
+    made = service(rounds)
     made.stop()
     assert rounds.sending == 0
     made.start("again")
