@@ -177,7 +177,7 @@ def measured(strategy: Any, options: Any, kind: str) -> tuple[dict[str, tuple[fl
     """Return the times of a kind of backward pass, what was chosen, and the rows of its batch. Collective."""
     rows = rows_of(strategy, options, kind)
     layers = {name: made(strategy, options, kind, rows, name != WITHOUT) for name in (WITHOUT, AUTOMATIC, WITH)}
-    layers[WITH].begun.choice = Forced()
+    layers[WITH].begun.starter(strategy).choice = Forced()
     operations: dict[str, harness.Operation] = {
         name: lambda one=one, early=name != WITHOUT: strategy.run(one.step, (early,))  # type: ignore[misc]
         for name, one in layers.items()
@@ -188,7 +188,7 @@ def measured(strategy: Any, options: Any, kind: str) -> tuple[dict[str, tuple[fl
     operations[BACKWARD] = lambda: strategy.run(backward, (without,))
     operations[STEP] = lambda: strategy.run(without.update)
     times = in_turns(strategy.comm, operations, options)
-    return times, layers[AUTOMATIC].begun.choice.words, rows
+    return times, layers[AUTOMATIC].begun.starter(strategy).choice.words, rows
 
 
 def main() -> None:

@@ -440,7 +440,7 @@ def arithmetic_falls_back():
     from mpistrat.arena.arithmetic import arithmetic, combine, finish
     from mpistrat.base import loops
     from mpistrat.base.types import ReduceOp
-    from mpistrat.optimizers.arena_step import not_finite_of
+    from mpistrat.step.arena_step import not_finite_of
 
     cupy = cp()
     rng = np.random.default_rng(0)

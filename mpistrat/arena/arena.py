@@ -33,7 +33,7 @@ LEAST_PIECE = 256 << 10  # bytes: with smaller ones a step was slower than with 
 
 @final
 class Gradients:
-    """The gradient arrays of an arena: what `cross_device.GradientArena` asks for.
+    """The gradients of an arena, side by side in one flat array for each replica.
 
     Attributes:
         local: one flat array for each replica of this rank.
@@ -52,14 +52,17 @@ class Gradients:
 
     @property
     def dtype(self) -> np.dtype:
+        """Of all of them."""
         return self._arena.dtype
 
     @property
     def size(self) -> int:
+        """Elements in each flat array."""
         return self._arena.size
 
     @property
     def key(self) -> str:
+        """Name of the arena, equal on every rank."""
         return self._arena.key
 
     @property

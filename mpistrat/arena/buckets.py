@@ -20,8 +20,8 @@ from ..base.partition import merge
 from ..base.types import ReduceOp
 from ..comm.process_group import ProcessGroup
 from .arithmetic import arithmetic
-from .early import EarlyMemory, EarlySums
-from .reduction import BLOCK, GradientArena
+from .early import EarlyMemory, EarlySums, threads_agree
+from .reduction import BLOCK, Gradients
 
 __all__ = ["BUCKET_BYTES", "BucketSums"]
 
@@ -69,7 +69,7 @@ class BucketSums:
         self._early: EarlySums | None = None
         self._buckets: list[list[list[np.ndarray]]] = []  # by half, rank of the node and its replica, as bytes
         self._half = 0
-        self._arena: GradientArena | None = None  # of the open bucket
+        self._arena: Gradients | None = None  # of the open bucket
         self._room = 0  # elements
         self._segments: list[_Segment] = []
         self._names: list[str] = []
@@ -81,7 +81,7 @@ class BucketSums:
             owner.forget()
 
     def put(
-        self, owner: Any, arena: GradientArena, low: int, high: int, gradients: Sequence[np.ndarray], name: str
+        self, owner: Any, arena: Gradients, low: int, high: int, gradients: Sequence[np.ndarray], name: str
     ) -> None:
         """Copy what was computed of elements [low, high), one flat array for each local replica. Collective.
 
@@ -134,19 +134,19 @@ class BucketSums:
         if self._early is not None:
             self._early.wait()
 
-    def memory(self, arena: GradientArena) -> EarlyMemory:
+    def memory(self, arena: Gradients) -> EarlyMemory:
         """Return where the sums of an arena are. Collective, inside one."""
         assert self._early is not None
         return self._early.memory(arena)
 
-    def forget(self, arena: GradientArena, ranges: Sequence[tuple[int, int]]) -> None:
+    def forget(self, arena: Gradients, ranges: Sequence[tuple[int, int]]) -> None:
         """Forget element ranges: their sums were taken, or will never be. Every rank does it."""
         if self._arena is not None and self._arena.key == arena.key:
             self._segments = [s for s in self._segments if not any(low <= s.low < high for low, high in ranges)]
         if self._early is not None:
             self._early.forget(arena.key, ranges)
 
-    def _begin_bucket(self, arena: GradientArena) -> None:
+    def _begin_bucket(self, arena: Gradients) -> None:
         self._arena, self._room = arena, BUCKET_BYTES // arena.dtype.itemsize
 
     def _close_bucket(self) -> None:
@@ -154,11 +154,9 @@ class BucketSums:
 
     def _open(self) -> EarlySums:
         """Allocate the buckets. Collective."""
-        from mpi4py import MPI
-
         group, node = self._group, self._group.node
         with group.collective("begin: buckets"):
-            threads = bool(group.agree(int(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)))
+            threads = threads_agree(group)
             counts = list(group.replicas_of_node)
             block = node.allocate([2 * BUCKET_BYTES * count for count in counts], "the buckets of gradients")
             real = block.populate(node.rank, 0, 2 * BUCKET_BYTES * counts[node.rank])

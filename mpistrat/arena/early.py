@@ -24,10 +24,17 @@ from .arithmetic import Arithmetic, combine
 from .pieces import PieceSum, Range, wait
 from .wire import Wire
 
-__all__ = ["EarlyMemory", "EarlySums"]
+__all__ = ["EarlyMemory", "EarlySums", "threads_agree"]
 
 _CEILING = 2e-4  # seconds that the thread sleeps between two looks at its messages, at most
 _END = 5.0  # seconds that its end may take
+
+
+def threads_agree(group: ProcessGroup) -> bool:
+    """Return whether MPI was started with MPI_THREAD_MULTIPLE on all ranks. Collective, inside one."""
+    from mpi4py import MPI
+
+    return bool(group.agree(int(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)))
 
 
 @final

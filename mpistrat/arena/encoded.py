@@ -15,7 +15,7 @@ from ..base.partition import aligned_bounds, blocks
 from ..base.types import ReduceOp
 from ..comm.arrays import mpi_datatype
 from .arithmetic import arithmetic
-from .pieces import SHARED, Pieces, PieceSum, Range, leave, round_size, rounds_of, wait
+from .pieces import SHARED, Pieces, PieceShare, PieceSum, Range, leave
 from .wire import Unsent, Wire
 
 __all__ = ["EncodedAllReduce", "EncodedShare"]
@@ -24,11 +24,8 @@ _BYTES = np.dtype(np.uint8)
 
 
 @final
-class EncodedShare:
-    """One exchange of changes of pieces of a float32 array, in the rounds of `PieceShare`.
-
-    Nothing here waits but `finish`.
-    """
+class EncodedShare(PieceShare):
+    """One exchange of the changes of pieces of a float32 array, which each node adds to what it has."""
 
     def __init__(
         self,
@@ -43,57 +40,35 @@ class EncodedShare:
         """Begin one; all nodes do, in the same order.
 
         Args:
-            inter: the peers that own the same slice, by node.
-            array: the elements, equal on all ranks of `inter` before and after.
-            pieces: what each node changes.
+            inter, array, pieces: as for `PieceShare`; the elements are equal on all ranks of `inter` before, too.
             unsent: the changes of this node's piece, which become what is still unsent.
             wire: how they travel.
             work: scratch memory: blocks of its size are encoded at a time, a multiple of 4,096 or at least a round.
             pool: where memory for messages comes from.
         """
-        self._inter, self._array, self._unsent, self._wire = inter, array, unsent, wire
-        self._work, self._pool, self._kind = work, pool, mpi_datatype(_BYTES)
-        self._sent: list[Any] = []
+        self._unsent, self._wire, self._work, self._pool = unsent, wire, work, pool
         self._coming: list[tuple[Any, Range, np.ndarray]] = []
-        self._rounds = rounds_of(pieces, round_size(inter.size, array.dtype))
-        self._next = 0
-        self.ready(-1)
+        super().__init__(inter, array, pieces)
 
     def ready(self, high: int) -> None:
-        """Send the changes below element `high` of this node's piece."""
-        rank = self._inter.rank
-        while self._next < len(self._rounds):
-            block = self._rounds[self._next][rank]
-            if block is not None and block[1] > high:
-                break
-            self._post(self._rounds[self._next])
-            self._next += 1
+        """Send the changes below element `high` of this node's piece, and add those of others that are here."""
+        super().ready(high)
         while self._coming and self._coming[0][0].Test():
             self._take(self._coming.pop(0))
 
-    def _post(self, blocks_of: Any) -> None:
-        inter, nodes = self._inter, self._inter.size
-        for step in range(1, nodes):
-            node = (inter.rank - step) % nodes
-            block = blocks_of[node]
-            if block is not None:
-                message = self._message(block)
-                self._coming.append((inter.Irecv([message, self._kind], node, SHARED), block, message))
-        mine = blocks_of[inter.rank]
-        if mine is not None:
-            message = self._encoded(mine)
-            for step in range(1, nodes):
-                self._sent.append(inter.Isend([message, self._kind], (inter.rank + step) % nodes, SHARED))
+    def _receive(self, node: int, block: Range) -> None:
+        message = self._empty(block)
+        self._coming.append((self._inter.Irecv([message, mpi_datatype(_BYTES)], node, SHARED), block, message))
 
-    def _message(self, block: Range) -> np.ndarray:
+    def _empty(self, block: Range) -> np.ndarray:
         return self._pool.empty(self._wire.nbytes(block[1] - block[0]), _BYTES)
 
-    def _encoded(self, mine: Range) -> np.ndarray:
-        message, low, nbytes = self._message(mine), mine[0], self._wire.nbytes
-        for begin, end in blocks([mine], self._work.size):
+    def _message(self, block: Range) -> list[Any]:
+        message, low, nbytes = self._empty(block), block[0], self._wire.nbytes
+        for begin, end in blocks([block], self._work.size):
             part = message[nbytes(begin - low) : nbytes(end - low)]
             self._wire.encode_change(self._array[begin:end], part, self._unsent.of(begin, end), self._work)
-        return message
+        return [message, mpi_datatype(_BYTES)]
 
     def _take(self, arrived: tuple[Any, Range, np.ndarray]) -> None:
         _, (low, high), message = arrived
@@ -104,12 +79,13 @@ class EncodedShare:
         for arrived in self._coming:
             arrived[0].Wait()
             self._take(arrived)
-        wait(self._sent)
-        self._coming, self._sent = [], []
+        self._coming = []
+        super().finish()
 
     def leave(self) -> None:
         """After an error: keep the memory of what is under way, for as long as the process lives."""
-        leave([*self._sent, *(request for request, _, _ in self._coming)])
+        super().leave()
+        leave([request for request, _, _ in self._coming])
 
 
 @final

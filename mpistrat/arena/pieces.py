@@ -192,7 +192,6 @@ class PieceSum:
         return blocks(ranges, len(self._total))
 
 
-@final
 class PieceShare:
     """One exchange of pieces of an array: all nodes get what each has of its own, while it goes on with the rest.
 
@@ -231,13 +230,19 @@ class PieceShare:
             node = (inter.rank - step) % nodes
             block = blocks_of[node]
             if block is not None:
-                self._requests.append(inter.Irecv(self._buffer(block), node, SHARED))
+                self._receive(node, block)
         mine = blocks_of[inter.rank]
         if mine is not None:
+            message = self._message(mine)
             for step in range(1, nodes):
-                self._requests.append(inter.Isend(self._buffer(mine), (inter.rank + step) % nodes, SHARED))
+                self._requests.append(inter.Isend(message, (inter.rank + step) % nodes, SHARED))
 
-    def _buffer(self, block: Range) -> list[Any]:
+    def _receive(self, node: int, block: Range) -> None:
+        """Begin to receive a block of another node's piece."""
+        self._requests.append(self._inter.Irecv(self._message(block), node, SHARED))
+
+    def _message(self, block: Range) -> list[Any]:
+        """Return the memory of a block, as MPI takes it."""
         return [self._array[block[0] - self._first : block[1] - self._first], self._kind]
 
     def finish(self) -> None:

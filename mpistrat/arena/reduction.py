@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from ..base.partition import aligned_bounds, blocks, merge
 from ..base.types import ReduceOp
 from ..comm.arrays import all_reduce, is_gpu
 from ..comm.process_group import ProcessGroup
+from .arena import Gradients
 from .arithmetic import Arithmetic, arithmetic, combine, divide, round_into
 from .pieces import PieceSum
 from .wire import Unsent, Wire
@@ -29,7 +30,6 @@ __all__ = [
     "ArenaSum",
     "Consume",
     "Destination",
-    "GradientArena",
     "block_of",
     "network_chunk",
     "node_gradients",
@@ -44,60 +44,12 @@ NETWORK_CHUNK = 1 << 20  # bytes that cross the network at a time; a constant: o
 Consume = Callable[[int, int, Any], None]
 
 
-class GradientArena(Protocol):
-    """The gradients of many variables, side by side in one flat array for each replica.
-
-    Attributes:
-        dtype: of all of them.
-        size: elements in each flat array.
-        local: the flat arrays of this rank's replicas.
-        node: those of all replicas of the node, in replica order; None where the node shares no memory.
-        key: name of the arena, equal on every rank.
-    """
-
-    @property
-    def dtype(self) -> np.dtype: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def local(self) -> Sequence[Any]: ...
-
-    @property
-    def node(self) -> Sequence[np.ndarray] | None: ...
-
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def wire(self) -> Wire | None:
-        """The form in which pieces travel between nodes, None for their own."""
-        ...
-
-    def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the part of element ranges that this rank reduces and updates."""
-        ...
-
-    def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]] | None:
-        """Return the part that this rank's peer on each node reduces and updates; None where each of them does all of it."""
-        ...
-
-    def node_pieces(self) -> list[list[tuple[int, int]]]:
-        """Return the pieces of all slices, by node; where none is cut, none."""
-        ...
-
-    def by_owner(self) -> list[tuple[int, int]]:
-        """Return what each of this node's ranks reduces and updates, of those that do."""
-        ...
-
-
 @final
 @dataclass(frozen=True)
 class Destination:
     """The destination of a reduction without copies: elements [low, high) of the gradient arena that holds its values."""
 
-    arena: GradientArena
+    arena: Gradients
     low: int
     high: int
 
@@ -106,7 +58,7 @@ class Destination:
         """Return where the local replicas' values lie if they are the gradient memory of a Variable, else None."""
         if not hasattr(variable, "arena") or type(values[0]) is not np.ndarray or group.node.locate(values[0]) is None:
             return None
-        gradients: GradientArena | None = getattr(variable.arena, "gradients", None)
+        gradients: Gradients | None = getattr(variable.arena, "gradients", None)
         if gradients is None or len(values) != len(gradients.local):
             return None
         low = int(variable.offset)
@@ -125,14 +77,14 @@ class Destination:
         return view
 
 
-def node_gradients(group: ProcessGroup, arena: GradientArena) -> Sequence[np.ndarray] | None:
+def node_gradients(group: ProcessGroup, arena: Gradients) -> Sequence[np.ndarray] | None:
     """Return the arenas of all replicas, where this rank sees all: its own alone, or host memory of one node; else None."""
     if group.topology.num_replicas == 1:
         return arena.local
     return None if group.num_nodes > 1 or is_gpu(arena.local[0]) else of_node(arena)
 
 
-def of_node(arena: GradientArena) -> Sequence[np.ndarray]:
+def of_node(arena: Gradients) -> Sequence[np.ndarray]:
     """Return the arenas of all replicas whose memory this rank sees: the node's, or its own alone."""
     return arena.local if arena.node is None else arena.node
 
@@ -159,7 +111,7 @@ class ArenaSum:
 
     def sum_owned(
         self,
-        arena: GradientArena,
+        arena: Gradients,
         ranges: Sequence[tuple[int, int]],
         how: Arithmetic,
         consume: Consume,
@@ -182,7 +134,7 @@ class ArenaSum:
             for low, high in self._piece_sum(how.accumulate, arena.wire).consumed(arena.owned(ranges)):
                 consume(low, high, memory.of(low, high))
 
-    def begin(self, arena: GradientArena, ranges: Sequence[tuple[int, int]]) -> None:
+    def begin(self, arena: Gradients, ranges: Sequence[tuple[int, int]]) -> None:
         """Begin to sum ranges of an arena whose pieces belong to nodes; the next `sum_owned` of them takes the sums.
 
         Collective, inside one; all ranks of the node have arrived.
@@ -200,7 +152,7 @@ class ArenaSum:
 
     def _sum_pieces(
         self,
-        arena: GradientArena,
+        arena: Gradients,
         ranges: Sequence[tuple[int, int]],
         how: Arithmetic,
         consume: Consume,
@@ -216,9 +168,7 @@ class ArenaSum:
             summed = self._piece_sums[dtype, wire] = PieceSum(self._inter, dtype, BLOCK, wire)
         return summed
 
-    def hand_out(
-        self, arena: GradientArena, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume
-    ) -> None:
+    def hand_out(self, arena: Gradients, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume) -> None:
         """Call consume(low, high, sum) for this rank's ranges. Collective over `group.inter`.
 
         Its peers on other nodes own the same ranges. Blocks have at most 64 K elements; the divisor is left to `consume`.
@@ -248,7 +198,7 @@ class ArenaSum:
             self._reduce_ranges(arena, ranges, reduce_op)
         self._group.node.barrier(call)
 
-    def _reduce_ranges(self, arena: GradientArena, ranges: Sequence[tuple[int, int]], reduce_op: ReduceOp) -> None:
+    def _reduce_ranges(self, arena: Gradients, ranges: Sequence[tuple[int, int]], reduce_op: ReduceOp) -> None:
         index = self._group.slice_index
         if index is None:
             return

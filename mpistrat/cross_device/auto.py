@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from ..arena.reduction import ArenaSum, Consume, GradientArena
+from ..arena.reduction import ArenaSum, Consume, Gradients
 from ..arena.wire import Unsent
 from ..base.agree import same, together
 from ..base.distributed_values import PerReplica
@@ -139,12 +139,12 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
                 results[index] = result
         return results
 
-    def node_gradients(self, arena: GradientArena) -> Sequence[Any] | None:
+    def node_gradients(self, arena: Gradients) -> Sequence[Any] | None:
         return self._algorithms["HIERARCHICAL"].node_gradients(arena)
 
     def reduce_arena(
         self,
-        arena: GradientArena,
+        arena: Gradients,
         ranges: Sequence[tuple[int, int]],
         consume: Consume,
         unsent: Unsent | None = None,
@@ -155,7 +155,7 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
         chosen.call = self.call
         chosen.reduce_arena(arena, ranges, consume, unsent)
 
-    def early_sums(self, arena: GradientArena) -> ArenaSum | None:
+    def early_sums(self, arena: Gradients) -> ArenaSum | None:
         return self._algorithms["HIERARCHICAL"].early_sums(arena)
 
     def _warn_of_wire(self, chosen: CrossDeviceOps, nbytes: int, options: CommunicationOptions | None) -> None:

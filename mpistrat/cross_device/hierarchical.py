@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ..arena.arithmetic import Arithmetic, combine, divide, finish, round_into
-from ..arena.reduction import BLOCK, ArenaSum, Consume, Destination, GradientArena, node_gradients
+from ..arena.reduction import BLOCK, ArenaSum, Consume, Destination, Gradients, node_gradients
 from ..arena.wire import Unsent, Wire
 from ..base.buffers import BufferPool
 from ..base.distributed_values import PerReplica
@@ -143,12 +143,12 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
             for (value, _), where in zip(pairs, found, strict=True)
         ]
 
-    def node_gradients(self, arena: GradientArena) -> Sequence[np.ndarray] | None:
+    def node_gradients(self, arena: Gradients) -> Sequence[np.ndarray] | None:
         return node_gradients(self.group, arena)
 
     def reduce_arena(
         self,
-        arena: GradientArena,
+        arena: Gradients,
         ranges: Sequence[tuple[int, int]],
         consume: Consume,
         unsent: Unsent | None = None,
@@ -159,7 +159,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         how = self.arithmetic(ReduceOp.SUM, arena.dtype)
         self._arena_sum().sum_owned(arena, ranges, how, consume, unsent)
 
-    def early_sums(self, arena: GradientArena) -> ArenaSum | None:
+    def early_sums(self, arena: Gradients) -> ArenaSum | None:
         # What a message loses is sent with the next one of a step, at the same place: then nothing goes before.
         later = is_gpu(arena.local[0]) or not arena.node_pieces() or (arena.wire is not None and arena.wire.feeds_back)
         return None if later else self._arena_sum()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from ..arena.arithmetic import Arithmetic, finish
-from ..arena.reduction import GPU_BLOCK, Consume, GradientArena
+from ..arena.reduction import GPU_BLOCK, Consume, Gradients
 from ..arena.wire import Unsent
 from ..base.distributed_values import Mirrored, PerReplica
 from ..base.errors import DeviceError, explain
@@ -110,12 +110,12 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
                 results[mine[position]] = _wrap(members, leaves[mine[position]])
         return results
 
-    def node_gradients(self, arena: GradientArena) -> Sequence[Any] | None:
+    def node_gradients(self, arena: Gradients) -> Sequence[Any] | None:
         return arena.local if self.group.topology.num_replicas == 1 else None
 
     def reduce_arena(
         self,
-        arena: GradientArena,
+        arena: Gradients,
         ranges: Sequence[tuple[int, int]],
         consume: Consume,
         unsent: Unsent | None = None,

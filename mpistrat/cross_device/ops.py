@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..arena.arithmetic import Arithmetic, arithmetic
-from ..arena.reduction import ArenaSum, Consume, GradientArena, block_of
+from ..arena.reduction import ArenaSum, Consume, Gradients, block_of
 from ..arena.wire import Unsent
 from ..base.distributed_values import Mirrored, PerReplica
 from ..base.errors import explain
@@ -465,7 +465,7 @@ class CrossDeviceOps(ABC):
 
     def reduce_arena(
         self,
-        arena: GradientArena,
+        arena: Gradients,
         ranges: Sequence[tuple[int, int]],
         consume: Consume,
         unsent: Unsent | None = None,
@@ -498,7 +498,7 @@ class CrossDeviceOps(ABC):
                     xp.copyto(block, total[begin - low : end - low], casting="unsafe")
                     consume(begin, end, block)
 
-    def node_gradients(self, arena: GradientArena) -> Sequence[np.ndarray] | None:
+    def node_gradients(self, arena: Gradients) -> Sequence[np.ndarray] | None:
         """Return the gradients of all replicas, to be summed from the first to the last instead of by `reduce_arena`.
 
         Each rank sums what it owns. None where not all are in memory that it sees.
@@ -512,7 +512,7 @@ class CrossDeviceOps(ABC):
         """
         return None
 
-    def early_sums(self, arena: GradientArena) -> ArenaSum | None:
+    def early_sums(self, arena: Gradients) -> ArenaSum | None:
         """Return what can begin to sum an arena before `reduce_arena`, which takes the sums; None where nothing can.
 
         The same on every rank.

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..arena.arithmetic import Arithmetic, combine, finish
 from ..arena.pieces import leave
-from ..arena.reduction import BLOCK, ArenaSum, Consume, GradientArena, node_gradients
+from ..arena.reduction import BLOCK, ArenaSum, Consume, Gradients, node_gradients
 from ..arena.wire import Unsent, Wire
 from ..base.partition import blocks, merge
 from ..base.types import ReduceOp
@@ -69,12 +69,12 @@ class OrderedAllReduce(FlatAllReduce):
         gather_parts(topology.comm, out.reshape(-1), [replicas * size for replicas in topology.replicas_per_rank])
         return list(out)
 
-    def node_gradients(self, arena: GradientArena) -> Sequence[np.ndarray] | None:
+    def node_gradients(self, arena: Gradients) -> Sequence[np.ndarray] | None:
         return node_gradients(self.group, arena)
 
     def reduce_arena(
         self,
-        arena: GradientArena,
+        arena: Gradients,
         ranges: Sequence[tuple[int, int]],
         consume: Consume,
         unsent: Unsent | None = None,
@@ -94,7 +94,7 @@ class OrderedAllReduce(FlatAllReduce):
                 self._fold_over_nodes(arena, every, how, _only(mine, consume))
 
     def _fold_over_nodes(
-        self, arena: GradientArena, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume
+        self, arena: Gradients, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume
     ) -> None:
         """Go on with the sum of the nodes before, and hand out the total. Collective over `group.inter`."""
         inter: Any = self.group.inter

@@ -179,6 +179,27 @@ class OptimizerCore:
         """Return the group of variables with numbers of their own that a variable belongs to."""
         return self.optimizer._group_of(variable)
 
+    # the hooks of the rule that passes of a step call
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The passes over kept sums before the one that updates; none where the rule updates while it sums."""
+        optimizer = self.optimizer
+        clips = optimizer.clipnorm is not None or optimizer.global_clipnorm is not None or optimizer.check_numerics
+        return ("clip",) * clips + optimizer._passes
+
+    def ratio(self, weights: float, direction: float, size: int, rate: float) -> float:
+        """Return the factor of a variable's direction in the next update, by the norms of its weights and of the direction."""
+        return self.optimizer._ratio(weights, direction, size, self.updates + 1, rate)
+
+    def update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> Mapping[str, Any]:
+        """Return new weights by name of variable, from whole arrays; `store_whole` then stores the rule's state."""
+        return self.optimizer._update_whole(gradients, weights)
+
+    def store_whole(self) -> None:
+        """Store this rank's part of the state after `update_whole`, which all ranks of the node have called."""
+        self.optimizer._store_whole()
+
     # settings, and how ranks compare them
 
     def describe(self, without: Collection[str] = ()) -> str:

@@ -73,7 +73,11 @@ class ForeignRule(Optimizer):
             log.once(logging.INFO, f"{self._function}: {text}: {self._whole.reason}")
 
     @property
-    def _on_wholes(self) -> bool:  # type: ignore[override]
+    def _passes(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self._whole is None else ("whole",)
+
+    @property
+    def _on_wholes(self) -> bool:
         return self._whole is not None
 
     def update(self, *_: Any) -> None:

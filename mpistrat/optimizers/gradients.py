@@ -72,7 +72,7 @@ def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[V
 def check_rule(optimizer: Any, variables: Sequence[Variable]) -> None:
     """Raise ValueError where an optimizer's rule needs variables whole that are not."""
     kind = type(optimizer).__name__
-    if variables[0].placement.store is not None and optimizer._scales_by_norms:
+    if variables[0].placement.store is not None and "direct" in optimizer._passes:
         expected, got = f"variables that are whole on each rank's node, for {kind}", "variables on servers"
         remedy = "Take Adam under parameter servers"
         raise ValueError(explain(_FUNCTION, optimizer.name, expected=expected, got=got, remedy=remedy))

@@ -17,40 +17,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..base.loops import Around, Span
 from ..comm.arrays import dtype_name, import_cupy, on_device_of
 
-__all__ = ["OPTIONS", "Around", "CompiledLoop", "Span", "source", "squares", "squares_source", "update"]
+__all__ = ["OPTIONS", "source", "squares", "squares_source", "update"]
 
 OPTIONS = ("--fmad=false",)  # of the compiler
 THREADS = 256  # of a block
 MOST_BLOCKS = 1 << 16  # of a launch: a thread takes several elements where there are more
 MOST_SEGMENTS = 128  # of a launch: its arguments have 4,096 bytes at most
 MOST_NUMBERS = 8  # of a rule
-
-
-Span = tuple[int, int, float]  # elements [low, high), and a number for them
-
-
-class CompiledLoop(NamedTuple):
-    """A rule as `loops.update` and `kernels.update` take it; a slot that its settings do not need is ""."""
-
-    rule: str
-    numbers: tuple[float, ...]
-    slots: tuple[str, ...]
-
-
-class Around(NamedTuple):
-    """What else happens to a block, as `loops.update` and `kernels.update` take it."""
-
-    limit: float | None = None
-    scales: Sequence[Span] = []
-    decays: Sequence[Span] = []
-    sums: Any = None
-    calls: int = 0
-    averages: Any = None
-    momentum: float | None = None
-    overwrites: bool = False
-    factor: float = 1.0
 
 
 class _Body(NamedTuple):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 import numpy as np
 
 from ..base.limits import AT_LEAST_ZERO, AT_MOST_ZERO, BELOW_ONE, FLAG, POSITIVE, UP_TO_ONE, Limits
+from ..base.loops import CompiledLoop
 from ..base.underflow import may_underflow
 from .hyperparameters import CommonSettings, Rate
-from .kernels import CompiledLoop
 from .optimizer import Optimizer
 from .rule import Block
 from .rules import approach, average_into
@@ -348,7 +348,7 @@ class Lamb(_Moments):
     Source: keras.optimizers.Lamb of Keras 3; You et al., https://arxiv.org/abs/1904.00962.
     """
 
-    _scales_by_norms = True
+    _passes = ("direct",)
 
     @may_underflow
     def _direction(self, block: Block) -> None:
@@ -404,7 +404,7 @@ class Adafactor(Optimizer):
     Source: keras.optimizers.Adafactor of Keras 3; Shazeer and Stern, https://arxiv.org/abs/1804.04235.
     """
 
-    _scales_by_norms = True
+    _passes = ("factor", "direct")
     _factored = "velocity"
     limits: ClassVar[Mapping[str, Limits]] = {
         "beta_2_decay": AT_MOST_ZERO,

@@ -21,7 +21,6 @@ from ..comm.arrays import accumulation_dtype, as_array, to_host
 from ..variables.sharded import ShardedVariable, each_variable
 from ..variables.variable import Variable
 from .core import OptimizerCore
-from .fused_step import FusedStep
 from .gradients import ReplicaPairs, check_rule, check_variables, pairs_of
 from .hyperparameters import AVERAGE, GRADIENT_SUM, Rate, as_rate, fixed_at
 from .rule import Block, UpdateRule, UpdateRun
@@ -332,10 +331,6 @@ class Optimizer(UpdateRule, metaclass=_Counted):
             step: UpdateRun = placement.store.make_step(self, chosen)
         else:
             step = self._run_on(chosen, [variable.name for variable in left_out])
-            if placement.arenas.on_gpu:
-                from .gpu_stream import StepOnStream
-
-                step = StepOnStream(step)
         core.updated_first = [variable for variable in new if variable.name not in pending]
         core.variables.extend(new)
         core.slots.fill_pending(new)
@@ -343,7 +338,8 @@ class Optimizer(UpdateRule, metaclass=_Counted):
 
     def _run_on(self, variables: Sequence[Variable], left_out: Sequence[str]) -> UpdateRun:
         """Return the step of variables in arenas; `left_out` are names of those without a gradient. All ranks make it."""
-        return FusedStep(self._core, variables[0].placement.strategy, variables, left_out)
+        step: UpdateRun = variables[0].placement.steps.new_step(self._core, variables, left_out)
+        return step
 
     # state
 

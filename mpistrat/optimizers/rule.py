@@ -14,14 +14,13 @@ import numpy as np
 
 from ..arena.arithmetic import combine
 from ..base import loops
+from ..base.loops import Around, CompiledLoop, Span
 from ..base.partition import spans_within
 from ..base.underflow import may_underflow
 from ..comm.arrays import accumulation_dtype, as_buffer, is_gpu
 from ..variables.variable import Variable
-from . import kernels
 from .gradients import Pairs
 from .hyperparameters import AVERAGE, GRADIENT_SUM, Hyperparameters
-from .kernels import Around, CompiledLoop, Span
 
 __all__ = ["Block", "BlockUpdate", "UpdateRule", "UpdateRun", "form_mean", "multiply_spans"]
 
@@ -45,18 +44,19 @@ class UpdateRule(Hyperparameters):
 
     Attributes:
         slot_names: the slots that each weight has between steps.
-        _scales_by_norms: whether each variable's update is along a `_direction`, scaled by a `_ratio` that depends on the norms
-            of the whole variable and of the direction.
-        _factored: the slot that `_form_moments` writes and that then, before `_direction`, becomes in each matrix of a variable
-            the sum of a row times that of a column over that of the matrix; "" for none. Only where `_scales_by_norms`.
-        _on_wholes: whether `_update_whole` computes the new weights of all variables together, on every rank. `update_block`
-            then gets them for gradients.
+        _passes: the passes over kept sums before the one that updates, in order; most rules have none.
+            "factor": the slot `_factored`, which `_form_moments` writes, becomes in each matrix of a variable the sum of a row
+            times that of a column over that of the matrix.
+            "direct": each variable's update is along a `_direction`, scaled by a `_ratio` that depends on the norms of the whole
+            variable and of the direction.
+            "whole": `_update_whole` computes the new weights of all variables together, on every rank; `update_block` then gets
+            them for gradients.
+        _factored: see "factor".
     """
 
     slot_names: tuple[str, ...]
-    _scales_by_norms: ClassVar[bool] = False
+    _passes: tuple[str, ...] = ()
     _factored: ClassVar[str] = ""
-    _on_wholes: bool = False
 
     @abstractmethod
     def update_block(self, block: Block) -> None:
@@ -180,7 +180,7 @@ class BlockUpdate:
         self._step, self._rate, self._factor = step, rate, factor
         rule = self._rule
         self._loop = rule._loop(step, rate)
-        self._limit = None if rule._scales_by_norms else rule.clipvalue
+        self._limit = None if "direct" in rule._passes else rule.clipvalue
         if rule.use_ema:
             self._momentum = rule.ema_momentum if step > 1 else 0.0
             often = rule.ema_overwrite_frequency
@@ -324,6 +324,8 @@ def _fused(loop: CompiledLoop, target: Any, parts: Sequence[Any], slots: Mapping
     """Update weights, where they lie, in one pass, if that can be done; return whether it was."""
     arrays = tuple([slots.get(name) for name in loop.slots])
     if is_gpu(target):
+        from . import kernels
+
         return kernels.update(loop.rule, loop.numbers, parts, target, arrays, around)
     return loops.update(loop.rule, loop.numbers, [*map(as_buffer, parts)], as_buffer(target), arrays, around)
 

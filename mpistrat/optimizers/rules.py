@@ -15,9 +15,9 @@ import numpy as np
 from ..base import loops
 from ..base.errors import explain
 from ..base.limits import AT_LEAST_ZERO, BELOW_ONE, FLAG, UP_TO_ONE, Limits
+from ..base.loops import Around, CompiledLoop
 from ..base.underflow import may_underflow
 from .hyperparameters import CommonSettings, CommonSettingsButDecay, Rate
-from .kernels import Around, CompiledLoop
 from .optimizer import Optimizer
 from .rule import Block
 

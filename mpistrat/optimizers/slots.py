@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
@@ -21,11 +21,7 @@ from ..comm.arrays import accumulation_dtype, array_module, as_array, on_device_
 from ..variables.placement import Placement, SlotsHere
 from ..variables.variable import Variable
 from .hyperparameters import AVERAGE
-from .node_slots import waiting_of_nodes
 from .rule import UpdateRule
-
-if TYPE_CHECKING:
-    from .outer_step import OuterSteps
 
 __all__ = [
     "WIRE_RESIDUAL",
@@ -123,23 +119,26 @@ class SlotStore:
 
     Attributes:
         pending: slots of variables that the optimizer has not updated yet, by name of variable.
-        outer: the outer steps, where nodes train by themselves, with slots of their own; else None.
+        rounds: when nodes meet, from `join` on.
     """
 
     def __init__(self, owner: UpdateRule) -> None:
         self.names, self._owner = owner.slot_names, owner
         self.pending: dict[str, dict[str, Any]] = {}
-        self.outer: OuterSteps | None = None
+        self.rounds: Any = None
         self._placement: Placement | None = None
         self._arenas: dict[Arena, ArenaSlots] = {}
 
     def join(self, placement: Placement) -> None:
         """Serve the variables of a placement."""
         self._placement = placement
-        if placement.local_steps is not None:
-            from .outer_step import OuterSteps
+        if placement.store is None:
+            self.rounds = placement.steps.new_rounds()
 
-            self.outer = OuterSteps(placement, placement.local_steps)
+    @property
+    def outer(self) -> Any:
+        """The rounds, where nodes train by themselves in them, with slots of their own; else None."""
+        return None if self.rounds is None or self.rounds.alike else self.rounds
 
     def of(self, arena: Arena) -> ArenaSlots:
         """Return the slots of an arena; the first call fixes its slices. All ranks call it."""
@@ -286,6 +285,8 @@ def waiting_slots(
     """
     variable = None if placement is None else next((v for v in placement.variables if v.name == name), None)
     if placement is not None and placement.local_steps is not None and not each_node:
+        from .node_slots import waiting_of_nodes
+
         slots = waiting_of_nodes(placement.group, name, slots)
     arrays = {slot: np.asarray(to_host(value)) for slot, value in slots.items()}
     here: dict[str, list[tuple[int, Any]]] = {slot: [(0, array)] if all_else else [] for slot, array in arrays.items()}

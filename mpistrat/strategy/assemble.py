@@ -32,7 +32,6 @@ from ..comm.monitor import abort
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import make_cross_device_ops
 from ..cross_device.ops import CrossDeviceOps
-from ..cross_device.ordered import OrderedAllReduce
 from .extended import StrategyExtended
 
 __all__ = [
@@ -191,6 +190,8 @@ def assemble(
             raise TypeError(explain(kind.name, "communication_options", expected=expected, got=got))
         implementation: Any = None if options is None else options.implementation
         if replicas is not None or ordered_replicas is not None:
+            from ..cross_device.ordered import OrderedAllReduce
+
             if not isinstance(cross_device_ops or implementation, (OrderedAllReduce, NoneType)):
                 expected, got = "no algorithm besides: OrderedAllReduce sums", repr(cross_device_ops or implementation)
                 raise ValueError(explain(kind.name, "replicas", expected=expected, got=got))

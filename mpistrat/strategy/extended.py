@@ -23,6 +23,7 @@ from ..comm.process_group import ProcessGroup
 from ..cross_device.collectives import PLAIN, Collectives, as_scalar
 from ..cross_device.ops import CrossDeviceOps
 from ..state.optimizer_states import OptimizerStates
+from ..step.table import Steps
 from ..variables import ArenaAllocator, Placement, ShardedVariable, Variable, create_variable, explain_foreign
 from .contexts import ReplicaContext
 from .copies import copies_of_variables
@@ -115,6 +116,7 @@ class StrategyExtended(OtherNames):
         arenas = ArenaAllocator(sync_group, parameter_devices, central, sharded_slots, wire, sharded_gradients)
         devices = self.sync_topology.devices
         self.placement = Placement(sync_group, ops, arenas, strategy, devices, distributed, local_steps=local_steps)
+        self.placement.steps = Steps(self.placement)
         if sharded_gradients:
             from ..arena.buckets import BucketSums
 

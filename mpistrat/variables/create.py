@@ -17,7 +17,6 @@ from ..comm.arrays import on_device_of
 from ..comm.call import Call
 from ..comm.process_group import ProcessGroup
 from .kinds import MirroredVariable, SyncOnReadVariable, check_kind
-from .partitioners import check_partitions
 from .placement import Description, Placement, Target
 from .sharded import ShardedVariable
 from .variable import Variable
@@ -129,6 +128,8 @@ def _count_shards(placement: Placement, name: str, form: tuple[tuple[int, ...], 
     shape, dtype = form
     if placement.partitioner is None or not shape:
         return 1
+    from .partitioners import check_partitions
+
     return check_partitions(placement.partitioner(shape=shape, dtype=dtype), shape, name)
 
 

@@ -155,6 +155,7 @@ class Placement:
         made: the optimizers that were made in the strategy's scope, in that order.
         apart: the variables that nodes have updated by themselves since the last outer step, and whose outer step they wait for.
         told_apart: whether an error has said that weights which should be equal differ.
+        steps: what makes steps and rounds for optimizers; opaque here.
         optimizers: those counted by the store. Others may name them when this rank's program no longer holds them.
     """
 
@@ -175,6 +176,7 @@ class Placement:
     made: list[Any] = field(default_factory=list)
     apart: dict[Any, Any] = field(default_factory=dict)
     told_apart: bool = False
+    steps: Any = None
     _names: dict[str, int] = field(default_factory=dict)
 
     @property

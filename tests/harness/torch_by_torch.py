@@ -10,7 +10,7 @@ import contextlib
 import torch.distributed as dist
 
 from mpistrat.arena import arena
-from mpistrat.optimizers import gpu_stream
+from mpistrat.step import on_stream
 from mpistrat.torch import torch_step
 from mpistrat.torch.backend import gpus
 from mpistrat.torch.backend import group as group_module
@@ -42,7 +42,7 @@ def step_by_torch(monkeypatch, nodes_of_one_rank=False):
         always = property(lambda self: True, lambda self, value: None)
         monkeypatch.setattr(arena.ArenaAllocator, "on_gpu", always, raising=False)
         monkeypatch.setattr(arena.ArenaAllocator, "_free_bytes", lambda self: arena.UNLIMITED)
-        monkeypatch.setattr(gpu_stream, "_in_order", contextlib.nullcontext)
+        monkeypatch.setattr(on_stream, "_in_order", contextlib.nullcontext)
     monkeypatch.setattr(group_module, "gpus_here", lambda: True)
     for module in (group_module, gpus):
         monkeypatch.setattr(module, "is_on_gpu", on_gpu)

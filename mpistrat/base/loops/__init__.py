@@ -9,13 +9,17 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..underflow import may_underflow
 
 __all__ = [
+    "Around",
+    "CompiledLoop",
+    "Span",
     "add",
     "await_difference",
     "await_word",
@@ -39,6 +43,31 @@ __all__ = [
     "update",
     "used",
 ]
+
+
+Span = tuple[int, int, float]  # elements [low, high), and a number for them
+
+
+class CompiledLoop(NamedTuple):
+    """A rule as `update` takes it, and `kernels.update` on GPUs; a slot that its settings do not need is ""."""
+
+    rule: str
+    numbers: tuple[float, ...]
+    slots: tuple[str, ...]
+
+
+class Around(NamedTuple):
+    """What else happens to a block, as `update` takes it, and `kernels.update` on GPUs."""
+
+    limit: float | None = None
+    scales: Sequence[Span] = []
+    decays: Sequence[Span] = []
+    sums: Any = None
+    calls: int = 0
+    averages: Any = None
+    momentum: float | None = None
+    overwrites: bool = False
+    factor: float = 1.0
 
 
 def leave_to_numpy(*_: Any) -> bool:

@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 
 import mpistrat as ms  # noqa: E402
 from mpistrat.arena import early  # noqa: E402
-from mpistrat.optimizers import begun  # noqa: E402
+from mpistrat.step import early_start  # noqa: E402
 from mpistrat.torch import optimizer as overlap  # noqa: E402
 
 pytestmark = pytest.mark.ranks(2, 4)
@@ -20,8 +20,8 @@ def started(monkeypatch):
     plain = early.EarlySums.begin
     monkeypatch.setattr(early.EarlySums, "begin", lambda self, *given: count.append(1) or plain(self, *given))
     monkeypatch.setattr(overlap, "_BUCKET_BYTES", 1 << 20)
-    monkeypatch.setattr(begun, "LEAST_BYTES", 1)
-    monkeypatch.setattr(begun.EarlyChoice, "note_step", lambda self, group, begun: None)
+    monkeypatch.setattr(early_start, "LEAST_BYTES", 1)
+    monkeypatch.setattr(early_start.EarlyChoice, "note_step", lambda self, group, begun: None)
     monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")
     return count
 

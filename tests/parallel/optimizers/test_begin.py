@@ -12,8 +12,8 @@ import pytest
 import mpistrat as ms
 from mpistrat.arena import early
 from mpistrat.errors import ContextError
-from mpistrat.optimizers import begun
-from mpistrat.optimizers.begun import EarlyChoice
+from mpistrat.step import early_start
+from mpistrat.step.early_start import EarlyChoice
 from tests.harness.process_groups import set_layout
 from tests.models.optimizer_states import assert_same, state_of
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ranks(2, 3, 4)
 def opened(request, monkeypatch):
     """A function that makes a strategy over nodes; begin always starts sums, however small."""
     set_layout(request.param, monkeypatch)
-    monkeypatch.setattr(begun, "LEAST_BYTES", 1)
+    monkeypatch.setattr(early_start, "LEAST_BYTES", 1)
     monkeypatch.setattr(EarlyChoice, "note_step", lambda self, group, begun: None)
     return lambda **more: ms.MultiWorkerMirroredStrategy(**more)
 
@@ -312,7 +312,7 @@ def test_both_ways_are_tried_and_one_is_kept(opened, counted, monkeypatch, caplo
     from mpi4py import MPI
 
     monkeypatch.undo()
-    monkeypatch.setattr(begun, "LEAST_BYTES", 1)
+    monkeypatch.setattr(early_start, "LEAST_BYTES", 1)
     monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")
     carried = []
     plain = early.EarlySums.begin

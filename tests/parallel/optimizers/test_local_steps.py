@@ -9,8 +9,8 @@ import pytest
 import mpistrat as ms
 from mpistrat.cluster import world
 from mpistrat.errors import RanksLostError
-from mpistrat.optimizers.outer_step import OuterSteps
 from mpistrat.optimizers.rule import BlockUpdate
+from mpistrat.step.outer import OuterSteps
 from tests.harness.local_steps import (
     BUILDS,
     LAYOUTS,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.optimizers.arena_step import _merged
 from mpistrat.optimizers.core import find, known
+from mpistrat.step.arena_step import _merged
 from mpistrat.variables.placement import ORDINAL_STEP
 from tests.models import optimizer_reference as reference
 

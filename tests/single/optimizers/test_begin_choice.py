@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpistrat.optimizers import begun
-from mpistrat.optimizers.begun import EarlyChoice
+from mpistrat.step import early_start
+from mpistrat.step.early_start import EarlyChoice
 
 TRIED = 16  # steps
 
@@ -30,7 +30,7 @@ class Alone:
 def run(monkeypatch):
     """Take steps; `took` gives the seconds of one by its number and way, `begins` in which something is begun."""
     now = [0]
-    monkeypatch.setattr(begun, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(early_start, "perf_counter_ns", lambda: now[0])
 
     def steps(choice, took, count, begins=lambda number: True, first=0):
         ways = []
@@ -72,7 +72,7 @@ def test_a_machine_that_becomes_slower_chooses_nothing(run) -> None:
 
 
 def test_both_ways_are_measured_again(run) -> None:
-    choice, period = EarlyChoice(), TRIED + begun._KEPT
+    choice, period = EarlyChoice(), TRIED + early_start._KEPT
     slower, faster = (lambda _, way: 1.5 if way else 1.0), (lambda _, way: 0.5 if way else 1.0)
     ways = run(choice, slower, period)
     assert sum(ways) == 8
@@ -80,12 +80,12 @@ def test_both_ways_are_measured_again(run) -> None:
     ways = run(choice, faster, period)
     assert ways[:TRIED] == [True, False] * 8
     assert all(ways[TRIED:])
-    assert run(choice, slower, period) == [True, False] * 8 + [False] * begun._KEPT
+    assert run(choice, slower, period) == [True, False] * 8 + [False] * early_start._KEPT
 
 
 def test_what_it_costs_to_measure_a_way_that_takes_half_as_long_again(run) -> None:
     choice, taken = EarlyChoice(), []
-    run(choice, lambda _, way: taken.append(1.5 if way else 1.0) or taken[-1], 10 * (TRIED + begun._KEPT))
+    run(choice, lambda _, way: taken.append(1.5 if way else 1.0) or taken[-1], 10 * (TRIED + early_start._KEPT))
     assert sum(taken) < 1.005 * len(taken)
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.optimizers.matrix_sums import MatrixSums, rectangles
+from mpistrat.step.matrix_sums import MatrixSums, rectangles
 
 SHAPES = st.lists(st.integers(1, 6), min_size=2, max_size=4)
 

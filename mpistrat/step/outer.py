@@ -20,24 +20,25 @@ from ..arena.arithmetic import arithmetic
 from ..arena.pieces import PieceShare, PieceSum
 from ..arena.reduction import BLOCK
 from ..base.errors import ContextError, explain
-from ..base.options import LocalSteps
 from ..base.partition import aligned_bounds, merge
 from ..base.types import ReduceOp
 from ..base.underflow import may_underflow
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
+from ..optimizers.node_slots import OUTER_MOMENTUM, node_slots_here
 from ..variables.kinds import apply_constraint
 from ..variables.placement import Placement
 from ..variables.variable import Variable
-from .node_slots import OUTER_MOMENTUM, node_slots_here
+from .interface import NodeRounds
+from .norms import OverAll
 
-__all__ = ["OuterSteps"]
+__all__ = ["OuterSteps", "OverOwnNode"]
 
 Range = tuple[int, int]
 
 
 @final
-class OuterSteps:
+class OuterSteps(NodeRounds):
     """The rounds of one optimizer, and what its outer steps keep.
 
     Which variables are in a round is in `Placement.apart`, for all that must not meet variables whose nodes differ.
@@ -46,9 +47,12 @@ class OuterSteps:
         factor: what the sum of a node's gradients is multiplied by to stand for the sum over all.
     """
 
-    def __init__(self, placement: Placement, how: LocalSteps) -> None:
+    alike = False
+
+    def __init__(self, placement: Placement) -> None:
+        assert placement.local_steps is not None
         self._group = group = placement.group
-        self._placement, self._how = placement, how
+        self._placement, self._how = placement, placement.local_steps
         self._updates = 0  # in this round
         self._parity = 0
         self._arenas: dict[Arena, _OuterArena] = {}
@@ -66,6 +70,9 @@ class OuterSteps:
     def begun(self) -> bool:
         """Whether nodes have taken local steps since the last outer step."""
         return self in self._placement.apart.values()
+
+    def compares(self, due: bool) -> bool:
+        return not self.begun
 
     def check(self, variables: Sequence[Variable]) -> None:
         """Do nothing if this optimizer may update variables.
@@ -91,14 +98,11 @@ class OuterSteps:
         for arena, ranges in _ranges_of(new).items():
             self._of(arena).take_anchor(ranges)
 
-    def count_update(self) -> None:
-        """Count an update of this round."""
+    def end_update(self) -> None:
+        """Count an update of this round, and take the outer step if the round is over. Collective."""
         self._updates += 1
-
-    @property
-    def due(self) -> bool:
-        """Whether the round is over."""
-        return self._updates >= self._how.every
+        if self._updates >= self._how.every:
+            self.take()
 
     # the outer step
 
@@ -201,6 +205,20 @@ class OuterSteps:
         if kept is None:
             kept = self._arenas[arena] = _OuterArena(arena)
         return kept
+
+
+@final
+class OverOwnNode(OverAll):
+    """The owners of slices of this rank's node: each node takes its steps with sums of its own."""
+
+    def _table(self, column: np.ndarray) -> np.ndarray:
+        return self._group.of_own_node(column)
+
+    def all_finite(self, finite: bool) -> bool:
+        return bool(self._group.agree(int(finite)))
+
+    def counted(self, arena: Arena) -> list[int]:
+        return list(range(self._group.topology.size)) if super().counted(arena) else []
 
 
 @final

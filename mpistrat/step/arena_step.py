@@ -9,30 +9,27 @@ import numpy as np
 
 from ..arena.arena import Arena, padded
 from ..arena.arithmetic import combine
-from ..arena.pieces import PieceShare, summed_blocks
-from ..arena.reduction import BLOCK, Consume, block_of, network_chunk
+from ..arena.reduction import BLOCK, GPU_BLOCK, Consume
 from ..arena.values import move_like, quick_digest
 from ..arena.wire import Unsent
 from ..base import loops
-from ..base.buffers import BufferPool
+from ..base.loops import Span
 from ..base.partition import blocks, merge, spans_within
-from ..comm.arrays import all_reduce, is_gpu, on_device_of, to_host
+from ..comm.arrays import to_host
+from ..optimizers.core import OptimizerCore
+from ..optimizers.hyperparameters import GRADIENT_SUM
+from ..optimizers.rule import BlockUpdate, form_mean, multiply_spans
+from ..optimizers.slots import gathered
 from ..variables.variable import Variable
-from . import kernels
-from .core import OptimizerCore
-from .hyperparameters import GRADIENT_SUM
-from .kernels import Span
-from .rule import BlockUpdate, form_mean, multiply_spans
-from .slots import gathered
+from .interface import StepEngine, StepParts
 
 if TYPE_CHECKING:
-    from ..arena.early import EarlyMemory
-    from ..arena.encoded import EncodedShare
     from .matrix_sums import MatrixSums
 
-__all__ = ["LARGE_BLOCK", "ArenaStep", "not_finite_of"]
+__all__ = ["ArenaStep", "blocks_in_cache", "not_finite_of", "whole_arenas"]
 
-LARGE_BLOCK = 16 * BLOCK  # elements that a compiled loop sums and updates at a time
+_LARGE_BLOCK = 16 * BLOCK  # elements that a compiled loop sums and updates at a time
+
 N = TypeVar("N", int, float)
 
 
@@ -46,7 +43,13 @@ class ArenaStep:
         matrices: by name of a variable with matrices, sums of their rows and columns, in the slot that the rule factors.
     """
 
-    def __init__(self, core: OptimizerCore, arena: Arena, variables: Sequence[Variable]) -> None:
+    def __init__(
+        self,
+        core: OptimizerCore,
+        arena: Arena,
+        variables: Sequence[Variable],
+        parts: StepParts,
+    ) -> None:
         self.arena, self.variables = arena, variables
         self.squares: dict[str, float] = {}
         self.norms: dict[tuple[str, str], float] = {}
@@ -60,13 +63,10 @@ class ArenaStep:
         self._divided = any(v.part is not None and v.part.split for v in variables)
         self._core, self._optimizer, self._mean, self._each = core, core.optimizer, 0, False
         self._factor = 1.0
-        self._slots, self._block = core.slots.of(arena), block_of(arena.values)
-        self._on_gpu = is_gpu(arena.values)
-        self._sum_of_squares = kernels.squares if self._on_gpu else loops.squares
+        self._slots, self._engine = core.slots.of(arena), parts.engine_of(arena.values)
+        self._publish = parts.publish(arena, self.ranges, self._slots)
         self._kept: tuple[Any, int] | None = None  # the sums of this step, and which element comes first there
         self._formed = False  # whether they are there before `keep` is called
-        self._share: PieceShare | EncodedShare | None = None  # of the weights, while a step goes on
-        self._messages = BufferPool(kept=16)
         self._rule = BlockUpdate(core.optimizer, arena.dtype, lambda: self._slots.scratch)
         self.read_settings()
 
@@ -92,7 +92,7 @@ class ArenaStep:
     def digest(self) -> int:
         """Return a digest of this rank's slice of the weights, by one pass over it."""
         total = 0
-        for low, high in blocks(self.arena.sliced(self.ranges), self._block):
+        for low, high in blocks(self.arena.sliced(self.ranges), self._engine.block):
             total = (total * 3 + quick_digest(self.arena.values[low:high])) & ((1 << 63) - 1)
         return total
 
@@ -112,64 +112,39 @@ class ArenaStep:
             names = [name for _, _, name in self._spans]
             self.squares = dict.fromkeys(names if self._each else names[:1], 0.0)
 
-    def begin_share(self) -> None:
-        """Begin to exchange what this step makes of the weights, where each node updates a piece. Collective over peers."""
-        pieces, inter = self.arena.pieces(self.ranges), self.arena.group.inter
-        if pieces is not None and inter is not None and self._core.changes_weights(self._number):
-            wire, residual = self.arena.wire, self._slots.residual
-            if wire is None or residual is None:
-                self._share = PieceShare(inter, self.arena.values, pieces)
-            else:
-                from ..arena.encoded import EncodedShare
+    def begin_publish(self) -> None:
+        """Begin to exchange what this step makes of the weights, if it changes them. Collective over peers."""
+        if self._core.changes_weights(self._number):
+            self._publish.begin()
 
-                work = self._slots.scratch[0]
-                self._share = EncodedShare(inter, self.arena.values, pieces, residual, wire, work, self._messages)
-
-    def finish_share(self) -> None:
-        """Wait until the weights of all nodes are here."""
+    def publish(self) -> None:
+        """Wait until the weights of all nodes are here. Collective over peers."""
         self._forget_sums()
-        if self._share is not None:
-            self._share.finish()
-            self._share = None  # memory with references cannot be freed
+        self._publish.finish()
 
-    def leave_share(self) -> None:
+    def leave(self) -> None:
         """Leave what is under way after an error."""
         self._forget_sums()
-        if self._share is not None:
-            self._share.leave()
-            self._share = None
+        self._publish.leave()
 
     def _forget_sums(self) -> None:
         self._kept, self._formed = None, False
 
-    def sum(self, arrays: Sequence[Any], consume: Consume) -> None:
-        """Hand out what this rank updates of gradients whose sum it needs, as a reduction would: the parts instead of the sum."""
+    def add_up(self, arrays: Sequence[Any], consume: Consume) -> None:
+        """Hand out flat arrays in place of their sum: what consumes them adds them up in the same pass."""
         if len(arrays) == 1 and self._kept is None and self._keeps_as_they_are():
             self._kept, self._formed = (arrays[0], 0), True
         for low, high in self._large_blocks():
             consume(low, high, [array[low:high] for array in arrays])
 
-    def take_sums(self, memory: EarlyMemory, consume: Consume) -> None:
-        """Hand out sums that are in memory, in the blocks in which a reduction hands them out; `keep` writes over them.
-
-        Of an arena that every node sums whole they are the node's, and become those of all. Collective over peers.
-        """
+    def keep_in(self, memory: Any) -> None:
+        """Know that the sums lie in memory of their own, `memory[low:high]`, which passes may overwrite."""
         low, high = self._slots.low, self._slots.high
         self._kept, self._formed = (memory[low:high] if low < high else self._slots.scratch[0][:0], low), True
-        dtype, inter = self._slots.scratch[0].dtype, self.arena.group.inter
-        if not self.arena.sharded:
-            if inter is not None:
-                for low, high in blocks(self.arena.owned(self.ranges), network_chunk(dtype)):
-                    all_reduce(inter, memory[low:high])
-            self.sum([memory], consume)
-            return
-        for low, high in summed_blocks(self.arena.owned(self.ranges), self.arena.group.num_nodes, dtype, BLOCK):
-            consume(low, high, memory[low:high])
 
     def _large_blocks(self) -> list[tuple[int, int]]:
-        """Return what this rank updates in blocks: on a GPU the whole, on CPUs large ones where scratch memory has no copies."""
-        large = self.arena.size if self._on_gpu else LARGE_BLOCK
-        return blocks(self.arena.owned(self.ranges), large if self._slots.residual is None else BLOCK)
+        """Return what this rank updates in blocks, large ones where the weights need no scratch memory."""
+        return blocks(self.arena.owned(self.ranges), self._publish.block or self._engine.update)
 
     def take(self, low: int, high: int, gradient: Any) -> None:
         """Take the sum of elements [low, high), or a list of what is to be summed: update, or add to what is accumulated."""
@@ -182,10 +157,9 @@ class ArenaStep:
     def average(self) -> None:
         """Update the averages of weights that have no gradient in this step."""
         for low, high in self._large_blocks():
-            target = self._meant(low, high)
+            target = self._publish.target(low, high)
             self._rule.average(target, self._slots.of_range(low, high))
-            self._set_meant(low, high, target)
-            self._publish(low, high)
+            self._publish.commit(low, high, target)
 
     def _update(self, low: int, high: int, parts: list[Any], scales: Sequence[Span], calls: int) -> None:
         at = low  # elements between the groups' are of group 0: padding, or variables of it
@@ -196,49 +170,24 @@ class ArenaStep:
             at = low + end
         if at < high:
             self._update_range(at, high, low, parts, scales, calls, 0)
-        self._publish(low, high)
 
     def _update_range(
         self, low: int, high: int, first: int, parts: list[Any], scales: Sequence[Span], calls: int, group: int
     ) -> None:
         """Update elements [low, high) by parts, and scales, that begin with element `first`."""
-        target = self._meant(low, high)
+        target = self._publish.target(low, high)
         slots = self._slots.of_range(low, high)
         decays = spans_within(self._decays, low, high) if self._decays else ()
         if (low - first, high - first) != (0, len(parts[0])):
             parts = [part[low - first : high - first] for part in parts]
             scales = list(spans_within(scales, low - first, high - first))
         self._rule.update(target, [move_like(part, target) for part in parts], slots, decays, group, scales, calls)
-        self._set_meant(low, high, target)
+        self._publish.commit(low, high, target)
 
     def _accumulate(self, low: int, high: int, parts: list[Any]) -> None:
-        slots, target = self._slots.of_range(low, high), self._meant(low, high)
+        slots, target = self._slots.of_range(low, high), self._publish.target(low, high)
         self._rule.accumulate(target, [move_like(part, target) for part in parts], slots)
-        self._set_meant(low, high, target)
-        self._publish(low, high)
-
-    def _meant(self, low: int, high: int) -> Any:
-        """Return weights for the rule: themselves, or a copy with what was not sent of them."""
-        target, residual = self.arena.values[low:high], self._slots.residual
-        if residual is None:
-            return target
-        meant = self._slots.scratch[2][: high - low]  # free, as these weights are not 16-bit
-        np.add(target, residual.of(low, high), out=meant)
-        return meant
-
-    def _set_meant(self, low: int, high: int, meant: Any) -> None:
-        """Note what the rule made of weights: what is to be sent of them, if they do not have it already."""
-        if self._slots.residual is not None:
-            with np.errstate(invalid="ignore"):
-                np.subtract(meant, self.arena.values[low:high], out=self._slots.residual.of(low, high))
-
-    def _publish(self, low: int, high: int) -> None:
-        """Write what changed to the other local devices, or have it sent to other nodes."""
-        if self._share is not None:
-            self._share.ready(high)
-        for copy in self.arena.copies[1:]:
-            with on_device_of(copy):
-                copy[low:high] = move_like(self.arena.values[low:high], copy)
+        self._publish.commit(low, high, target)
 
     def keep(self, low: int, high: int, gradient: Any) -> None:
         """Keep a sum, or the mean of several steps, and add up the squares of its elements; takes what `take` takes.
@@ -246,7 +195,7 @@ class ArenaStep:
         Gradients stay as they are: they are the replica's own, and may be summed again.
         """
         parts, (kept, base) = gradient if isinstance(gradient, list) else [gradient], self._store()
-        for begin, end in [(low, high)] if self._on_gpu else blocks([(low, high)], self._block):
+        for begin, end in blocks([(low, high)], self._engine.keep):
             sums = kept[begin - base : end - base]
             if not self._formed:
                 combine(np.add, [move_like(part[begin - low : end - low], sums) for part in parts], sums)
@@ -255,10 +204,10 @@ class ArenaStep:
             if self._mean and self._updates:
                 form_mean(sums, self._slots.of_range(begin, end)[GRADIENT_SUM], self._mean)
             if not self._each:
-                self.squares[self._spans[0][2]] += self._sum_of_squares(sums)
+                self.squares[self._spans[0][2]] += self._engine.squares(sums)
                 continue
             for start, stop, name in spans_within(self._spans, begin, end):
-                self.squares[name] += self._sum_of_squares(sums[start:stop])
+                self.squares[name] += self._engine.squares(sums[start:stop])
 
     def form_moments(self, scales: Mapping[str, float]) -> None:
         """Multiply what was kept by its scales, update the slot that the rule factors by it, and add up `matrices`."""
@@ -272,7 +221,7 @@ class ArenaStep:
 
     def factor(self) -> None:
         """Factor the slot by `matrices`, which have the sums over all ranks."""
-        for low, high in blocks(self.arena.owned(self.ranges), self._block):
+        for low, high in blocks(self.arena.owned(self.ranges), self._engine.block):
             for matrix, flat, first in self._factored(low, high):
                 matrix.product(flat, first)
 
@@ -286,9 +235,9 @@ class ArenaStep:
     def _kept_blocks(self, scales: Mapping[str, float]) -> Iterator[tuple[int, int, Any]]:
         """Yield what was kept in blocks, times its scales: it is multiplied in place."""
         kept, base = self._store()
-        for low, high in blocks(self.arena.owned(self.ranges), self._block):
+        for low, high in blocks(self.arena.owned(self.ranges), self._engine.block):
             gradient = kept[low - base : high - base]
-            multiply_spans(gradient, self._scaled(low, high, scales, self._each))
+            multiply_spans(gradient, self._scaled(low, high, scales))
             yield low, high, gradient
 
     def direct(self, scales: Mapping[str, float]) -> None:
@@ -296,10 +245,10 @@ class ArenaStep:
         self.norms = {(name, what): 0.0 for _, _, name in self._spans for what in ("weights", "direction")}
         for low, high, gradient in self._kept_blocks(scales):
             self._rule.direct(gradient, self._slots.of_range(low, high))
-            weights = self._rule.widened(self._meant(low, high))
+            weights = self._rule.widened(self._publish.target(low, high))
             for start, stop, name in spans_within(self._spans, low, high):
-                self.norms[name, "weights"] += self._sum_of_squares(weights[start:stop])
-                self.norms[name, "direction"] += self._sum_of_squares(gradient[start:stop])
+                self.norms[name, "weights"] += self._engine.squares(weights[start:stop])
+                self.norms[name, "direction"] += self._engine.squares(gradient[start:stop])
 
     def whole_gradients(self, scales: Mapping[str, float]) -> dict[str, np.ndarray]:
         """Return what all ranks kept of each variable, times its scales. Collective, inside one."""
@@ -310,9 +259,9 @@ class ArenaStep:
 
     def whole_weights(self) -> dict[str, np.ndarray]:
         """Return the weights of each variable, with what was not sent of them. Collective, inside one."""
-        values, residual = self.arena.values, self._slots.residual
-        if residual is not None:
-            return self._wholes(lambda low, high: {"weights": values[low:high] + residual.of(low, high)}, "weights")
+        if not self._publish.exact:
+            return self._wholes(lambda low, high: {"weights": self._publish.meant(low, high)}, "weights")
+        values = self.arena.values
         dtype = self._slots.scratch[0].dtype
         return {
             v.name: np.asarray(to_host(values[v.offset : v.offset + v.size]), dtype).reshape(v.shape)
@@ -336,21 +285,20 @@ class ArenaStep:
     def take_kept(self, scales: Mapping[str, float]) -> None:
         """Take what was kept, as `take` does, times the scale of each variable where this is an update."""
         kept, base = self._store()
-        each = self._each or self._optimizer._scales_by_norms
         for low, high in self._large_blocks():
             gradient = kept[low - base : high - base]
             if not self._updates:
                 self._accumulate(low, high, [gradient])
                 continue
-            self._update(low, high, [gradient], self._scaled(low, high, scales, each), 0)
+            self._update(low, high, [gradient], self._scaled(low, high, scales), 0)
             if self._mean:
                 self._slots.of_range(low, high)[GRADIENT_SUM][...] = 0
 
-    def _scaled(self, low: int, high: int, scales: Mapping[str, float], each: bool) -> list[Span]:
+    def _scaled(self, low: int, high: int, scales: Mapping[str, float]) -> list[Span]:
         """Return which of the elements [low, high) are multiplied by what: by one scale, or each variable's."""
         if not scales:
             return []
-        if not each:
+        if self._spans[-1][2] not in scales:  # one for all
             spans = [(0, high - low, scales[self._spans[0][2]])]
         else:
             spans = [(begin, end, scales[name]) for begin, end, name in spans_within(self._spans, low, high)]
@@ -368,14 +316,26 @@ class ArenaStep:
 
     def _keeps_as_they_are(self) -> bool:
         """Return whether a sum of one part is that part, and no pass changes it: then it needs no memory of its own."""
-        changed = self._factor != 1 or self._mean or self._optimizer._scales_by_norms or self._optimizer._on_wholes
-        return not (changed or self._rule.narrow)
+        only_read = self._factor == 1 and not self._mean and set(self._core.passes) <= {"clip"}
+        return only_read and not self._rule.narrow
 
     def _store(self) -> tuple[Any, int]:
         """Return where sums are kept, and which element of the arena comes first there."""
         if self._kept is None:
             self._kept = self._slots.kept(), self._slots.low
         return self._kept
+
+
+def blocks_in_cache(values: Any) -> StepEngine:
+    """Return the engine for weights on a CPU: blocks that stay in its cache."""
+    return StepEngine(block=BLOCK, update=_LARGE_BLOCK, keep=BLOCK, squares=loops.squares)
+
+
+def whole_arenas(values: Any) -> StepEngine:
+    """Return the engine for weights on a GPU, where each call is a kernel: all of a flat array at once."""
+    from ..optimizers.kernels import squares
+
+    return StepEngine(block=GPU_BLOCK, update=values.size, keep=values.size, squares=squares)
 
 
 def not_finite_of(*arrays: Any) -> int:

@@ -1,0 +1,152 @@
+"""Sums of gradients that start when the program announces them, and the choice whether that takes less time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from time import perf_counter_ns
+from typing import Any, final
+
+import numpy as np
+
+from ..arena.arena import Arena, by_arena, padded
+from ..arena.early import threads_agree
+from ..arena.reduction import ArenaSum
+from ..base import log
+from ..base.partition import merge
+from ..comm.process_group import ProcessGroup
+from ..variables.placement import Placement
+from ..variables.variable import Variable
+
+__all__ = ["EarlyChoice", "EarlyStart"]
+
+LEAST_BYTES = 4 << 20  # of gradients that are begun together: with fewer, what it costs to agree counts
+_TRIES = 7  # steps of each way
+_WARM = 2  # steps before that
+_GAIN = 0.98  # of the time without, and all but one of the tries with less: the rest may be chance
+_KEPT = 1000  # steps that go one way: of one that takes half as long again, trying costs 0.4 %
+_FUNCTION = "Optimizer.begin"
+
+
+@final
+class EarlyChoice:
+    """Whether sums start in `begin`: both ways in turns for some steps, then the faster one for many, and so on.
+
+    Which one it is has no influence on numbers. All ranks choose the same.
+
+    Attributes:
+        early: whether sums start in `begin` now.
+        words: what was chosen last, and by which times.
+    """
+
+    def __init__(self) -> None:
+        self.early, self.words = True, "not decided"
+        self._kept: bool | None = None  # the way that was chosen last
+        self._left = 0  # steps until both ways are measured again
+        self._number, self._ended = 0, 0
+        self._times: dict[bool, list[int]] = {True: [], False: []}
+
+    @property
+    def open(self) -> bool:
+        """Whether sums start early, or are tried to."""
+        return self.early or not self._left
+
+    def note_step(self, group: ProcessGroup, begun: bool) -> None:
+        """Note the end of a step, and whether something was begun in it. Collective, as some of these calls compare times."""
+        now, ended = perf_counter_ns(), self._ended
+        self._ended = now
+        if self._left:
+            self._left -= 1
+            self.early = bool(self._kept) or not self._left
+        elif begun:
+            if self._number >= _WARM:
+                self._times[self.early].append(now - ended)
+            self._number += 1
+            self.early = self._number % 2 == 0
+            if self._number == _WARM + 2 * _TRIES:
+                self._decide(group)
+
+    def _decide(self, group: ProcessGroup) -> None:
+        with group.collective("begin: choice"):
+            sums = group.sum_int(self._times[True] + self._times[False]).reshape(2, _TRIES) / group.topology.size / 1e6
+        ratios = np.sort(sums[0] / sums[1])  # of neighbours, so that a machine that drifts drifts for both
+        self.early = bool(np.median(ratios) < _GAIN and ratios[-2] < 1)
+        early, late = np.median(sums, axis=1)
+        what, ours, other = ("start there", early, late) if self.early else ("wait for apply_gradients", late, early)
+        self.words = f"sums of gradients {what}: a step took {ours:.1f} ms so, {other:.1f} ms otherwise"
+        if self.early is not self._kept:
+            log.once(logging.INFO, f"{_FUNCTION}: {self.words}")
+        self._kept, self._left, self._number = self.early, _KEPT, 0
+        for times in self._times.values():
+            times.clear()
+
+
+@final
+class EarlyStart:
+    """Sums that a thread of each rank carries between nodes until the step takes them: of one optimizer.
+
+    Attributes:
+        choice: whether sums start early in this step.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._group, self._ops, self.choice = placement.group, placement.ops, EarlyChoice()
+        self._able: bool | None = None  # whether sums can start early; None: not asked yet
+        self._waiting: list[Variable] = []  # until they are enough to be sent
+        self._sent: list[tuple[ArenaSum, str, list[tuple[int, int]]]] = []
+
+    @property
+    def able(self) -> bool:
+        """Whether sums can start early, as far as it is known; the same on every rank."""
+        return self._able is not False
+
+    @property
+    def early(self) -> bool:
+        """Whether sums start early in this step, or are tried to; the same on every rank."""
+        return self.able and self.choice.open
+
+    def start(self, begun: Any, variables: Sequence[Variable], due: bool) -> None:
+        """Start to sum the gradients of variables, once they are enough. Collective."""
+        if self._group.num_nodes > 1 and self.able and self.choice.early:
+            self._waiting += variables
+            if sum(v.size * v.dtype.itemsize for v in self._waiting) >= LEAST_BYTES:
+                self._send()
+
+    def _send(self) -> None:
+        names = ", ".join(variable.name for variable in self._waiting)
+        with self._group.collective("begin", detail=f"of {names}"):
+            members = by_arena(self._waiting)
+            if self._able is None:
+                self._able = self._is_able(list(members))
+            for arena, some in members.items():
+                sums = self._ops.early_sums(arena.gradients) if self._able and arena.gradients else None
+                if sums is not None and arena.gradients:
+                    ranges = merge(list(padded(arena, some).items()))
+                    sums.begin(arena.gradients, ranges)
+                    self._sent.append((sums, arena.key, ranges))
+        self._waiting = []
+
+    def _is_able(self, arenas: Sequence[Arena]) -> bool:
+        """Return whether sums can start before the step, and log why not. Collective, inside one."""
+        why = ""
+        if not any(arena.gradients and self._ops.early_sums(arena.gradients) for arena in arenas):
+            why = "each node, or a GPU, sums and updates all weights"
+        elif not threads_agree(self._group):
+            why = "MPI was started without THREAD_MULTIPLE"
+        if why:
+            log.once(logging.INFO, f"{_FUNCTION}: sums of gradients wait for apply_gradients: {why}")
+        return not why
+
+    def check_unsummed(self) -> None:
+        """Do nothing: gradients may be equal on all replicas already."""
+
+    def note_step(self, begun: bool) -> None:
+        """Note the end of a step, and whether something was begun in it. Collective."""
+        if self._able:
+            self.choice.note_step(self._group, begun)
+
+    def forget(self, variables: Sequence[Variable]) -> None:
+        """Forget what was started. Every rank does it."""
+        for sums, key, ranges in self._sent:
+            sums.forget(key, ranges)
+        self._waiting, self._sent = [], []

@@ -1,0 +1,57 @@
+"""Weights that travel between nodes in fewer bytes: the rule updates weights and what was not sent of them, together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from ..arena.arena import Arena
+from ..arena.encoded import EncodedShare
+from ..arena.reduction import BLOCK
+from ..base.buffers import BufferPool
+from ..optimizers.slots import ArenaSlots
+from .interface import Range
+from .publish import ToNodes
+
+__all__ = ["ToNodesInFewerBytes"]
+
+
+@final
+class ToNodesInFewerBytes(ToNodes):
+    """Each node sends the changes of its piece in the arena's `wire`, and keeps what a message lacks for the next one.
+
+    A weight that is meant is the weight in memory, which all nodes have, and what its owner has not sent of it.
+    """
+
+    block = BLOCK
+    exact = False
+
+    def __init__(self, arena: Arena, ranges: Sequence[Range], slots: ArenaSlots) -> None:
+        """Serve an arena with a wire, with the scratch memory of an optimizer's slots."""
+        super().__init__(arena, ranges, slots)
+        self._slots, self._unsent = slots, arena.unsent
+        self._messages = BufferPool(kept=16)
+
+    def _begin(self, inter: Any, pieces: list[list[Range]]) -> Any:
+        arena = self.arena
+        assert arena.wire is not None and self._unsent is not None
+        work = self._slots.scratch[0]
+        return EncodedShare(inter, arena.values, pieces, self._unsent, arena.wire, work, self._messages)
+
+    def target(self, low: int, high: int) -> Any:
+        assert self._unsent is not None
+        meant = self._slots.scratch[2][: high - low]  # free, as these weights are not 16-bit
+        np.add(self.arena.values[low:high], self._unsent.of(low, high), out=meant)
+        return meant
+
+    def commit(self, low: int, high: int, target: Any) -> None:
+        assert self._unsent is not None
+        with np.errstate(invalid="ignore"):
+            np.subtract(target, self.arena.values[low:high], out=self._unsent.of(low, high))
+        super().commit(low, high, target)
+
+    def meant(self, low: int, high: int) -> Any:
+        assert self._unsent is not None
+        return self.arena.values[low:high] + self._unsent.of(low, high)

@@ -1,0 +1,118 @@
+"""Gradients that the program hands over: they are summed bucket by bucket, and each owner finds its sums in the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from ..arena.arena import by_arena, padded
+from ..arena.buckets import BucketSums
+from ..arena.pieces import summed_blocks
+from ..arena.reduction import BLOCK, Consume, network_chunk
+from ..base.partition import blocks, merge
+from ..comm.arrays import accumulation_dtype, all_reduce
+from ..optimizers.begun import unfit
+from ..optimizers.gradients import check_same, flat_gradient
+from ..variables.kinds import own_gradients_of
+from ..variables.placement import Placement
+from ..variables.variable import Variable
+from .interface import Sums, Work
+
+__all__ = ["HandOver", "HandedOverSums"]
+
+
+@final
+class HandOver:
+    """Hands over gradients when they are announced."""
+
+    able = early = True
+
+    def __init__(self, placement: Placement) -> None:
+        self._buckets = _buckets_of(placement)
+
+    def start(self, begun: Any, variables: Sequence[Variable], due: bool) -> None:
+        """Hand over the gradients of variables. Collective."""
+        replicas = range(len(variables[0].placement.devices)) if variables else ()
+        flat = [(v, [v.gradient(i).reshape(-1) for i in replicas]) for v in variables]
+        hand_over(self._buckets, begun, flat, noted=due)
+
+    def check_unsummed(self) -> None:
+        """Refuse gradients that are equal on all replicas already."""
+        raise unfit("", "gradients that sharded_gradients sums", "experimental_aggregate_gradients=False")
+
+    def note_step(self, begun: bool) -> None:
+        """Do nothing: there is no other way."""
+
+    def forget(self, variables: Sequence[Variable]) -> None:
+        """Let variables have gradients again, and forget the sums of those that were handed over."""
+        for variable in variables:
+            own = own_gradients_of(variable)
+            if own is not None:
+                own.renew()
+        for arena, some in by_arena(variables).items():
+            if arena.gradients is not None:
+                self._buckets.forget(arena.gradients, merge(list(padded(arena, some).items())))
+
+
+@final
+class HandedOverSums(Sums):
+    """The sums of a strategy with `sharded_gradients`."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._buckets = _buckets_of(placement)
+
+    def load(self, begun: Any, replicas: Sequence[Any], key: tuple[int, ...]) -> None:
+        """Hand over the gradients that were not begun, and have all of a step summed. Collective."""
+        check_same(replicas, key)
+        rows = [pairs for pairs in zip(*replicas, strict=True) if pairs[0][0] is not None]
+        new = begun.take_rest([pairs[0][1] for pairs in rows])
+        rest = [
+            (pairs[0][1], [flat_gradient(gradient, variable) for gradient, variable in pairs])
+            for pairs, is_new in zip(rows, new, strict=True)
+            if is_new
+        ]
+        hand_over(self._buckets, begun, rest)
+        self._buckets.send()
+
+    def enter(self, call: Any) -> None:
+        self._buckets.finish()
+
+    def hand_out(self, work: Work, consume: Consume) -> None:
+        """Hand out sums in the blocks in which a reduction would.
+
+        Of an arena that every node sums whole they are the node's, and become those of all.
+        """
+        arena, memory = work.arena, self._buckets.memory(work.gradients)
+        owned, dtype, inter = arena.owned(work.ranges), accumulation_dtype(arena.dtype), arena.group.inter
+        work.keep_in(memory)
+        if arena.sharded:
+            for low, high in summed_blocks(owned, arena.group.num_nodes, dtype, BLOCK):
+                consume(low, high, memory[low:high])
+            return
+        if inter is not None:
+            for low, high in blocks(owned, network_chunk(dtype)):
+                all_reduce(inter, memory[low:high])
+        work.add_up([memory], consume)
+
+
+def _buckets_of(placement: Placement) -> BucketSums:
+    assert placement.buckets is not None
+    return placement.buckets
+
+
+def hand_over(
+    buckets: BucketSums, begun: Any, gradients: Sequence[tuple[Variable, Sequence[Any]]], noted: bool = False
+) -> None:
+    """Hand over the gradients of variables, flat, of each local replica. Collective."""
+    for variable, flat in sorted(gradients, key=lambda pair: _place(pair[0]), reverse=True):
+        arena, offset = variable.arena, variable.offset
+        if arena is not None and arena.gradients is not None and variable.size:
+            buckets.put(begun, arena.gradients, offset, padded(arena, [variable])[offset], flat, variable.name)
+        own = own_gradients_of(variable)
+        if own is not None:
+            own.hand_over(noted)
+
+
+def _place(variable: Variable) -> tuple[str, int]:
+    """Return where a variable lies: an arena has buckets of its own, so what is in one is handed over together."""
+    return "" if variable.arena is None else variable.arena.key, variable.offset

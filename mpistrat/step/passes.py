@@ -1,0 +1,220 @@
+"""Passes over the sums of a step before the one that updates: clipping by norms, directions, factors, rules on whole variables.
+
+A rule without any of them is one pass: each block is summed and updated while it is in cache. Else the sums are kept first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar, final
+
+import numpy as np
+
+from ..base.errors import by_rank, explain
+from ..comm.call import Call
+from ..comm.process_group import ProcessGroup
+from ..optimizers.core import OptimizerCore
+from ..variables.variable import Variable
+from .arena_step import ArenaStep, not_finite_of
+from .interface import Replica, StepParts
+
+__all__ = ["KeptSums"]
+
+_STEP = "apply_gradients"
+K = TypeVar("K", bound=Hashable)
+Scales = Mapping[str, float]  # what the sum of each variable is multiplied by; without a name: nothing
+
+
+@final
+class KeptSums:
+    """The sums that a step has kept, and how its ranks add up numbers of them.
+
+    Attributes:
+        core: of the optimizer.
+        group: the ranks.
+        variables: those that the step updates.
+        works: the arenas.
+        norms, replica: see `interface`.
+        own_gradients: whether the replicas' gradients are in memory, beside the sums.
+    """
+
+    def __init__(
+        self,
+        core: OptimizerCore,
+        group: ProcessGroup,
+        variables: Sequence[Variable],
+        works: Sequence[ArenaStep],
+        parts: StepParts,
+        replica: Replica,
+    ) -> None:
+        self.core, self.group, self.variables, self.works = core, group, variables, works
+        self.norms, self.replica, self.own_gradients = parts.new_norms(), replica, parts.own_gradients
+        self._arenas = [work.arena for work in works]
+
+    def totals(self, numbers: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the sums over all ranks of float64 numbers of each work. Collective, inside one."""
+        return self.norms.totals(numbers, self._arenas)
+
+    def by_name(self, numbers: Sequence[Mapping[K, float]]) -> dict[K, float]:
+        """Return the sums over all ranks of named numbers of each work. Collective, inside one."""
+        totals = self.totals([np.array([*each.values()], np.float64) for each in numbers])
+        return {
+            name: total
+            for each, column in zip(numbers, totals, strict=True)
+            for name, total in zip(each, column.tolist(), strict=True)
+        }
+
+    def take(self, passes: Sequence[str], number: int, rate: float, call: Call) -> Scales:
+        """Take passes in their order, and return the scales of what is kept then. Collective, inside `call`."""
+        scales: Scales = {}
+        updates = self.core.updates_at(number)
+        for each in [_PASSES[name] for name in passes]:
+            if each.always or updates:
+                scales = each.take(self, scales, number, rate, call)
+        return scales
+
+
+class Pass(ABC):
+    """One pass over sums that were kept."""
+
+    #: Whether calls that only accumulate gradients have it, too.
+    always: bool = False
+
+    @abstractmethod
+    def take(self, kept: KeptSums, scales: Scales, number: int, rate: float, call: Call) -> Scales:
+        """Take the pass, and return the scales of what is kept then. Collective, inside `call`.
+
+        Args:
+            kept: the sums.
+            scales: of them, the same bits on every rank.
+            number: of the step.
+            rate: the learning rate.
+        """
+
+
+@final
+class Clip(Pass):
+    """Scales sums so that their norms have a limit, and refuses numbers that are not finite, where that is asked for."""
+
+    always = True
+
+    def take(self, kept: KeptSums, scales: Scales, number: int, rate: float, call: Call) -> Scales:
+        """Return the factors of the gradients of each variable; NaN for what is not finite.
+
+        Raises:
+            FloatingPointError: on every rank, for what is not finite, with `check_numerics`.
+        """
+        optimizer = kept.core.optimizer
+        sums = kept.replica.total(kept.by_name([work.squares for work in kept.works]))
+        if optimizer.check_numerics and not kept.norms.all_finite(all(map(math.isfinite, sums.values()))):
+            try:
+                _refuse_numbers(kept, number)
+            except FloatingPointError:
+                for work in kept.works:
+                    work.leave()
+                raise
+        if optimizer.clipnorm is not None:
+            return {name: _scale(total, optimizer.clipnorm) for name, total in sums.items()}
+        limit = optimizer.global_clipnorm
+        scale = 1.0 if limit is None else _scale(sum(sums.values()), limit)
+        return dict.fromkeys(sums, scale)
+
+
+@final
+class Factor(Pass):
+    """Forms the moments of the rule, and factors them by the sums of rows and columns over all ranks."""
+
+    def take(self, kept: KeptSums, scales: Scales, number: int, rate: float, call: Call) -> Scales:
+        works = kept.works
+        for work in works:
+            work.form_moments(scales)
+        columns = [np.concatenate([[], *(matrix.sums for matrix in work.matrices.values())]) for work in works]
+        for work, total in zip(works, kept.totals(columns), strict=True):
+            first = 0
+            for matrix in work.matrices.values():
+                matrix.sums, first = total[first : first + matrix.sums.size], first + matrix.sums.size
+            work.factor()
+        return {}
+
+
+@final
+class Direct(Pass):
+    """Makes the directions of the update, and scales each variable's by the norms of its weights and of the direction."""
+
+    def take(self, kept: KeptSums, scales: Scales, number: int, rate: float, call: Call) -> Scales:
+        core, works = kept.core, kept.works
+        for work in works:
+            work.direct(scales)
+        squares = kept.by_name([work.norms for work in works])
+        norms = {}
+        for what in ("weights", "direction"):
+            norms[what] = kept.replica.total({name: total for (name, of), total in squares.items() if of == what})
+        ratios = {}
+        for work in works:
+            for variable in work.variables:
+                weights, direction = (math.sqrt(norms[what][variable.name]) for what in ("weights", "direction"))
+                weights *= abs(1 - core.decay_of(variable) * rate)  # they decay before they are updated
+                size = variable.size if variable.part is None else variable.part.whole_size
+                ratios[variable.name] = core.ratio(weights, direction, size, rate)
+        return ratios
+
+
+@final
+class Whole(Pass):
+    """Keeps, in place of sums times their scales, the new weights that the rule computes of whole variables."""
+
+    def take(self, kept: KeptSums, scales: Scales, number: int, rate: float, call: Call) -> Scales:
+        gradients: dict[str, np.ndarray] = {}
+        weights: dict[str, np.ndarray] = {}
+        for work in kept.works:
+            gradients |= work.whole_gradients(scales)
+            weights |= work.whole_weights()
+        new = kept.core.update_whole(gradients, weights)
+        kept.group.node.barrier(call)  # all have read the weights and the rule's state
+        for work in kept.works:
+            work.keep_weights(new)
+        kept.core.store_whole()
+        return {}
+
+
+def _refuse_numbers(kept: KeptSums, number: int) -> None:
+    """Raise with the ranks whose gradients are not finite, if any: squares may be infinite where no gradient is. Collective.
+
+    Raises:
+        FloatingPointError: on every rank.
+    """
+    for work in kept.works:
+        work.forget_unsent()
+    own = {
+        variable.name: not_finite_of(*(variable.gradient(i).reshape(-1) for i in range(len(work.gradients.local))))
+        for work in kept.works
+        for variable in work.variables
+    }  # none where they were handed over
+    summed = {name: count for work in kept.works for name, count in work.not_finite().items()}
+    counted = [json.loads(text) for text in kept.group.all_gather_text(json.dumps([own, summed]))]
+    for variable in kept.variables:
+        counts = {rank: mine[variable.name] for rank, (mine, _) in enumerate(counted) if mine.get(variable.name)}
+        ranks = [] if variable.arena is None else kept.norms.counted(variable.arena)
+        overflown = sum(counted[rank][1].get(variable.name, 0) for rank in ranks)
+        if not counts and not overflown:
+            continue
+        got = by_rank({rank: f"{count} that are not" for rank, count in counts.items()})
+        got = got or f"{overflown} that are not in the sum over all replicas"
+        got += ", of finite ones on each" * (not counts and kept.own_gradients)
+        remedy = "Look at the loss and the learning rate; no variable was changed by this step"
+        expected, got = "finite numbers", f"{got}, of {variable.size}, in step {number}"
+        raise FloatingPointError(explain(_STEP, variable.name, expected=expected, got=got, remedy=remedy))
+    kept.replica.refuse(number)
+
+
+def _scale(total: float, limit: float) -> float:
+    if not math.isfinite(total):
+        return math.nan
+    return limit * min(1 / math.sqrt(total), 1 / limit) if total else 1.0
+
+
+# By their names in `OptimizerCore.passes`.
+_PASSES: Mapping[str, Pass] = {"clip": Clip(), "factor": Factor(), "direct": Direct(), "whole": Whole()}

@@ -1,0 +1,144 @@
+"""Which parts a step has: one table of all strategies and options. Of each part the first row that fits is taken.
+
+An option that changes how steps are taken is its rows here and the file that they name; nothing else of a step knows of it. A
+file is loaded when a row of it is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple, final
+
+from ..arena.arena import Arena
+from ..comm.arrays import is_gpu
+from ..optimizers.core import OptimizerCore
+from ..optimizers.rule import UpdateRun
+from ..variables.placement import Placement
+from ..variables.variable import Variable
+from .interface import NodeRounds, Starter, StepParts
+
+__all__ = ["TABLE", "Row", "Steps", "chosen"]
+
+
+class Row(NamedTuple):
+    """One way to have a part.
+
+    Attributes:
+        part: a field of `StepParts`, or what `Steps` makes.
+        name: the strategy or option that has it so.
+        fits: returns whether it is taken, for a placement, an arena or an array.
+        file, maker: what makes the part, in this folder.
+    """
+
+    part: str
+    name: str
+    fits: Callable[[Any], bool]
+    file: str
+    maker: str
+
+
+def _every(_: object) -> bool:
+    return True
+
+
+def _hands_over(placement: Placement) -> bool:
+    return placement.buckets is not None
+
+
+def _has_local_steps(placement: Placement) -> bool:
+    return placement.local_steps is not None
+
+
+def _has_grid(placement: Placement) -> bool:
+    return placement.grid is not None
+
+
+def _on_gpu(placement: Placement) -> bool:
+    return placement.arenas.on_gpu
+
+
+def _has_copies(arena: Arena) -> bool:
+    return len(arena.copies) > 1
+
+
+def _has_wire(arena: Arena) -> bool:
+    return arena.wire is not None
+
+
+def _sharded(arena: Arena) -> bool:
+    return arena.sharded
+
+
+TABLE = (
+    Row("sums", "sharded gradients", _hands_over, "handed_over", "HandedOverSums"),
+    Row("sums", "local steps", _has_local_steps, "sums", "OfNode"),
+    Row("sums", "every other", _every, "sums", "OfAll"),
+    Row("starter", "sharded gradients", _hands_over, "handed_over", "HandOver"),
+    Row("starter", "every other", _every, "early_start", "EarlyStart"),
+    Row("publish", "several GPUs on a rank", _has_copies, "publish", "ToDevices"),
+    Row("publish", "fewer bytes", _has_wire, "fewer_bytes", "ToNodesInFewerBytes"),
+    Row("publish", "slots divided over nodes", _sharded, "publish", "ToNodes"),
+    Row("publish", "every other", _every, "interface", "Publish"),
+    Row("rounds", "local steps", _has_local_steps, "outer", "OuterSteps"),
+    Row("rounds", "every other", _every, "interface", "NodeRounds"),
+    Row("norms", "local steps", _has_local_steps, "outer", "OverOwnNode"),
+    Row("norms", "every other", _every, "norms", "OverAll"),
+    Row("replica", "mesh", _has_grid, "mesh", "ReplicaParts"),
+    Row("replica", "every other", _every, "interface", "Replica"),
+    Row("engine", "GPUs", is_gpu, "arena_step", "whole_arenas"),
+    Row("engine", "CPUs", _every, "arena_step", "blocks_in_cache"),
+    Row("step", "GPUs", _on_gpu, "on_stream", "StepOnStream"),
+    Row("step", "CPUs", _every, "training_step", "TrainingStep"),
+)
+
+
+def chosen(part: str, of: Any) -> Any:
+    """Return what makes a part, for a placement, an arena or an array.
+
+    Example:
+        >>> chosen("engine", np.zeros(3)).__name__
+        'blocks_in_cache'
+    """
+    row = next(row for row in TABLE if row.part == part and row.fits(of))
+    return getattr(import_module(f"{__package__}.{row.file}"), row.maker)
+
+
+@final
+class Steps:
+    """Makes the steps of a strategy: what its `Placement` has, for optimizers."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+
+    @functools.cached_property
+    def parts(self) -> StepParts:
+        """The parts, when the first step is made."""
+        from .sums import OfOne
+
+        placement = self._placement
+        return StepParts(
+            sums=chosen("sums", placement)(placement),
+            no_sums=OfOne(placement),
+            new_norms=lambda: chosen("norms", placement)(placement),
+            publish=lambda arena, *rest: chosen("publish", arena)(arena, *rest),
+            engine_of=lambda values: chosen("engine", values)(values),
+            replica_of=functools.partial(chosen("replica", placement), placement),
+            own_gradients=not _hands_over(placement),
+        )
+
+    def new_starter(self) -> Starter:
+        """Return what starts the sums of gradients that one optimizer's program announces."""
+        made: Starter = chosen("starter", self._placement)(self._placement)
+        return made
+
+    def new_rounds(self) -> NodeRounds:
+        """Return when nodes meet, for one optimizer."""
+        made: NodeRounds = chosen("rounds", self._placement)(self._placement)
+        return made
+
+    def new_step(self, core: OptimizerCore, variables: Sequence[Variable], left_out: Sequence[str]) -> UpdateRun:
+        """Return the step of an optimizer on variables. All ranks make it; `left_out`: names of those without a gradient."""
+        made: UpdateRun = chosen("step", self._placement)(core, self.parts, variables, left_out)
+        return made
