@@ -59,11 +59,12 @@ class HandedOverSums(Sums):
     """The sums of a strategy with `sharded_gradients`."""
 
     def __init__(self, placement: Placement) -> None:
-        self._buckets = _buckets_of(placement)
+        self._buckets, self._strategy = _buckets_of(placement), placement.strategy
 
     def load(self, begun: Any, replicas: Sequence[Any], key: tuple[int, ...]) -> None:
         """Hand over the gradients that were not begun, and have all of a step summed. Collective."""
         check_same(replicas, key)
+        begun.starter(self._strategy)  # which gives the variables gradients again after the step
         rows = [pairs for pairs in zip(*replicas, strict=True) if pairs[0][0] is not None]
         new = begun.take_rest([pairs[0][1] for pairs in rows])
         rest = [

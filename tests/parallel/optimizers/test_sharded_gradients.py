@@ -77,6 +77,10 @@ def test_bits_are_those_of_an_ordinary_step(opened, build):
     both_ways(opened, BUILDS[build])
 
 
+def test_a_program_that_never_calls_begin(opened):
+    both_ways(opened, BUILDS["Adam, clipped"], handed_over=[])
+
+
 @pytest.mark.parametrize("handed_over", [[], [[0, 1, 2, 3, 4]], [[0], [4], [2]]])
 def test_none_all_and_another_order_of_variables(opened, handed_over):
     both_ways(opened, BUILDS["Adam, clipped"], handed_over)
