@@ -1,12 +1,13 @@
 """Windows: what is written arrives, whole words, atomic sums, and memory that outlives its window."""
 
 import gc
-import time
 
 import numpy as np
 import pytest
 
+from mpistrat.comm import window as windows
 from mpistrat.comm.window import RemoteWindow, SharedWindow, has_asynchronous_progress
+from tests.harness.clock import Clock
 
 pytestmark = pytest.mark.ranks(1, 3)
 over_hosts = pytest.mark.hosts(2, ranks_per_host=2)
@@ -125,6 +126,7 @@ def test_ranks_without_a_segment(group):
 
 
 @pytest.mark.parametrize(("seconds", "progresses"), [(0.0, True), (0.04, False)])
-def test_a_read_that_takes_long_needs_its_target(group, seconds, progresses):
-    comm, quiet = group.topology.comm, group.quiet()
-    assert has_asynchronous_progress(comm, comm.size - 1, lambda: time.sleep(seconds), quiet) is progresses
+def test_a_read_that_takes_long_needs_its_target(group, seconds, progresses, monkeypatch):
+    comm, quiet, clock = group.topology.comm, group.quiet(), Clock()
+    clock.replace_time(monkeypatch, windows)
+    assert has_asynchronous_progress(comm, comm.size - 1, lambda: clock.sleep(seconds), quiet) is progresses
