@@ -16,10 +16,10 @@ from ..comm.arrays import accumulation_dtype, import_cupy
 from ..comm.process_group import ProcessGroup
 from ..comm.shared_memory import free_space
 from .values import zeros
-from .wire import Unsent, Wire
 
 if TYPE_CHECKING:
     from ..comm.node import SharedBlock
+    from .wire import Unsent, Wire
 
 __all__ = ["ALIGNMENT_BYTES", "Arena", "ArenaAllocator", "Gradients", "by_arena", "padded"]
 
@@ -204,6 +204,8 @@ class Arena:
         A weight and it are the weight that was meant. All ranks ask for it.
         """
         if self._unsent is None and self.wire is not None:
+            from .wire import Unsent
+
             self._unsent = Unsent(*(self.owned([(0, self.size)]) or [(0, 0)])[0])
         return self._unsent
 

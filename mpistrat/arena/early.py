@@ -12,7 +12,7 @@ import queue
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
@@ -22,7 +22,9 @@ from ..base.waiting import Backoff
 from ..comm.process_group import ProcessGroup
 from .arithmetic import Arithmetic, combine
 from .pieces import PieceSum, Range, wait
-from .wire import Wire
+
+if TYPE_CHECKING:
+    from .wire import Wire
 
 __all__ = ["EarlyMemory", "EarlySums", "threads_agree"]
 

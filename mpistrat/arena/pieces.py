@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from ..base.partition import blocks
 from ..comm.arrays import mpi_datatype
 from .arithmetic import Arithmetic, combine
-from .wire import Unsent, Wire
+
+if TYPE_CHECKING:
+    from .wire import Unsent, Wire
 
 __all__ = ["PieceShare", "PieceSum", "Pieces", "Range", "leave", "round_size", "rounds_of", "summed_blocks", "wait"]
 

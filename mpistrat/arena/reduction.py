@@ -19,10 +19,10 @@ from ..comm.process_group import ProcessGroup
 from .arena import Gradients
 from .arithmetic import Arithmetic, arithmetic, combine, divide, round_into
 from .pieces import PieceSum
-from .wire import Unsent, Wire
 
 if TYPE_CHECKING:
     from .early import EarlySums
+    from .wire import Unsent, Wire
 
 __all__ = [
     "BLOCK",

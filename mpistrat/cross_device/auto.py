@@ -11,10 +11,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from ..arena.reduction import ArenaSum, Consume, Gradients
-from ..arena.wire import Unsent
 from ..base.agree import same, together
 from ..base.distributed_values import PerReplica
 from ..base.errors import CollectiveMismatchError, by_rank, explain
@@ -30,6 +29,9 @@ from .hierarchical import LEAST_ENCODED, HierarchicalAllReduce
 from .mpi import MpiAllReduce
 from .nccl import NcclAllReduce
 from .ops import IMPLEMENTATIONS, CrossDeviceOps
+
+if TYPE_CHECKING:
+    from ..arena.wire import Unsent
 
 __all__ = ["AutoAllReduce", "Chooser", "ChooserRule", "make_cross_device_ops"]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from ..arena.arithmetic import Arithmetic, flatten_all
-from ..arena.wire import Wire, wire_named
 from ..base.distributed_values import Mirrored, PerReplica
 from ..base.options import CommunicationOptions
 from ..base.types import ReduceOp
@@ -20,7 +19,10 @@ from ..comm.node import SMALL
 from ..comm.packing import pack_sizes, plan_packs
 from .ops import CrossDeviceOps, Planned
 
-__all__ = ["Array", "Arrays", "FlatAllReduce", "device_sum", "on_devices"]
+if TYPE_CHECKING:
+    from ..arena.wire import Wire
+
+__all__ = ["Array", "Arrays", "FlatAllReduce", "device_sum", "on_devices", "wire_of"]
 
 
 Array = np.ndarray
@@ -78,7 +80,7 @@ class FlatAllReduce(CrossDeviceOps):
         destinations: Any = None,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        wire = _wire_of(options)
+        wire = wire_of(options)
         (found,) = self._sum_in_place(reduce_op, [(per_replica_value, destinations)], wire)
         values = per_replica_value.values
         return self._reduce_one(values, self.arithmetic(reduce_op, values[0].dtype), wire) if found is None else found
@@ -103,7 +105,7 @@ class FlatAllReduce(CrossDeviceOps):
         value_destination_pairs: Sequence[tuple[PerReplica, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        wire = _wire_of(options)
+        wire = wire_of(options)
         results = self._sum_in_place(reduce_op, value_destination_pairs, wire)
         rest = [index for index, result in enumerate(results) if result is None]
         leaves = [value_destination_pairs[index][0].values for index in rest]
@@ -132,8 +134,13 @@ class FlatAllReduce(CrossDeviceOps):
         return np.concatenate([self._sum_flat(part, how, wire) for part in parts])
 
 
-def _wire_of(options: CommunicationOptions | None) -> Wire | None:
-    return None if options is None else wire_named(options.wire)
+def wire_of(options: CommunicationOptions | None) -> Wire | None:
+    """Return the form in which options have float32 numbers travel between nodes; None for their own."""
+    if options is None or options.wire is None:
+        return None
+    from ..arena.wire import wire_named
+
+    return wire_named(options.wire)
 
 
 def device_sum(values: Sequence[Any], how: Arithmetic) -> Any:

@@ -20,7 +20,6 @@ import numpy as np
 
 from ..arena.arithmetic import Arithmetic, combine, divide, finish, round_into
 from ..arena.reduction import BLOCK, ArenaSum, Consume, Destination, Gradients, node_gradients
-from ..arena.wire import Unsent, Wire
 from ..base.buffers import BufferPool
 from ..base.distributed_values import PerReplica
 from ..base.errors import explain
@@ -34,6 +33,7 @@ from .ops import Planned
 
 if TYPE_CHECKING:
     from ..arena.encoded import EncodedAllReduce
+    from ..arena.wire import Unsent, Wire
 
 __all__ = ["HierarchicalAllReduce", "HierarchicalCopyAllReduce"]
 

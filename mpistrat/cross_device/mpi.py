@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ..arena.arithmetic import Arithmetic, combine, finish
-from ..arena.wire import Wire
 from ..base.buffers import BufferPool
 from ..base.types import CommunicationImplementation
 from ..comm.arrays import all_reduce, all_reduce_gpu, cuda_aware
@@ -16,6 +15,7 @@ from .flat import Array, Arrays, FlatAllReduce, device_sum, on_devices
 
 if TYPE_CHECKING:
     from ..arena.encoded import EncodedAllReduce
+    from ..arena.wire import Wire
 
 __all__ = ["MpiAllReduce", "mpi_sum"]
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from ..arena.arithmetic import Arithmetic, finish
 from ..arena.reduction import GPU_BLOCK, Consume, Gradients
-from ..arena.wire import Unsent
 from ..base.distributed_values import Mirrored, PerReplica
 from ..base.errors import DeviceError, explain
 from ..base.log import once
@@ -22,6 +21,9 @@ from ..comm.process_group import ProcessGroup
 from .hierarchical import HierarchicalAllReduce
 from .mpi import MpiAllReduce
 from .ops import CrossDeviceOps
+
+if TYPE_CHECKING:
+    from ..arena.wire import Unsent
 
 __all__ = ["NcclAllReduce"]
 

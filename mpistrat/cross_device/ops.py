@@ -9,13 +9,12 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..arena.arithmetic import Arithmetic, arithmetic
 from ..arena.reduction import ArenaSum, Consume, Gradients, block_of
-from ..arena.wire import Unsent
 from ..base.distributed_values import Mirrored, PerReplica
 from ..base.errors import explain
 from ..base.options import CommunicationOptions
@@ -42,6 +41,9 @@ from .values import (
     reduced_already,
     reducible_values,
 )
+
+if TYPE_CHECKING:
+    from ..arena.wire import Unsent
 
 __all__ = ["IMPLEMENTATIONS", "CrossDeviceOps", "Planned"]
 

@@ -9,19 +9,21 @@ a ring.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from ..arena.arithmetic import Arithmetic, combine, finish
 from ..arena.pieces import leave
 from ..arena.reduction import BLOCK, ArenaSum, Consume, Gradients, node_gradients
-from ..arena.wire import Unsent, Wire
 from ..base.partition import blocks, merge
 from ..base.types import ReduceOp
 from ..comm.arrays import is_gpu, mpi_datatype
 from ..comm.process_group import ProcessGroup
 from .flat import Array, Arrays, FlatAllReduce
+
+if TYPE_CHECKING:
+    from ..arena.wire import Unsent, Wire
 
 __all__ = ["OrderedAllReduce"]
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 
 from ..arena.arithmetic import Arithmetic, finish
-from ..arena.wire import Wire
 from ..base.devices import canonical
 from ..base.options import CommunicationOptions
 from ..base.types import ReduceOp
 from ..comm.arrays import mpi_datatype
 from .flat import Array, Arrays, FlatAllReduce
+
+if TYPE_CHECKING:
+    from ..arena.wire import Wire
 
 __all__ = ["ReductionToOneDevice"]
 

@@ -13,7 +13,6 @@ from ..arena.layout import Part, Receiver
 from ..arena.pieces import PieceShare
 from ..arena.reduction import block_of
 from ..arena.values import move_like
-from ..arena.wire import Unsent
 from ..base.errors import explain
 from ..base.files import PAGE
 from ..base.partition import aligned_block
@@ -71,6 +70,8 @@ class ArenaSlots:
         self._kept: Any = None
         self.residual, self.unsent = arena.unsent, None
         if arena.wire is not None and arena.wire.feeds_back:
+            from ..arena.wire import Unsent
+
             self.unsent = Unsent(*(arena.sliced([(0, arena.size)]) or [(0, 0)])[0])
         with on_device_of(arena.values):
             self.arrays = {name: xp.zeros(size, dtype) for name in names}

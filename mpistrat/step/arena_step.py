@@ -11,7 +11,6 @@ from ..arena.arena import Arena, padded
 from ..arena.arithmetic import combine
 from ..arena.reduction import BLOCK, GPU_BLOCK, Consume
 from ..arena.values import move_like, quick_digest
-from ..arena.wire import Unsent
 from ..base import loops
 from ..base.loops import Span
 from ..base.partition import blocks, merge, spans_within
@@ -24,6 +23,7 @@ from ..variables.variable import Variable
 from .interface import StepEngine, StepParts
 
 if TYPE_CHECKING:
+    from ..arena.wire import Unsent
     from .matrix_sums import MatrixSums
 
 __all__ = ["ArenaStep", "blocks_in_cache", "not_finite_of", "whole_arenas"]

@@ -17,6 +17,7 @@ from ..base.partition import merge
 from ..comm.process_group import ProcessGroup
 from ..variables.placement import Placement
 from ..variables.variable import Variable
+from .interface import Starter
 
 __all__ = ["EarlyChoice", "EarlyStart"]
 
@@ -82,7 +83,7 @@ class EarlyChoice:
 
 
 @final
-class EarlyStart:
+class EarlyStart(Starter):
     """Sums that a thread of each rank carries between nodes until the step takes them: of one optimizer.
 
     Attributes:
@@ -96,18 +97,17 @@ class EarlyStart:
         self._sent: list[tuple[ArenaSum, str, list[tuple[int, int]]]] = []
 
     @property
-    def able(self) -> bool:
+    def able(self) -> bool:  # type: ignore[override]
         """Whether sums can start early, as far as it is known; the same on every rank."""
         return self._able is not False
 
     @property
-    def early(self) -> bool:
+    def early(self) -> bool:  # type: ignore[override]
         """Whether sums start early in this step, or are tried to; the same on every rank."""
         return self.able and self.choice.open
 
     def start(self, begun: Any, variables: Sequence[Variable], due: bool) -> None:
-        """Start to sum the gradients of variables, once they are enough. Collective."""
-        if self._group.num_nodes > 1 and self.able and self.choice.early:
+        if self.able and self.choice.early:
             self._waiting += variables
             if sum(v.size * v.dtype.itemsize for v in self._waiting) >= LEAST_BYTES:
                 self._send()
@@ -137,16 +137,11 @@ class EarlyStart:
             log.once(logging.INFO, f"{_FUNCTION}: sums of gradients wait for apply_gradients: {why}")
         return not why
 
-    def check_unsummed(self) -> None:
-        """Do nothing: gradients may be equal on all replicas already."""
-
     def note_step(self, begun: bool) -> None:
-        """Note the end of a step, and whether something was begun in it. Collective."""
         if self._able:
             self.choice.note_step(self._group, begun)
 
     def forget(self, variables: Sequence[Variable]) -> None:
-        """Forget what was started. Every rank does it."""
         for sums, key, ranges in self._sent:
             sums.forget(key, ranges)
         self._waiting, self._sent = [], []

@@ -16,13 +16,13 @@ from ..optimizers.gradients import check_same, flat_gradient
 from ..variables.kinds import own_gradients_of
 from ..variables.placement import Placement
 from ..variables.variable import Variable
-from .interface import Sums, Work
+from .interface import Starter, Sums, Work
 
 __all__ = ["HandOver", "HandedOverSums"]
 
 
 @final
-class HandOver:
+class HandOver(Starter):
     """Hands over gradients when they are announced."""
 
     able = early = True
@@ -31,17 +31,12 @@ class HandOver:
         self._buckets = _buckets_of(placement)
 
     def start(self, begun: Any, variables: Sequence[Variable], due: bool) -> None:
-        """Hand over the gradients of variables. Collective."""
         replicas = range(len(variables[0].placement.devices)) if variables else ()
         flat = [(v, [v.gradient(i).reshape(-1) for i in replicas]) for v in variables]
         hand_over(self._buckets, begun, flat, noted=due)
 
     def check_unsummed(self) -> None:
-        """Refuse gradients that are equal on all replicas already."""
         raise unfit("", "gradients that sharded_gradients sums", "experimental_aggregate_gradients=False")
-
-    def note_step(self, begun: bool) -> None:
-        """Do nothing: there is no other way."""
 
     def forget(self, variables: Sequence[Variable]) -> None:
         """Let variables have gradients again, and forget the sums of those that were handed over."""

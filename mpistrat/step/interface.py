@@ -19,13 +19,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
 
 from ..arena.arena import Arena
 from ..arena.reduction import Consume, Gradients
-from ..arena.wire import Unsent
+
+if TYPE_CHECKING:
+    from ..arena.wire import Unsent
 
 __all__ = ["StepEngine", "Norms", "Publish", "Range", "Replica", "NodeRounds", "Starter", "StepParts", "Sums", "Work"]
 
@@ -81,19 +83,19 @@ class Work(Protocol):
         ...
 
 
-class Starter(Protocol):
-    """What becomes of gradients that an optimizer's program announces before its step.
+class Starter:
+    """What becomes of gradients that an optimizer's program announces before its step: here nothing.
 
     Attributes:
         able: False once it is known that no sum can start early; the same on every rank.
         early: whether sums start early in this step, or are tried to; the same on every rank.
     """
 
-    @property
-    def able(self) -> bool: ...
+    able: bool = False
+    early: bool = False
 
-    @property
-    def early(self) -> bool: ...
+    def __init__(self, placement: Any) -> None:
+        """Serve one optimizer, for the variables of a placement."""
 
     def start(self, begun: Any, variables: Sequence[Any], due: bool) -> None:
         """Start to sum the gradients of variables, which `begun` has noted. Collective; `due`: as in `Replica.compare`."""

@@ -51,6 +51,10 @@ def _has_local_steps(placement: Placement) -> bool:
     return placement.local_steps is not None
 
 
+def _on_several_nodes(placement: Placement) -> bool:
+    return placement.group.num_nodes > 1
+
+
 def _has_grid(placement: Placement) -> bool:
     return placement.grid is not None
 
@@ -76,7 +80,8 @@ TABLE = (
     Row("sums", "local steps", _has_local_steps, "sums", "OfNode"),
     Row("sums", "every other", _every, "sums", "OfAll"),
     Row("starter", "sharded gradients", _hands_over, "handed_over", "HandOver"),
-    Row("starter", "every other", _every, "early_start", "EarlyStart"),
+    Row("starter", "early sums", _on_several_nodes, "early_start", "EarlyStart"),
+    Row("starter", "every other", _every, "interface", "Starter"),
     Row("publish", "several GPUs on a rank", _has_copies, "publish", "ToDevices"),
     Row("publish", "fewer bytes", _has_wire, "fewer_bytes", "ToNodesInFewerBytes"),
     Row("publish", "slots divided over nodes", _sharded, "publish", "ToNodes"),

@@ -9,7 +9,6 @@ from functools import partial
 from types import NoneType
 from typing import Any, TypeVar, final
 
-from ..arena.wire import wire_named
 from ..base import log, loops
 from ..base.agree import together
 from ..base.cores import loop_threads, set_blas_threads
@@ -31,6 +30,7 @@ from ..cluster.topology import Topology
 from ..comm.monitor import abort
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import make_cross_device_ops
+from ..cross_device.flat import wire_of
 from ..cross_device.ops import CrossDeviceOps
 from .extended import StrategyExtended
 
@@ -221,7 +221,7 @@ def assemble(
         ops.bind(sync_group or group)
 
     _agree(group, kind, settings, bind)
-    wire = None if options is None else wire_named(options.wire)
+    wire = wire_of(options)
     if wire is not None or sharded_gradients:
         sharded_slots = True
     if local_steps is not None and not isinstance(local_steps, LocalSteps):
@@ -338,8 +338,8 @@ def _check_sharded_gradients(
     elif not ops.sums_pieces:
         got = f"{type(ops).__name__}, which has an order of its own"
         remedy = "Leave cross_device_ops, replicas and implementation out, or use HierarchicalAllReduce"
-    elif nodes > 1 and options is not None and (wire := wire_named(options.wire)) is not None and wire.feeds_back:
-        got = f"wire={options.wire!r}, which sends with each sum what it lost of the last one of the same step"
+    elif nodes > 1 and (wire := wire_of(options)) is not None and wire.feeds_back:
+        got = f"wire={wire.name!r}, which sends with each sum what it lost of the last one of the same step"
         remedy = 'Use wire="bfloat16"'
     if got:
         expected = "what sums gradients bucket by bucket"

@@ -10,7 +10,6 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-from ..arena.wire import Wire
 from ..base import context, nest
 from ..base.context import Frame
 from ..base.distributed_values import DistributedValues, Mirrored, regroup, select_replica
@@ -31,6 +30,7 @@ from .replica_threads import ReplicaThreads, current_rendezvous
 from .tensorflow_names import EXTENDED, OtherNames
 
 if TYPE_CHECKING:
+    from ..arena.wire import Wire
     from ..optimizers.begun import Begun
     from .process_set import ProcessSets
 
