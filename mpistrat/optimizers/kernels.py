@@ -20,13 +20,24 @@ import numpy as np
 from ..base.loops import Around, Span
 from ..comm.arrays import dtype_name, import_cupy, on_device_of
 
-__all__ = ["OPTIONS", "source", "squares", "squares_source", "update"]
+__all__ = ["OPTIONS", "THREADS", "DeviceScale", "source", "squares", "squares_source", "update"]
 
 OPTIONS = ("--fmad=false",)  # of the compiler
 THREADS = 256  # of a block
 MOST_BLOCKS = 1 << 16  # of a launch: a thread takes several elements where there are more
 MOST_SEGMENTS = 128  # of a launch: its arguments have 4,096 bytes at most
 MOST_NUMBERS = 8  # of a rule
+
+
+class DeviceScale(NamedTuple):
+    """A scale on a GPU: an element of a flat float64 array."""
+
+    array: Any
+    place: int
+
+    def cast(self, dtype: np.dtype) -> Any:
+        """Return it as an array of one element."""
+        return self.array[self.place : self.place + 1].astype(dtype)
 
 
 class _Body(NamedTuple):
@@ -176,7 +187,7 @@ __device__ inline REAL clipped(REAL x, REAL limit) { return x < -limit ? -limit 
 
 extern "C" __global__ void $name(
     const GRADIENT *__restrict__ gradient, WEIGHT *__restrict__ weights, REAL *__restrict__ sums, REAL *__restrict__ averages,
-    $slots const Step step) {
+    $slots const double *__restrict__ scales, const Step step) {
     $numbers
     for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < step.n; i += gridDim.x * (long long)blockDim.x) {
         int first = 0;
@@ -190,7 +201,8 @@ extern "C" __global__ void $name(
             g = (g + sums[i]) / step.calls;
             sums[i] = 0;
         }
-        g = g * step.segment[first].scale;
+        const REAL scale = step.segment[first].scale;  // or its place in scales, -1 for none
+        g = g * (!scales ? scale : scale < 0 ? (REAL)1 : (REAL)scales[(long long)scale]);
         if (step.clips) g = clipped(g, step.limit);
         $body
         if (averages) {
@@ -289,7 +301,10 @@ def update(
     step["clips"], step["limit"] = around.limit is not None, around.limit or 0.0
     if around.momentum is not None:
         step["kept"], step["rest"], step["overwrites"] = around.momentum, 1 - around.momentum, around.overwrites
-    segments = list(_segments(weights.size, around.scales, around.decays))
+    device = next((scale.array for _, _, scale in around.scales if isinstance(scale, DeviceScale)), None)
+    none = 1.0 if device is None else -1
+    places = [(low, high, scale if device is None else scale.place) for low, high, scale in around.scales]
+    segments = list(_segments(weights.size, places, around.decays, none))
     low = 0
     with on_device_of(weights):
         for first in range(0, len(segments), MOST_SEGMENTS):
@@ -299,7 +314,7 @@ def update(
             step["segment"][: len(some)] = [(end - low, scale, decay) for end, scale, decay in some]
             arrays = [_pointer(array, low, high) for array in (parts[0], weights, around.sums, around.averages, *slots)]
             blocks = min(-(-(high - low) // THREADS), MOST_BLOCKS)
-            kernel((blocks,), (THREADS,), (*arrays, step))
+            kernel((blocks,), (THREADS,), (*arrays, np.uintp(0) if device is None else device, step))
             low = high
     return True
 
@@ -336,8 +351,12 @@ def _pointer(array: Any, low: int, high: int) -> Any:
     return np.uintp(0) if array is None else array[low:high]
 
 
-def _segments(size: int, scales: Sequence[Span], decays: Sequence[Span]) -> Iterator[tuple[int, float, float]]:
+def _segments(
+    size: int, scales: Sequence[Span], decays: Sequence[Span], none: float = 1.0
+) -> Iterator[tuple[int, float, float]]:
     """Yield pieces of `size` elements that have one factor of the gradient and one of the weights: their ends, and the two.
+
+    `none` is the factor of a gradient without one.
 
     Example:
         >>> list(_segments(9, [(0, 4, 0.5)], [(2, 9, 0.9)]))
@@ -349,9 +368,9 @@ def _segments(size: int, scales: Sequence[Span], decays: Sequence[Span]) -> Iter
     low, left = 0, [list(scales), list(decays)]
     for high in ends:
         factors = []
-        for spans in left:
+        for spans, default in zip(left, (none, 1.0), strict=True):
             while spans and spans[0][1] <= low:
                 spans.pop(0)
-            factors.append(spans[0][2] if spans and spans[0][0] <= low else 1.0)
+            factors.append(spans[0][2] if spans and spans[0][0] <= low else default)
         yield high, factors[0], factors[1]
         low = high

@@ -341,7 +341,8 @@ def _round(target: Any, weights: Any) -> None:
 def multiply_spans(array: Any, spans: Iterable[Span]) -> None:
     """Multiply the elements of each span by its number."""
     for low, high, factor in spans:
-        np.multiply(array[low:high], factor, out=array[low:high])
+        number = factor if isinstance(factor, (int, float)) else factor.cast(array.dtype)
+        np.multiply(array[low:high], number, out=array[low:high])
 
 
 @may_underflow

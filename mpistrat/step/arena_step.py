@@ -13,7 +13,7 @@ from ..arena.reduction import BLOCK, GPU_BLOCK, Consume
 from ..arena.values import move_like, quick_digest
 from ..base import loops
 from ..base.loops import Span
-from ..base.partition import blocks, merge, spans_within
+from ..base.partition import blocks, inside, merge, spans_within
 from ..comm.arrays import to_host
 from ..optimizers.core import OptimizerCore
 from ..optimizers.hyperparameters import GRADIENT_SUM
@@ -25,6 +25,7 @@ from .interface import StepEngine, StepParts
 if TYPE_CHECKING:
     from ..arena.wire import Unsent
     from .matrix_sums import MatrixSums
+    from .on_device import DeviceSquares
 
 __all__ = ["ArenaStep", "blocks_in_cache", "not_finite_of", "whole_arenas"]
 
@@ -67,6 +68,7 @@ class ArenaStep:
         self._publish = parts.publish(arena, self.ranges, self._slots)
         self._kept: tuple[Any, int] | None = None  # the sums of this step, and which element comes first there
         self._formed = False  # whether they are there before `keep` is called
+        self._device_squares: DeviceSquares | None = None
         self._rule = BlockUpdate(core.optimizer, arena.dtype, lambda: self._slots.scratch)
         self.read_settings()
 
@@ -203,11 +205,29 @@ class ArenaStep:
                 multiply_spans(sums, [(0, sums.size, self._factor)])
             if self._mean and self._updates:
                 form_mean(sums, self._slots.of_range(begin, end)[GRADIENT_SUM], self._mean)
+            if self._engine.on_device:
+                continue
             if not self._each:
                 self.squares[self._spans[0][2]] += self._engine.squares(sums)
                 continue
             for start, stop, name in spans_within(self._spans, begin, end):
                 self.squares[name] += self._engine.squares(sums[start:stop])
+
+    @property
+    def on_device(self) -> bool:
+        """Whether `device_squares` has the sums of squares, and `squares` has none."""
+        return self._engine.on_device
+
+    def device_squares(self) -> tuple[DeviceSquares, Any]:
+        """Return what adds up the squares of what was kept, in the order of the names of `squares`, and the array of it."""
+        kept, base = self._store()
+        if self._device_squares is None or self._device_squares.count != len(self.squares):
+            from .on_device import DeviceSquares
+
+            owned = [(low - base, high - base) for low, high in self.arena.owned(self.ranges)]
+            each = [inside(owned, low - base, high - base) for low, high, _ in self._spans]
+            self._device_squares = DeviceSquares(kept, each if self._each else [owned])
+        return self._device_squares, kept
 
     def form_moments(self, scales: Mapping[str, float]) -> None:
         """Multiply what was kept by its scales, update the slot that the rule factors by it, and add up `matrices`."""
@@ -335,7 +355,7 @@ def whole_arenas(values: Any) -> StepEngine:
     """Return the engine for weights on a GPU, where each call is a kernel: all of a flat array at once."""
     from ..optimizers.kernels import squares
 
-    return StepEngine(block=GPU_BLOCK, update=values.size, keep=values.size, squares=squares)
+    return StepEngine(block=GPU_BLOCK, update=values.size, keep=values.size, squares=squares, on_device=True)
 
 
 def not_finite_of(*arrays: Any) -> int:

@@ -44,12 +44,14 @@ class StepEngine:
         update: elements that are summed and updated in one call where nothing needs scratch memory.
         keep: elements that are kept, or squared, in one call.
         squares: returns the sum of the squares of a flat array.
+        on_device: whether sums of squares of what is kept, and scales by them, stay where it lies.
     """
 
     block: int
     update: int
     keep: int
     squares: Callable[[Any], float]
+    on_device: bool = False
 
 
 class Work(Protocol):
@@ -211,7 +213,13 @@ class NodeRounds:
 
 
 class Replica:
-    """The ranks that hold one replica: a single one, which has all of it."""
+    """The ranks that hold one replica: a single one, which has all of it.
+
+    Attributes:
+        whole: whether each rank's sums are of whole variables.
+    """
+
+    whole: bool = True
 
     def __init__(self, placement: Any, variables: Sequence[Any]) -> None:
         """Serve the steps of some variables."""

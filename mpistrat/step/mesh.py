@@ -22,6 +22,8 @@ _STEP = "apply_gradients"
 class ReplicaParts(Replica):
     """The ranks of a replica, in the step of an optimizer on some variables."""
 
+    whole = False
+
     def __init__(self, placement: Placement, variables: Sequence[Variable]) -> None:
         grid = placement.grid
         assert grid is not None

@@ -9,11 +9,12 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 
 from ..base.errors import by_rank, explain
+from ..comm.arrays import to_host
 from ..comm.call import Call
 from ..comm.process_group import ProcessGroup
 from ..optimizers.core import OptimizerCore
@@ -25,7 +26,9 @@ __all__ = ["KeptSums"]
 
 _STEP = "apply_gradients"
 K = TypeVar("K", bound=Hashable)
-Scales = Mapping[str, float]  # what the sum of each variable is multiplied by; without a name: nothing
+Scales = Mapping[
+    str, Any
+]  # what the sum of each variable is multiplied by, on a GPU a DeviceScale; without a name: nothing
 
 
 @final
@@ -66,6 +69,20 @@ class KeptSums:
             for each, column in zip(numbers, totals, strict=True)
             for name, total in zip(each, column.tolist(), strict=True)
         }
+
+    @property
+    def on_device(self) -> bool:
+        """Whether scales can stay on the GPU on which the sums are."""
+        return self.replica.whole and all(work.on_device for work in self.works)
+
+    def squares(self) -> list[dict[str, float]]:
+        """Return the sums of squares of what this rank kept of each work, by name."""
+        if not any(work.on_device for work in self.works):
+            return [work.squares for work in self.works]
+        from .on_device import totals_of
+
+        totals = iter(to_host(totals_of([work.device_squares() for work in self.works])).tolist())
+        return [{name: next(totals) for name in work.squares} for work in self.works]
 
     def take(self, passes: Sequence[str], number: int, rate: float, call: Call) -> Scales:
         """Take passes in their order, and return the scales of what is kept then. Collective, inside `call`."""
@@ -108,7 +125,9 @@ class Clip(Pass):
             FloatingPointError: on every rank, for what is not finite, with `check_numerics`.
         """
         optimizer = kept.core.optimizer
-        sums = kept.replica.total(kept.by_name([work.squares for work in kept.works]))
+        if kept.on_device and not optimizer.check_numerics:
+            return self._on_device(kept)
+        sums = kept.replica.total(kept.by_name(kept.squares()))
         if optimizer.check_numerics and not kept.norms.all_finite(all(map(math.isfinite, sums.values()))):
             try:
                 _refuse_numbers(kept, number)
@@ -121,6 +140,17 @@ class Clip(Pass):
         limit = optimizer.global_clipnorm
         scale = 1.0 if limit is None else _scale(sum(sums.values()), limit)
         return dict.fromkeys(sums, scale)
+
+    def _on_device(self, kept: KeptSums) -> Scales:
+        """Return the factors where the sums are. Each rank has all of them: none needs those of others."""
+        from .on_device import scales, totals_of
+
+        optimizer = kept.core.optimizer
+        limit, together = optimizer.clipnorm, optimizer.clipnorm is None
+        if limit is None:
+            limit = optimizer.global_clipnorm or math.inf
+        found = scales(totals_of([work.device_squares() for work in kept.works]), limit, together)
+        return dict(zip([name for work in kept.works for name in work.squares], found, strict=True))
 
 
 @final

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-Span = tuple[int, int, float]  # elements [low, high), and a number for them
+Span = tuple[int, int, Any]  # elements [low, high), and a number for them, which may lie on a GPU
 
 
 class CompiledLoop(NamedTuple):

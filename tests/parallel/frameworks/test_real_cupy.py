@@ -16,6 +16,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.comm import gpu
 from mpistrat.optimizers import kernels
+from mpistrat.step import on_device
 
 pytestmark = pytest.mark.ranks(1)
 
@@ -279,3 +280,5 @@ def test_its_compiler_takes_every_kernel(cupy, weights, gradients, architecture)
     if weights in ("float32", "float64"):
         ptx = compiled(nvrtc, kernels.squares_source(weights), architecture)
         assert ".entry lanes" in ptx and ".entry halves" in ptx and "fma." not in ptx
+        ptx = compiled(nvrtc, on_device.source(weights), architecture)
+        assert ptx.count(".entry") == 5 and "fma." not in ptx

@@ -115,13 +115,19 @@ def compare(on_gpu, arrays) -> None:
         assert_same_bits(on_gpu[name].get(), expected)
 
 
-def check(cupy, case: Case, *how) -> None:
-    """Run a case on both, and compare."""
+def check(cupy, case: Case, decays=(), scales=(), factor=1.0) -> None:
+    """Run a case on both, and compare; on the GPU with the scales of gradients on the host, and there."""
     (host, arrays, same), (device, on_gpu, moved) = case.both(cupy)
+    _, (_, on_gpu_too, _) = case.both(cupy)
     with np.errstate(all="ignore"):
-        run(case, host, arrays, same, *how)
-    run(case, device, on_gpu, moved, *how)
+        run(case, host, arrays, same, decays, scales, factor)
+    run(case, device, on_gpu, moved, decays, scales, factor)
     compare(on_gpu, arrays)
+    if scales:
+        there = _moved(cupy, np.array([number for _, _, number in scales]))
+        places = [(low, high, kernels.DeviceScale(there, place)) for place, (low, high, _) in enumerate(scales)]
+        run(case, device, on_gpu_too, moved, decays, places, factor)
+        compare(on_gpu_too, arrays)
 
 
 SPANS = [(0, 400, 0.1), (700, 1000, 0.3)], [(100, 800, 0.5)], 4 / 3
@@ -167,16 +173,16 @@ def test_a_thread_takes_several_elements_of_many(cupy, monkeypatch) -> None:
 
 
 def test_pieces_with_factors_of_their_own_share_a_launch(cupy) -> None:
-    """As many as the arguments of a launch hold: 300 pieces of 10 elements by three."""
+    """As many as the arguments of a launch hold: 300 pieces of 10 elements by three, with scales on the host and on the GPU."""
     case = Case(made("adam", {}), TYPES[0], 3000)
     before = launches()
     check(cupy, case, [(low, low + 10, low / 3000) for low in range(20, 3000, 20)], [(5, 2500, 0.5)])
-    assert launches() == before + 3 * len(case.gradients)
+    assert launches() == before + 2 * 3 * len(case.gradients)
 
 
 def test_what_no_kernel_takes_is_left_to_numpy(cupy) -> None:
     """Several parts, integers, other types of gradients; of nothing there is no launch."""
-    around, before = kernels.Around(), launches()
+    around, before = loops.Around(), launches()
 
     def taken(weights, *gradients) -> bool:
         arrays = [cupy.empty(4, dtype) for dtype in (weights, *gradients)]
