@@ -18,7 +18,7 @@ from tests.launch.pairwise import Combination, cover, one_of_each, order
 from tests.launch.touched import distances
 
 QUICK_EXAMPLES = 30  # of Hypothesis, in every tier but `all`
-SLOWEST = {"check": 1.0, "test": 2.5, "change": 12.0}  # seconds: what takes longer is left to the next tier
+SLOWEST = {"check": 1.0, "test": 2.5, "change": 8.0}  # seconds: what takes longer is left to the next tier
 ONCE = 0.3  # seconds: of a test on ranks that takes longer one item is taken, whichever
 PAGES = "test_docs.py"  # each of its pages is a program of its own
 WORDS = {  # of each kind: how the last line calls what was left out
@@ -42,6 +42,7 @@ def add_options(group: Any) -> None:
         help="check: pure tests; test: also a pairwise cover of those on ranks; "
         "change: what a change can break beyond `test`; all (default)",
     )  # fmt: skip
+    group.addoption("--longest", type=float, metavar="SECONDS", help="of --tier all: leave out items that take longer")
     group.addoption("--chosen", action="store_true", help="what is named was chosen for the tier before")
     group.addoption(
         "--beside", action="store_true", help="run tests without ranks, and those of SLURM, in a second process"
@@ -69,11 +70,14 @@ def kind(item: pytest.Item) -> str:
 def choose(config: pytest.Config, items: list[pytest.Item]) -> Choice:
     """The items of the tier that the command line names, in their order."""
     tier = config.option.tier
-    if tier == "all" or config.option.chosen:
-        return Choice(items)
     kinds = {item.nodeid: kind(item) for item in items}
     table = Table()
     seconds = {nodeid: table.expected(nodeid, name) for nodeid, name in kinds.items()}
+    if tier == "all" or config.option.chosen:
+        longest = config.option.longest or float("inf")
+        dropped = [item for item in items if seconds[item.nodeid] > longest]
+        kept = [item for item in items if seconds[item.nodeid] <= longest]
+        return Choice(kept, dropped, f"left out: {len(dropped)} that take over {longest:g} s" if dropped else "")
     limit = SLOWEST["check" if tier == "check" else "test"]
     quick = [item for item in items if seconds[item.nodeid] <= limit]
     chosen = {item.nodeid for item in quick if kinds[item.nodeid] == "pure"}

@@ -89,13 +89,13 @@ def test_how_many_examples_run(collect, tier, examples):
 
 
 def test_what_test_leaves_out_as_slow_is_of_the_change(monkeypatch):
-    """With time for one test of ten seconds: one of the function of which `test` runs no other."""
+    """With time for one test of seven seconds: one of the function of which `test` runs no other."""
     seconds = {
         "quick": 1.0,
         "mixed[quick]": 1.0,
-        "mixed[slow]": 10.0,
-        "slow[1]": 10.0,
-        "slow[2]": 10.0,
+        "mixed[slow]": 7.0,
+        "slow[1]": 7.0,
+        "slow[2]": 7.0,
         "slower": 100.0,
     }
 
@@ -111,16 +111,18 @@ def test_what_test_leaves_out_as_slow_is_of_the_change(monkeypatch):
     class Config:
         rootpath = Path()
 
-    def chosen(tier, budget):
-        Config.option = SimpleNamespace(tier=tier, chosen=False, budget=budget, since=None)
+    def chosen(tier, budget, longest=None):
+        Config.option = SimpleNamespace(tier=tier, chosen=False, budget=budget, since=None, longest=longest)
         return {item.nodeid for item in tiers.choose(Config, [Item(name) for name in seconds]).kept}
 
     monkeypatch.setattr(tiers.Table, "expected", lambda self, nodeid, kind: seconds[nodeid])
     monkeypatch.setattr(tiers, "distances", lambda *_: {Item.path: 1})
     assert chosen("test", None) == {"quick", "mixed[quick]"}
     assert chosen("change", None) == {"mixed[slow]", "slow[1]", "slow[2]"}
-    assert chosen("change", 15 / 60) in ({"slow[1]"}, {"slow[2]"})
+    assert chosen("change", 10 / 60) in ({"slow[1]"}, {"slow[2]"})
     assert chosen("all", None) == seconds.keys()
+    most = sorted(seconds.values())[-2]
+    assert chosen("all", None, most) == {name for name, each in seconds.items() if each <= most} != seconds.keys()
 
 
 def test_a_small_number_of_examples_stays():
