@@ -17,7 +17,7 @@ from ..base.errors import ClosedError, ContextError, RanksLostError, explain
 from ..cluster.world import is_loss
 from .call import Call
 from .draws import Draws
-from .monitor.rank_monitor import RankMonitor
+from .monitor.rank_monitor import RankMonitor, no_more_use
 from .node import Node
 from .recorder import RECORDER
 
@@ -188,8 +188,8 @@ class Comparison:
         ended = np.empty(1, np.int64)
         self._comm.Allreduce(np.array([self.ended]), ended, self._max)
         if ended[0] >= first[0] + at and monitor.refusal is None:
-            why = "ranks made different calls, whose messages may be under way. Close it, and make a new one"
-            monitor.refusal = ClosedError(f"this group of ranks is of no more use: {why}. {error}")
+            why = f"ranks made different calls, whose messages may be under way ({error})"
+            monitor.refusal = ClosedError(no_more_use(why))
         raise error
 
 

@@ -26,7 +26,7 @@ from .contract import Collective, Comparison
 from .dropped import DROPPED
 from .monitor import abort, exit_report
 from .monitor.group_monitor import Watchdog
-from .monitor.rank_monitor import RankMonitor, monitored
+from .monitor.rank_monitor import RankMonitor, monitored, no_more_use
 from .monitor.survey import Nodes
 from .node import Node
 from .recorder import RECORDER
@@ -237,7 +237,7 @@ class ProcessGroup:
         """
         if self.monitor.refusal is None and not is_loss(error):
             why = f"an error {left} under way: {type(error).__name__}: {error}"
-            self.monitor.refusal = ClosedError(f"the strategy is of no more use, {why}")
+            self.monitor.refusal = ClosedError(no_more_use(why))
 
     def in_order(self, function: str, call: Callable[[], R]) -> R:
         """Return what a call returns that makes collectives, after those that this rank has begun. Collective.
@@ -414,7 +414,7 @@ class ProcessGroup:
         """Make every later collective raise RanksLostError, and free nothing. Local; for `ms.survive`."""
         self.closed = True
         _groups.discard(self)
-        self.monitor.refusal = RanksLostError("ranks were lost: the strategy is of no more use")
+        self.monitor.refusal = RanksLostError(no_more_use("ranks were lost"))
         Watchdog.remove(self.monitor)
         attached, self._attached = self._attached, []
         for attachment in attached:

@@ -21,7 +21,7 @@ from ..call import Call
 from ..recorder import GROUPS, RECORDER
 from . import abort
 
-__all__ = ["ALL", "POLL", "Answer", "Left", "RankMonitor", "lines", "monitored", "user_line"]
+__all__ = ["ALL", "POLL", "Answer", "Left", "RankMonitor", "lines", "monitored", "no_more_use", "user_line"]
 
 POLL = 0.1  # seconds between two rounds of the watchdog
 _ANSWER = 1.0  # seconds that the others have to answer
@@ -48,6 +48,11 @@ def _free_group() -> int:
         if number % GROUPS not in taken:
             break
     return number % GROUPS
+
+
+def no_more_use(why: str) -> str:
+    """Return the text of the error that every later collective of a group raises."""
+    return f"this group of ranks is of no more use: {why}. Close the strategy or group, and make a new one"
 
 
 def user_line(thread: int) -> str:

@@ -235,5 +235,8 @@ def test_after_an_error_in_a_step_there_is_no_other(opened):
         train(strategy, variables, optimizer, range(1))
         with pytest.raises(ZeroDivisionError):
             train(strategy, variables, optimizer, range(1, 2))
-        with pytest.raises(ms.errors.ClosedError, match="messages between nodes under way: ZeroDivisionError: in the"):
+        with pytest.raises(
+            ms.errors.ClosedError,
+            match="no more use: .* under way: ZeroDivisionError: in the .* make a",
+        ):
             train(strategy, variables, optimizer, range(2, 3))
