@@ -21,24 +21,22 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
-from typing import Any, NoReturn, final
+from types import FrameType, TracebackType
+from typing import Any, final
 
 from ...base.environment import RANK_PROCESS, RESTART_EXIT_CODE, Environment
 from ...base.errors import PeerExitError
-from ...base.frames import frame_of
 from ...base.text import class_name, displayable, encoded, error_text, plural, printable, ranges
 from ...cluster import no_rank, start
 from ...cluster.launcher_variables import launched_rank, launched_size
 from ...cluster.world import is_loss, loses_ranks, survives
-from . import exit_report, leftovers
+from . import exit_report, exits, leftovers
 
 __all__ = [
     "KEY_BYTES",
     "Failures",
     "end_job",
     "end_where_nobody_does",
-    "exit_status",
     "failure_key",
     "format_exception",
     "install",
@@ -62,9 +60,7 @@ agree_who_prints: Callable[[str, str], str | None] | None = None
 
 _rank: tuple[int, int] | None = None  # this rank and the number of ranks, once there is a strategy
 _process: int | None = None  # in which the hooks hold
-_program: CodeType | None = None  # of the main thread's outermost frame
 _wait_at_end: Callable[[], object] | None = None  # and then leave without MPI's end
-_exit_status: int | None = None  # what sys.exit was called with
 
 # Both paths where the package lies behind a symbolic link: a frame has the path by which Python found the file.
 _FOLDERS = {path.parents[2] for path in (Path(__file__), Path(__file__).resolve())}
@@ -194,11 +190,6 @@ def _fold(error: traceback.TracebackException) -> bool:
     return True
 
 
-def exit_status() -> int:
-    """Return the status with which this process ends, where sys.exit was called; else 0."""
-    return _exit_status or 0
-
-
 def _exit_ends_the_job() -> bool:
     """Return whether the launcher is Open MPI 5's (PRRTE, also as prun): there a rank ends the job by exiting.
 
@@ -273,33 +264,18 @@ def renumber() -> None:
 
 
 def _hook() -> None:
-    """Replace the exception hooks and sys.exit, also where the program has set hooks of its own since."""
-    global _process, _program
+    """Replace the exception hooks, also where the program has set hooks of its own since."""
+    global _process
     first, _process = _process is None, os.getpid()
-    outermost = frame_of(threading.main_thread().ident or 0)
-    while outermost is not None and outermost.f_back is not None:
-        outermost = outermost.f_back
-    _program = None if outermost is None else outermost.f_code
+    exits.record()
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
     if not isinstance(threading.excepthook, _ThreadHook):
         threading.excepthook = _ThreadHook(threading.excepthook)
     if first:
         no_rank.install()
-        sys.exit = exit
         atexit.register(_at_exit)
         os.register_at_fork(after_in_child=_in_child)
-
-
-def exit(status: Any = None, /) -> NoReturn:
-    """Exit the interpreter by raising SystemExit(status), as sys.exit, and note the status.
-
-    It replaces sys.exit, since what runs at the end of a program does not get the status. It can be pickled, as that can.
-    """
-    global _exit_status
-    if threading.current_thread() is threading.main_thread():  # of another one it ends the thread only
-        _exit_status = status & 0xFF if isinstance(status, int) else int(status is not None)
-    raise SystemExit(status)
 
 
 def _at_exit() -> None:
@@ -309,9 +285,10 @@ def _at_exit() -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     end_on_uncaught()
     start.mark_finished()
-    if exit_status() and not ending and (mpi is None or not mpi.Is_initialized()):
-        end_job(f"{_who()}: the job ends: it called sys.exit({exit_status()}) before MPI was started", exit_status())
-    if exit_status() not in (0, RESTART_EXIT_CODE):  # where ranks survive, no launcher tells of it
+    status = exits.status()
+    if status and not ending and (mpi is None or not mpi.Is_initialized()):
+        end_job(f"{_who()}: the job ends: it called sys.exit({status}) before MPI was started", status)
+    if status not in (0, RESTART_EXIT_CODE):  # where ranks survive, no launcher tells of it
         with contextlib.suppress(ValueError):  # a wrong setting, which may be why
             environment = Environment.read()
             if environment.job:
@@ -319,20 +296,15 @@ def _at_exit() -> None:
     if _wait_at_end is not None and not ending:
         _wait_at_end()
         logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()
-        os._exit(exit_status())
+        _flush()
+        exits.end_as_python()
 
 
 def end_on_uncaught() -> None:
     """End the job if the program has ended on an exception, which a hook got that the program has set since."""
-    trace, error = (
-        getattr(sys, "last_traceback", None),
-        getattr(sys, "last_value", None),
-    )  # as the interpreter left them
-    if not ending and error is not None and trace is not None and trace.tb_frame.f_code is _program:
-        _end_on(type(error), error, trace, lambda: None)
+    error = exits.uncaught()
+    if not ending and error is not None:
+        _end_on(type(error), error, error.__traceback__, lambda: None)
 
 
 def _in_child() -> None:
@@ -341,15 +313,18 @@ def _in_child() -> None:
 
     def leave() -> None:
         if os.getpid() == process:
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError, AttributeError):
-                    stream.flush()
-            os._exit(exit_status())
+            _flush()
+            exits.end_as_python()
 
-    global _exit_status
-    _exit_status = None
+    exits.forget()
     if start.running() is not None:
         atexit.register(leave)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def _who() -> str:
@@ -420,7 +395,7 @@ def _ends_the_program(trace: TracebackType | None) -> bool:
             return True
         outermost, frame = frame.f_code, frame.f_back
     main = threading.current_thread() is threading.main_thread()
-    return main and outermost is not _program and outermost.co_name != "<module>"
+    return main and outermost is not exits.program and outermost.co_name != "<module>"
 
 
 class _Hook:
@@ -430,9 +405,7 @@ class _Hook:
         self._before, self._busy = before, False
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        global _exit_status
         if os.getpid() != _process:
-            _exit_status = 1
             self._before(kind, error, trace)
             return
         if self._busy:  # a hook of the program that calls ours

@@ -150,3 +150,83 @@ print("all is well")
 def test_a_coordinator_in_a_forked_child(mpi_run):
     result = mpi_run(START + COORDINATOR, 3, timeout=60, env={"MPISTRAT_ABORT_AFTER": "12"})
     assert result.returncode == 0 and result.stdout.count("all is well") == 3, result
+
+
+ENDS = """
+import multiprocessing, os, signal, sys, threading
+{start}
+
+def fails_in_a_thread():
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+
+def caught():
+    try:
+        sys.exit(3)
+    except SystemExit:
+        pass
+
+def own_hook():
+    sys.excepthook = lambda *error: None
+    raise ValueError("of the child")
+
+def child_of_the_child():
+    child = os.fork()
+    if child == 0:
+        raise SystemExit(7)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+def kill(number):
+    os.kill(os.getpid(), number)
+
+for act, status in {{  # as Python's documentation has them; a negative one is a signal
+    "raise ValueError('of the child')": 1,
+    "own_hook()": 1,
+    "raise KeyboardInterrupt": -signal.SIGINT,
+    "sys.exit(3)": 3,
+    "sys.exit()": 0,
+    "sys.exit('a text')": 1,
+    "sys.exit(-1)": 255,
+    "raise SystemExit(5)": 5,
+    "quit(6)": 6,
+    "os._exit(4)": 4,
+    "caught()": 0,
+    "fails_in_a_thread()": 0,
+    "child_of_the_child()": 7,
+    "kill(signal.SIGKILL)": -signal.SIGKILL,
+    "kill(signal.SIGTERM)": -signal.SIGTERM,
+}}.items():
+    child = os.fork()
+    if child == 0:
+        exec(act)
+        break
+    got = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert got == status, (act, got, status)
+    if not act.startswith(("own_hook", "quit")):  # a fork of multiprocessing prints what it raises itself, and has no quit
+        process = multiprocessing.get_context("fork").Process(target=exec, args=(act, globals()))
+        process.start()
+        process.join()
+        expected = 1 if act == "raise KeyboardInterrupt" else status
+        assert process.exitcode == expected, (act, process.exitcode)
+else:
+    {go_on}
+    print("all is well", flush=True)
+"""
+MOMENTS = {  # when children are forked
+    "before MPI": ("import mpistrat as ms", "ms.MultiWorkerMirroredStrategy().close()"),
+    "after MPI's start": ("from mpi4py import MPI; import mpistrat as ms", "ms.MultiWorkerMirroredStrategy().close()"),
+    "within a strategy": (
+        "import mpistrat as ms; strategy = ms.MultiWorkerMirroredStrategy()",
+        "assert float(strategy.reduce('SUM', 1.0, axis=None)) == 2",
+    ),
+    "after a strategy": ("import mpistrat as ms; ms.MultiWorkerMirroredStrategy().close()", ""),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_parent_gets_the_status_of_a_child_and_the_job_goes_on(mpi_run, moment):
+    start, go_on = MOMENTS[moment]
+    result = mpi_run(ENDS.format(start=start, go_on=go_on or "pass"), 2, timeout=90)
+    assert result.returncode == 0 and result.stdout.count("all is well") == 2, result
+    assert "the job ends" not in result.stderr, result

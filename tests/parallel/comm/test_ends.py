@@ -88,8 +88,9 @@ def test_normal_end_is_silent_with_shared_memory(shared_job, how):
     assert not result.stdout and not result.stderr.strip(), result
 
 
-def test_status_of_a_rank_that_nobody_waits_for(job):
-    result = job("all_reduce()\nif last: sys.exit(3)")
+@pytest.mark.parametrize("act", ["sys.exit(3)", "raise SystemExit(3)", "quit(3)"])
+def test_status_of_a_rank_that_nobody_waits_for(job, act):
+    result = job(f"all_reduce()\nif last: {act}")
     assert result.returncode == 3, result
     assert "Error" not in "".join(result.err), result
 
@@ -97,9 +98,10 @@ def test_status_of_a_rank_that_nobody_waits_for(job):
 # A rank leaves while others wait for it.
 
 
-def test_rank_that_leaves_early(job):
-    result = job("if last: sys.exit(3)\nall_reduce()", ranks=3)
-    assert result.returncode != 0, result
+@pytest.mark.parametrize("act", ["sys.exit(3)", "raise SystemExit(3)", "quit(3)"])
+def test_rank_that_leaves_early(job, act):
+    result = job(f"if last: {act}\nall_reduce()", ranks=3)
+    assert result.returncode == 3, result
     assert result.seconds < 15
     assert "PeerExitError" in result.stderr, result
     assert ("rank 2 left the program" if result.shared else "rank 2 has left the program") in result.stderr, result
