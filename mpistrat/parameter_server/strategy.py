@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
+from ..base import log
 from ..base.errors import ContextError, explain
 from ..base.options import CommunicationOptions, RunOptions
 from ..base.text import counted
@@ -400,6 +402,17 @@ class ParameterServerStrategy(Strategy):
         if isinstance(self._access, WorkerAccess) and not self._extended.closed:
             self._access.leave_for_good()
         super().close()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Warn where a worker's program goes on without a strategy that it did not close: its servers serve it."""
+        access = getattr(self, "_access", None)
+        if isinstance(access, WorkerAccess) and not access.left and not is_finalizing() and not is_child():
+            log.logger.warning(
+                "rank %d dropped a %s without close(): until the program ends, its servers keep its variables, and a server in"
+                " serve() waits for this rank. Call close() on every rank, or make the strategy in a `with` statement",
+                self.rank,
+                _NAME,
+            )
 
     def __repr__(self) -> str:
         nodes = self._extended.topology.num_nodes

@@ -136,7 +136,7 @@ class WorkerAccess(Access):
         self._leads = sync_group.topology.rank == 0
         self._limit, self._synchronous = max_staleness or None, max_staleness == 0
         self._steps = self._passes = self._finished = self._open = 0
-        self._left, self._left_at = False, 0  # for good; after which step it left a pass
+        self.left, self._left_at = False, 0  # for good; after which step it left a pass
         self._pushed = False  # whether the step that runs has pushed or written anything
         self._suspended = 0  # datasets that are still read, of a pass that was signed off
         self._unsigned = 0  # passes that have ended, and are not signed off
@@ -205,7 +205,7 @@ class WorkerAccess(Access):
             return
         self._open -= 1
         self._left_at = self._steps
-        if self._open or self._left:
+        if self._open or self.left:
             return
         if self.lock._is_owned():  # the garbage collector ended an iterator within a request
             self._unsigned += 1
@@ -226,7 +226,7 @@ class WorkerAccess(Access):
 
     def _sign_off_ended(self) -> None:
         """Sign off from passes that ended within a request, which another message would have disturbed."""
-        while self._unsigned and not self._left:
+        while self._unsigned and not self.left:
             self._unsigned -= 1
             self._sign_off()
 
@@ -243,18 +243,18 @@ class WorkerAccess(Access):
 
     def abandon(self) -> None:
         """See `comm.process_group.Attachment`."""
-        self._left = True
+        self.left = True
 
     def refuse_in_child(self) -> None:
         """See `cluster.forks`."""
         super().refuse_in_child()
-        self._left = True  # passes of its datasets are none of the worker's
+        self.left = True  # passes of its datasets are none of the worker's
 
     def leave_for_good(self) -> None:
         """Sign off for good: nothing is pushed after it."""
-        if self._left:
+        if self.left:
             return
-        self._left = True
+        self.left = True
         with self.lock:
             for transport in self._transports:
                 transport.leave(for_good=True)
