@@ -269,7 +269,7 @@ class Commands:
             "optimizer": self._make_optimizer,
             "show_config": lambda: show_config(self._strategy),
             "read_all": lambda variable: variable.read_all(),
-            "gathered": lambda *variables: [variable.gathered() for variable in variables],
+            "gathered": lambda *variables: [variable.value_for_file() for variable in variables],
             "write_copies": _write_copies,
         }
         try:

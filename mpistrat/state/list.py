@@ -139,7 +139,7 @@ def variable_entries(placement: Placement, found: Mapping[str, Location], writer
             value = store.value_here(variable)
             yield Entry(key, dtype, where.box, [] if value is None else [(0, value)])
         else:
-            value = variable.gathered()  # of ON_READ variables it is collective
+            value = variable.value_for_file()  # of ON_READ variables it is collective
             yield Entry(key, dtype, where.box, [(0, value)] if writers.leads else [])
 
 

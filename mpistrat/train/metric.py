@@ -114,7 +114,7 @@ def results(metrics: Iterable[Metric]) -> dict[str, Any]:
         totals = strategy.reduce("SUM", [metric.sums for metric in chosen])
     else:  # where workers are not in sync
         strategy.extended.coordination.announce("gathered", *(metric.sums for metric in chosen))
-        totals = [metric.sums.gathered() for metric in chosen]
+        totals = [metric.sums.value_for_file() for metric in chosen]
     return {
         metric.name: metric.result_of(to_host(total).reshape(metric.sums.shape))
         for metric, total in zip(chosen, totals, strict=True)

@@ -139,7 +139,20 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
         """Physical copies that this rank writes to."""
 
     def gathered(self) -> np.ndarray | None:
-        """Return a copy, whole, at least on rank 0; None where this rank cannot read it. Collective; for files."""
+        """Return a copy, whole, at least on rank 0; None where this rank cannot read it. Collective.
+
+        Beside a coordinator the chief calls it, and those that serve take part. Functions that wait are not waited for: call
+        `join` first.
+
+        Raises:
+            ContextError: in a scheduled function, which one rank runs.
+        """
+        self._require_open()
+        self.placement.strategy.extended.coordination.announce("gathered", self)
+        return self.value_for_file()
+
+    def value_for_file(self) -> np.ndarray | None:
+        """Do what `gathered` does, where all ranks have been made to call it. Collective."""
         return self.numpy()
 
     def load(self, value: np.ndarray) -> None:

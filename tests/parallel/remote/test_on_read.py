@@ -83,3 +83,33 @@ def test_what_no_sum_is_cannot_be_read_by_the_chief_and_is_written_to_all_copies
             for read in (mean.numpy, lambda: strategy.reduce("MEAN", mean)):
                 with pytest.raises(ContextError, match=r"mean: expected aggregation SUM .* got MEAN"):
                     read()
+
+
+def test_gathered_is_called_by_the_chief_while_functions_run():
+    strategy = ms.ParameterServerStrategy()
+    with strategy.scope():
+        served, total, mean = (
+            ms.Variable(np.zeros(2), name="served"),
+            made("total"),
+            made("mean", ms.VariableAggregation.MEAN),
+        )
+        own = ms.Variable(np.zeros(2), name="own", per_worker_variable=True)
+
+    def write():
+        served.assign_add([1.0, 2.0])
+        strategy.run(lambda: total.assign_add([1.0, 2.0]))
+
+    with coordinated(strategy) as c:
+        if c.is_chief:
+            for _ in range(10):
+                c.schedule(write)
+            assert total.gathered()[0] in range(11) and served.gathered()[0] in range(11)
+            c.join()
+            assert served.gathered().tolist() == total.gathered().tolist() == [10, 20]
+            own.assign([3.0, 4.0])
+            assert own.gathered().tolist() == [3, 4]
+            with pytest.raises(ContextError, match=r"mean: expected aggregation SUM .* got MEAN"):
+                mean.gathered()
+            for variable in (served, total, mean, own):
+                with pytest.raises(ContextError, match="gathered: not in a scheduled function"):
+                    c.schedule(variable.gathered).get()
