@@ -34,6 +34,8 @@ import time
 import traceback
 from pathlib import Path
 
+from gpt2_shapes import GPT2
+
 FAKE = os.environ.get("GPU_CHECK_FAKE", "")
 HERE = Path(__file__).resolve()
 ITEMS: dict[str, tuple[str, int, int, object]] = {}  # name -> group, ranks, seconds, function
@@ -130,21 +132,6 @@ def close(got, expected, rtol=1e-6, atol=1e-7, what="") -> None:
 
 
 SMALL = bool(FAKE)
-_LAYER = [
-    (768,),
-    (768,),
-    (768, 2304),
-    (2304,),
-    (768, 768),
-    (768,),
-    (768,),
-    (768,),
-    (768, 3072),
-    (3072,),
-    (3072, 768),
-    (768,),
-]
-GPT2 = [(50257, 768), (1024, 768), *_LAYER * 12, (768,), (768,)]
 if SMALL:
     GPT2 = [(501, 76), *[(76,), (76, 230), (230,), (300, 310)] * 2, (76,)]
 
@@ -816,6 +803,33 @@ def _fit(torch, module, optimizer, steps=5, stream=None, dtype=None, heavy=False
     return [p.detach().cpu().clone() for p in module.parameters()]
 
 
+def _alone(torch, module, make):
+    """The weights of a copy of a module that one process has trained on all rows. `make` makes its optimizer of parameters."""
+    import copy
+
+    alone = copy.deepcopy(module)
+    return _fit(torch, alone, make(alone.parameters()))
+
+
+def _fit_half(torch, model, optimizer) -> None:
+    """Train as `_fit`, on this rank's half of the rows."""
+    x, y = rows_of(torch)
+    mine = slice(RANK * 4, RANK * 4 + 4)
+    for _ in range(5):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
+        optimizer.step()
+
+
+def _same_weights(got, reference, atol=1e-10) -> None:
+    for a, b in zip(got, reference, strict=True):
+        close(a.detach().cpu().numpy(), b.numpy(), 1e-9, atol)
+
+
+def _adamw(parameters):
+    return torch_().optim.AdamW(parameters, lr=1e-2)
+
+
 def _torch_equals(torch, make, dtype=None, tolerance=1e-9, stream=None, heavy=False, **more):
     import copy
 
@@ -1463,29 +1477,19 @@ def nccl_on_a_shared_gpu():
 
 @item("ranks", 120, 2)
 def torch_two_ranks_equal_one():
-    torch = torch_()
-    import copy
-
     import mpistrat as ms
     from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
 
+    torch = torch_()
     module = mlp_of(torch)
-    alone = copy.deepcopy(module)
-    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
-    reference = _fit(torch, alone, optimizer)
+    reference = _alone(torch, module, _adamw)
     with (
         ms.MultiWorkerMirroredStrategy(devices=["gpu:0"], cross_device_ops=HierarchicalAllReduce()) as strategy,
         torch_context(),
     ):
-        module, optimizer = distributed(torch, strategy, module, torch.optim.AdamW(module.parameters(), lr=1e-2))
-        x, y = rows_of(torch)
-        mine = slice(strategy.rank * 4, strategy.rank * 4 + 4)
-        for _ in range(5):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(module(x[mine]), y[mine]).backward()
-            optimizer.step()
-        for a, b in zip(module.parameters(), reference, strict=True):
-            close(a.detach().cpu().numpy(), b.numpy(), 1e-9, 1e-10)
+        module, optimizer = distributed(torch, strategy, module, _adamw(module.parameters()))
+        _fit_half(torch, module, optimizer)
+        _same_weights(module.parameters(), reference)
 
 
 @item("ranks", 120, 2)
@@ -1666,22 +1670,12 @@ def collectives_in_order_with_streams():
 
 @item("dist", 120, 2)
 def ddp_equals_one_process():
-    import copy
-
     with _torch_group("cpu:mpistrat,cuda:nccl") as (torch, dist):
         module = mlp_of(torch)
-        alone = copy.deepcopy(module)
-        reference = _fit(torch, alone, torch.optim.AdamW(alone.parameters(), lr=1e-2))
+        reference = _alone(torch, module, _adamw)
         ddp = torch.nn.parallel.DistributedDataParallel(module)
-        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-        x, y = rows_of(torch)
-        mine = slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4)
-        for _ in range(5):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(ddp(x[mine]), y[mine]).backward()
-            optimizer.step()
-        for a, b in zip(module.parameters(), reference, strict=True):
-            close(a.detach().cpu().numpy(), b.numpy(), 1e-9, 1e-10)
+        _fit_half(torch, ddp, _adamw(ddp.parameters()))
+        _same_weights(module.parameters(), reference)
         total = torch.ones(3)
         dist.all_reduce(total)
         assert total.tolist() == [2, 2, 2]
@@ -1689,25 +1683,15 @@ def ddp_equals_one_process():
 
 @item("dist", 120, 2)
 def fsdp2_equals_one_process():
-    import copy
-
-    with _torch_group("mpistrat") as (torch, dist):
+    with _torch_group("mpistrat") as (torch, _):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         module = mlp_of(torch)
-        alone = copy.deepcopy(module)
-        reference = _fit(torch, alone, torch.optim.AdamW(alone.parameters(), lr=1e-2))
+        reference = _alone(torch, module, _adamw)
         fully_shard(module, mesh=init_device_mesh(tdev(), (2,)))
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-        x, y = rows_of(torch)
-        mine = slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4)
-        for _ in range(5):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(module(x[mine]), y[mine]).backward()
-            optimizer.step()
-        for a, b in zip(module.parameters(), reference, strict=True):
-            close(a.full_tensor().detach().cpu().numpy(), b.numpy(), 1e-9, 1e-10)
+        _fit_half(torch, module, _adamw(module.parameters()))
+        _same_weights([each.full_tensor() for each in module.parameters()], reference)
 
 
 @item("dist", 90, 2)
@@ -1747,32 +1731,23 @@ def sync_batch_norm_of_ours_and_of_torch():
     n = torch.nn
     torch.manual_seed(0)
     module = n.Sequential(n.Linear(10, 6), n.BatchNorm1d(6), n.Linear(6, 3)).double().to(tdev())
-    alone, other = copy.deepcopy(module), copy.deepcopy(module)
-    reference = _fit(torch, alone, torch.optim.SGD(alone.parameters(), lr=0.1))
-    x, y = rows_of(torch)
+    other = copy.deepcopy(module)
+
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    reference = _alone(torch, module, sgd)
     with ms.MultiWorkerMirroredStrategy(devices=["gpu:0"]) as strategy, torch_context():
-        mine = slice(strategy.rank * 4, strategy.rank * 4 + 4)
-        module, optimizer = distributed(
-            torch, strategy, module, torch.optim.SGD(module.parameters(), lr=0.1), sync_batch_norm=True
-        )
-        for _ in range(5):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(module(x[mine]), y[mine]).backward()
-            optimizer.step()
-        got = [p.detach().cpu().numpy() for p in module.parameters()]
-    for a, b in zip(got, reference, strict=True):
-        close(a, b.numpy(), 1e-9, 1e-9)
+        module, optimizer = distributed(torch, strategy, module, sgd(module.parameters()), sync_batch_norm=True)
+        _fit_half(torch, module, optimizer)
+        got = [p.detach().cpu() for p in module.parameters()]
+    _same_weights(got, reference, 1e-9)
     if FAKE:
         return
     with _torch_group("mpi"):
         ddp = n.parallel.DistributedDataParallel(n.SyncBatchNorm.convert_sync_batchnorm(other))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        for _ in range(5):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(ddp(x[mine]), y[mine]).backward()
-            optimizer.step()
-        for a, b in zip(other.parameters(), reference, strict=True):
-            close(a.detach().cpu().numpy(), b.numpy(), 1e-9, 1e-9)
+        _fit_half(torch, ddp, sgd(ddp.parameters()))
+        _same_weights(other.parameters(), reference, 1e-9)
 
 
 @item("dist", 90, 2)
@@ -1852,25 +1827,16 @@ def horovods_calls_in_order_with_streams():
 
 @item("dist", 120, 2)
 def horovods_optimizer_equals_one_process():
-    import copy
-
     with _horovod() as hvd:
         torch = torch_()
         module = mlp_of(torch)
-        alone = copy.deepcopy(module)
-        reference = _fit(torch, alone, torch.optim.AdamW(alone.parameters(), lr=1e-2))
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        reference = _alone(torch, module, _adamw)
+        optimizer = _adamw(module.parameters())
         optimizer = hvd.DistributedOptimizer(optimizer, module.named_parameters())
         hvd.broadcast_parameters(module.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        x, y = rows_of(torch)
-        mine = slice(hvd.rank() * 4, hvd.rank() * 4 + 4)
-        for _ in range(5):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(module(x[mine]), y[mine]).backward()
-            optimizer.step()
-        for a, b in zip(module.parameters(), reference, strict=True):
-            close(a.detach().cpu().numpy(), b.numpy(), 1e-9, 1e-10)
+        _fit_half(torch, module, optimizer)
+        _same_weights(module.parameters(), reference)
 
 
 # -------------------------------------------------------------------------------- jobs: whole programs, by the package's launcher

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,17 @@ def submit(slurm: Slurm, mpi: MpiEnv, launcher: str, folder: Path, *words: str) 
     if not (folder / "train.py").exists():
         (folder / "train.py").write_text(TRAIN)
     return slurm.submit(render(mpi, folder, *launcher_words(mpi, launcher), *words))
+
+
+@contextlib.contextmanager
+def lost_host(slurm: Slurm) -> Iterator[str]:
+    """Have SLURM lose the second host, by its name, for a `with` block."""
+    lost = slurm.hosts.names[1]
+    slurm.ok("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
+    try:
+        yield lost
+    finally:
+        slurm.run("scontrol", "update", f"nodename={lost}", "state=resume")  # where it has not come back by itself
 
 
 class References:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.slurm_jobs import render
+from tests.harness.slurm_jobs import lost_host, render
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -97,13 +97,9 @@ def test_a_lost_host_is_left_out(slurm, slurm_mpi, tmp_path):
     script = render(slurm_mpi, tmp_path, *words, "train.py")
     assert "#SBATCH --no-kill" in script.read_text()
     job = slurm.submit(script)
-    lost = slurm.hosts.names[1]
-    try:
-        job.wait_until("the twentieth step", (tmp_path / "lose a host").exists, 60)
-        slurm.ok("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
+    job.wait_until("the twentieth step", (tmp_path / "lose a host").exists, 60)
+    with lost_host(slurm) as lost:
         job.wait(120)
-    finally:
-        slurm.run("scontrol", "update", f"nodename={lost}", "state=resume")  # where it has not come back by itself
     out = job.output()
     ended = [line.split() for line in out.splitlines() if line.startswith("ended")]
     assert ended, job.tell("not ended")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.slurm_jobs import TWO_BY_TWO, launcher_words, render
+from tests.harness.slurm_jobs import TWO_BY_TWO, launcher_words, lost_host, render
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -181,13 +181,9 @@ def test_fewer_ranks_continue_without_a_lost_host(slurm, slurm_mpi, tmp_path, ki
     script = render(slurm_mpi, tmp_path, *words, "train.py", kind)
     assert "#SBATCH --no-kill" in script.read_text()
     job = slurm.submit(script)
-    lost = slurm.hosts.names[1]
-    try:
-        job.wait_until("the twentieth step", (tmp_path / "lose a host").exists, 90)
-        slurm.ok("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
+    job.wait_until("the twentieth step", (tmp_path / "lose a host").exists, 90)
+    with lost_host(slurm) as lost:
         job.wait(150)
-    finally:
-        slurm.run("scontrol", "update", f"nodename={lost}", "state=resume")  # where it has not come back by itself
     out = job.output()
     (ended,) = [line.split()[1:] for line in out.splitlines() if line.startswith("ended")] or [job.tell("not ended")]
     assert ended[1:] == ["2", "1"], job.tell("ranks, nodes")
@@ -250,16 +246,13 @@ def test_a_requeued_job_continues(slurm, slurm_mpi, tmp_path, event):
     """`mpistrat job --preemptible`: after a signal all ranks save at one step, after a lost host the files are left."""
     (tmp_path / "train.py").write_text(STOPPED)
     words = [*launcher_words(slurm_mpi, "srun"), *TWO_BY_TWO, "--cpus-per-rank", "1", "--preemptible"]
-    job, lost = slurm.submit(render(slurm_mpi, tmp_path, *words, "train.py")), slurm.hosts.names[1]
+    job = slurm.submit(render(slurm_mpi, tmp_path, *words, "train.py"))
     job.wait_until("steps", lambda: "stepped 7" in job.output())
     if event == "signal":
         slurm.ok("scancel", "--signal=USR1", job.number)
     else:
-        slurm.ok("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
-        try:
+        with lost_host(slurm):
             job.wait_until("the queue", lambda: job.fields()["JobState"] == "PENDING")
-        finally:
-            slurm.run("scontrol", "update", f"nodename={lost}", "state=resume")
     out = job.completed(200)
     assert job.fields()["Restarts"] == "1", job.tell("restarts")
     steps = [int(line.split()[1]) for line in out.splitlines() if line.startswith("stepped")]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.horovod_programs import elastic, ends
+
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -20,33 +22,6 @@ from horovod.torch.mpi_ops import allreduce, rank
 
 hvd.init()
 print(f"{rank()} of {hvd.size()}: {allreduce(torch.ones(2), op=hvd.Sum).tolist()} {sys.argv[1:]}", flush=True)
-"""
-ELASTIC = """
-import os
-import signal
-import horovod.torch as hvd
-import torch
-
-hvd.init()
-model = torch.nn.Linear(2, 1, bias=False)
-torch.nn.init.zeros_(model.weight)
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
-
-@hvd.elastic.run
-def train(state):
-    first = state.step
-    while state.step < 6:
-        optimizer.zero_grad()
-        (model(torch.ones(1, 2)) * (hvd.rank() + 1)).sum().backward()
-        optimizer.step()
-        state.step += 1
-        if first == 0 and state.step == 4 and hvd.rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        state.commit()
-    return first
-
-first = train(hvd.elastic.TorchState(model, optimizer, step=0))
-print(f"rank {hvd.rank()}: from step {first}: {model.weight.tolist()}", flush=True)
 """
 
 
@@ -125,7 +100,6 @@ except mpistrat.errors.ContextError as error:
 @pytest.mark.timeout(200)
 def test_a_killed_rank_and_a_new_start_from_the_last_commit(tmp_path):
     """The gradient is 1.5 in each step. Rank 1 is killed in the fourth, which rank 0 may have committed or not."""
-    done = run(tmp_path, ELASTIC, "-n", "2", "--restarts", "2", "--horovod", "train.py")
-    lines = sorted(re.findall(r"rank \d: from.*?\]\]", done.stdout))  # two ranks may share a line
-    wanted = [[f"rank {rank}: from step {step}: [[-9.0, -9.0]]" for rank in range(2)] for step in (3, 4)]
-    assert lines in wanted, done.stdout + done.stderr
+    done = run(tmp_path, elastic(victim=1), "-n", "2", "--restarts", "2", "--horovod", "train.py")
+    lines = sorted(re.findall(r"elastic \d from.*?\]\]", done.stdout))  # two ranks may share a line
+    assert lines in [ends(2, step, -9.0) for step in (3, 4)], done.stdout + done.stderr

@@ -9,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
+from benchmarks.gpu.gpt2_shapes import GPT2
 from mpistrat.comm.gpu import nccl_available
 from mpistrat.cross_device import nccl
 from tests.models import honest_cupy
@@ -19,21 +20,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for the stand-in"),
 ]
 
-LAYER = [
-    (768,),
-    (768,),
-    (768, 2304),
-    (2304,),
-    (768, 768),
-    (768,),
-    (768,),
-    (768,),
-    (768, 3072),
-    (3072,),
-    (3072, 768),
-    (768,),
-]
-GPT2 = [(50257, 768), (1024, 768), *LAYER * 12, (768,), (768,)]
 SMALLER = 256  # GPT-2 with so many times fewer elements, in blocks that are as much smaller
 BLOCKS = 8
 SHAPES = [(max(1, shape[0] // SMALLER), *shape[1:]) for shape in GPT2]
