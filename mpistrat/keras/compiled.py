@@ -12,7 +12,9 @@ weights over the mean of all ranks: the mean over ranks, weighted by rows, is th
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
+import math
 import re
 import types
 import warnings
@@ -27,6 +29,7 @@ from keras import ops
 from keras.src.losses import loss as keras_losses
 
 from ..arena.values import checksum
+from ..comm.monitor.abort import is_user_code
 from .link import ModelLink
 from .optimizer import sum_over_ranks
 
@@ -40,6 +43,8 @@ __all__ = [
 _DEEPEST = 6  # levels of what is described
 # Of configurations: names that Keras counts, what rank 0's weights take the place of, and what may be a rank's own.
 _NO_SETTING = re.compile("name|seed|.*initializer|build_config|build_input_shape|batch_shape|compile_config")
+_OF_A_RANK = re.compile("(.*_)?(rank|hostname|pid|seed|process_index|worker_index)", re.IGNORECASE)
+_SMALL = 1 << 16  # elements of an array that a function reads
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
@@ -48,6 +53,7 @@ def describe_compiled(model: Any) -> str:
     if not model.compiled:
         return ""
     given = model._compile_config.config
+    _described.set([])
     return "compiled with " + ", ".join(
         f"{name}={_word(value, 0)}" for name, value in given.items() if name != "optimizer"
     )
@@ -55,6 +61,7 @@ def describe_compiled(model: Any) -> str:
 
 def describe_layers(model: Any) -> str:
     """Return the classes of a model and its layers, their settings and functions, and how the layers are connected."""
+    _described.set([])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a function cannot be saved
         return ", ".join(_layer(layer, f"layer {place}") for place, layer in enumerate(model._flatten_layers()))
@@ -143,8 +150,11 @@ def _word(value: Any, depth: int) -> str:
 
 
 def _function(function: types.FunctionType, depth: int) -> str:
-    """Return a function's name, a digest of its code, and what it refers to, where that is a number, a text or a function."""
+    """Return a function's name, a digest of its code, and what it refers to, where that is a plain value or a function."""
     text = f"{function.__module__}.{function.__qualname__}#{_digest(function.__code__):08x}"
+    if function in _described.get():  # the functions of a module may call each other
+        return text
+    _described.get().append(function)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     found: dict[str, Any] = {}
     for name, cell in cells:
@@ -152,18 +162,63 @@ def _function(function: types.FunctionType, depth: int) -> str:
             found[name] = cell.cell_contents
         except ValueError:  # not set yet
             continue
-    if not function.__module__.startswith("keras."):
-        names = function.__code__.co_names
-        called = {name: function.__globals__.get(name) for name in names}
-        # Numbers may be the rank, for what a function prints; a lambda computes.
-        kinds = (*_SIMPLE, types.FunctionType) if function.__name__ == "<lambda>" else types.FunctionType
-        found |= {name: value for name, value in called.items() if value is not None and isinstance(value, kinds)}
-    shown: dict[str, Any] = {
-        name: value for name, value in found.items() if isinstance(value, (*_SIMPLE, types.FunctionType))
-    }
+    found |= _read_by(function)
+    shown: dict[str, Any] = {name: _array(value) for name, value in found.items() if _is_plain(value)}
     shown |= {"defaults": function.__defaults__} if function.__defaults__ else {}
     shown |= {"keywords": function.__kwdefaults__} if function.__kwdefaults__ else {}
     return text + (f"({_pairs(shown, depth)})" if shown else "")
+
+
+def _read_by(function: types.FunctionType) -> dict[str, Any]:
+    """Return what a function of the program reads of its module, of other modules of the program, and of objects there.
+
+    Python's True and False, and numbers that are called a rank, are often for what one rank prints; a lambda computes.
+    """
+    found: dict[str, Any] = {}
+    if not is_user_code(function.__code__.co_filename):
+        return found
+    for name, attribute in _names(function.__code__):
+        value = function.__globals__.get(name)
+        if attribute:
+            foreign = isinstance(value, types.ModuleType) and not is_user_code(getattr(value, "__file__", None) or "")
+            value = None if foreign else getattr(value, "__dict__", {}).get(attribute)
+        prints = isinstance(value, (bool, np.bool_)) or _OF_A_RANK.fullmatch(attribute or name)
+        if value is not None and (not prints or function.__name__ == "<lambda>"):
+            found[f"{name}.{attribute}" if attribute else name] = value
+    return found
+
+
+@functools.lru_cache(1024)
+def _names(code: types.CodeType) -> tuple[tuple[str, str], ...]:
+    """Return the global names that code reads, each with the attribute that it reads of it, and "" for itself."""
+    found: dict[tuple[str, str], None] = {}
+    last = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            last = instruction.argval
+            found[last, ""] = None
+        else:
+            if last and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                found[last, instruction.argval] = None
+            last = ""
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            found |= dict.fromkeys(_names(inner))
+    return tuple(found)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value that a function reads is compared: a number, a text, a small array, a tuple of them, a function."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_plain, value))
+    if isinstance(value, np.ndarray) or keras.ops.is_tensor(value):
+        return math.prod(value.shape) <= _SMALL and str(value.dtype) != "object"
+    return isinstance(value, (*_SIMPLE, types.FunctionType))
+
+
+def _array(value: Any) -> Any:
+    """Return a tensor as NumPy's array; other values as they are."""
+    return keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value
 
 
 def _digest(code: types.CodeType) -> int:
@@ -197,6 +252,7 @@ def _pairs(values: Mapping[str, Any], depth: int) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
+_described: ContextVar[list[types.FunctionType]] = ContextVar("mpistrat_keras_described")
 _reduce = keras_losses.reduce_weighted_values
 
 

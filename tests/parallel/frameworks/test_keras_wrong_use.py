@@ -1,6 +1,7 @@
 """What wrong use of Keras models under strategies gets: an error on every rank, with the name and the remedy."""
 
 import functools
+import types
 
 import pytest
 
@@ -112,12 +113,52 @@ def _scaled(scale):
     return lambda y_true, y_pred: scale * keras.losses.mean_squared_error(y_true, y_pred)
 
 
+def _scaled_by_first(scale):
+    def scaled(y_true, y_pred):
+        return scale[0] * keras.losses.mean_squared_error(y_true, y_pred)
+
+    return scaled
+
+
 def _halved(y_true, y_pred):
     return keras.losses.mean_squared_error(y_true, y_pred) / 2
 
 
 def _count(y_true, y_pred, above=0.5):
     return keras.ops.mean(keras.ops.cast(y_pred > above, "float32"))
+
+
+SCALE, ARGS = 1.0, types.SimpleNamespace(scale=1.0)
+
+
+def _by_global(y_true, y_pred):
+    return SCALE * keras.losses.mean_squared_error(y_true, y_pred)
+
+
+def _by_attribute(y_true, y_pred):
+    return ARGS.scale * keras.losses.mean_squared_error(y_true, y_pred)
+
+
+def _by_called(y_true, y_pred):
+    return sum(_by_global(y_true, y_pred) for _ in range(1))  # a global of code inside
+
+
+def _by_called_of_called(y_true, y_pred):
+    return _by_called(y_true, y_pred)
+
+
+def _by_first(y_true, y_pred):
+    return keras.losses.mean_squared_error(y_true, y_pred) * SCALE[0]
+
+
+def _reads(function, **values):
+    """A function whose module has other values."""
+    return types.FunctionType(function.__code__, {**function.__globals__, **values}, function.__name__)
+
+
+def _pair(function, name, odd, others):
+    """What ranks compile with that read different values under one name."""
+    return tuple({"loss": _reads(function, **{name: value})} for value in (odd, others))
 
 
 # What the last rank compiles with beside "mse", what others do, and what the error has. Made in the test: metrics have variables.
@@ -139,6 +180,34 @@ COMPILED = {
         {"weighted_metrics": [_count]},
         "above: 0.1",
     ),
+    "global": lambda: (*_pair(_by_global, "SCALE", 2.0, 3.0), r"SCALE=2\.0"),
+    "global tuple": lambda: (*_pair(_by_first, "SCALE", (2.0, "a"), (3.0, "a")), r"SCALE=\[2\.0"),
+    "global array": lambda: (*_pair(_by_first, "SCALE", np.full(2, 2.0), np.full(2, 3.0)), r"SCALE=array\(2,\)#"),
+    "global tensor": lambda: (
+        *_pair(_by_first, "SCALE", keras.ops.full((2,), 2.0), keras.ops.full((2,), 3.0)),
+        r"SCALE=array\(2,\)#",
+    ),
+    "attribute": lambda: (
+        *_pair(_by_attribute, "ARGS", types.SimpleNamespace(scale=2.0), types.SimpleNamespace(scale=3.0)),
+        r"ARGS\.scale=2\.0",
+    ),
+    "called": lambda: (
+        *_pair(_by_called, "_by_global", _reads(_by_global, SCALE=2.0), _reads(_by_global, SCALE=3.0)),
+        r"SCALE=2\.0",
+    ),
+    "called of called": lambda: (
+        *_pair(
+            _by_called_of_called,
+            "_by_called",
+            *(_reads(_by_called, _by_global=_reads(_by_global, SCALE=scale)) for scale in (2.0, 3.0)),
+        ),
+        r"SCALE=2\.0",
+    ),
+    "closure of a tuple": lambda: (
+        {"loss": _scaled_by_first((2.0,))},
+        {"loss": _scaled_by_first((3.0,))},
+        r"scale=\[2\.0",
+    ),
     "eager": lambda: ({"run_eagerly": True}, {"run_eagerly": False}, "run_eagerly=True"),
 }
 
@@ -159,6 +228,24 @@ def test_models_that_are_compiled_with_something_else_are_told_on_all_ranks(func
             getattr(model, function)(x, y)
         model.compile(adam(), **{"loss": "mse", **others})
         getattr(model, function)(x, y)
+
+
+RANK, QUIET, LINES = 0, True, []
+
+
+def _prints(y_true, y_pred):
+    if RANK == 0 or not QUIET:
+        LINES.append("a step")
+    return keras.losses.mean_squared_error(y_true, y_pred)
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_may_read_the_rank_for_what_it_prints():
+    model = build()
+    with put(model) as strategy:
+        rank = strategy.rank
+        model.compile(adam(), loss=_reads(_prints, RANK=rank, QUIET=rank > 0, LINES=["a"] * rank))
+        fit(model, rows(16)[0], np.zeros((16, *model.output_shape[1:]), "float32"), epochs=1)
 
 
 class Own(keras.layers.Layer):
