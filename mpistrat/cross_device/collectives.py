@@ -16,6 +16,7 @@ from ..base.agree import as_told, together
 from ..base.errors import explain
 from ..base.options import CommunicationOptions
 from ..base.types import ReduceOp
+from ..comm.arrays import on_device_of
 from ..comm.process_group import ProcessGroup
 from .auto import make_cross_device_ops
 from .ops import CrossDeviceOps
@@ -126,9 +127,11 @@ class Collectives:
         between = ReduceOp.SUM if op is ReduceOp.MEAN else op
         packs = leaves._replace(values=[pack for pack, _ in plans])
         totals = self.ops.reduce_leaves(between, packs, self.merged(options))
-        return nest.pack_like(
-            value, [as_scalar(finish(total)) for (_, finish), total in zip(plans, totals, strict=True)]
-        )
+        results = []
+        for (_, finish), total in zip(plans, totals, strict=True):
+            with on_device_of(total):
+                results.append(as_scalar(finish(total)))
+        return nest.pack_like(value, results)
 
     def all_gather(
         self, value: Any, *, axis: int = 0, options: CommunicationOptions | None = None, equal: bool = False

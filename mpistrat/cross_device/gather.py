@@ -252,8 +252,11 @@ class Gather:
 def _join(values: Sequence[Any], axis: int) -> Any:
     if len(values) == 1:
         return values[0]
+    module = array_module(values[0])
     with on_device_of(values[0]):
-        return array_module(values[0]).concatenate(values, axis=axis)
+        return module.concatenate(
+            [module.asarray(value) for value in values], axis=axis
+        )  # copied to this GPU from others
 
 
 def _print(values: Sequence[Any], axis: Any) -> int:

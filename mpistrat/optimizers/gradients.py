@@ -157,7 +157,8 @@ def _load(gradient: Any, target: Any, variable: Variable) -> None:
 
 @may_underflow
 def _converted(array: Any, target: Any) -> None:
-    target[...] = move_like(array, target)
+    with on_device_of(target):
+        target[...] = move_like(array, target)
 
 
 def _copied(array: Any, target: Any) -> bool:
@@ -187,9 +188,10 @@ def _check_dtype(array: Any, variable: Variable) -> None:
 def _scatter(slices: IndexedSlices, target: Any) -> None:
     """Make sparse rows dense; rows of equal index are summed."""
     values, indices = slices.values, slices.indices
-    target[...] = 0
     if is_gpu(target):
         with on_device_of(target):
+            target[...] = 0
             array_module(target).add.at(target, move_like(indices, target), move_like(values, target))
     else:
+        target[...] = 0
         np.add.at(target, indices, values.astype(target.dtype, copy=False))

@@ -21,7 +21,7 @@ from ..base import context
 from ..base.distributed_values import DistributedValues, PerReplica
 from ..base.errors import ContextError, explain
 from ..base.types import IndexedSlices, ReduceOp, VariableAggregation, VariableSynchronization
-from ..comm.arrays import to_host
+from ..comm.arrays import on_device_of, to_host
 from .placement import Description, Placement
 from .scatter import scatter
 from .variable import Variable
@@ -222,7 +222,8 @@ class MirroredVariable(OnWriteVariable):
         with group.collective(op, self.name, self.dtype, self.shape, detail) as call:
             for index, copy in enumerate(self.arena.copies):
                 if only is None or only == index or len(self.arena.copies) == 1:
-                    write(copy)
+                    with on_device_of(copy):
+                        write(copy)
             group.node.barrier(call)
 
     # rows

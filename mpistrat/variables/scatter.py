@@ -17,7 +17,7 @@ from ..base.arguments import tensorflow_names
 from ..base.errors import explain
 from ..base.masks import plain_array
 from ..base.types import IndexedSlices
-from ..comm.arrays import as_array, to_host
+from ..comm.arrays import as_array, on_device_of, to_host
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -81,8 +81,10 @@ def checked_slices(slices: IndexedSlices, variable: Any, function: str) -> Index
         expected = f"IndexedSlices with rows of shape {shape[1:]}"
         got = f"values of shape {tuple(values.shape)}, indices of shape {tuple(indices.shape)}"
         raise ValueError(explain(function, name, expected=expected, got=got))
-    if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < shape[0]):
-        expected, got = f"indices from 0 to {shape[0] - 1}", f"{int(indices.min())} to {int(indices.max())}"
+    with on_device_of(indices):
+        least, most = (int(indices.min()), int(indices.max())) if indices.size else (0, -1)
+    if least < 0 or most >= shape[0]:
+        expected, got = f"indices from 0 to {shape[0] - 1}", f"{least} to {most}"
         raise ValueError(explain(function, name, expected=expected, got=got))
     return IndexedSlices(values, indices, shape)
 

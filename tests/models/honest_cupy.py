@@ -16,7 +16,9 @@
   several local communicators. Counts and dtypes are compared. A reduction is work on a stream. MPI moves the data.
 
 GPUs: FAKE_GPUS (default 1) of this node, seen through CUDA_VISIBLE_DEVICES if that is set. FAKE_POLICY: "late" or "early".
-FAKE_CUPY: 14, or 13. `report()` returns what was reported, and counts of launches, copies and waits.
+FAKE_CUPY: 14, or 13. FAKE_ROCM=1: a CuPy for AMD's GPUs, whose arrays have no __cuda_array_interface__, with RCCL as its
+`nccl`, kernels by hiprtc, and GPUs seen through HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, too.
+`report()` returns what was reported, and counts of launches, copies and waits.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ POISON = 0xCB
 VERSION = int(
     os.environ.get("FAKE_CUPY", "14")
 )  # CuPy 14 made NCCL's unique id bytes, where 13 had a tuple of signed numbers
+ROCM = os.environ.get("FAKE_ROCM", "") == "1"
 _PACKAGE = "/mpistrat/"
 
 
@@ -53,8 +56,14 @@ class Hang(RuntimeError):
 class Machine:
     def __init__(self) -> None:
         physical = list(range(int(os.environ.get("FAKE_GPUS", "1"))))
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        self.bus = physical if visible is None else [physical[int(i)] for i in visible.split(",") if i.strip()]
+        rocm = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if ROCM else ()  # HIP counts what ROCR has left
+        self.bus = physical
+        for name in (*rocm, "CUDA_VISIBLE_DEVICES"):
+            visible = os.environ.get(name)
+            if visible is not None and (
+                name != "CUDA_VISIBLE_DEVICES" or "HIP_VISIBLE_DEVICES" not in (os.environ if ROCM else ())
+            ):
+                self.bus = [self.bus[int(i)] for i in visible.split(",") if i.strip()]
         self.policy = os.environ.get("FAKE_POLICY", "late")
         self.local = threading.local()
         self.lock = threading.RLock()
@@ -368,6 +377,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     strides = property(lambda self: self.host.strides)
     flags = property(lambda self: self.host.flags)
     T = property(lambda self: self._of(self.host.T))
+    real = property(lambda self: self._of(self.host.real))
     device = property(lambda self: Device(self.memory.device_id))
 
     @property
@@ -400,11 +410,12 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     def __getitem__(self, key: Any) -> Array:
         keys = key if isinstance(key, tuple) else (key,)
         if all(isinstance(k, (int, np.integer, slice)) or k is None or k is Ellipsis for k in keys):
-            return self._of(self.host[key if isinstance(key, tuple) else (key,)][...] if True else None)
+            return self._of(self.host[plain_key(key)])  # NumPy would read one element now
         arrays = [k for k in keys if isinstance(k, Array)]
         for k in arrays:
             k._wait()
-        return launch(lambda a, *_: a[plain(key)], (self, *arrays))
+        index = tuple(k.host if isinstance(k, Array) else k for k in keys)  # CuPy copies those of NumPy first
+        return launch(lambda a, *_: a[index], (self, *arrays))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         plain(value)
@@ -509,10 +520,12 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
+        if ROCM:
+            raise AttributeError("HIP/ROCm does not support cuda array interface")
         return {**self.host.__array_interface__, "version": 3, "stream": M.current().ptr or 1}
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return FAKE_DLPACK or (2, self.memory.device_id)
+        return FAKE_DLPACK or (10 if ROCM else 2, self.memory.device_id)
 
     def __dlpack__(self, stream: Any = None, **more: Any) -> Any:
         if stream == -1 and "max_version" in more:
@@ -777,6 +790,9 @@ class RawKernel:
     def __init__(self, code: str, name: str, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
         if not isinstance(options, tuple):
             raise TypeError("Argument 'options' has incorrect type")
+        unknown = [each for each in options if ROCM and each.startswith(("--fmad", "--use_fast_math", "-arch"))]
+        if unknown:  # as clang does
+            raise RuntimeError(f"HIPRTC_ERROR_COMPILATION: unknown argument: {unknown[0]}")
         self.code, self.name = code, name
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]) -> None:
@@ -989,8 +1005,11 @@ def module() -> ModuleType:
     for name, number in _NUMBERS.items():
         setattr(nccl, name, number)
     runtime = SimpleNamespace(
+        is_hip=ROCM,
         getDeviceCount=lambda: len(M.bus),
-        getDeviceProperties=lambda i: {"name": b"Fake H100", "uuid": bytes([M.bus[i] + 1]) * 16},
+        getDeviceProperties=lambda i: (
+            {"name": b"Fake MI250X"} if ROCM else {"name": b"Fake H100", "uuid": bytes([M.bus[i] + 1]) * 16}
+        ),
         deviceGetPCIBusId=lambda i: f"0000:{M.bus[i]:02x}:00.0",
     )
     cuda: Any = ModuleType("cupy.cuda")
