@@ -272,11 +272,10 @@ def compiled_loops():
 def mpi():
     from mpi4py import MPI
 
-    from mpistrat.comm.arrays import cuda_aware
-    from mpistrat.doctor.mpi import gpu_support
+    from mpistrat.comm.gpu_support import ask, uses_rocm
 
     say(MPI.Get_library_version().strip().splitlines()[0])
-    say(f"thread level {MPI.Query_thread()} (3 is MULTIPLE); CUDA-aware: {cuda_aware()}, doctor says {gpu_support()}")
+    say(f"thread level {MPI.Query_thread()} (3 is MULTIPLE); CUDA-aware: {ask(amd=uses_rocm())}")
 
 
 @item("env")

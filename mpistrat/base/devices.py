@@ -13,13 +13,24 @@ from uuid import UUID
 from .errors import DeviceError, explain
 from .log import once
 
-__all__ = ["canonical", "check_devices", "count_gpus", "default_devices", "gpu_identities", "parse", "use_device"]
+__all__ = [
+    "bus_ids",
+    "canonical",
+    "check_devices",
+    "count_gpus",
+    "default_devices",
+    "gpu_identities",
+    "parse",
+    "use_device",
+]
 
 # Optional job/replica/task parts, then "cpu", "gpu:1", "/gpu:1" or "/device:GPU:1".
 _DEVICE = re.compile(
     r"(?:/job:[a-z0-9_]+)?(?:/replica:[0-9]{1,9})?(?:/task:[0-9]{1,9})?/?(?:device:)?(cpu|gpu)(?::([0-9]{1,6}))?",
     re.IGNORECASE,
 )
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # of CUDA and ROCm, of HIP, of ROCm
+_EMPTY = "{} is empty and hides every GPU: unset it, or list the GPUs in it"
 _FORMS = "a device such as 'cpu:0', 'gpu:1' or '/device:GPU:1'"
 
 
@@ -62,18 +73,30 @@ def count_gpus() -> int:
 
 def _find_gpus() -> tuple[int, str]:
     """Return the number of usable GPUs and, where there is none, the reason and the remedy."""
-    # An empty list hides every GPU; CUDA need not be asked, nor CuPy imported.
+    # An empty list hides every GPU; CUDA need not be asked, nor CuPy imported. ROCm reads CUDA's variable, too.
     if os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() == "":
-        return 0, "CUDA_VISIBLE_DEVICES is empty and hides every GPU: unset it, or list the GPUs in it"
+        return 0, _EMPTY.format("CUDA_VISIBLE_DEVICES")
     if importlib.util.find_spec("cupy") is None:
-        return 0, "CuPy is not installed: pip install 'mpistrat[cuda12x]' or 'mpistrat[cuda13x]'"
+        return 0, "CuPy is not installed: pip install 'mpistrat[cuda12x]' or 'mpistrat[cuda13x]' (AMD: cupy-rocm-7-0)"
     try:
         import cupy
 
         count = int(cupy.cuda.runtime.getDeviceCount())
     except Exception as error:  # CuPy reports a missing driver by its own exception types, a missing library by others
-        return 0, f"CuPy finds no usable GPU ({type(error).__name__}: {error}): check the driver with nvidia-smi"
-    return count, "" if count else "CuPy finds no GPU: ask the batch system for one, or check with nvidia-smi"
+        remedy = "check the driver with nvidia-smi (AMD: rocm-smi)"
+        return 0, _hidden() or f"CuPy finds no usable GPU ({type(error).__name__}: {error}): {remedy}"
+    remedy = "ask the batch system for one, or check with nvidia-smi (AMD: rocm-smi)"
+    return count, "" if count else _hidden() or f"CuPy finds no GPU: {remedy}"
+
+
+def _hidden() -> str:
+    """Return why no GPU of AMD is visible, if a variable hides them."""
+    runtime = getattr(getattr(sys.modules.get("cupy"), "cuda", None), "runtime", None)
+    if getattr(runtime, "is_hip", False):
+        for name in _VISIBLE:
+            if os.environ.get(name, "unset").strip() == "":
+                return _EMPTY.format(name)
+    return ""
 
 
 def gpu_identities() -> tuple[list[tuple[str, str]], str]:
@@ -93,6 +116,21 @@ def gpu_identities() -> tuple[list[tuple[str, str]], str]:
     return found, reason
 
 
+def bus_ids() -> list[str]:
+    """Return the PCI bus id of each GPU that this process can use, by which NCCL tells GPUs from each other.
+
+    Parts of one GPU (MIG) have UUIDs of their own and the same bus id.
+    """
+    found = []
+    for index in range(count_gpus()):
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        bus = runtime.deviceGetPCIBusId(index) if hasattr(runtime, "deviceGetPCIBusId") else ""
+        found.append(bus.decode() if isinstance(bus, bytes) else str(bus))
+    return found
+
+
 def default_devices(local_rank: int, local_size: int) -> tuple[str, ...]:
     """Return the devices that a rank takes when the user names none.
 
@@ -104,8 +142,8 @@ def default_devices(local_rank: int, local_size: int) -> tuple[str, ...]:
         return ("cpu:0",)
     if local_size == 1:
         return tuple(f"gpu:{index}" for index in range(gpus))
-    # One visible GPU under CUDA_VISIBLE_DEVICES usually means that the launcher gave each rank its own.
-    bound_by_launcher = gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    # One visible GPU under such a variable usually means that the launcher gave each rank its own.
+    bound_by_launcher = gpus == 1 and any(name in os.environ for name in _VISIBLE)
     if gpus < local_size and not bound_by_launcher and local_rank == 0:
         once(logging.WARNING, f"{local_size} ranks on this node share {gpus} GPU(s): start as many ranks as GPUs")
     return (f"gpu:{local_rank % gpus}",)

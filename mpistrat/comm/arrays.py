@@ -6,19 +6,15 @@ CuPy is imported only when an array is on a GPU.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import logging
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..base.errors import MissingDependencyError, explain
-from ..base.log import once
 from ..base.masks import check_lossless
 
 if TYPE_CHECKING:
@@ -33,7 +29,6 @@ __all__ = [
     "as_array",
     "check_movable",
     "check_reducible",
-    "cuda_aware",
     "dtype_name",
     "import_cupy",
     "is_bfloat16",
@@ -48,8 +43,7 @@ __all__ = [
     "to_host",
 ]
 
-_CUDA = 2  # kDLCUDA and kDLCUDAManaged of DLPack
-_CUDA_MANAGED = 13
+_ON_GPU = (2, 10, 13)  # kDLCUDA, kDLROCM and kDLCUDAManaged of DLPack
 
 
 def import_cupy(function: str) -> ModuleType:
@@ -76,11 +70,14 @@ def is_gpu(value: Any) -> bool:
     """
     if type(value) is np.ndarray:
         return False
+    cupy = sys.modules.get(
+        "cupy"
+    )  # imported, if there are arrays of it; on AMD's GPUs they have no __cuda_array_interface__
+    if cupy is not None and isinstance(value, cupy.ndarray):
+        return True
     if hasattr(value, "__cuda_array_interface__"):
         return True
-    if hasattr(value, "__dlpack_device__"):
-        return int(value.__dlpack_device__()[0]) in (_CUDA, _CUDA_MANAGED)
-    return False
+    return hasattr(value, "__dlpack_device__") and int(value.__dlpack_device__()[0]) in _ON_GPU
 
 
 def array_module(value: Any) -> ModuleType:
@@ -397,35 +394,3 @@ def all_reduce_gpu(comm: MPI.Intracomm, array: Any) -> None:
     datatype = mpi_datatype(array.dtype)
     for low in range(0, flat.size, CHUNK_ELEMENTS):
         comm.Allreduce(MPI.IN_PLACE, [flat[low : low + CHUNK_ELEMENTS], datatype], op=MPI.SUM)
-
-
-@functools.lru_cache(maxsize=1)
-def cuda_aware() -> bool:
-    """Return whether the MPI library says that it takes GPU memory.
-
-    Asks `MPIX_Query_cuda_support`, which Open MPI and some MPICH builds have; a library that does not say is taken to
-    have no support.
-    """
-    for library in _mpi_libraries():
-        try:
-            query = ctypes.CDLL(library).MPIX_Query_cuda_support
-        except (OSError, AttributeError):
-            continue
-        query.argtypes, query.restype = [], ctypes.c_int
-        return bool(query())
-    once(logging.DEBUG, "MPI does not answer MPIX_Query_cuda_support: GPU arrays go through pinned host memory")
-    return False
-
-
-def _mpi_libraries() -> list[str]:
-    """The extension module of mpi4py, whose dependencies are searched too, then every MPI library that is loaded."""
-    from mpi4py import MPI
-
-    loaded = []
-    maps = Path("/proc/self/maps")
-    if maps.exists():
-        for line in maps.read_text().splitlines():
-            path = line.split(maxsplit=5)[5:]
-            if path and Path(path[0]).name.startswith(("libmpi.", "libmpich", "libmpi_abi")):
-                loaded.append(path[0])
-    return [str(MPI.__file__), *dict.fromkeys(loaded)]

@@ -22,8 +22,9 @@ from ..base.log import once
 from ..base.options import CommunicationOptions
 from ..base.text import printable
 from ..base.types import CommunicationImplementation, ReduceOp
-from ..comm.arrays import cuda_aware, is_gpu
+from ..comm.arrays import is_gpu
 from ..comm.gpu import why_not_nccl
+from ..comm.gpu_support import gpu_aware
 from ..comm.process_group import ProcessGroup
 from .hierarchical import LEAST_ENCODED, HierarchicalAllReduce
 from .mpi import MpiAllReduce
@@ -186,7 +187,7 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
             nccl = NcclAllReduce()
             nccl.bind(self.group)
             return nccl
-        aware = self.group.all_gather_int([int(cuda_aware())]).all()
+        aware = self.group.all_gather_int([int(gpu_aware())]).all()
         name, way = ("MPI", "CUDA-aware MPI") if aware else ("HIERARCHICAL", "host memory")
         once(logging.WARNING, f"arrays on GPUs go through {way}, not NCCL: {reason}")
         return self._algorithms[name]
