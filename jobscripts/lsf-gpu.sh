@@ -29,4 +29,4 @@ program=(python train.py --epochs 10)
 echo "$(date): job $LSB_JOBID"
 echo "16 ranks with $OMP_NUM_THREADS threads each, strategy $MPISTRAT_STRATEGY: $(command -v python)"
 
-jsrun --nrs 16 --rs_per_host 4 --tasks_per_rs 1 --cpu_per_rs 8 --bind packed:8 --gpu_per_rs 1 "${program[@]}"
+jsrun --nrs 16 --rs_per_host 4 --tasks_per_rs 1 --cpu_per_rs 8 --bind packed:8 --gpu_per_rs 1 --smpiargs=-gpu "${program[@]}"

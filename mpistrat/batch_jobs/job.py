@@ -93,6 +93,7 @@ class BatchJob:
         cpus_per_rank: cores of each rank, and its threads.
         gpus_per_node: 0 for none. One rank of a node uses all of them; of several each takes one, unless the program names
             its devices.
+        gpu_mpi: MPI gets memory of GPUs: needed by programs that pass such arrays to MPI, not by this package where it has NCCL.
         memory: of each node, for instance "64G"; "" for the site's default.
         time: the limit, as [DAYS-]HOURS:MINUTES:SECONDS.
         strategy: one_device, mirrored, multi_worker_mirrored, central_storage or parameter_server.
@@ -126,6 +127,7 @@ class BatchJob:
     ranks_per_node: int = 1
     cpus_per_rank: int = 1
     gpus_per_node: int = 0
+    gpu_mpi: bool = False
     memory: str = ""
     time: str = "01:00:00"
     strategy: str = "multi_worker_mirrored"

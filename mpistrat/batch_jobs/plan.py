@@ -49,6 +49,8 @@ def check(job: BatchJob, site: SiteProfile) -> None:
     if job.stage:
         _check_stage(job, site)
     _check_gpus(job, site)
+    if job.gpu_mpi:
+        _check_gpu_mpi(job, site, launcher)
     if site.scheduler == "lsf" and job.array and job.array.first < 1:
         raise _error("array", "indices from 1 under LSF", job.array.indices)
     if site.scheduler == "flux" and any("{{" in word for word in job.program):  # flux run would fill in
@@ -108,6 +110,17 @@ def _check_gpus(job: BatchJob, site: SiteProfile) -> None:
     if job.gpus_per_node and per_task and job.gpus_per_node % job.ranks_per_node:
         expected = f"a multiple of {job.ranks_per_node}, the ranks of a node, as {site.name} gives GPUs to ranks"
         raise _error("gpus_per_node", expected, job.gpus_per_node)
+
+
+def _check_gpu_mpi(job: BatchJob, site: SiteProfile, launcher: str) -> None:
+    known = site.gtl or launcher == "jsrun"
+    for expected, got, fits in (
+        ("a job with GPUs", "gpus_per_node 0", job.gpus_per_node),
+        ("a job without an image, which brings its own MPI", f"the image {job.container!r:.80}", not job.container),
+        ("a site with Cray MPICH (gtl in its profile) or jsrun; elsewhere MPI needs no setting", site.name, known),
+    ):
+        if not fits:
+            raise _error("gpu_mpi", expected, got)
 
 
 def _error(name: str, expected: str, got: object, remedy: str = "") -> ValueError:

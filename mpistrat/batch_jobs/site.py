@@ -43,6 +43,9 @@ class SiteProfile:
         python: the Python of the job.
         container_command: what runs a program in an image.
         variables: environment variables to set.
+        gtl: Cray MPICH's library for memory of GPUs, as mpi_gtl_cuda. Scripts switch that memory off, or load the library
+            before MPI where the job asks for it (`gpu_mpi`).
+        nccl_net: the network of NCCL's plugin, as "AWS Libfabric". Scripts set NCCL_NET to it where they find a plugin.
         reasons: by setting, why it is what it is; a comment in the script.
 
     Raises:
@@ -64,6 +67,8 @@ class SiteProfile:
     python: str = "python"
     container_command: tuple[str, ...] = ("apptainer", "exec")
     variables: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    gtl: str = ""
+    nccl_net: str = ""
     reasons: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
@@ -75,6 +80,10 @@ class SiteProfile:
         matching("SiteProfile", "mpi", self.mpi, r"auto|pmix(_v\d{1,2})?|pmi2|cray_shasta|none", expected)
         chosen("SiteProfile", "gpu_request", self.gpu_request, ("per_node", "per_task", "gres"))
         chosen("SiteProfile", "gpu_bind", self.gpu_bind, ("", "closest", "none"))
+        chosen("SiteProfile", "gtl", self.gtl, ("", "mpi_gtl_cuda", "mpi_gtl_hsa"))
+        matching(
+            "SiteProfile", "nccl_net", self.nccl_net, r"[A-Za-z0-9_. -]{0,64}", "letters, digits, spaces and _ . -"
+        )
         if not isinstance(self.srun_cpus_per_task, bool):
             raise _wrong("srun_cpus_per_task", "true or false", self.srun_cpus_per_task)
         for name in ("directives", "modules", "container_command"):

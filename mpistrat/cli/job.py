@@ -58,6 +58,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     size("memory", "SIZE", "of each node, as in 64G")
     size("time", "TIME", "the limit, [DAYS-]HH:MM:SS")
 
+    parser.add_argument(
+        "--gpu-mpi", action="store_true", default=None,
+        help="MPI gets memory of GPUs: for programs that pass such arrays to MPI themselves (Cray MPICH, jsrun)",
+    )  # fmt: skip
+
     kinds = parser.add_argument_group("what kind")
     kind = functools.partial(_add, kinds)
     kinds.add_argument(
