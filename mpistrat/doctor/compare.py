@@ -171,7 +171,8 @@ def _gpus(rows: Rows) -> Iterator[Finding]:
     users = _users_of_gpus(rows)
     shared = {gpu: ranks for gpu, ranks in users.items() if len(ranks) > 1}
     if not shared:
-        yield ok(name, f"{len(users)}, each used by one rank")
+        yield _parts_of_gpus(rows) or ok(name, f"{len(users)}, each used by one rank")
+        yield from _bound(rows)
         return
     (node, uuid), ranks = next(iter(shared.items()))
     row = rows[ranks[0]]
@@ -188,12 +189,39 @@ def _gpus(rows: Rows) -> Iterator[Finding]:
         yield warning(name, f"{what}: there are more ranks than GPUs", "Start as many ranks on a node as it has GPUs")
 
 
-def _users_of_gpus(rows: Rows) -> dict[tuple[int, str], list[int]]:
-    """Return the ranks that take each GPU of each node."""
+def _parts_of_gpus(rows: Rows) -> Finding | None:
+    """Find ranks with parts of one GPU (MIG), which have UUIDs of their own."""
+    for (node, bus), ranks in _users_of_gpus(rows, "buses").items():
+        if bus and len(ranks) > 1:
+            host = rows[ranks[0]]["host"]
+            what = f"ranks {shortened(ranks, 8)} on {host} have parts (MIG) of the GPU {bus} of node {node}: NCCL refuses them"
+            return warning(
+                "GPUs", what, "Sums go through host memory, which is slower: whole GPUs for training on several ranks"
+            )
+    return None
+
+
+def _bound(rows: Rows) -> Iterator[Finding]:
+    """Find ranks that the batch system keeps from the GPUs of other ranks of their node."""
+    size = Counter(row["node"] for row in rows)
+    bound = [row for row in rows if size[row["node"]] > 1 and 0 < (row["reachable_gpus"] or 0) < row["node_gpus"]]
+    if bound:
+        row = bound[0]
+        what = (
+            f"ranks {shortened([each['rank'] for each in bound], 8)} reach {row['reachable_gpus']} of {row['node_gpus']} GPUs of "
+            "their node: they send to the other ranks through host memory, not by NVLink"
+        )
+        yield warning(
+            "NVLink", what, "SLURM: --gpus-per-node and --gpu-bind=none, not --gpus-per-task; each rank takes its own"
+        )
+
+
+def _users_of_gpus(rows: Rows, by: str = "gpus") -> dict[tuple[int, str], list[int]]:
+    """Return the ranks that take each GPU of each node, named by UUID ("gpus") or bus id ("buses")."""
     size = Counter(row["node"] for row in rows)
     users: dict[tuple[int, str], list[int]] = {}
     for row in rows:
-        gpus = row["gpus"]
+        gpus = row[by]
         taken = gpus if size[row["node"]] == 1 else [gpus[row["local_rank"] % len(gpus)]]
         for uuid in taken:
             users.setdefault((row["node"], uuid), []).append(row["rank"])

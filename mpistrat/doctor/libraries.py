@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -69,7 +71,8 @@ def check_gpus(outcome: Outcome, needs: Collection[str]) -> Iterator[Finding]:
     elif "gpu" in needs or "nccl" in needs:
         yield problem("GPU", "CuPy finds none", reason or "Ask the batch system for one")
     elif count := len(gpus_of_machine()):
-        what = f"this machine has {counted(count, 'NVIDIA GPU')}, and this process can use none: it trains on the CPU"
+        maker = "AMD" if amd_alone() else "NVIDIA"
+        what = f"this machine has {counted(count, f'{maker} GPU')}, and this process can use none: it trains on the CPU"
         yield warning("GPU", what, reason or "Ask the batch system for one")
     else:
         yield ok("GPU", "none: devices are CPUs")
@@ -82,14 +85,74 @@ def check_gpus(outcome: Outcome, needs: Collection[str]) -> Iterator[Finding]:
         yield warning("NCCL", f"not usable: {missing}", "Sums of GPUs' arrays go through host memory, which is slower")
     elif missing == "":
         yield ok("NCCL", "CuPy has it")
+    for library, package in _FRAMEWORKS.items():
+        if gpus and (found := outcome.get(package)) is not None:
+            yield _same_gpus(library, found, [uuid for uuid, _ in gpus])
+
+
+_FRAMEWORKS = {"PyTorch": "torch", "JAX": "jax"}
+
+
+def _same_gpus(library: str, found: list[str], of_cupy: list[str]) -> Finding:
+    """Compare the GPUs of a library, by UUID or "?", with those of CuPy: a rank gives all libraries the same number."""
+    name = f"GPUs of {library}"
+    if not found:
+        remedy = (
+            f"Install the {library} of the driver's CUDA or ROCm version: models of {library} then compute on CPUs only"
+        )
+        return warning(name, f"{library} sees none, CuPy {len(of_cupy)}", remedy)
+    if len(found) == len(of_cupy) and all(mine in ("?", other) for mine, other in zip(found, of_cupy, strict=True)):
+        return ok(name, f"{library} and CuPy see the same, in the same order")
+    what = f"{library} sees {', '.join(found)}, CuPy {', '.join(of_cupy)}: a rank would compute on two GPUs"
+    return problem(
+        name, what, "unset CUDA_DEVICE_ORDER, or export it and CUDA_VISIBLE_DEVICES before any library is imported"
+    )
+
+
+_NVIDIA, _AMD = Path("/proc/driver/nvidia/gpus"), Path("/sys/class/kfd/kfd/topology/nodes")
 
 
 def gpus_of_machine() -> list[str]:
-    """Return the PCI addresses of NVIDIA's GPUs in this machine, usable by this process or not."""
+    """Return the PCI addresses of the GPUs of NVIDIA in this machine, or else of AMD, usable by this process or not."""
     try:
-        return sorted(path.name for path in Path("/proc/driver/nvidia/gpus").iterdir())
+        return sorted(path.name for path in _NVIDIA.iterdir())
     except OSError:
-        return []
+        return amd_gpus(_AMD)
+
+
+def amd_alone() -> bool:
+    """Return whether this machine has GPUs of AMD, and none of NVIDIA."""
+    return not _NVIDIA.exists() and bool(amd_gpus(_AMD))
+
+
+def amd_gpus(nodes: Path) -> list[str]:
+    """Return the PCI addresses of AMD's GPUs, from the folders in which the driver describes processors and GPUs."""
+    found = []
+    for path in sorted(nodes.glob("*/properties")):
+        about = {}
+        with contextlib.suppress(OSError, ValueError):
+            about = {name: int(value) for name, value in map(str.split, path.read_text().splitlines())}
+        if about.get("simd_count", 0):  # a processor has none
+            place = about.get("location_id", 0)
+            found.append(f"{about.get('domain', 0):04x}:{place >> 8 & 255:02x}:{place >> 3 & 31:02x}.{place & 7}")
+    return sorted(found)
+
+
+def reachable_gpus(files: Path = Path("/dev")) -> int | None:
+    """Return how many of NVIDIA's GPUs the files of devices let this process open; None where there are no such files.
+
+    A batch system that binds a task to one GPU may forbid the others by a cgroup. Then GPUs cannot reach each other's memory.
+    """
+    paths = [path for path in files.glob("nvidia*") if path.name[6:].isdigit()]
+    return sum(map(_opens, paths)) if paths else None
+
+
+def _opens(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDWR))
+    except OSError:
+        return False
+    return True
 
 
 def main() -> None:
@@ -115,6 +178,23 @@ def main() -> None:
     from ..comm.gpu import nccl_available
 
     report(no_nccl=nccl_available())
+    for library, package in _FRAMEWORKS.items():
+        if gpus and importlib.util.find_spec(package) is not None:
+            step(f"asking {library} for GPUs")
+            report(**{package: _gpus_of(package)})
+
+
+def _gpus_of(package: str) -> list[str]:
+    """Return the UUIDs of the GPUs of PyTorch or JAX, "?" where it does not say."""
+    if package == "torch":
+        import torch
+
+        found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return [f"GPU-{uuid}" if (uuid := getattr(about, "uuid", None)) is not None else "?" for about in found]
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would take most of the GPUs' memory
+    import jax
+
+    return ["?" for device in jax.local_devices() if device.platform != "cpu"]
 
 
 def _mpi_files() -> list[str]:

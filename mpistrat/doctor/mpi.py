@@ -5,8 +5,6 @@ A probe, this module run as a program, starts MPI alone and tries what a strateg
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 from collections.abc import Iterator, Mapping
 from time import perf_counter
@@ -16,9 +14,10 @@ import numpy as np
 
 from ..cluster.launchers import MPILibrary
 from .finding import Finding, ok, problem, warning
+from .libraries import amd_alone
 from .probe import Outcome, report, step
 
-__all__ = ["LEVELS", "alone", "check_library", "check_start", "gpu_support", "main"]
+__all__ = ["LEVELS", "alone", "check_library", "check_start", "main"]
 
 LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 _NBYTES = 1 << 16
@@ -114,7 +113,8 @@ def _gpu(answer: bool | None, needed: bool) -> Iterator[Finding]:
     }[answer]
     if needed and not answer:
         remedy = (
-            "Use the site's MPI with CUDA, not a wheel; Cray: load craype-accel-*, export MPICH_GPU_SUPPORT_ENABLED=1; "
+            "Use the site's MPI with CUDA, not a wheel; Cray: mpistrat job --gpu-mpi; Open MPI 4: export "
+            "OMPI_MCA_opal_cuda_support=1; "
             "or do without: mpistrat copies through host memory, or uses NCCL"
         )
         yield problem(name, said, remedy)
@@ -143,7 +143,9 @@ def main() -> None:
     level = MPI.Init_thread(MPI.THREAD_MULTIPLE)
     report(seconds=perf_counter() - start, level=level, standard=".".join(map(str, MPI.Get_version())))
     step("asking about GPUs")
-    report(gpu=gpu_support())
+    from ..comm.gpu_support import ask
+
+    report(gpu=ask(amd=amd_alone()))
     for name, attempt in (("one-sided calls", _try_one_sided), ("shared memory", _try_shared_memory)):
         step(name)
         failed = ""
@@ -154,25 +156,6 @@ def main() -> None:
         report(tried=[name, failed])
     step("MPI_Finalize")
     MPI.Finalize()
-
-
-def gpu_support() -> bool | None:
-    """Return whether the MPI library says that it takes memory of CUDA devices; None where it cannot be asked.
-
-    MPI is running: MPICH ends a program that asks earlier.
-    """
-    call = getattr(ctypes.CDLL(_library_file()), "MPIX_Query_cuda_support", None)
-    return None if call is None else bool(call())
-
-
-def _library_file() -> str | None:
-    """The file of the loaded MPI library; None stands for the whole program."""
-    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
-        for line in maps:
-            path = line.split(maxsplit=5)[-1].strip()
-            if path.rpartition("/")[2].startswith("libmpi"):
-                return path
-    return None
 
 
 def _try_one_sided(mpi: Any) -> None:

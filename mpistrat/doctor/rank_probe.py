@@ -11,7 +11,7 @@ from typing import Any
 
 from ..base.agree import gather_text
 from ..base.cores import available_cores, threads_per_core, usable_cores
-from ..base.devices import gpu_identities
+from ..base.devices import bus_ids, default_devices, gpu_identities
 from ..base.environment import RANK_PROCESS, STARTED, Environment
 from ..base.errors import ClusterError
 from ..base.text import ranges
@@ -20,17 +20,18 @@ from ..cluster.launchers import imported_library
 from ..cluster.resolvers.tf_config import TFConfigClusterResolver
 from ..cluster.topology import Topology
 from ..comm.gpu import nccl_available
+from ..comm.gpu_support import ask
 from ..comm.process_group import ProcessGroup
 from ..parameter_server.roles import Roles
 from .compare import compare
 from .finding import Finding, problem, warning
 from .folders import check_temporary_folder, readable_by_others, segments_of_this_process
 from .launching import TOO_LONG
-from .libraries import gpus_of_machine
-from .mpi import LEVELS, gpu_support
+from .libraries import amd_alone, gpus_of_machine, reachable_gpus
+from .mpi import LEVELS
 from .probe import report, step
 from .process import blas_threads, machine, open_files, versions
-from .transfers import check_all_reduce, check_clocks, check_windows
+from .transfers import check_all_reduce, check_clocks, check_gpu_aware, check_nccl, check_windows
 
 __all__ = ["facts", "main"]
 
@@ -76,11 +77,13 @@ def _look(limit: float, needs: Sequence[str]) -> None:
         for finding in found:
             _report(finding)
     if all(row["settings"] == rows[0]["settings"] and "role_error" not in row for row in rows):
-        _try(topology, limit)  # with different settings the ranks refuse to meet, as they should
+        _try(
+            topology, limit, all(row["gpus"] for row in rows)
+        )  # with different settings the ranks refuse to meet, as they should
     topology.close()
 
 
-def _try(topology: Topology, limit: float) -> None:
+def _try(topology: Topology, limit: float, gpus: bool) -> None:
     leads = topology.rank == 0
     step("making the ranks' shared memory")
     environment = replace(Environment.read(), abort_after=limit, warn_after=limit)
@@ -97,6 +100,22 @@ def _try(topology: Topology, limit: float) -> None:
     if leads:
         _report(finding)
     group.close()
+    if gpus:
+        _try_gpus(topology, environment)
+
+
+def _try_gpus(topology: Topology, environment: Environment) -> None:
+    """Sum arrays on the GPUs that the ranks take. Collective."""
+    local_size = topology.ranks_per_node[topology.node_index]
+    own = Topology.create(devices=default_devices(topology.local_rank, local_size))
+    group = ProcessGroup.create(own, environment)
+    for name, check in (("sum by NCCL", check_nccl), ("sum of GPUs' memory by MPI", check_gpu_aware)):
+        step(name)
+        finding = check(group)
+        if topology.rank == 0:
+            _report(finding)
+    group.close()
+    own.close()
 
 
 def _segments(comm: Any) -> Finding | None:
@@ -129,6 +148,8 @@ def facts(topology: Topology, needs: Collection[str]) -> dict[str, Any]:
         "local_rank": topology.local_rank,
         **_role(topology),
         "gpus": [uuid for uuid, _ in gpus],
+        "buses": bus_ids(),
+        "reachable_gpus": reachable_gpus(),
         "node_gpus": len(gpus_of_machine()),
         "cores": ",".join(ranges(cores)),
         "core_list": cores,
@@ -181,7 +202,7 @@ def _missing(needs: Collection[str], gpu: bool, no_gpu: str) -> dict[str, str]:
         found["gpu"] = no_gpu or "there is none"
     if "nccl" in needs and (reason := nccl_available()):
         found["nccl"] = reason
-    if "cuda-aware-mpi" in needs and not gpu_support():
+    if "cuda-aware-mpi" in needs and not ask(amd=amd_alone()):
         found["cuda-aware-mpi"] = "the MPI library says that it takes no memory of GPUs, or cannot be asked"
     if "parallel-hdf5" in needs:
         import h5py

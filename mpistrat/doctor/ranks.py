@@ -84,9 +84,13 @@ def _failure(outcome: Outcome, limit: float, ended: bool) -> Finding:
 
 
 def _check_of(step: str) -> str:
-    return {"MPI_Init_thread": "MPI start", "all-reduce": "all-reduce", "windows": "one-sided calls"}.get(
-        step, "launch"
-    )
+    return {
+        "MPI_Init_thread": "MPI start",
+        "all-reduce": "all-reduce",
+        "windows": "one-sided calls",
+        "sum by NCCL": "NCCL",
+        "sum of GPUs' memory by MPI": "CUDA-aware MPI",
+    }.get(step, "launch")
 
 
 def _print_later(failed: Finding, delay: float) -> None:

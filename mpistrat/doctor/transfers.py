@@ -9,14 +9,21 @@ from typing import Any
 
 import numpy as np
 
+from ..base.agree import gather_text
+from ..base.distributed_values import PerReplica
+from ..base.errors import DeviceError, by_rank
 from ..cluster.topology import Topology
+from ..comm.arrays import all_reduce_gpu, import_cupy, to_host
+from ..comm.gpu import nccl_available, own_gpus
+from ..comm.gpu_support import gpu_aware
 from ..comm.process_group import ProcessGroup
 from ..comm.window import RemoteWindow, SharedWindow, Window
 from ..cross_device.auto import make_cross_device_ops
+from ..cross_device.nccl import NcclAllReduce
 from ..parameter_server.wire.choice import known_to_finish
 from .finding import Finding, ok, problem, warning
 
-__all__ = ["check_all_reduce", "check_clocks", "check_windows"]
+__all__ = ["check_all_reduce", "check_clocks", "check_gpu_aware", "check_nccl", "check_windows"]
 
 _COUNT = 1 << 20  # float32 numbers of an all-reduce
 _ROUNDS = 5
@@ -51,6 +58,65 @@ def check_all_reduce(group: ProcessGroup) -> Finding:
         remedy = "See which network MPI uses: UCX_LOG_LEVEL=info, FI_LOG_LEVEL=info, OMPI_MCA_pml_base_verbose=10"
         return warning(name, said, remedy)
     return ok(name, said)
+
+
+def check_nccl(group: ProcessGroup) -> Finding:
+    """Return what a sum by NCCL over the GPUs that the ranks take gives and takes. Collective."""
+    name, topology = "NCCL", group.topology
+    if topology.num_replicas == 1:
+        return ok(name, "one GPU: nothing to sum")
+    missing = {rank: why for rank, why in enumerate(gather_text(topology.comm, nccl_available())) if why}
+    if missing:
+        what = f"not usable: {by_rank(missing)}"
+        return warning(name, what, "Sums of arrays on GPUs go through host memory, which is slower")
+    ops, arrays = NcclAllReduce(), _arrays_on_gpus(group)
+    ops.bind(group)
+    value = arrays[0] if len(arrays) == 1 else PerReplica(arrays)
+    results: list[Any] = []
+    try:
+        took = _quickest(topology.comm, lambda: results.append(ops.reduce("SUM", value)))
+    except DeviceError as error:  # on every rank alike: ranks share a GPU
+        remedy = "Start one rank for each GPU; until then sums go through host memory, which is slower"
+        return warning(name, str(error), remedy)
+    finally:
+        ops.close()
+    total = topology.num_replicas * (topology.num_replicas + 1) / 2
+    found = [to_host(member) for member in getattr(results[-1], "values", (results[-1],))]
+    wrong = _where(topology.comm, all(bool((array == total).all()) for array in found))
+    said = f"{found[0].nbytes >> 20} MiB over {topology.num_replicas} GPUs: {_rate(took, found[0])}"
+    if wrong:
+        what = f"the sum is wrong on ranks {', '.join(map(str, wrong[:8]))}; {said}"
+        return problem(name, what, "Do not train with this NCCL: export NCCL_DEBUG=INFO, and report what it prints")
+    return ok(name, said)
+
+
+def check_gpu_aware(group: ProcessGroup) -> Finding | None:
+    """Return what a sum of memory of GPUs by MPI gives and takes, if MPI says that it takes it. Collective."""
+    from mpi4py import MPI
+
+    name, topology = "CUDA-aware MPI", group.topology
+    if topology.comm.allreduce(int(gpu_aware()), MPI.MIN) == 0 or topology.size == 1:
+        return None
+    array = _arrays_on_gpus(group)[0]
+    rank_sum = sum(1 + offset for offset in topology.comm.allgather(topology.replica_offset))
+    start = perf_counter()
+    all_reduce_gpu(topology.comm, array)
+    took, host = perf_counter() - start, to_host(array)
+    wrong = _where(topology.comm, bool((host == rank_sum).all()))
+    said = f"{host.nbytes >> 20} MiB over {topology.size} ranks: {_rate(took, host)}"
+    if wrong:
+        what = f"MPI says that it takes memory of GPUs, and its sum is wrong on ranks {', '.join(map(str, wrong[:8]))}; {said}"
+        return problem(name, what, "Choose NCCL or HIERARCHICAL, and report it to the site, with this text")
+    return ok(name, said)
+
+
+def _arrays_on_gpus(group: ProcessGroup) -> list[Any]:
+    """Return an array on the GPU of each local replica, full of the number of the replica from 1."""
+    cupy, arrays = import_cupy("doctor"), []
+    for index, gpu in enumerate(own_gpus(group)):
+        with cupy.cuda.Device(gpu):
+            arrays.append(cupy.full(_COUNT, group.topology.replica_offset + index + 1, np.float32))
+    return arrays
 
 
 def check_windows(group: ProcessGroup) -> Iterator[Finding]:

@@ -26,6 +26,7 @@ def rows(*ranks: dict, machine_cores: int = 8, node_gpus: int = 0) -> list[dict]
             "thread_level": "MULTIPLE", "versions": {"python": "3.11.7", "mpistrat": "0.1.0"}, "settings": {}, "missing": {},
         }  # fmt: skip
         row.update(own)
+        row = {"buses": row["gpus"], "reachable_gpus": None, **row}
         row["cores"] = ",".join(ranges(row["core_list"]))
         made.append(row)
     return made
