@@ -42,7 +42,7 @@ FRAGMENTS = (
 PLAIN = dict.fromkeys(("name", "memory", "time", "strategy", "container", "partition", "account", "qos", "mail"))
 NUMBERS = ("nodes", "ranks_per_node", "cpus_per_rank", "gpus_per_node", "num_ps", "ps_nodes")
 SITE_TEXT = (
-    "name", "about", "scheduler", "launcher", "mpi", "gpu_request", "gpu_bind", "venv", "conda", "python",
+    "name", "about", "scheduler", "launcher", "mpi", "gpu_request", "gpu_bind", "gtl", "nccl_net", "venv", "conda", "python",
 )  # fmt: skip
 ARRAY_TEXT = ("indices", "index_argument", "output_argument", "output_folder")
 STUB = 'canary() { echo fired >> canary_trace; }\ncall() { printf "%s\\0" "$@" >> "$CALLS"; }\n' + "".join(
