@@ -20,10 +20,10 @@ import numpy as np
 from ..base.loops import Around, Span
 from ..comm.arrays import dtype_name, import_cupy, on_device_of
 
-__all__ = ["OPTIONS", "THREADS", "DeviceScale", "source", "squares", "squares_source", "update"]
+__all__ = ["OPTIONS", "THREADS", "DeviceScale", "options", "source", "squares", "squares_source", "update"]
 
 OPTIONS = ("--fmad=false",)  # of CUDA's compiler: no multiplication is fused with an addition
-HIP_OPTIONS = ("-ffp-contract=off",)  # the same, of AMD's
+_HIP_OPTIONS = ("-ffp-contract=off",)  # the same, of AMD's
 THREADS = 256  # of a block
 MOST_BLOCKS = 1 << 16  # of a launch: a thread takes several elements where there are more
 MOST_SEGMENTS = 128  # of a launch: its arguments have 4,096 bytes at most
@@ -275,13 +275,14 @@ def _real(weights: str) -> str:
     return "float32" if weights in ("float16", "bfloat16") else weights
 
 
-def _options(cupy: ModuleType) -> tuple[str, ...]:
-    return HIP_OPTIONS if getattr(cupy.cuda.runtime, "is_hip", False) else OPTIONS
+def options(cupy: ModuleType) -> tuple[str, ...]:
+    """Return the compiler's options for CuPy's GPUs, of NVIDIA or AMD."""
+    return _HIP_OPTIONS if getattr(cupy.cuda.runtime, "is_hip", False) else OPTIONS
 
 
 @functools.cache
 def _kernel(cupy: ModuleType, rule: str, weights: str, gradients: str) -> Any:
-    return cupy.RawKernel(source(rule, weights, gradients), "update", _options(cupy))
+    return cupy.RawKernel(source(rule, weights, gradients), "update", options(cupy))
 
 
 def update(
@@ -327,7 +328,7 @@ def update(
 @functools.cache
 def _squares(cupy: ModuleType, real: str) -> tuple[Any, Any]:
     code = squares_source(real)
-    return cupy.RawKernel(code, "lanes", _options(cupy)), cupy.RawKernel(code, "halves", _options(cupy))
+    return cupy.RawKernel(code, "lanes", options(cupy)), cupy.RawKernel(code, "halves", options(cupy))
 
 
 def squares_source(real: str) -> str:

@@ -1,4 +1,4 @@
-"""`python -m tests.mutations`: it finds each kind of place, leaves out the one that the switch names, and its reasons are current."""
+"""`python -m tests.mutations` finds each kind of place, leaves out the one that the switch names, and has current reasons."""
 
 import ast
 import types
