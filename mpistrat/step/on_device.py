@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 
 from ..comm.arrays import dtype_name, import_cupy, on_device_of
-from ..optimizers.kernels import OPTIONS, THREADS, DeviceScale
+from ..optimizers.kernels import THREADS, DeviceScale, options
 from .interface import Range
 
 __all__ = ["DeviceSquares", "scales", "source", "totals_of"]
@@ -80,7 +80,7 @@ def source(real: str) -> str:
 
 @functools.cache
 def _kernel(cupy: ModuleType, name: str, real: str) -> Any:
-    return cupy.RawKernel(source(real), name, OPTIONS)
+    return cupy.RawKernel(source(real), name, options(cupy))
 
 
 def _launch(name: str, real: str, count: int, *arguments: Any) -> None:
