@@ -48,7 +48,8 @@ def step_with_closure(optimizer: Any, whole: TorchWholeRule, closure: Callable[[
         remedy = "Start a rank for each replica, or take an optimizer without a closure"
         raise RuntimeError(explain(function, "", expected=expected, got=got, remedy=remedy))
     optimizer.__dict__.update(_opt_called=True)  # what torch's schedulers look at, for a warning
-    result = whole.run(lambda: _evaluated(optimizer, whole, closure, function))
+    step = optimizer.mpistrat_rule.iterations + 1
+    result = whole.run(lambda: _evaluated(optimizer, whole, closure, function), step)
 
     def write() -> None:
         context.expect_replica(function).merge_call(lambda strategy: whole.assign())

@@ -39,7 +39,7 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax
 _KERNELS = {"Adam": getattr(torch, "_fused_adam_", None), "AdamW": getattr(torch, "_fused_adamw_", None)}
 _OURS = {"foreach": False, "capturable": False, "differentiable": False, "fused": None}
 _WITH_SCALARS = ("NAdam", "ASGD")  # which keep numbers once for all elements
-_UNCOMPARED = {"params", "lr", "initial_lr", "param_names", *_OURS}
+_UNCOMPARED = {"params", "lr", "initial_lr", "param_names"}
 _UNSAVED = {"params", "param_names", *_OURS}
 
 
@@ -218,7 +218,9 @@ class TorchRule(ForeignRule):
             self._core.begun = BegunInBackward(sums)
         self.scale = 1.0 / replicas
         self.counts: list[int] = []
-        self.rule, self.settings = kind.__name__, _settings(optimizer.param_groups)
+        # A step on blocks is the same with each of them; torch's own has other bits.
+        self.__uncompared = _UNCOMPARED if whole or sums is not None else _UNCOMPARED | _OURS.keys()
+        self.rule, self.settings = kind.__name__, self._settings()
         self.__taken = [StepsTaken(number) for number in range(len(optimizer.param_groups))]
         self.__taken_by: dict[Any, int] = {}  # not compared: the settings have the number of each group
         self.__variables: dict[int, list[Any]] = {}  # by group
@@ -236,12 +238,24 @@ class TorchRule(ForeignRule):
         groups = self._optimizer.param_groups
         if groups == self.__seen:  # mostly of identities
             return
-        settings = _settings(groups)
+        settings = self._settings()
         if settings != self.settings:
             self._check_state(settings)
             self.settings = settings
         changing = any(map(_has_tensor, groups))  # in place; then it would be equal to itself
         self.__seen = [] if changing else [dict(group) for group in groups]
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """Return the settings of each group that ranks compare."""
+        groups = self._optimizer.param_groups
+        chosen = [
+            {name: _number(value) for name, value in group.items() if name not in self.__uncompared}
+            | {"parameters": len(group["params"])}
+            for group in groups
+        ]
+        for settings, group in zip(chosen[1:], groups[1:], strict=True):
+            settings["lr"] = float(group["lr"])  # that of the first group is compared as the rule's own
+        return chosen
 
     def _check_state(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Raise RuntimeError if new settings need state that was not made when the optimizer was distributed."""
@@ -344,8 +358,8 @@ class TorchRule(ForeignRule):
         """
         groups = self._optimizer.param_groups
         number = len(groups) - 1
-        self._require_slots(", ".join(name for name in groups[-1] if name not in _UNCOMPARED))
-        self.settings = _settings(groups)
+        self._require_slots(", ".join(name for name in groups[-1] if name not in self.__uncompared))
+        self.settings = self._settings()
         self.__taken.append(StepsTaken(number, self.iterations))
         for variable in variables:
             self.__taken_by[variable] = len(self.__taken) - 1
@@ -561,7 +575,8 @@ class TorchRule(ForeignRule):
 
 def _read(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a group that its updates depend on."""
-    return {name: _number(value) for name, value in group.items() if name == "lr" or name not in _UNCOMPARED}
+    left_out = _UNCOMPARED | _OURS.keys()
+    return {name: _number(value) for name, value in group.items() if name == "lr" or name not in left_out}
 
 
 def _has_tensor(group: Mapping[str, Any]) -> bool:
@@ -573,17 +588,6 @@ def _number(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_number(part) for part in value)
     return float(value) if torch.is_tensor(value) else value
-
-
-def _settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    chosen = [
-        {name: _number(value) for name, value in group.items() if name not in _UNCOMPARED}
-        | {"parameters": len(group["params"])}
-        for group in groups
-    ]
-    for settings, group in zip(chosen[1:], groups[1:], strict=True):
-        settings["lr"] = float(group["lr"])  # that of the first group is compared as the rule's own
-    return chosen
 
 
 def slots_of(kind: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], float]:

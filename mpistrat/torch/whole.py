@@ -6,6 +6,7 @@ rule writes there. A rule that calls a closure itself, such as LBFGS, takes its 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from ..base import log
-from ..base.errors import explain
+from ..base.errors import CollectiveMismatchError, explain
 from ..comm.arrays import accumulation_dtype, to_host
 from ..optimizers.foreign import WholeRule
 from ..optimizers.whole_state import StateArray
@@ -71,6 +72,9 @@ class TorchWholeRule(WholeRule):
             if name != "param_groups" and type(value) is list and value and all(id(each) in copies for each in value):
                 own.__dict__[name] = [copies[id(each)] for each in value]
         self._own: Any = own
+        group = variables[0].placement.strategy.extended.process_group
+        with group.collective(_FUNCTION, "threads of PyTorch"):
+            self._threads = int(group.all_gather_int([torch.get_num_threads()]).min())
         self._variables = list(variables)
         self._samples: dict[str, dict[str, Any]] = {}  # of the state, whose types the values have
         self._begun: dict[str, StateArray] = {}
@@ -119,19 +123,25 @@ class TorchWholeRule(WholeRule):
         self._write_groups()
         return {name: array_of(self._parameters[name].detach()) for name in gradients}
 
-    def run(self, closure: Callable[[], Any]) -> Any:
+    def run(self, closure: Callable[[], Any], step: int) -> Any:
         """Call the optimizer's own step, on copies of the parameters; return what it returns. `assign` writes the result.
 
         Args:
             closure: returns the loss of `parameters()` as they are then, and has their gradients set.
+            step: the number of the step.
         """
         self._read_groups()
         for variable, (name, parameter) in zip(self._variables, self._parameters.items(), strict=True):
             parameter.grad = None
             parameter.data = tensor_of(np.array(to_host(variable.array)))
             self._load(name, parameter)
-        with torch.no_grad():
-            result = self._raw_step(self._own, closure)
+        with self._alike(step) as of_this_rank:
+
+            def evaluated() -> Any:
+                with of_this_rank():
+                    return closure()
+
+            result = self._raw_step(self._own, evaluated)
         self._write_groups()
         return result
 
@@ -145,10 +155,19 @@ class TorchWholeRule(WholeRule):
         Raises:
             CollectiveMismatchError: on every rank, when they have computed other numbers.
         """
-        for variable, parameter in zip(self._variables, self._parameters.values(), strict=True):
-            variable.assign(array_of(parameter.detach()))
-        for array, value in self._values():
-            array.variable.assign(value.astype(array.variable.dtype))
+        try:
+            for variable, parameter in zip(self._variables, self._parameters.values(), strict=True):
+                variable.assign(array_of(parameter.detach()))
+            for array, value in self._values():
+                array.variable.assign(value.astype(array.variable.dtype))
+        except CollectiveMismatchError as error:
+            remedy = (
+                "Seed equally on all ranks what the rule draws by NumPy or by generators of its own, and start the ranks on "
+                "processors of one kind"
+            )
+            expected = "a rule that computes the same numbers on all ranks"
+            text = explain(f"{self._kind.__name__}.step", "", expected=expected, got=str(error), remedy=remedy)
+            raise CollectiveMismatchError(text) from error
 
     def _read_groups(self) -> None:
         for own, theirs in zip(self._own.param_groups, self._source.param_groups, strict=True):
@@ -159,9 +178,40 @@ class TorchWholeRule(WholeRule):
             theirs.update({name: value for name, value in own.items() if name != "params"})
 
     def _run(self, optimizer: Any, step: int) -> None:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # ranks draw the same numbers
-            torch.manual_seed(self._seed + step)
+        with self._alike(step):
             self._raw_step(optimizer)
+
+    @contextlib.contextmanager
+    def _alike(self, step: int) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+        """Have all ranks compute the same bits in a step: with the same number of threads, and the same random numbers.
+
+        Yields:
+            What gives the program, in a closure, the threads and random numbers of this rank again.
+        """
+        own = torch.get_num_threads()
+
+        @contextlib.contextmanager
+        def of_this_rank() -> Iterator[None]:
+            nonlocal drawn
+            shared = torch.get_rng_state()
+            torch.set_rng_state(drawn)
+            _set_threads(own)
+            try:
+                yield
+            finally:
+                drawn = torch.get_rng_state()
+                torch.set_rng_state(shared)
+                _set_threads(self._threads)
+
+        drawn = torch.get_rng_state()
+        try:
+            torch.default_generator.manual_seed(self._seed + step)
+            _set_threads(self._threads)
+            with torch.no_grad():
+                yield of_this_rank
+        finally:
+            torch.set_rng_state(drawn)
+            _set_threads(own)
 
     def _load(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Give the copy of a parameter the state that its variables have."""
@@ -262,6 +312,12 @@ def _states_after(optimizer: torch.optim.Optimizer, with_closure: bool) -> list[
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         inspect.unwrap(kind.step)(trial, *([closure] if with_closure else []))  # type: ignore[call-arg]
     return [trial.state[parameter] for parameter in parameters]
+
+
+def _set_threads(number: int) -> None:
+    """Have torch compute with a number of threads; without a call where it does, which would end the others."""
+    if torch.get_num_threads() != number:
+        torch.set_num_threads(number)
 
 
 def _array(value: Any) -> np.ndarray | None:

@@ -117,6 +117,21 @@ def test_after_a_refused_step_all_ranks_compare_their_copies_in_the_same_steps()
                 optimizer.step()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["foreach", "fused", "capturable", "differentiable"])
+def test_ranks_with_other_implementations_are_an_error(name):
+    """PyTorch's own step has other bits with each of them, so the ranks must agree."""
+    module = mlp()
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        optimizer = torch.optim.AdamW(module.parameters(), **({name: True} if strategy.rank == 1 else {}))
+        with strategy.scope():
+            module, optimizer = ms.torch.distribute(module, optimizer)
+        optimizer.zero_grad()
+        sum(p.sum() for p in module.parameters()).backward()
+        with pytest.raises(ms.errors.CollectiveMismatchError, match=rf"rank 0.*'{name}'.*rank 1.*'{name}': True"):
+            optimizer.step()
+
+
 @pytest.fixture
 def started(monkeypatch):
     """The numbers of parameters whose sums started within a backward pass."""
