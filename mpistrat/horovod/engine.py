@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from ..base.agree import gather_text, same
 from ..base.environment import Environment, number_in
 from ..base.errors import ClusterError, CollectiveMismatchError, by_rank, explain
 from ..base.log import logger
-from ..base.waiting import Backoff
+from ..base.waiting import Backoff, wait_until
 from ..cluster.topology import check_comm, own_comm, running_mpi
 from ..cluster.world import communicator_of
 from ..torch.backend.gpus import gpus_here, is_on_gpu
@@ -42,7 +42,7 @@ from .process_sets import RankSet, global_process_set
 from .streams import EngineStreams, queued, show
 from .timeline import TensorTimeline
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Prepared"]
 
 _TO_COORDINATOR, _TO_RANKS = 1, 2  # tags
 _CYCLE = 10e-3  # seconds without another call after which calls are sent that no thread waits for
@@ -53,7 +53,25 @@ _WHILE = 1.0  # seconds after the last call in which rank 0 expects calls of pro
 _PLANS = 64  # decisions whose order is kept
 _ALONE = 1 << 22  # bytes from which on a tensor is not copied into a message with others
 _FUSED = 128 << 20  # bytes of the largest message of several tensors
-_LEAVE = 30.0  # seconds that `shutdown` waits for the other ranks' calls
+_LAST_MESSAGES = 1.0  # seconds that a rank waits at the end until its messages are read
+_LEAVE = 30.0  # seconds that `shutdown` waits for the other ranks' calls, and again for the one that runs
+
+
+_unread: list[Any] = []  # requests of messages that no rank reads any more, with their memory
+
+
+class Prepared(NamedTuple):
+    """A call as ranks compare it. A named one can be submitted again and again.
+
+    Attributes:
+        key: the process set and the name.
+        form: of the call.
+        prefix: of the name.
+    """
+
+    key: Key
+    form: Form
+    prefix: str
 
 
 class _Waiting:
@@ -206,6 +224,18 @@ class Engine:
                 than before.
             HorovodInternalError: Horovod was shut down, or this rank does not belong to the process set.
         """
+        return self.submit(self.prepare(kind, process_set, tensors, name, prefix, **more), tensors, finish)
+
+    def prepare(
+        self,
+        kind: str,
+        process_set: RankSet,
+        tensors: Sequence[torch.Tensor],
+        name: str | None,
+        prefix: str,
+        **more: Any,
+    ) -> Prepared:
+        """Return a call for `submit`, which takes tensors of these shapes, dtypes and devices. See `ask`."""
         number = process_set.process_set_id
         if number is None:
             remedy = "Pass it to hvd.init(process_sets=[...]) or hvd.add_process_set"
@@ -224,21 +254,28 @@ class Engine:
             if is_on_gpu(tensors[0]):
                 form["device"] = "gpu"
                 self._take_gpu(tensors[0].device, prefix)
+        if name is None:
+            with self._lock:
+                self._unnamed[number, prefix] += 1
+                name, form["once"] = f"noname.{self._unnamed[number, prefix]}", True
+        return Prepared((number, f"{prefix}.{name}"), form, prefix)
+
+    def submit(self, prepared: Prepared, tensors: Sequence[torch.Tensor], finish: Callable[[Any], Any]) -> int:
+        """Ask for a call, and return its handle. See `ask`."""
+        key, form, prefix = prepared
+        call = _Waiting(key, form["kind"], tensors, finish)
         with self._lock:
             if self.ended or self._leaving:
                 raise HorovodInternalError(self._refusal(prefix)) from self._why
-            if name is None:
-                self._unnamed[number, prefix] += 1
-                name, form["once"] = f"noname.{self._unnamed[number, prefix]}", True
-            key = (number, f"{prefix}.{name}")
             if key in self._calls:
                 remedy = "Wait for it with hvd.synchronize, or use another name"
                 expected, got = "a name without a call that has not ended", f"Duplicate tensor name {key[1]!r}"
                 text = explain(f"hvd.{prefix}", "name", expected=expected, got=got, remedy=remedy, rank=self.rank)
                 raise ValueError(text)
-            call = self._calls[key] = _Waiting(key, kind, tensors, finish)
+            self._calls[key] = call
             self._fresh.append((key, form))
-            self._fresh_bytes += sum(tensor.nbytes for tensor in tensors)
+            for tensor in tensors:
+                self._fresh_bytes += tensor.nbytes
             self._handle += 1
             self._handles[self._handle] = call
             self._last_call = time.monotonic()
@@ -297,6 +334,10 @@ class Engine:
         self._wake.set()
         if self._thread is not threading.current_thread():
             self._thread.join(_LEAVE)
+            if self._thread.is_alive():  # else the end of the interpreter may abort it, and the process
+                self._stop(HorovodInternalError(f"rank {self.rank}: hvd.shutdown: no answer within {_LEAVE:g} s"))
+                self._wake.set()
+                self._thread.join(_LEAVE)
         if self.timeline is not None:
             self.timeline.close()
             self.timeline = None
@@ -304,6 +345,9 @@ class Engine:
             self._streams.finish()
         for process_set in self.sets.values():
             _end_group(process_set.forget())
+        self._coordinator = (
+            None  # it refers to this object, which is then freed here, not at the end of the interpreter
+        )
 
     def use_gpu(self, number: int) -> None:
         """Set the GPU of a rank that joins before its first call with a tensor on one; -1 for the current one."""
@@ -453,7 +497,9 @@ class Engine:
     def _end(self, left: int, why: str) -> None:
         from mpi4py import MPI
 
-        MPI.Request.Waitall([request for request, _ in self._sending])
+        # A large message to rank 0 is never read where that has ended before: MPI keeps its memory then.
+        if not wait_until(lambda: MPI.Request.Testall([request for request, _ in self._sending]), _LAST_MESSAGES):
+            _unread.extend(self._sending)
         who = "this rank" if left == self.rank else f"rank {left}"
         reason = f"failed: {why}" if why else "has called hvd.shutdown, or ended"
         self._stop(HorovodInternalError(f"rank {self.rank}: Horovod has been shut down: {who} {reason}"))

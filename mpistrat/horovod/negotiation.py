@@ -9,6 +9,7 @@ that are new or that differ from the last ones of their names: other rows of an 
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 import time
@@ -26,6 +27,7 @@ Key = tuple[int, str]  # number of a process set, name of a call
 Form = dict[str, Any]  # of a call: kind, dtypes, shapes and more, as JSON has it
 
 _NUMBERS = 8192  # names that have a number; others travel as text
+_KEPT = 256  # messages by numbers alone that are packed, unpacked and decided once
 _SHOWN = "shapes", "dtypes", "device", "op", "root", "pre", "post", "members", "number"
 _WITH_JOIN = "allreduce", "barrier"
 
@@ -45,24 +47,33 @@ class Decision(NamedTuple):
 
 
 def _packed(numbers: Sequence[int], content: Form) -> bytes:
+    head = _head_of(tuple(numbers))
+    return head + json.dumps(content, separators=(",", ":")).encode() if content else head
+
+
+@functools.lru_cache(_KEPT)
+def _head_of(numbers: tuple[int, ...]) -> bytes:
     bits = np.zeros(max(numbers) + 1 if numbers else 0, np.uint8)
     bits[list(numbers)] = 1
     head = np.packbits(bits).tobytes()
-    text = json.dumps(content, separators=(",", ":")).encode() if content else b""
-    return struct.pack("<I", len(head)) + head + text
+    return struct.pack("<I", len(head)) + head
 
 
-def _unpacked(data: bytes) -> tuple[list[int], Form]:
+@functools.lru_cache(_KEPT)
+def _numbers_in(head: bytes) -> tuple[int, ...]:
+    return tuple(np.flatnonzero(np.unpackbits(np.frombuffer(head, np.uint8))).tolist())
+
+
+def _unpacked(data: bytes) -> tuple[tuple[int, ...], Form]:
     """Return the numbers and the rest of a message.
 
     Example:
         >>> _unpacked(_packed([1, 9], {"left": 2}))
-        ([1, 9], {'left': 2})
+        ((1, 9), {'left': 2})
     """
     (length,) = struct.unpack_from("<I", data)
-    bits = np.unpackbits(np.frombuffer(data, np.uint8, length, 4))
     text = data[4 + length :]
-    return np.flatnonzero(bits).tolist(), json.loads(text) if text else {}
+    return _numbers_in(data[4 : 4 + length]), json.loads(text) if text else {}
 
 
 def has_text(data: bytes) -> bool:
@@ -104,8 +115,8 @@ class RankCalls:
         """
         numbers, texts = [], []
         for key, form in calls:
-            number = self._numbers.get(key)
-            if number is not None and self._sent.get(key) == form:
+            number, sent = self._numbers.get(key), self._sent.get(key)
+            if number is not None and (sent is form or sent == form):
                 numbers.append(number)
                 continue
             texts.append([*key, form])
@@ -162,26 +173,47 @@ class Coordinator:
         self._joined: list[int] = []
         self._warned = set[Key]()
         self._left: tuple[int, str] | None = None
+        self._latest = [b""] * size  # message of each rank
+        self._repeated = set[bytes]()  # messages that were the decision when all ranks had sent them
+        self._held: dict[int, float] = {}  # when ranks sent such a message, the same one, while nothing else was asked
 
     def take(self, rank: int, data: bytes) -> None:
-        """Take the message of a rank."""
+        """Take the message of a rank. One that all ranks repeat is held, unread, until all have sent it."""
+        now = time.monotonic()
+        alone = not self._asked and rank not in self._held
+        if alone and data in self._repeated and all(self._latest[other] == data for other in self._held):
+            self._latest[rank], self._held[rank] = data, now
+            return
+        self._read_held()
+        self._latest[rank] = data
+        self._read(rank, data, now)
+
+    def _read_held(self) -> None:
+        """Read the messages that were held: not all ranks have sent the same."""
+        held, self._held = self._held, {}
+        for rank, since in held.items():
+            self._read(rank, self._latest[rank], since)
+
+    def _read(self, rank: int, data: bytes, now: float) -> None:
         numbers, content = _unpacked(data)
+        if content:
+            self._repeated.clear()
         for number in numbers:
             key = self._keys[number]
-            self._ask(rank, key, self._last[rank][key])
+            self._ask(rank, key, self._last[rank][key], now)
         for name_of_set, name, form in content.get("calls", ()):
             key = (name_of_set, name)
             if not form.get("once"):
                 self._last[rank][key] = form
             self._changed.add(key)
-            self._ask(rank, key, form)
+            self._ask(rank, key, form, now)
         if "leaves" in content and self._left is None:
             self._left = (rank, content["leaves"])
 
-    def _ask(self, rank: int, key: Key, form: Form) -> None:
+    def _ask(self, rank: int, key: Key, form: Form, now: float) -> None:
         asked = self._asked.setdefault(key, {})
         asked[rank] = form
-        self._since.setdefault(key, time.monotonic())
+        self._since.setdefault(key, now)
         if form["kind"] == "join":
             self._joined.append(rank)
             for other in self._asked:
@@ -202,6 +234,9 @@ class Coordinator:
 
     def decide(self) -> tuple[bytes, set[int]] | None:
         """Return a decision and the ranks that need it; None if there is nothing to decide."""
+        if len(self._held) == self._size:
+            self._held.clear()
+            return self._latest[0], set(range(self._size))
         if not self._ready and self._left is None:
             return None
         numbers, texts, concerned = list[int](), list[Any](), set[int]()
@@ -229,7 +264,12 @@ class Coordinator:
         if self._left is not None:
             content["left"] = self._left
             concerned.update(range(self._size))
-        return _packed(numbers, content), concerned
+        data = _packed(sorted(numbers), content)
+        if not content and not self._asked and all(each == data for each in self._latest):
+            if len(self._repeated) >= _KEPT:
+                self._repeated.clear()
+            self._repeated.add(data)
+        return data, concerned
 
     def _number(self, key: Key, asked: dict[int, Form]) -> int:
         if key not in self._numbers:
@@ -253,6 +293,7 @@ class Coordinator:
 
     def look_for_stalls(self) -> None:
         """Report calls that some ranks lack for long, and make those fail that they lack for too long."""
+        self._read_held()
         now = time.monotonic()
         for key, since in self._since.items():
             waited, asked = now - since, self._asked[key]

@@ -75,6 +75,8 @@ class FusedReduction:
         self._shapes = [shape for each in forms for shape in each["shapes"]]
         self._sizes = [math.prod(shape) for shape in self._shapes]
         self._size = sum(self._sizes)
+        self._opts = c10d.AllreduceOptions()
+        self._opts.reduceOp, self._opts.asyncOp = _reduction(self._op, self._dtype), False
         self._room: torch.Tensor | None = None
         self._parts: list[torch.Tensor] = []  # of the room, with the shapes of the tensors
 
@@ -109,9 +111,7 @@ class FusedReduction:
     def _reduced(self, group: Any, flat: torch.Tensor) -> torch.Tensor:
         """Return the reduction, scaled before and after: the same tensor where no factor is given."""
         total = _scaled(flat, self._pre)
-        opts = c10d.AllreduceOptions()
-        opts.reduceOp, opts.asyncOp = _reduction(self._op, self._dtype), False
-        group.allreduce([total], opts).wait()
+        group.allreduce([total], self._opts).wait()
         return _scaled(_divided(total, self._op, group.size()), self._post)
 
     def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ the same number among unnamed calls of its operation. All tensors of a call are 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,13 +14,15 @@ import torch
 
 from ...base.errors import explain
 from ...torch.backend.gpus import is_on_gpu
+from ..engine import Prepared
 from ..process_sets import RankSet, global_process_set
 from .basics import engine
 from .compression import Compression, Compressor
 
 __all__ = [
-    "Adasum", "Average", "Max", "Min", "ReductionName", "Product", "Sum", "allgather", "allgather_async", "allreduce",
-    "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
+    "Adasum", "Average", "Max", "Min", "Product", "ReductionName", "RepeatedReduction", "Sum", "allgather",
+    "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async",
+    "barrier", "broadcast", "broadcast_",
     "broadcast_async", "broadcast_async_", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
     "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
     "grouped_reducescatter_async", "join", "poll", "reducescatter", "reducescatter_async", "sparse_allreduce_async",
@@ -108,8 +111,11 @@ class _Reduction(NamedTuple):
 
     def ask(self, tensors: Sequence[torch.Tensor], prefix: str, finish: Callable[[Any], Any]) -> int:
         own = _checked(self.function, tensors, summed=True)
-        return engine(self.function).ask(
-            "allreduce", self.process_set, own, self.name, prefix, finish,
+        return engine(self.function).submit(self.prepare(own, prefix), own, finish)
+
+    def prepare(self, own: Sequence[torch.Tensor], prefix: str) -> Prepared:
+        return engine(self.function).prepare(
+            "allreduce", self.process_set, own, self.name, prefix,
             op=self.op.name, pre=float(self.pre), post=float(self.post),
         )  # fmt: skip
 
@@ -117,6 +123,38 @@ class _Reduction(NamedTuple):
         own = list(tensors) if in_place else _copies(tensors)
         prefix = "grouped_allreduce" if several else "allreduce"
         return self.ask(own, prefix, (lambda _: own) if several else (lambda _: own[0]))
+
+
+class RepeatedReduction:
+    """`grouped_allreduce_async_` under one name, again and again: tensors like the last ones are not looked at again.
+
+    Args:
+        name, op, prescale_factor, postscale_factor, process_set: as of that function.
+    """
+
+    def __init__(
+        self, name: str, op: ReductionName, prescale_factor: float, postscale_factor: float, process_set: RankSet
+    ) -> None:
+        function = "grouped_allreduce_async_"
+        self._call = _Reduction(function, name, op, prescale_factor, postscale_factor, process_set)
+        self._prepared: Prepared | None = None
+        self._like: Any = None  # of the tensors that it was prepared for
+        self._running: Any = lambda: None  # the engine
+
+    def start(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Start the reduction in place. Return a handle for `synchronize`. Collective over the process set."""
+        call, prepared, running = self._call, self._prepared, engine(self._call.function)
+        like = [(tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in tensors]
+        if (
+            prepared is None
+            or like != self._like
+            or self._running() is not running
+            or prepared.key[0] != call.process_set.process_set_id
+        ):
+            prepared = call.prepare(_checked(call.function, tensors, summed=True), "grouped_allreduce")
+            self._prepared, self._like, self._running = prepared, like, weakref.ref(running)
+        own = [tensor.detach() for tensor in tensors]
+        return running.submit(prepared, own, lambda _: tensors)
 
 
 def allreduce_async(

@@ -14,7 +14,15 @@ import torch
 from ...base.errors import explain
 from ..process_sets import RankSet, global_process_set
 from .basics import engine, size
-from .calls import Adasum, Average, ReductionName, grouped_allreduce_async_, sparse_allreduce_async, synchronize
+from .calls import (
+    Adasum,
+    Average,
+    ReductionName,
+    RepeatedReduction,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+    synchronize,
+)
 from .compression import Compression, Compressor
 
 __all__ = ["DistributedOptimizer"]
@@ -56,8 +64,10 @@ def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Any]] | 
 class _Sent:
     """Gradients on the way: of a parameter, or of a group of parameters."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], finish: Callable[[], None]) -> None:
-        self.parameters, self.finish = parameters, finish
+    __slots__ = ("finish",)
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.finish = finish
 
 
 class _Averaging:
@@ -80,7 +90,9 @@ class _Averaging:
         self._op, self._predivide, self._as_dense, self._set = op, predivide, sparse_as_dense, process_set
         self._trained = [tensor for group in self.param_groups for tensor in group["params"] if tensor.requires_grad]
         self._left = dict.fromkeys(self._trained, passes)  # backward passes until a gradient is sent
-        self._sent: dict[torch.Tensor, _Sent] = {}
+        # By the id of a parameter, or of the first one of a call: PyTorch hashes tensors in Python.
+        self._sent: dict[int, _Sent] = {}
+        self._reductions: dict[int, RepeatedReduction] = {}
         self._arrived: dict[int, int] = {}  # gradients of a group that wait for the others
         self._synchronized, self._waits = False, True
         self._group_of = self._grouped(groups)
@@ -117,7 +129,7 @@ class _Averaging:
 
     def _add(self, tensor: torch.Tensor) -> None:
         """Note that a gradient was computed, and send it after the last pass."""
-        if tensor in self._sent:
+        if id(tensor) in self._sent:
             remedy = "Increase backward_passes_per_step to accumulate gradients, or call step() before the next pass"
             expected = f"at most {self.backward_passes_per_step} backward passes before step()"
             raise AssertionError(
@@ -139,33 +151,35 @@ class _Averaging:
 
     def _send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Start the reduction of gradients; one that was not computed counts as zero."""
+        dense, gradients = [], []
         for tensor in tensors:
-            if tensor.grad is None:
-                tensor.grad = torch.zeros_like(tensor)
-        dense = []
-        for tensor in tensors:
-            assert tensor.grad is not None
-            if tensor.grad.is_sparse and not self._as_dense:
-                self._send_sparse(tensor)
-            else:
-                dense.append(tensor)
+            gradient = tensor.grad
+            if gradient is None:
+                gradient = tensor.grad = torch.zeros_like(tensor)
+            if gradient.is_sparse:
+                if not self._as_dense:
+                    self._send_sparse(tensor)
+                    continue
+                gradient = gradient.to_dense()
+            dense.append(tensor)
+            gradients.append(gradient)
         if not dense:
             return
-        packed = [self._compression.compress(_dense(tensor)) for tensor in dense]
-        factor = self._predivide if self._op == Average else 1.0
-        small = [each for each, _ in packed]
-        handle = grouped_allreduce_async_(
-            small, name=self._parameter_names[dense[0]], op=self._op, prescale_factor=1.0 / factor, postscale_factor=factor,
-            process_set=self._set,
-        )  # fmt: skip
+        packed = [self._compression.compress(gradient) for gradient in gradients]
+        reduction = self._reductions.get(id(dense[0]))
+        if reduction is None:
+            factor, name = self._predivide if self._op == Average else 1.0, self._parameter_names[dense[0]]
+            reduction = RepeatedReduction(name, self._op, 1.0 / factor, factor, self._set)
+            self._reductions[id(dense[0])] = reduction
+        handle = reduction.start([each for each, _ in packed])
 
         def finish() -> None:
             for tensor, total, (_, context) in zip(dense, synchronize(handle), packed, strict=True):
                 _set_gradient(tensor, self._compression.decompress(total, context))
 
-        sent = _Sent(dense, finish)
+        sent = _Sent(finish)
         for tensor in dense:
-            self._sent[tensor] = sent
+            self._sent[id(tensor)] = sent
 
     def _send_sparse(self, tensor: torch.Tensor) -> None:
         assert tensor.grad is not None
@@ -174,20 +188,21 @@ class _Averaging:
         def finish() -> None:
             tensor.grad = wait()
 
-        self._sent[tensor] = _Sent([tensor], finish)
+        self._sent[id(tensor)] = _Sent(finish)
 
     def synchronize(self) -> None:
         """Wait until the gradients are those of all ranks, for use before `step`: to clip them, for instance."""
         if self._set.included():
             missing = len(self._sent) < len(self._trained)
             for tensor in self._trained if missing else ():
-                if tensor not in self._sent:  # not computed in this pass, or not often enough
+                if id(tensor) not in self._sent:  # not computed in this pass, or not often enough
                     group = self._group_of.get(tensor)
-                    self._send([each for each in group if each not in self._sent] if group else [tensor])
+                    self._send([each for each in group if id(each) not in self._sent] if group else [tensor])
             sent, self._sent = list(dict.fromkeys(self._sent.values())), {}
             for each in sent:
                 each.finish()
-            self._left = dict.fromkeys(self._trained, self.backward_passes_per_step)
+            if self.backward_passes_per_step > 1:
+                self._left = dict.fromkeys(self._trained, self.backward_passes_per_step)
             self._arrived.clear()
         self._synchronized = True
 
@@ -277,14 +292,10 @@ class _CombiningDeltas:
         return result
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    gradient = tensor.grad
-    assert gradient is not None
-    return gradient.to_dense() if gradient.is_sparse else gradient
-
-
 def _set_gradient(tensor: torch.Tensor, total: torch.Tensor) -> None:
     gradient = tensor.grad
+    if gradient is total:
+        return
     assert gradient is not None
     if gradient.is_sparse:
         tensor.grad = total.to_sparse()

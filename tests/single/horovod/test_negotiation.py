@@ -1,5 +1,7 @@
 """Negotiation of Horovod's calls between ranks in one process: what is decided, in which order, and what travels."""
 
+import random
+
 import pytest
 
 from mpistrat.horovod.negotiation import Coordinator, RankCalls, left_in
@@ -100,7 +102,7 @@ def test_unnamed_calls_leave_nothing_behind():
         world.decide()
     kept = {**vars(world.coordinator), **vars(world.ranks[1])}
     sizes = {name: len(value) for name, value in kept.items() if isinstance(value, (dict, set, list)) and value}
-    assert sizes == {"_last": 3}
+    assert sizes == {"_last": 3, "_latest": 3}  # of each rank
     assert world.coordinator._last == [{}, {}, {}]
 
 
@@ -186,6 +188,84 @@ def test_a_stall_is_reported_once_with_the_ranks_and_fails_in_the_end(monkeypatc
     world.coordinator.look_for_stalls()
     ((name, error),) = world.decide()[2]
     assert name == "grad" and error.startswith("grad: ranks 0, 2 waited 61 s for rank 1, which did not call it")
+
+
+def test_a_stall_of_calls_that_ranks_repeat_counts_from_the_first_call(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("mpistrat.horovod.negotiation.time.monotonic", lambda: now[0])
+    world = World(warn_after=10.0, limit=60.0)
+    for now[0] in (0.0, 1.0, 2.0):
+        for rank in range(3):
+            world.ask(rank, "grad")
+        assert names(world.decide()) == on_all(["grad"])
+    now[0] = 3.0
+    world.ask(2, "grad")
+    now[0] = 4.0
+    world.ask(1, "grad")
+    now[0] = 14.0
+    world.coordinator.look_for_stalls()
+    assert world.warnings == ["grad: ranks 1, 2 waited 11 s for rank 0"]
+    world.ask(0, "grad")
+    assert names(world.decide()) == on_all(["grad"])
+
+
+def test_a_shape_that_stays_different_stays_an_error():
+    """Also where each rank repeats its own call, so that all send the same bits."""
+    world = World()
+    for shape in [(3,)] * 3 + [(4,)] * 3 + [(3,)] * 3:
+        for rank in range(3):
+            world.ask(rank, "grad", form=form(shape=shape if rank == 1 else (3,)))
+        error = (
+            ""
+            if shape == (3,)
+            else "grad: the ranks call allreduce with different shapes: ranks 0, 2: [[3]]; rank 1: [[4]]"
+        )
+        assert world.decide() == on_all([("grad", error)])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_calls_run_when_all_ranks_have_made_them(seed):
+    """Steps that repeat, steps of which ranks make other parts first, new shapes, and calls of a process set."""
+    rng, world = random.Random(seed), World()
+    asked = {(0, name): {} for name in "abcd"} | {(1, "a"): {}}  # the shape that each rank has asked for
+    shapes = dict.fromkeys(asked, (3,))
+    for _ in range(150):
+        if rng.random() < 0.1:
+            shapes[rng.choice(list(asked))] = (rng.randrange(1, 5),)
+        keys = [(0, name) for name in ("abcd" if rng.random() < 0.5 else rng.sample("abcd", rng.randrange(1, 4)))]
+        keys += [(1, "a")] * (rng.random() < 0.2)
+        parts = [keys] if rng.random() < 0.6 else [keys[:1], keys[1:]]
+        for part in parts:
+            for rank in rng.sample(range(3), 3):
+                own = [key for key in part if rank in SETS[key[0]] and rank not in asked[key]]
+                for key in own:
+                    asked[key][rank] = list(shapes[key])
+                data = world.ranks[rank].message([(key, form(shape=shapes[key])) for key in own], None)
+                world.coordinator.take(rank, data)
+                if rng.random() < 0.7:
+                    check_decision(world, asked)
+        check_decision(world, asked)
+
+
+def check_decision(world, asked):
+    """Check a decision against the calls that ranks have asked for, and forget those that run."""
+    ready = {key: calls for key, calls in asked.items() if len(calls) == len(SETS[key[0]])}
+    decision = world.coordinator.decide()
+    assert (decision is None) == (not ready)
+    if decision is None:
+        return
+    data, ranks = decision
+    assert ranks == {rank for key in ready for rank in SETS[key[0]]}
+    for rank in ranks:
+        found = {one.key: one for one in world.ranks[rank].decisions(data)}
+        mine = {key for key in ready if rank in SETS[key[0]]}
+        assert mine <= found.keys() <= ready.keys()
+        for key in mine:
+            alike = len({str(shape) for shape in ready[key].values()}) == 1
+            assert bool(found[key].error) == (not alike)
+            assert not alike or found[key].form["shapes"] == [next(iter(ready[key].values()))]
+    for key in ready:
+        asked[key].clear()
 
 
 def test_a_join_may_wait_for_long(monkeypatch):
