@@ -13,7 +13,7 @@ import numpy as np
 
 from .types import IndexedSlices
 
-__all__ = ["flatten", "form", "is_nested", "map_structure", "pack_like", "paths"]
+__all__ = ["flatten", "form", "is_nested", "map_children", "map_structure", "pack_like", "paths"]
 
 
 def _is_dataclass(value: Any) -> bool:
@@ -258,6 +258,17 @@ def map_structure(function: Callable[..., Any], *structures: Any) -> Any:
         {'x': (11, 22)}
     """
     return _map_alone(function, structures[0]) if len(structures) == 1 else _map(function, structures, "")
+
+
+def map_children(function: Callable[[Any], Any], node: Any) -> Any:
+    """Return a node of a structure with the results of a function on each of its children.
+
+    Example:
+        >>> map_children(len, {"a": [1, 2], "b": [3]})
+        {'a': 2, 'b': 1}
+    """
+    children = _children(node)
+    return _rebuild(node, [key for key, _ in children], [function(child) for _, child in children])
 
 
 def _map_alone(function: Callable[..., Any], structure: Any) -> Any:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .dataset import Dataset
+from .nodes.samples import samples_of
 from .nodes.sources import array_rows
 
-__all__ = ["from_arrays", "from_generator", "sample_from_datasets", "zip"]
+__all__ = ["from_arrays", "from_generator", "from_map_style", "sample_from_datasets", "zip"]
 
 
 def from_arrays(arrays: Any, *, copy: bool = False) -> Dataset:
@@ -59,6 +60,45 @@ def from_generator(function: Callable[..., Iterable[Any]], element_spec: Any = N
         ([0, 1, 2], [10, 11, 12])
     """
     return Dataset.from_generator(function, element_spec)
+
+
+def from_map_style(samples: Any, *, workers: int = 0, processes: bool = False, element_spec: Any = None) -> Dataset:
+    """Make a dataset of the samples of an object with `__len__` and `__getitem__`; not collective.
+
+    Such objects are PyTorch's map-style datasets, those of Hugging Face's `datasets`, Grain's data sources, lists (of files, for
+    instance) and objects of your own classes. It has random access: each rank reads its own rows only. Shuffles, `batch`, caches
+    and the position of an iterator work as with files, so no sampler or DataLoader is needed.
+
+    Args:
+        samples: `samples[row]` returns a nest of arrays, tensors, images, numbers, strings or lists of numbers, for each row
+            from 0 to `len(samples) - 1`. An object with `__getitems__` is asked for several rows at once. A sample should depend
+            on its row only: what it draws at random is not repeated when a job resumes.
+        workers: the number of samples that are read at the same time; 0 for one, by the thread that reads, and AUTOTUNE for as
+            many as this rank has cores, at most 8.
+        processes: whether the workers are processes instead of threads, as for `Dataset.map`: the object must be one that can
+            be pickled, and the main program needs `if __name__ == "__main__":`.
+        element_spec: a nest of `ArraySpec`, with None in a shape for a length that varies. Without it the first sample says what
+            all look like.
+
+    Raises:
+        TypeError: for an object without a length or without items by row number, and for one that cannot be sent to a process.
+        ValueError: while reading, for a sample that does not look like the first, and for an object whose length has changed.
+        RuntimeError: while reading, when a process has died.
+
+    Example:
+        >>> class Squares:
+        ...     def __len__(self):
+        ...         return 5
+        ...
+        ...     def __getitem__(self, row):
+        ...         return {"x": np.float32(row), "y": row**2}
+        >>> dataset = from_map_style(Squares())
+        >>> [batch["y"].tolist() for batch in dataset.batch(2)]
+        [[0, 1], [4, 9], [16]]
+        >>> sorted(int(row["y"]) for row in dataset.shuffle(seed=1))
+        [0, 1, 4, 9, 16]
+    """
+    return Dataset(samples_of(samples, workers, processes, element_spec))
 
 
 def zip(*datasets: Any) -> Dataset:

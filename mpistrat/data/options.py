@@ -176,8 +176,8 @@ class InputOptions:
             raise ValueError(explain("InputOptions", "per_replica_buffer_size", expected="at least 0", got=got))
 
 
-def number_of_calls(function: str, value: Any) -> int | None:
-    """Return `num_parallel_calls`: None, AUTOTUNE or a number of at least 1.
+def number_of_calls(function: str, value: Any, argument: str = "num_parallel_calls") -> int | None:
+    """Return `num_parallel_calls`, or another argument like it: None, AUTOTUNE or a number of at least 1.
 
     Raises:
         TypeError: it is no integer.
@@ -185,4 +185,4 @@ def number_of_calls(function: str, value: Any) -> int | None:
     """
     if value is None or value == AUTOTUNE:
         return None if value is None else AUTOTUNE
-    return integer(function, "num_parallel_calls", value, 1, "Or ms.data.AUTOTUNE, or None for the thread that reads.")
+    return integer(function, argument, value, 1, "Or ms.data.AUTOTUNE, or None for the thread that reads.")

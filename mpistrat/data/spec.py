@@ -166,6 +166,8 @@ def _fit(spec: ArraySpec, value: Any) -> Any:
             raise ValueError(f"expected {spec}, from {limits.min} to {limits.max}, got {outside}")
         array = _cast(array, spec)
     same = array.dtype == spec.dtype
+    if not same and array.ndim and not array.size and {array.dtype.kind, spec.dtype.kind} <= set(_KINDS):
+        array, same = array.astype(spec.dtype), True  # an empty list has no dtype of its own
     if not same and array.dtype.newbyteorder("=") == spec.dtype.newbyteorder("="):  # NumPy's scalars have no byte order
         array, same = array.astype(spec.dtype), True
     if not same and spec.dtype.kind in "US":  # a row of an array of strings has a dtype just wide enough for it

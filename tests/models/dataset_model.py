@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 import mpistrat as ms
-from mpistrat.data import INFINITE, ArraySpec, Dataset, Options, from_arrays, from_generator
+from mpistrat.data import INFINITE, ArraySpec, Dataset, Options, from_arrays, from_generator, from_map_style
 from mpistrat.data.permutation import BlockOrder, permute, random_words
 
 Model = Callable[[int], list[Any]]
 Both = tuple[Dataset, Model]
 Chain = list[tuple[str, int, int]]
 
-SOURCES = ["arrays", "chunks", "generator"]
+SOURCES = ["arrays", "chunks", "generator", "samples"]
 NUMBER = ArraySpec((), np.int64)
 ENOUGH = 64  # elements of an endless dataset in its model, of which few are left once it ends again
 WEIGHTS = [(1.0, 1.0), (1.0, 3.0), (1.0, 0.0), (0.0, 1.0)]
@@ -40,6 +40,22 @@ class Chunks(type(Dataset.range(1).node)):  # type: ignore[misc]
         return np.append(np.arange(0, self.cardinality(), 3), self.cardinality())
 
 
+class Samples:
+    """An object with a length and items, of which several can be asked for at once."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> int:
+        return int(self.rows[row])
+
+    def __getitems__(self, rows: list[int]) -> list[int]:
+        return [self[row] for row in rows]
+
+
 def made_anew(node: Any) -> Any:
     """Every node of a chain made anew over those below."""
     return node.rebuild([made_anew(parent) for parent in node.parents])
@@ -51,6 +67,10 @@ def begin(n: int, source: str, factor: int = 1) -> Both:
     if source == "generator":
         numbers = from_generator(lambda epoch: iter(rows + 1000 * epoch), NUMBER)
         return numbers, lambda epoch: (rows + 1000 * epoch).tolist()
+    if source == "samples":
+        return from_map_style(
+            Samples(rows) if n % 2 else rows.tolist(), element_spec=NUMBER
+        ), lambda epoch: rows.tolist()
     return Dataset(Chunks(rows, n)) if source == "chunks" else from_arrays(rows), lambda epoch: rows.tolist()
 
 

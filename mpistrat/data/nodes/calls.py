@@ -5,8 +5,10 @@ Processes are started by Python's forkserver, and are no ranks (`cluster/no_rank
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import pickle
 import queue
 import signal
 import sys
@@ -70,7 +72,15 @@ def call(function: Callable[..., Any], element: Any) -> Any:
 
 
 def call_each(function: Callable[..., Any], elements: Sequence[Any]) -> list[Any]:
-    """The function of each element. Raises CallError."""
+    """The function of each element. Raises CallError.
+
+    A function may have a method `together`, which returns its results on several elements. If that raises an error, the
+    function is called on each element, to find the one that fails.
+    """
+    together = getattr(function, "together", None)
+    if together is not None and len(elements) > 1:
+        with contextlib.suppress(Exception):
+            return together(elements)
     results: list[Any] = []
     try:
         for element in elements:
@@ -91,7 +101,7 @@ _starting = threading.Lock()
 
 
 def _begin() -> None:
-    """Begin a process of `map`."""
+    """Begin a process that calls a function."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, which then ends this process
     if (said := os.environ.get("PYTHONSAFEPATH", "")).startswith(
         _BY_US
@@ -151,11 +161,9 @@ def _serve(connection: Connection, function_bytes: bytes) -> None:
     no_rank.become_no_rank()  # again, if another's server runs
     _begin()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    from multiprocessing.reduction import ForkingPickler
-
     try:
         try:
-            function = ForkingPickler.loads(function_bytes)
+            function = pickle.loads(function_bytes)
         except Exception as error:
             connection.send(("start", *_described(error)))
             return
@@ -181,10 +189,8 @@ def _answer(connection: Connection, function: Callable[..., Any], elements: Sequ
 
 def _sendable(error: BaseException) -> BaseException | None:
     """The error, if it survives being sent; many cannot be made anew from their arguments."""
-    from multiprocessing.reduction import ForkingPickler
-
     try:
-        ForkingPickler.loads(ForkingPickler.dumps(error))
+        pickle.loads(pickle.dumps(error))
     except Exception:
         return None
     return error
@@ -198,12 +204,12 @@ def _described(error: BaseException) -> tuple[str, str]:
 class _MapProcess:
     """One process and the connection to it."""
 
-    def __init__(self, number: int, name: str, function_bytes: bytes) -> None:
+    def __init__(self, number: int, caller: str, name: str, function_bytes: bytes) -> None:
         import multiprocessing
 
         context = multiprocessing.get_context("forkserver")
         self.connection, theirs = context.Pipe()
-        self._name = f"Dataset.map: process {number} of {name}"
+        self._name = f"{caller}: process {number} of {name}"
         self.process: ForkServerProcess = context.Process(
             target=_serve, args=(theirs, function_bytes), name=f"mpistrat-map-{number}", daemon=True
         )
@@ -278,20 +284,26 @@ def _end(workers: list[_MapProcess]) -> None:
 class Processes:
     """A number of processes that call one function. They start at the first call, and end with this object.
 
+    Args:
+        function: what they call.
+        count: the number of processes.
+        caller: what the user called, for errors, and its argument, of which the function is made.
+
     Raises:
         TypeError: for a function that cannot be sent to a process.
     """
 
-    def __init__(self, function: Callable[..., Any], count: int) -> None:
-        from multiprocessing.reduction import ForkingPickler
-
+    def __init__(self, function: Callable[..., Any], count: int, caller: tuple[str, str]) -> None:
+        self._caller, argument = caller
         try:
-            self._function = bytes(ForkingPickler.dumps(function))
+            # Not multiprocessing's pickler: with it PyTorch sends a tensor to one process only.
+            self._function = pickle.dumps(function)
         except Exception as error:
-            expected = "a function that can be pickled, such as one defined at the top of a module"
+            noun = "a function" if argument == "function" else "an object"
+            expected = f"{noun} that can be pickled, such as one defined at the top of a module"
             got = f"{function!r:.80} ({error})"
             remedy = "Lambdas and functions inside functions work in threads: leave processes=True out."
-            raise TypeError(explain("Dataset.map", "function", expected=expected, got=got, remedy=remedy)) from None
+            raise TypeError(explain(self._caller, argument, expected=expected, got=got, remedy=remedy)) from None
         self._name = name_of(function)
         self._count = count
         self._workers: list[_MapProcess] = []
@@ -304,7 +316,7 @@ class Processes:
             if not self._workers:
                 weakref.finalize(self, _end, self._workers)
                 for number in range(self._count):
-                    self._workers.append(_MapProcess(number, self._name, self._function))
+                    self._workers.append(_MapProcess(number, self._caller, self._name, self._function))
                     self._free.put(self._workers[-1])
         worker = self._free.get()
         try:
@@ -325,6 +337,7 @@ class Calls:
         parallel: how many calls at a time; None for one, by the thread that asks; AUTOTUNE for one a core.
         deterministic: whether results of a stream come in the order of what they are made of.
         processes: whether the calls are made in processes, as many as `parallel` says.
+        caller: what the user called, for errors, and its argument, of which the function is made.
 
     Attributes:
         told: `parallel` as it was given, in words, which are the same on every rank.
@@ -332,8 +345,9 @@ class Calls:
     """
 
     def __init__(
-        self, function: Callable[..., Any], parallel: int | None, deterministic: bool, processes: bool
-    ) -> None:
+        self, function: Callable[..., Any], parallel: int | None, deterministic: bool, processes: bool,
+        caller: tuple[str, str] = ("Dataset.map", "function"),
+    ) -> None:  # fmt: skip
         self.function = function
         self.told = "AUTOTUNE" if parallel == AUTOTUNE else str(parallel or 1)
         if parallel == AUTOTUNE:
@@ -345,7 +359,7 @@ class Calls:
         self._pool: ThreadPoolExecutor | None = None
         self._processes: Processes | None = None
         if processes:
-            self._processes = Processes(function, self.parallel or 1)
+            self._processes = Processes(function, self.parallel or 1, caller)
 
     def _submit(self, elements: Sequence[Any]) -> Future[list[Any]]:
         if self._pool is None:

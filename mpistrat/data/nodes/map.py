@@ -38,6 +38,9 @@ def _outcome(element: Any, error: Exception | None) -> Any:
 class Mapped(Stage):
     """A function of every element."""
 
+    _noun = "element"
+    _remedy = "The function must return the new element, in every case."
+
     def __init__(self, parent: Node, calls: Calls, row_spec: Any = None) -> None:
         super().__init__(parent, calls, row_spec)
         self._calls = calls
@@ -90,7 +93,7 @@ class Mapped(Stage):
         except Exception as error:
             expected = "at least one element below, to know what the function makes of it"
             raise ValueError(
-                explain(self.describe(), "", expected=expected, got="none", remedy="Give element_spec.")
+                explain(self._name, "", expected=expected, got="none", remedy="Give element_spec.")
             ) from error
 
     def _first_ones(self) -> Iterator[Callable[[], Any]]:
@@ -120,7 +123,7 @@ class Mapped(Stage):
         """Raise if something that the function returned is no array, number or string, or masked: mostly it returned nothing."""
         for name, leaf in zip(nest.paths(element), nest.flatten(element), strict=True):
             array = check_unmasked(
-                leaf, np.asanyarray(leaf), self.describe(), f"element {position}{name and ' at ' + name}"
+                leaf, np.asanyarray(leaf), self._name, f"{self._noun} {position}{name and ' at ' + name}"
             )
             if isinstance(leaf, (str, bytes)) or not array.dtype.hasobject:
                 continue
@@ -128,9 +131,8 @@ class Mapped(Stage):
                 continue
             got = "None" if leaf is None else "an array of objects" if array.ndim else f"a {type(leaf).__name__}"
             got = f"{got}{name and ' at ' + name}"
-            expected, remedy = "arrays, numbers or strings", "The function must return the new element, in every case."
-            where = f"element {position}"
-            raise ValueError(explain(self.describe(), where, expected=expected, got=got, remedy=remedy)) from None
+            expected, where = "arrays, numbers or strings", f"{self._noun} {position}"
+            raise ValueError(explain(self._name, where, expected=expected, got=got, remedy=self._remedy)) from None
 
     def _each(self, elements: list[Any], epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Any]:
         try:
@@ -140,7 +142,7 @@ class Mapped(Stage):
 
     def _raise(self, error: BaseException, epoch: int, position: int) -> NoReturn:
         """Raise what the function raised, with a note of where."""
-        where = f"{self.describe()}: raised at element {position} of epoch {epoch}"
+        where = f"{self._name}: raised at {self._noun} {position} of epoch {epoch}"
         if isinstance(error, StopIteration):  # it would look like the end
             raise RuntimeError(f"{where}: StopIteration") from error
         if sys.version_info >= (3, 11):
@@ -167,9 +169,7 @@ class Mapped(Stage):
             if leaf.ndim == 0 or leaf.shape[0] != count:
                 expected = f"{count} rows{name and ' in ' + name}, as many as the batch has"
                 remedy = "A function after batch must keep the first axis; before batch it gets single rows."
-                raise ValueError(
-                    explain(self.describe(), "", expected=expected, got=f"shape {leaf.shape}", remedy=remedy)
-                )
+                raise ValueError(explain(self._name, "", expected=expected, got=f"shape {leaf.shape}", remedy=remedy))
         return made
 
     def _conform(self, element: Any, position: int) -> Any:
@@ -182,7 +182,7 @@ class Mapped(Stage):
             raise
         except ValueError as error:
             self._check_arrays(element, position)
-            text = f"{self.describe()}: element {position}: {error}, unlike the first element"
+            text = f"{self._name}: {self._noun} {position}: {error}, unlike the first {self._noun}"
             if self._given is not None:
                 raise ValueError(f"{text[: text.rindex(',')]}, unlike element_spec") from None
             remedy = "Where lengths vary, say so with element_spec (None for such an axis), and use padded_batch."
@@ -240,6 +240,11 @@ class Mapped(Stage):
                 yield self._conform(result, position)
             else:
                 yield self._checked(result, counts.pop(position), position)
+
+    @property
+    def _name(self) -> str:
+        """What errors call this node."""
+        return self.describe()
 
     def describe(self) -> str:
         calls = self._calls

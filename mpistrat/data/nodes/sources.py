@@ -24,7 +24,16 @@ from ..spec import ArraySpec, conform, spec_of_element, spec_of_rows, stack_rows
 from .node import UNKNOWN, Batching, Node
 from .stage import InputRows
 
-__all__ = ["Held", "array_rows", "generated", "plain_lists", "row_content"]
+__all__ = [
+    "Held",
+    "array_of_list",
+    "array_rows",
+    "check_element_spec",
+    "generated",
+    "is_plain",
+    "plain_lists",
+    "row_content",
+]
 
 _EPOCHS = 8  # of which a generator knows the first element
 _COMPARED, _ELEMENTS = 64, 4096  # rows that ranks compare, and about as many elements of each
@@ -103,14 +112,8 @@ def _copied(array: NDArray[Any]) -> NDArray[Any]:
 
 def plain_lists(arrays: Any) -> Any:
     """Return a nest in which lists of numbers and strings are arrays, not structures."""
-    if isinstance(arrays, list) and arrays and _plain(arrays):
-        try:
-            found = np.asanyarray(arrays)
-        except ValueError:
-            expected, remedy = "lists of one length", "Rows of different shapes are a 1-D object array of arrays."
-            got = "lists of different lengths"
-            raise ValueError(explain("from_arrays", "arrays", expected=expected, got=got, remedy=remedy)) from None
-        return check_lossless(arrays, found, "from_arrays", "arrays")
+    if isinstance(arrays, list) and arrays and is_plain(arrays):
+        return array_of_list(arrays, "from_arrays", "arrays")
     if type(arrays) is tuple:
         return tuple(plain_lists(each) for each in arrays)
     if type(arrays) is dict:
@@ -118,9 +121,21 @@ def plain_lists(arrays: Any) -> Any:
     return arrays
 
 
-def _plain(values: list[Any]) -> bool:
+def array_of_list(values: list[Any], function: str, argument: str) -> NDArray[Any]:
+    """Return the array of a list for which `is_plain` is true; errors name the function and its argument."""
+    try:
+        found = np.asanyarray(values)
+    except ValueError:
+        expected, remedy = "lists of one length", "Rows of different shapes are a 1-D object array of arrays."
+        got = "lists of different lengths"
+        raise ValueError(explain(function, argument, expected=expected, got=got, remedy=remedy)) from None
+    return check_lossless(values, found, function, argument)
+
+
+def is_plain(values: list[Any]) -> bool:
+    """Return whether a list consists of numbers and strings, or of such lists: it is an array, not a structure."""
     kinds = (int, float, complex, str, bytes, np.generic)
-    return all(isinstance(each, kinds) or (isinstance(each, list) and _plain(each)) for each in values)
+    return all(isinstance(each, kinds) or (isinstance(each, list) and is_plain(each)) for each in values)
 
 
 @final
@@ -238,9 +253,14 @@ def generated(function: Callable[..., Iterable[Any]], element_spec: Any = None) 
         remedy = "Give the function itself, not what it returns: every epoch calls it again."
         got = type(given).__name__
         raise TypeError(explain("from_generator", "function", expected="a callable", got=got, remedy=remedy))
-    if element_spec is not None:
-        for name, leaf in zip(nest.paths(element_spec), nest.flatten(element_spec), strict=True):
-            if not isinstance(leaf, ArraySpec):
-                place = f"element_spec{name}"
-                raise TypeError(explain("from_generator", place, expected="an ArraySpec", got=repr(leaf)))
+    check_element_spec("from_generator", element_spec)
     return _Generated(function, element_spec)
+
+
+def check_element_spec(function: str, element_spec: Any) -> None:
+    """Raise TypeError unless it is None or a nest of ArraySpec."""
+    if element_spec is None:
+        return
+    for name, leaf in zip(nest.paths(element_spec), nest.flatten(element_spec), strict=True):
+        if not isinstance(leaf, ArraySpec):
+            raise TypeError(explain(function, f"element_spec{name}", expected="an ArraySpec", got=repr(leaf)))
