@@ -43,6 +43,7 @@ def _document(found: SetSurvey) -> dict[str, Any]:
         "bytes": found.bytes,
         "manifest": found.manifest,
         "fields": [vars(field) for field in found.fields],
+        "left_out": list(found.left_out),
         "files": [
             {"path": str(path), "rows": rows, "bytes": size, "digest": digest}
             for path, rows, size, digest in found.files
@@ -68,6 +69,8 @@ def _print(found: SetSurvey, *, plain: bool) -> None:
     for field in found.fields:
         table.add_row(*_cells(field))
     out.print(table)
+    for text in found.left_out:
+        out.print(printable(f"left out: {text}"))
     for field in found.fields:
         for key, value in field.attributes.items():
             text = str(value)

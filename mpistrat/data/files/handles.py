@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DAMAGED",
+    "NOT_UTF8",
     "Descriptor",
     "OpenFiles",
     "ShardFile",
@@ -40,6 +41,7 @@ _KEPT_OPEN_BY_MPI = 32  # each takes two of MPICH's 2048 communicators, and MPIC
 _PATIENCE = 10.0  # seconds that the end of MPI waits for what is being read
 
 
+NOT_UTF8 = "The text is in another encoding, such as Latin-1: write it in UTF-8, or do not name the field."
 DAMAGED = "The file is damaged: copy it again, or write the shards again."
 
 
@@ -100,6 +102,11 @@ def _refused(path: Path, error: OSError, got: str) -> ShardError:
         remedy = (
             "Somebody has it open for writing, or its file system has no locks: wait for who writes, or set"
             " HDF5_USE_FILE_LOCKING=FALSE."
+        )
+    elif "already open for" in str(error):
+        remedy = (
+            "A program is writing it, or ended before it closed it. Wait for the program; if none writes it, clear the mark:"
+            f" h5clear -s {path.name}"
         )
     elif error.errno in _FORBIDDEN:
         remedy = "Let this user read it: chmod, or ask who owns it."

@@ -49,6 +49,8 @@ class _Opened:
         self.file_starts = np.cumsum([0, *(shard.rows for shard in opened.shards)])
         self.rows = int(self.file_starts[-1])
         self.row_shapes = {name: _fixed(field.shape) for name, field in opened.fields.items()}
+        # dtype.isnative does not look into the arrays of a structure
+        self.swapped = {name for name, field in opened.fields.items() if field.dtype != field.dtype.newbyteorder("=")}
         files = open_hdf5_files(driver)
         self._reader = reader
         self.storages = {name: [shard.storages[name] for shard in opened.shards] for name in opened.fields}
@@ -267,7 +269,7 @@ class HDF5Rows(InputRows):
             else:
                 out = opened.buffers.empty(name, (positions.size, *row), field.dtype)
             opened.readers[name].read(positions, out)
-            arrays[name] = out if out.dtype.isnative else _native(out)
+            arrays[name] = _native(out) if name in opened.swapped else out
         if isinstance(self._structure, str):
             rows = arrays[self._structure]
         else:

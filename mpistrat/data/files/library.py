@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...base.errors import MpistratError
 from ..buffers import LastRead, take_rows
-from .handles import DAMAGED, OpenFiles, ShardFile, shard_error
+from .handles import DAMAGED, NOT_UTF8, OpenFiles, ShardFile, shard_error
 from .storage import FieldReader, OnlyHDF5, Storage
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ class LibraryReader(FieldReader):
             raise
         except Exception as error:  # h5py raises many kinds for damaged data
             expected = f"rows {start} to {stop - 1}"
-            raise shard_error(storage.where, expected, f"{type(error).__name__}: {error}", DAMAGED) from error
+            remedy = NOT_UTF8 if isinstance(error, UnicodeDecodeError) else DAMAGED
+            raise shard_error(storage.where, expected, f"{type(error).__name__}: {error}", remedy) from error
         self._counters.add(bytes_read=len(run) * storage.row_bytes, chunk_reads=end - first)
         self._remember(shard, first, run)
         return run

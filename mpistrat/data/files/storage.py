@@ -86,7 +86,9 @@ class Chunks:
             return "a last chunk that may be unfiltered"
         fill = np.zeros(row_bytes, np.uint8)  # where rows are pointers, they point nowhere
         if not dataset.dtype.hasobject and plist.fill_value_defined() != h5py.h5d.FILL_VALUE_UNDEFINED:
-            fill.view(dataset.dtype)[:] = dataset.fillvalue
+            base = dataset.dtype.subdtype[0] if dataset.dtype.subdtype else dataset.dtype
+            value = np.asarray(dataset.fillvalue)
+            fill.view(base).reshape(-1, value.size)[:] = value.reshape(-1)
         return Chunks(rows, row_bytes, pipeline, offsets, sizes, masks, fill)
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ...base.errors import ShardError
 from ..buffers import LastRead
 from ..stats import StageStats
-from .handles import DAMAGED, ShardFile, open_bytes, shard_error
+from .handles import DAMAGED, NOT_UTF8, ShardFile, open_bytes, shard_error
 from .storage import FieldReader, Storage
 
 __all__ = ["POINTER", "VaryingReader"]
@@ -94,7 +94,8 @@ class VaryingReader(FieldReader):
                 else:
                     values[at] = np.frombuffer(data, self._dtype, length, start).copy()
         except UnicodeDecodeError as error:
-            raise self._error(shard, address, "text in UTF-8", str(error)) from error
+            where = self._storages[shard].where
+            raise shard_error(where, f"text in UTF-8 at {address} of the file", error, NOT_UTF8) from error
 
     def _collection(self, shard: int, address: int) -> _Collection:
         collection = self._kept.get((shard, address))

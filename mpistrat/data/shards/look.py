@@ -28,6 +28,7 @@ from ..files.handles import DAMAGED, ShardFile, open_hdf5, shard_error
 from ..files.storage import Chunks, Contiguous, Layout, OnlyHDF5, Pointers, Storage
 from ..files.varying import POINTER
 from ..memory_limit import available_memory
+from .belonging import belonging, readable
 from .files import FileSet, check_ends
 from .manifest import Field, ShardEntry, dtype_from_json, dtype_to_json, fields_to_json
 from .objects import Refused, all_names, check_storage, field_of, find
@@ -48,6 +49,7 @@ __all__ = [
 ]
 
 _LARGE_ROW = 1 << 30  # bytes of a row, from which on it is worth a look whether there is memory for one
+_EXPECTED = "numbers, strings or structures that lie in the declared files"
 _BLOCK = 1 << 18  # bytes read at a time from data that is not chunked
 
 
@@ -143,15 +145,17 @@ def look(
 
 
 def look_into(
-    path: Path, names: Sequence[str] | None, declared: Container[Path], driver: str | None = None
-) -> ShardContents:
+    path: Path, names: Sequence[str] | None, declared: Container[Path], driver: str | None = None, *,
+    together: bool = True,
+) -> ShardContents:  # fmt: skip
     """Look into one file.
 
     Args:
         path: the file.
-        names: the datasets that are wanted; None for all that have rows.
+        names: the datasets that are wanted; None for all that have rows and belong together (see belonging.py).
         declared: resolved paths of the files from which virtual datasets may draw.
         driver: as for `open_hdf5`.
+        together: whether the datasets must have equally many rows; else all are looked at that can be read.
 
     Raises:
         ShardError: when the file cannot be read or holds what is not supported, naming it.
@@ -159,7 +163,7 @@ def look_into(
     looker = _Looker(path, declared, driver)
     with open_hdf5(path, driver) as file:
         try:
-            looker.look(file, names)
+            looker.look(file, names, together)
         except ShardError:
             raise
         except Exception as error:  # h5py raises many kinds for damaged metadata
@@ -199,26 +203,38 @@ class _Looker:
         self.left_out: list[str] = []
         self.notes: list[str] = []
 
-    def look(self, file: h5py.File, names: Sequence[str] | None) -> None:
+    def look(self, file: h5py.File, names: Sequence[str] | None, together: bool) -> None:
         if names is None:
-            names, self.left_out = self._all_names(file)
+            names = self._all_names(file, together)
             if not names:
                 got = f"only {', '.join(self.left_out[:5])}" if self.left_out else "none"
                 raise self._error("", "at least one dataset with rows", got)
         for name in names:
             self.storages[name] = storage = self._storage(file, name)
             first, rows = next((name, each.rows) for name, each in self.storages.items())
-            if storage.rows != rows:
+            if storage.rows != rows and together:
                 expected = f"{rows} rows in {name!r}, as in {first!r}"
                 remedy = "Name the datasets that belong together: fields=(...)."
                 raise self._error("", expected, f"{storage.rows} rows", remedy)
 
-    def _all_names(self, file: h5py.File) -> tuple[list[str], list[str]]:
+    def _all_names(self, file: h5py.File, together: bool) -> list[str]:
+        """Return the names of the datasets that are read where none are named; take note of the others."""
         try:
-            return all_names(file)
+            names, self.left_out = all_names(file)
         except Refused as refused:
             remedy = "Name the datasets that are to be read: fields=(...)."
             raise self._error("", "data inside the file", str(refused), remedy) from None
+        datasets = {name: file[name] for name in names}
+        names, others = readable(datasets)
+        if together:
+            names, apart = belonging({name: datasets[name] for name in names})
+            others |= apart
+        self.left_out += [f"{name} ({why})" for name, why in others.items()]
+        if others:
+            self.notes.append(
+                f"{', '.join(others)}: left out, as fields do not name them; print(dataset) has the reasons"
+            )
+        return names
 
     def _storage(self, file: h5py.File, name: str) -> Storage:
         try:
@@ -233,8 +249,7 @@ class _Looker:
             self._check_rows(dataset)
             self.sources |= check_storage(dataset, self.path, self._declared, self.notes)
         except Refused as refused:
-            expected = "numbers, strings or structures that lie in the declared files"
-            raise self._error(name, expected, str(refused)) from None
+            raise self._error(name, _EXPECTED, str(refused), refused.remedy) from None
         rows, row_bytes = int(dataset.shape[0]), self._row_bytes(dataset)
         block_rows = max(1, _BLOCK // max(1, row_bytes))
         if dataset.chunks:

@@ -16,14 +16,32 @@ from .manifest import Field
 if TYPE_CHECKING:
     import h5py
 
-__all__ = ["Refused", "all_names", "check_storage", "field_of", "find", "find_group"]
+__all__ = ["Refused", "Unreadable", "all_names", "check_filters", "check_storage", "field_of", "find", "find_group"]
 
 _SOFT_LINKS = 16  # followed one after the other, at most
 _DEPTH = 64  # of groups in groups, at most
 
 
 class Refused(Exception):
-    """What a file holds is not read, for this reason."""
+    """What a file holds is not read, for this reason.
+
+    Attributes:
+        remedy: what the user can do.
+    """
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+
+
+class Unreadable(Refused):
+    """A dataset whose type or compression cannot be read. Without it the rest of the file can be."""
+
+
+_PLUGINS = {
+    307: "bzip2", 32001: "Blosc", 32004: "LZ4", 32008: "bitshuffle", 32013: "ZFP", 32015: "Zstandard", 32017: "SZ",
+    32018: "FCIDECOMP", 32024: "SZ3", 32026: "Blosc2", 32028: "SPERR", 32029: "SPERR",
+}  # fmt: skip
 
 
 def all_names(file: h5py.File) -> tuple[list[str], list[str]]:
@@ -136,21 +154,26 @@ def field_of(dataset: h5py.Dataset) -> Field:
     try:
         dtype = dataset.dtype
     except (TypeError, ValueError) as error:  # as integers of 3 bytes
-        size = dataset.id.get_type().get_size()
-        raise Refused(f"elements of {size} bytes for which h5py has no dtype ({error})") from None
+        kind = dataset.id.get_type()
+        if kind.get_class() == h5py.h5t.TIME:
+            raise Unreadable("values of HDF5's time type, which NumPy does not have") from None
+        raise Unreadable(f"elements of {kind.get_size()} bytes for which h5py has no dtype ({error})") from None
+    if dtype.subdtype is not None:  # an array in each element: further axes of the rows
+        dtype, more = dtype.subdtype
+        shape = (*shape, *more)
     string, base = h5py.check_string_dtype(dtype), h5py.check_vlen_dtype(dtype)
     if string is not None:
         return Field(np.dtype(object if string.length is None else dtype.str), shape)
     if base is not None:
         if not isinstance(base, np.dtype) or base.hasobject or base.kind == "V" or shape:
-            raise Refused(f"rows of shape {shape} of variable-length {base}: numbers along one axis can be read")
+            raise Unreadable(f"rows of shape {shape} of variable-length {base}: numbers along one axis can be read")
         if not base.isnative:
-            raise Refused(f"variable-length {base}, whose bytes h5py does not put in order")
+            raise Unreadable(f"variable-length {base}, whose bytes h5py does not put in order")
         return Field(np.dtype(base.str), (None,))
     if h5py.check_ref_dtype(dtype) is not None:
-        raise Refused("references to other objects")
+        raise Unreadable("references to other objects")
     if dtype.hasobject:
-        raise Refused(f"a structure with variable-length members or references, {dtype}")
+        raise Unreadable(f"a structure with variable-length members or references, {dtype}")
     return Field(np.dtype(dtype.str) if dtype.fields is None and dtype.subdtype is None else dtype, shape)
 
 
@@ -175,8 +198,6 @@ def check_storage(
 def _check(
     dataset: h5py.Dataset, path: Path, declared: Container[Path], depth: int, notes: list[str] | None
 ) -> set[Path]:
-    import h5py
-
     if notes is not None and (rows := _unwritten(dataset)):
         where = f"{path}: {dataset.name.strip('/')}: {rows} of {len(dataset)} rows were never written, or not whole"
         remedy = "if they should be zeros, make the dataset with fillvalue=0; else write it again"
@@ -186,12 +207,27 @@ def _check(
         raise Refused(f"external storage in {dataset.external[0][0]}")
     if dataset.is_virtual:
         return set().union(*(_check_source(each, path, declared, depth, notes) for each in dataset.virtual_sources()))
+    check_filters(dataset)
+    return set()
+
+
+def check_filters(dataset: h5py.Dataset) -> None:
+    """Raise Unreadable if HDF5 has not all filters of a dataset's chunks."""
+    import h5py
+
     plist = dataset.id.get_create_plist()
     for index in range(plist.get_nfilters()):
         code, _, _, name = plist.get_filter(index)
         if not h5py.h5z.filter_avail(code):
-            raise Refused(f"filter {code} ({name.decode(errors='replace')}), which this HDF5 does not have")
-    return set()
+            known = _PLUGINS.get(code, "")
+            remedy = "Install the filter's plugin, and set HDF5_PLUGIN_PATH to its folder."
+            if known:
+                remedy = (
+                    "pip install hdf5plugin, and write `import hdf5plugin` in the program; for a command, set"
+                    " HDF5_PLUGIN_PATH to the folder that hdf5plugin.PLUGIN_PATH names."
+                )
+            said = name.decode(errors="replace") or known
+            raise Unreadable(f"filter {code} ({said}), which this HDF5 does not have", remedy)
 
 
 def _unwritten(dataset: h5py.Dataset) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,11 +60,13 @@ class SetSurvey:
             that others' virtual datasets draw from, as it gives none of its own.
         manifest: whether a manifest lists them all.
         fields: what they hold.
+        left_out: what else they hold, and why it is not read.
     """
 
     files: tuple[tuple[Path, int | None, int, str | None], ...]
     manifest: bool
     fields: tuple[FieldSurvey, ...]
+    left_out: tuple[str, ...]
 
     @property
     def rows(self) -> int:
@@ -114,7 +117,8 @@ def survey(files: PathLike | Sequence[PathLike], names: Sequence[str] | None = N
         (path, rows.get(path), path.stat().st_size, None if entry is None else entry.digest)
         for path, entry in zip(found.paths, found.entries, strict=True)
     )
-    return SetSurvey(listed, all(entry is not None for entry in found.entries), tuple(fields))
+    left_out = tuple(dict.fromkeys(text for shard in opened.shards for text in shard.left_out))
+    return SetSurvey(listed, all(entry is not None for entry in found.entries), tuple(fields), left_out)
 
 
 @dataclass(frozen=True)
@@ -151,9 +155,14 @@ class _Stored:
 
 
 def _plain(value: Any) -> Any:
-    """An attribute as JSON has it."""
+    """An attribute as JSON has it: numbers that JSON does not have, and references, in words."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    return value if isinstance(value, (str, int, float, list)) else str(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, bytes):
+        return value.decode(errors="backslashreplace")
+    finite = not isinstance(value, float) or math.isfinite(value)
+    return value if isinstance(value, (str, int, float)) and finite else str(value)
 
 
 def check_file(files: FileSet, number: int, declared: Set[Path]) -> str:
@@ -174,7 +183,7 @@ def check_file(files: FileSet, number: int, declared: Set[Path]) -> str:
         return "digest"
     guarded = unguarded = 0
     with open_hdf5(path) as file:
-        for name, storage in look_into(path, None, declared).storages.items():
+        for name, storage in look_into(path, None, declared, together=False).storages.items():
             dataset = file[name]
             if dataset.id.get_create_plist().get_nfilters() and dataset.chunks is not None:
                 _read(path, dataset, storage.block_rows)

@@ -1,0 +1,107 @@
+"""The datasets of a file of other people's making that belong together: those with the rows of its largest dataset.
+
+netCDF, anndata, Loom and Cooler keep tables of several lengths in one file, and what describes their axes. Where the caller
+names no fields, what cannot be read or has other rows is left out, if the file itself shows that it does not belong to the
+rows. A plain file whose datasets differ in length is an error: rows may be missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .objects import Refused, Unreadable, check_filters, field_of
+
+if TYPE_CHECKING:
+    import h5py
+
+__all__ = ["belonging", "readable"]
+
+_NO_VALUES = b"This is a netCDF dimension but not a netCDF variable"
+_SPARSE = ("csr_matrix", "csc_matrix", "csr", "csc")
+
+
+def readable(datasets: Mapping[str, h5py.Dataset]) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the datasets that can be read, and why the others cannot.
+
+    Where none can be, the names are those that cannot: to look for their rows is an error that has the reason.
+
+    Example:
+        >>> readable({})
+        ([], {})
+    """
+    names: list[str] = []
+    left_out: dict[str, str] = {}
+    unreadable: list[str] = []
+    for name, dataset in datasets.items():
+        if _has_no_values(dataset):
+            left_out[name] = "a dimension without values"
+            continue
+        if _is_sparse(dataset.parent):
+            left_out[name] = "part of a sparse matrix"
+            continue
+        try:
+            field_of(dataset)
+            check_filters(dataset)
+        except Unreadable as refused:
+            left_out[name] = str(refused)
+            unreadable.append(name)
+        except Refused:  # an error, once its rows are looked for
+            names.append(name)
+        else:
+            names.append(name)
+    return names or unreadable, left_out
+
+
+def belonging(datasets: Mapping[str, h5py.Dataset]) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the datasets that have the rows of the largest one, and why others are left out.
+
+    Others are left out where they describe an axis (dimension scales, and variables with named dimensions), are elements of an
+    anndata file, or lie in groups that have no dataset of these rows. The remaining ones are returned too.
+
+    Example:
+        >>> belonging({})
+        ([], {})
+    """
+    if not datasets:
+        return [], {}
+    variables = {name: each for name, each in datasets.items() if not _is_scale(each)} or datasets
+    largest = max(variables, key=lambda name: _bytes(variables[name]))
+    rows = len(datasets[largest])
+    groups = {_group(name) for name, dataset in variables.items() if len(dataset) == rows}
+    names: list[str] = []
+    left_out: dict[str, str] = {}
+    for name, dataset in datasets.items():
+        described = _is_scale(dataset) or "DIMENSION_LIST" in dataset.attrs or "encoding-type" in dataset.attrs
+        if len(dataset) != rows and (described or _group(name) not in groups):
+            left_out[name] = f"{len(dataset)} rows, unlike {largest}"
+        else:
+            names.append(name)
+    return names, left_out
+
+
+def _bytes(dataset: h5py.Dataset) -> int:
+    return int(dataset.size * dataset.id.get_type().get_size())  # also of a type that has no dtype
+
+
+def _group(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def _attribute(item: Any, name: str) -> Any:
+    value = item.attrs.get(name)
+    return value.encode() if isinstance(value, str) else value
+
+
+def _is_scale(dataset: h5py.Dataset) -> bool:
+    return bool(dataset.is_scale)
+
+
+def _has_no_values(dataset: h5py.Dataset) -> bool:
+    return _is_scale(dataset) and bytes(_attribute(dataset, "NAME") or b"").startswith(_NO_VALUES)
+
+
+def _is_sparse(group: h5py.Group) -> bool:
+    """Whether a group is a sparse matrix as anndata writes them."""
+    kinds = (_attribute(group, "encoding-type"), _attribute(group, "h5sparse_format"))
+    return any(isinstance(kind, bytes) and kind.decode(errors="replace") in _SPARSE for kind in kinds)
