@@ -6,9 +6,10 @@ Processes are started by Python's forkserver, and are no ranks (`cluster/no_rank
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import io
 import itertools
 import os
-import pickle
 import queue
 import signal
 import sys
@@ -156,14 +157,30 @@ class ProcessTraceback(Exception):
         return f"\n{self.text}"
 
 
+def _pickled(value: Any) -> bytes:
+    """Return a value as bytes, from which any number of processes can make it anew.
+
+    Without the reducers that libraries register at ForkingPickler: PyTorch's send a tensor to one process only.
+    """
+    from multiprocessing.reduction import ForkingPickler
+
+    buffer = io.BytesIO()
+    pickler: Any = ForkingPickler(buffer)
+    pickler.dispatch_table = copyreg.dispatch_table
+    pickler.dump(value)
+    return buffer.getvalue()
+
+
 def _serve(connection: Connection, function_bytes: bytes) -> None:
     """What a process does: answer requests until the other side closes the connection."""
     no_rank.become_no_rank()  # again, if another's server runs
     _begin()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    from multiprocessing.reduction import ForkingPickler
+
     try:
         try:
-            function = pickle.loads(function_bytes)
+            function = ForkingPickler.loads(function_bytes)
         except Exception as error:
             connection.send(("start", *_described(error)))
             return
@@ -189,8 +206,10 @@ def _answer(connection: Connection, function: Callable[..., Any], elements: Sequ
 
 def _sendable(error: BaseException) -> BaseException | None:
     """The error, if it survives being sent; many cannot be made anew from their arguments."""
+    from multiprocessing.reduction import ForkingPickler
+
     try:
-        pickle.loads(pickle.dumps(error))
+        ForkingPickler.loads(_pickled(error))
     except Exception:
         return None
     return error
@@ -296,8 +315,7 @@ class Processes:
     def __init__(self, function: Callable[..., Any], count: int, caller: tuple[str, str]) -> None:
         self._caller, argument = caller
         try:
-            # Not multiprocessing's pickler: with it PyTorch sends a tensor to one process only.
-            self._function = pickle.dumps(function)
+            self._function = _pickled(function)
         except Exception as error:
             noun = "a function" if argument == "function" else "an object"
             expected = f"{noun} that can be pickled, such as one defined at the top of a module"
