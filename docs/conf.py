@@ -20,7 +20,7 @@ author = copyright = "mpistrat developers"
 version = release = mpistrat.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
-extensions += ["sphinx_copybutton"]
+extensions += ["sphinx_copybutton", "sphinx_design"]
 extensions += ["api", "collective", "long_names", "public_names", "repository_links"]  # docs/_ext
 exclude_patterns = ["_build"]
 
