@@ -73,7 +73,7 @@ class KeptSums:
     @property
     def on_device(self) -> bool:
         """Whether scales can stay on the GPU on which the sums are."""
-        return self.replica.whole and all(work.on_device for work in self.works)
+        return self.replica.whole and bool(self.works) and all(work.on_device for work in self.works)
 
     def squares(self) -> list[dict[str, float]]:
         """Return the sums of squares of what this rank kept of each work, by name."""

@@ -53,6 +53,28 @@ def test_a_variable_without_gradient_stays_as_it_is():
     assert optimizer.slots(w) == {}
 
 
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda o: o.SGD(0.1),
+        lambda o: o.Adam(0.1, clipnorm=1.0),
+        lambda o: o.Adam(0.1, global_clipnorm=1.0, gradient_accumulation_steps=2),
+        lambda o: o.SGD(0.1, check_numerics=True),
+        lambda o: o.Lamb(0.1, global_clipnorm=1.0),
+        lambda o: o.Adafactor(0.1, clipnorm=1.0),
+        lambda o: o.LossScaleOptimizer(o.SGD(0.1)),
+    ],
+    ids=["plain", "clipnorm", "global_clipnorm", "check_numerics", "lamb", "adafactor", "loss_scale"],
+)
+def test_variables_without_elements(build):
+    """A step of them alone has nothing to sum, and counts."""
+    w, optimizer = ms.Variable(np.zeros((0, 3))), build(ms.optimizers)
+    for _ in range(2):
+        optimizer.apply_gradients([(w.grad, w)])
+    assert w.shape == (0, 3)
+    assert optimizer.iterations == (1 if getattr(optimizer, "gradient_accumulation_steps", None) else 2)
+
+
 def test_another_set_of_variables_at_another_step():
     variables = [ms.Variable(np.zeros(100 + i)) for i in range(4)]
     optimizer = ms.optimizers.Adam(0.1)
