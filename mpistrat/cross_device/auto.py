@@ -24,7 +24,6 @@ from ..base.text import printable
 from ..base.types import CommunicationImplementation, ReduceOp
 from ..comm.arrays import is_gpu
 from ..comm.gpu import why_not_nccl
-from ..comm.gpu_support import gpu_aware
 from ..comm.process_group import ProcessGroup
 from .hierarchical import LEAST_ENCODED, HierarchicalAllReduce
 from .mpi import MpiAllReduce
@@ -187,6 +186,8 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
             nccl = NcclAllReduce()
             nccl.bind(self.group)
             return nccl
+        from ..comm.gpu_support import gpu_aware
+
         aware = self.group.all_gather_int([int(gpu_aware())]).all()
         name, way = ("MPI", "CUDA-aware MPI") if aware else ("HIERARCHICAL", "host memory")
         once(logging.WARNING, f"arrays on GPUs go through {way}, not NCCL: {reason}")

@@ -11,7 +11,6 @@ from ..arena.arithmetic import Arithmetic, combine, finish
 from ..base.buffers import BufferPool
 from ..base.types import CommunicationImplementation
 from ..comm.arrays import all_reduce, all_reduce_gpu
-from ..comm.gpu_support import gpu_aware
 from .flat import Array, Arrays, FlatAllReduce, device_sum, on_devices
 
 if TYPE_CHECKING:
@@ -37,6 +36,8 @@ class MpiAllReduce(FlatAllReduce, implementation=CommunicationImplementation.MPI
         self.results = BufferPool()
 
     def _sum_on_gpus(self, values: Sequence[Any], how: Arithmetic, wire: Wire | None) -> Any:
+        from ..comm.gpu_support import gpu_aware
+
         if how.ufunc is not np.add or self.group.topology.size == 1 or not gpu_aware():
             return super()._sum_on_gpus(values, how, wire)
         total = device_sum(values, how)

@@ -160,8 +160,8 @@ class ParameterServerVariable(OnWriteVariable):
 
     # files
 
-    def value_for_file(self) -> np.ndarray | None:
-        """See `Variable.value_for_file`. Collective."""
+    def _value_for_file(self) -> np.ndarray | None:
+        """See `value_for_file`. Collective."""
         access, group = self._access, self.placement.creators
         assert access is not None
         if access.reaches(self.number, rank=0):

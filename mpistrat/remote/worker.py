@@ -23,6 +23,7 @@ from ..optimizers import Optimizer
 from ..optimizers.definition import Definition, definition_of, make_defined
 from ..strategy.show_config import show_config
 from ..variables import create_variable
+from ..variables.variable import value_for_file
 from .channel import Kind, Message, MpiChannel, unpack_call
 from .registry import ObjectRegistry, dumps_error, dumps_result, loads, text_of_failure
 
@@ -269,7 +270,7 @@ class Commands:
             "optimizer": self._make_optimizer,
             "show_config": lambda: show_config(self._strategy),
             "read_all": lambda variable: variable.read_all(),
-            "gathered": lambda *variables: [variable.value_for_file() for variable in variables],
+            "gathered": lambda *variables: [value_for_file(variable) for variable in variables],
             "write_copies": _write_copies,
         }
         try:

@@ -22,6 +22,7 @@ from ..base.partition import aligned_block
 from ..comm.arrays import accumulation_dtype, to_host
 from ..comm.process_group import ProcessGroup
 from ..variables import Placement
+from ..variables.variable import value_for_file
 from .optimizer_states import Kept, OptimizerStates
 
 __all__ = [
@@ -139,7 +140,7 @@ def variable_entries(placement: Placement, found: Mapping[str, Location], writer
             value = store.value_here(variable)
             yield Entry(key, dtype, where.box, [] if value is None else [(0, value)])
         else:
-            value = variable.value_for_file()  # of ON_READ variables it is collective
+            value = value_for_file(variable)  # of ON_READ variables it is collective
             yield Entry(key, dtype, where.box, [(0, value)] if writers.leads else [])
 
 

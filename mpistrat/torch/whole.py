@@ -188,7 +188,7 @@ class TorchWholeRule(WholeRule):
         Yields:
             What gives the program, in a closure, the threads and random numbers of this rank again.
         """
-        own = torch.get_num_threads()
+        own, drawn = torch.get_num_threads(), torch.get_rng_state()
 
         @contextlib.contextmanager
         def of_this_rank() -> Iterator[None]:
@@ -203,7 +203,6 @@ class TorchWholeRule(WholeRule):
                 torch.set_rng_state(shared)
                 _set_threads(self._threads)
 
-        drawn = torch.get_rng_state()
         try:
             torch.default_generator.manual_seed(self._seed + step)
             _set_threads(self._threads)

@@ -19,6 +19,7 @@ from ..base.underflow import may_underflow
 from ..comm.arrays import to_host
 from ..strategy.contexts import in_step, stepping
 from ..variables import Variable
+from ..variables.variable import value_for_file
 
 __all__ = ["Mean", "MeanOf", "Metric", "Sum", "mean_of_rows", "results"]
 
@@ -114,7 +115,7 @@ def results(metrics: Iterable[Metric]) -> dict[str, Any]:
         totals = strategy.reduce("SUM", [metric.sums for metric in chosen])
     else:  # where workers are not in sync
         strategy.extended.coordination.announce("gathered", *(metric.sums for metric in chosen))
-        totals = [metric.sums.value_for_file() for metric in chosen]
+        totals = [value_for_file(metric.sums) for metric in chosen]
     return {
         metric.name: metric.result_of(to_host(total).reshape(metric.sums.shape))
         for metric, total in zip(chosen, totals, strict=True)

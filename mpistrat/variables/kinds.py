@@ -190,8 +190,8 @@ class MirroredVariable(OnWriteVariable):
             return self._gradients[local_replica]
         return super().gradient(local_replica)
 
-    def value_for_file(self) -> np.ndarray:
-        """See `Variable.value_for_file`; of one that is divided, on every rank."""
+    def _value_for_file(self) -> np.ndarray:
+        """See `value_for_file`; of one that is divided, on every rank."""
         value = self.numpy()
         return value if self.part is None else self.part.whole(value)
 
@@ -378,8 +378,8 @@ class SyncOnReadVariable(Variable):
         """See `Variable.gathered`. Beside a coordinator it is the sum of what all workers have."""
         return self._of_workers() if self.led else super().gathered()
 
-    def value_for_file(self) -> np.ndarray:
-        """See `Variable.value_for_file`. Where workers step alone, each has a value of its own: under SUM their sum is returned,
+    def _value_for_file(self) -> np.ndarray:
+        """See `value_for_file`. Where workers step alone, each has a value of its own: under SUM their sum is returned,
         else the first one's.
 
         Collective.
@@ -420,7 +420,7 @@ class SyncOnReadVariable(Variable):
             got = self.aggregation.name
             raise ContextError(explain("Variable", self.name, expected=expected, got=got, remedy=remedy))
         self.placement.strategy.extended.coordination.announce("gathered", self)
-        return self.value_for_file()
+        return self._value_for_file()
 
     def _aggregate(self) -> Any:
         total = aggregate(self, self.copies)

@@ -119,8 +119,8 @@ class PerWorkerVariable(Variable):
 
     # files
 
-    def value_for_file(self) -> np.ndarray:
-        """See `Variable.value_for_file`: the first worker's copy. Collective."""
+    def _value_for_file(self) -> np.ndarray:
+        """See `value_for_file`: the first worker's copy. Collective."""
         value, world = self.numpy(), self.placement.creators
         with world.collective("gathered", self.name, self.dtype, self.shape):
             world.broadcast(value, self.placement.first_worker)

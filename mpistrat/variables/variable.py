@@ -18,7 +18,7 @@ from ..base.types import VariableAggregation, VariableSynchronization
 from .array_like import ArrayVariable
 from .placement import Description, Placement
 
-__all__ = ["Variable", "explain_foreign", "require_gradient"]
+__all__ = ["Variable", "explain_foreign", "require_gradient", "value_for_file"]
 
 
 class _FrontDoor(ABCMeta):
@@ -149,10 +149,10 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
         """
         self._require_open()
         self.placement.strategy.extended.coordination.announce("gathered", self)
-        return self.value_for_file()
+        return self._value_for_file()
 
-    def value_for_file(self) -> np.ndarray | None:
-        """Do what `gathered` does, where all ranks have been made to call it. Collective."""
+    def _value_for_file(self) -> np.ndarray | None:
+        """See `value_for_file`."""
         return self.numpy()
 
     def load(self, value: np.ndarray) -> None:
@@ -266,3 +266,8 @@ def explain_foreign(function: str, variable: Any, strategy: Any) -> str:
 
 def _kind(strategy: Any) -> str:
     return type(strategy).__name__
+
+
+def value_for_file(variable: Variable) -> np.ndarray | None:
+    """Do what `Variable.gathered` does, where all ranks have been made to call it. Collective."""
+    return variable._value_for_file()
