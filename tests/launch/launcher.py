@@ -163,7 +163,7 @@ class Job:
         words = [command_line(pid).split(" ") for pid in self.processes()]
         return sum("python" in first.rpartition("/")[2] and program in " ".join(rest) for first, *rest in words)
 
-    def leftover(self, patience: float = 2.0) -> list[str]:
+    def leftover(self, patience: float = 10.0) -> list[str]:
         """The command lines of what still lives `patience` seconds after the end."""
         until = time.monotonic() + patience
         while (alive := self.processes()) and time.monotonic() < until:
