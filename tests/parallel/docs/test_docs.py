@@ -29,18 +29,8 @@ INPUT, SERVERS = "docs/input.md", "docs/parameter_servers.md"
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "ms": 1e-3, "s": 1}
 UNDER_EACH_MPI = ("docs/command_line.md", SERVERS, "docs/quickstart.md")  # the others take turns
 PAGES = [pages.read(path) for path in pages.paths()]
-PROGRAMS = (
-    "python",
-    "mpistrat",
-    "cat",
-    "cmp",
-    "head",
-    "tail",
-    "ls",
-    "grep",
-    "bash",
-    "echo",
-)  # what a console block may start
+# what a console block may start
+PROGRAMS = ("python", "mpistrat", "cat", "cmp", "head", "tail", "ls", "grep", "bash", "echo")
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
 PATIENCE = 200  # seconds for a command, and for a block
 
