@@ -115,7 +115,7 @@ test-frameworks: frameworks  ## the tests of PyTorch, JAX, Keras and TensorFlow,
 	  tests/parallel/frameworks tests/integration/hosts/test_frameworks.py tests/integration/hosts/test_frameworks_start.py \
 	  tests/integration/hosts/test_frameworks_horovod.py \
 	  -k "(frameworks or horovod) $(if $(NP),and (np$(NP) or hosts))"
-	KERAS_BACKEND=torch .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) $(if $(TIER),--longest 12) tests/parallel/docs -k "README or frameworks or horovod"
+	KERAS_BACKEND=torch .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) $(if $(TIER),--longest 12) tests/parallel/docs -k "README or which_way or frameworks or horovod"
 	$(if $(NP)$(TIER),,.venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/integration/slurm -k "torch or jax_start")
 	KERAS_BACKEND=jax .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) $(if $(TIER),--tier $(TIER)) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))"
 	KERAS_BACKEND=tensorflow .venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) $(if $(TIER),--tier $(TIER)) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))"
