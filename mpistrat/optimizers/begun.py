@@ -33,6 +33,7 @@ class Begun:
         self._variables: dict[int, Variable] = {}
         self._marks: dict[int, int] = {}  # checksums of gradients
         self._steps = 0
+        self._strategy: Any = None  # whose starter it is
         self._starter: Any = None  # what starts sums, see `step.interface.Starter`; None until a strategy is known
 
     @property
@@ -49,9 +50,11 @@ class Begun:
         return bool(self._variables)
 
     def starter(self, strategy: Any) -> Any:
-        """Return what starts the sums of a strategy's gradients."""
-        if self._starter is None:
-            self._starter = strategy.extended.placement.steps.new_starter()
+        """Return what starts the sums of a strategy's gradients; of the last strategy that was asked for."""
+        if self._strategy is not strategy:
+            if self._starter is not None:
+                self._starter.forget([*self._variables.values()])
+            self._strategy, self._starter = strategy, strategy.extended.placement.steps.new_starter()
         return self._starter
 
     def add(self, strategy: Any, replicas: Sequence[Pairs]) -> None:
@@ -95,11 +98,12 @@ class Begun:
             expected, got = "each variable once in a step", "it twice"
             raise ValueError(explain(_FUNCTION, variable.name, expected=expected, got=got, remedy=remedy))
 
-    def take_rest(self, variables: Sequence[Variable]) -> list[bool]:
-        """Note variables as begun; return of each whether it was not before."""
-        new = [id(variable) not in self._variables for variable in variables]
+    def __contains__(self, variable: Variable) -> bool:
+        return id(variable) in self._variables
+
+    def note(self, variables: Sequence[Variable]) -> None:
+        """Note variables as begun."""
         self._variables.update((id(variable), variable) for variable in variables)
-        return new
 
     def check(self, strategy: Any, replicas: Sequence[Pairs], aggregate: bool) -> None:
         """Check what `apply_gradients` was called with.

@@ -330,7 +330,7 @@ class Optimizer(UpdateRule, metaclass=_Counted):
         if placement.store is not None:
             step: UpdateRun = placement.store.make_step(self, chosen)
         else:
-            step = self._run_on(chosen, [variable.name for variable in left_out])
+            step = placement.steps.in_order(self._run_on(chosen, [variable.name for variable in left_out]))
         core.updated_first = [variable for variable in new if variable.name not in pending]
         core.variables.extend(new)
         core.slots.fill_pending(new)

@@ -61,12 +61,12 @@ class HandedOverSums(Sums):
         check_same(replicas, key)
         begun.starter(self._strategy)  # which gives the variables gradients again after the step
         rows = [pairs for pairs in zip(*replicas, strict=True) if pairs[0][0] is not None]
-        new = begun.take_rest([pairs[0][1] for pairs in rows])
         rest = [
             (pairs[0][1], [flat_gradient(gradient, variable) for gradient, variable in pairs])
-            for pairs, is_new in zip(rows, new, strict=True)
-            if is_new
+            for pairs in rows
+            if pairs[0][1] not in begun
         ]
+        begun.note([variable for variable, _ in rest])  # not before all gradients are known to fit
         hand_over(self._buckets, begun, rest)
         self._buckets.send()
 

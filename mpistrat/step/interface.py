@@ -29,7 +29,19 @@ from ..arena.reduction import Consume, Gradients
 if TYPE_CHECKING:
     from ..arena.wire import Unsent
 
-__all__ = ["StepEngine", "Norms", "Publish", "Range", "Replica", "NodeRounds", "Starter", "StepParts", "Sums", "Work"]
+__all__ = [
+    "NodeRounds",
+    "Norms",
+    "Publish",
+    "Range",
+    "Replica",
+    "Starter",
+    "StepEngine",
+    "StepParts",
+    "Sums",
+    "Work",
+    "of_the_program",
+]
 
 Range = tuple[int, int]
 
@@ -248,6 +260,11 @@ class Replica:
         Raises:
             FloatingPointError: other ranks of the replica have.
         """
+
+
+def of_the_program(step: Any) -> Any:
+    """Return a step as it is: what the program computes is done when the step begins."""
+    return step
 
 
 class Norms(ABC):

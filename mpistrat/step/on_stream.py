@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import final
 
 from ..comm.gpu import computing_streams
 from ..optimizers.rule import Pairs, UpdateRun
-from .training_step import TrainingStep
 
 __all__ = ["StepOnStream"]
 
@@ -21,10 +20,8 @@ class StepOnStream(UpdateRun):
     comes after the step.
     """
 
-    def __init__(self, *parts: Any) -> None:
-        """Make a step on GPUs, of what `TrainingStep` takes."""
-        self._step = TrainingStep(*parts)
-        self.strategy = self._step.strategy
+    def __init__(self, step: UpdateRun) -> None:
+        self._step, self.strategy = step, step.strategy
 
     def describe(self) -> None:
         self._step.describe()

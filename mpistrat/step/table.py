@@ -94,8 +94,8 @@ TABLE = (
     Row("replica", "every other", _every, "interface", "Replica"),
     Row("engine", "GPUs", is_gpu, "arena_step", "whole_arenas"),
     Row("engine", "CPUs", _every, "arena_step", "blocks_in_cache"),
-    Row("step", "GPUs", _on_gpu, "on_stream", "StepOnStream"),
-    Row("step", "CPUs", _every, "training_step", "TrainingStep"),
+    Row("stream", "GPUs", _on_gpu, "on_stream", "StepOnStream"),
+    Row("stream", "CPUs", _every, "interface", "of_the_program"),
 )
 
 
@@ -145,5 +145,11 @@ class Steps:
 
     def new_step(self, core: OptimizerCore, variables: Sequence[Variable], left_out: Sequence[str]) -> UpdateRun:
         """Return the step of an optimizer on variables. All ranks make it; `left_out`: names of those without a gradient."""
-        made: UpdateRun = chosen("step", self._placement)(core, self.parts, variables, left_out)
+        from .training_step import TrainingStep
+
+        return TrainingStep(core, self.parts, variables, left_out)
+
+    def in_order(self, step: UpdateRun) -> UpdateRun:
+        """Return a step, also one that is not of this room, in order with what the program computes."""
+        made: UpdateRun = chosen("stream", self._placement)(step)
         return made

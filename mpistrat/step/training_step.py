@@ -122,7 +122,7 @@ class TrainingStep(UpdateRun):
 
     def _keep(self, sums: Sums, number: int, rate: float, call: Call) -> Mapping[str, float]:
         """Keep all sums, and take the passes over them. Collective, inside `call`."""
-        with np.errstate(over="ignore"), self._exchanges(sums):  # of squares; sums are checked in the passes
+        with np.errstate(over="ignore"), self._exchanges():  # of squares; sums are checked in the passes
             for work in self._works:
                 sums.hand_out(work, work.keep)
         if self._kept is None:
@@ -133,7 +133,7 @@ class TrainingStep(UpdateRun):
 
     def _update(self, sums: Sums, scales: Mapping[str, float]) -> None:
         """Update what this rank owns, and send it to those that read it. Collective, inside one."""
-        with self._exchanges(sums):
+        with self._exchanges():
             for work in self._works:
                 work.begin_publish()
                 if self._passes:
@@ -153,7 +153,7 @@ class TrainingStep(UpdateRun):
         return [*self._variables, *self._averaged] if overwrites else self._variables
 
     @contextlib.contextmanager
-    def _exchanges(self, sums: Sums) -> Iterator[None]:
+    def _exchanges(self) -> Iterator[None]:
         """Refuse the next collectives after an error in it: a later step would take messages that are under way for its own."""
         works = (*self._works, *self._averages)
         try:

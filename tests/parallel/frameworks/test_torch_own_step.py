@@ -101,6 +101,18 @@ def test_weights_that_differ_are_an_error_on_every_rank():
             optimizer.step()
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_step_is_in_order_with_what_the_program_computes(monkeypatch):
+    """Loading gradients, and the step: as that of every optimizer on GPUs."""
+    names = step_by_torch(monkeypatch)
+    with put() as (strategy, module, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(module, *rows()).backward()
+            optimizer.step()
+    assert names.count("in order") == 4
+
+
 @pytest.mark.ranks(2, 3)
 def test_after_a_refused_step_all_ranks_compare_their_copies_in_the_same_steps():
     """Or one would wait in the comparison, and the others in the sum."""

@@ -77,6 +77,52 @@ def test_bits_are_those_of_an_ordinary_step(opened, build):
     both_ways(opened, BUILDS[build])
 
 
+def test_a_gradient_that_is_refused_leaves_the_others(opened):
+    """The program may give right ones, and call again."""
+    with opened() as strategy:
+        with strategy.scope():
+            a, b = (ms.Variable(np.zeros(size, np.float32), name=f"v{size}") for size in (10, 4))
+            optimizer = ms.optimizers.SGD(1.0)
+
+        def step():
+            a.grad[...], b.grad[...] = 5, 7
+            with pytest.raises(ValueError, match="shape"):
+                optimizer.apply_gradients([(a.grad, a), (np.zeros(3, np.float32), b)])
+            optimizer.apply_gradients([(a.grad, a), (b.grad, b)])
+
+        strategy.run(step)
+        n = strategy.num_replicas_in_sync
+        assert (np.asarray(a) == -5 * n).all()
+        assert (np.asarray(b) == -7 * n).all()
+
+
+def test_an_optimizer_that_has_begun_in_another_strategy(opened):
+    """As long as it took no step there."""
+    optimizer = ms.optimizers.SGD(1.0)
+    with opened(False) as first, opened() as second:
+        with first.scope():
+            a = ms.Variable(np.zeros(300_000, np.float32), name="a")
+        with second.scope():
+            b = ms.Variable(np.zeros(10, np.float32), name="b")
+
+        def begin():
+            a.grad[...] = 1
+            optimizer.begin([a])
+            with pytest.raises(ValueError, match="twice"):
+                optimizer.begin([a])
+
+        def step():
+            b.grad[...] = 1
+            gradient = b.grad
+            optimizer.begin([b])
+            optimizer.apply_gradients([(gradient, b)])
+
+        first.run(begin)
+        for number in (1, 2):
+            second.run(step)
+            assert (np.asarray(b) == -number * second.num_replicas_in_sync).all()
+
+
 def test_a_program_that_never_calls_begin(opened):
     both_ways(opened, BUILDS["Adam, clipped"], handed_over=[])
 
