@@ -105,7 +105,7 @@ def test_weights_that_differ_are_an_error_on_every_rank():
 def test_a_step_is_in_order_with_what_the_program_computes(monkeypatch):
     """Loading gradients, and the step: as that of every optimizer on GPUs."""
     names = step_by_torch(monkeypatch)
-    with put() as (strategy, module, optimizer):
+    with put() as (_, module, optimizer):
         for _ in range(2):
             optimizer.zero_grad()
             loss_of(module, *rows()).backward()
