@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from ..base.environment import RESTART_EXIT_CODE, STANDBY, Environment
 from ..cluster.launcher_variables import launched_rank
-from .monitor import abort, exits, leftovers
+from .monitor import abort, leftovers
 from .shared_memory import map_file
 
 __all__ = [
@@ -251,7 +251,7 @@ class _End(NamedTuple):
 def _at_exit() -> None:
     if _end is None or os.getpid() != _end.process or abort.ending:
         return
-    status = exits.status()
+    status = abort.exit_status()
     if _end.supervised and _end.first and status in (0, RESTART_EXIT_CODE):
         state(_end.job)[STOPPED if status else DONE] = _end.generation + 1
     elif not _end.supervised and status in (0, RESTART_EXIT_CODE):  # what stops has saved a file

@@ -24,7 +24,7 @@ from ..cluster.world import is_loss, survives
 from .call import describe
 from .contract import Collective, Comparison
 from .dropped import DROPPED
-from .monitor import abort, exit_report, exits
+from .monitor import abort, exit_report
 from .monitor.group_monitor import Watchdog
 from .monitor.rank_monitor import RankMonitor, monitored, no_more_use
 from .monitor.survey import Nodes
@@ -443,7 +443,7 @@ class ProcessGroup:
             return
         for attachment in reversed(self._attached):
             _note_leaving(attachment)
-        self.node.leave(exits.status())
+        self.node.leave(abort.exit_status())
         mine, count = self.node_index, self.num_nodes
         # One rank of another domain is enough: it waits for this one in the next collective, and raises there. Of those that have
         # left, one is before a domain that has not, whose rank hears of it; more domains hear of it sooner.

@@ -9,11 +9,13 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import gc
 import hashlib
 import io
 import logging
 import os
 import re
+import signal
 import sys
 import sysconfig
 import threading
@@ -21,22 +23,24 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, final
+from types import CodeType, FrameType, MemberDescriptorType, TracebackType
+from typing import Any, NoReturn, cast, final
 
 from ...base.environment import RANK_PROCESS, RESTART_EXIT_CODE, Environment
 from ...base.errors import PeerExitError
+from ...base.frames import frame_of
 from ...base.text import class_name, displayable, encoded, error_text, plural, printable, ranges
 from ...cluster import no_rank, start
 from ...cluster.launcher_variables import launched_rank, launched_size
 from ...cluster.world import is_loss, loses_ranks, survives
-from . import exit_report, exits, leftovers
+from . import exit_report, leftovers
 
 __all__ = [
     "KEY_BYTES",
     "Failures",
     "end_job",
     "end_where_nobody_does",
+    "exit_status",
     "failure_key",
     "format_exception",
     "install",
@@ -45,6 +49,7 @@ __all__ = [
     "leave_without_mpi",
     "print_text",
     "ranges",
+    "record_exit",
     "renumber",
 ]
 
@@ -60,6 +65,9 @@ agree_who_prints: Callable[[str, str], str | None] | None = None
 
 _rank: tuple[int, int] | None = None  # this rank and the number of ranks, once there is a strategy
 _process: int | None = None  # in which the hooks hold
+_program: CodeType | None = None  # of the main thread's outermost frame
+_status = 0  # of the SystemExit that has left the program
+_CODE = cast(MemberDescriptorType, vars(SystemExit)["code"])
 _wait_at_end: Callable[[], object] | None = None  # and then leave without MPI's end
 
 # Both paths where the package lies behind a symbolic link: a frame has the path by which Python found the file.
@@ -267,7 +275,7 @@ def _hook() -> None:
     """Replace the exception hooks, also where the program has set hooks of its own since."""
     global _process
     first, _process = _process is None, os.getpid()
-    exits.record()
+    record_exit()
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
     if not isinstance(threading.excepthook, _ThreadHook):
@@ -285,7 +293,7 @@ def _at_exit() -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     end_on_uncaught()
     start.mark_finished()
-    status = exits.status()
+    status = exit_status()
     if status and not ending and (mpi is None or not mpi.Is_initialized()):
         end_job(f"{_who()}: the job ends: it called sys.exit({status}) before MPI was started", status)
     if status not in (0, RESTART_EXIT_CODE):  # where ranks survive, no launcher tells of it
@@ -297,12 +305,12 @@ def _at_exit() -> None:
         _wait_at_end()
         logging.shutdown()
         _flush()
-        exits.end_as_python()
+        _end_as_python()
 
 
 def end_on_uncaught() -> None:
     """End the job if the program has ended on an exception, which a hook got that the program has set since."""
-    error = exits.uncaught()
+    error = _uncaught()
     if not ending and error is not None:
         _end_on(type(error), error, error.__traceback__, lambda: None)
 
@@ -314,9 +322,9 @@ def _in_child() -> None:
     def leave() -> None:
         if os.getpid() == process:
             _flush()
-            exits.end_as_python()
+            _end_as_python()
 
-    exits.forget()
+    _forget_exit()
     if start.running() is not None:
         atexit.register(leave)
 
@@ -395,7 +403,7 @@ def _ends_the_program(trace: TracebackType | None) -> bool:
             return True
         outermost, frame = frame.f_code, frame.f_back
     main = threading.current_thread() is threading.main_thread()
-    return main and outermost is not exits.program and outermost.co_name != "<module>"
+    return main and outermost is not _program and outermost.co_name != "<module>"
 
 
 class _Hook:
@@ -483,3 +491,63 @@ class Failures:
         self._printed.update(groups)
         self._waiting.clear()
         return found
+
+
+# The status with which Python ends this process, for what runs at its end. Python does not pass it to functions of atexit, and
+# sys.exit is not the only way to set it: `raise SystemExit(3)` and `quit(3)` set it, too, and a program may catch the exception.
+# So it is recorded where the interpreter itself reads it: an attribute of an exception that leaves the program, read by no Python
+# code.
+
+
+def record_exit() -> None:
+    """Record from now on with which status this process ends. Later calls look again what the program is."""
+    global _program
+    outermost = frame_of(threading.main_thread().ident or 0)
+    while outermost is not None and outermost.f_back is not None:
+        outermost = outermost.f_back
+    _program = None if outermost is None else outermost.f_code
+    names = gc.get_referents(vars(SystemExit))[0]  # the dict of the type, which Python shows without write access
+    if names["code"] is _CODE:
+        names["code"] = property(_read_code, _CODE.__set__, _CODE.__delete__, _CODE.__doc__)
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))  # the interpreter caches attributes
+        if sys.version_info < (3, 12):  # there sys.exit makes no exception before a handler asks for one
+            sys.exit = exit
+
+
+def exit(status: Any = None, /) -> NoReturn:
+    """Exit the interpreter by raising SystemExit(status), as sys.exit, which it replaces. It can be pickled, as that can."""
+    raise SystemExit(status)
+
+
+def _read_code(error: SystemExit) -> Any:
+    """Return the `code` of an exception, and record it where the interpreter reads it to end the process."""
+    global _status
+    code = _CODE.__get__(error, type(error))
+    if sys._getframe().f_back is None and threading.current_thread() is threading.main_thread():
+        _status = code & 0xFF if isinstance(code, int) else int(code is not None)
+    return code
+
+
+def _forget_exit() -> None:
+    """Forget the parent's status, in a forked child."""
+    global _status
+    _status = 0
+
+
+def _uncaught() -> BaseException | None:
+    """Return the exception on which the program has ended, if it has, other than SystemExit: the interpreter notes it."""
+    trace, error = getattr(sys, "last_traceback", None), getattr(sys, "last_value", None)
+    return error if error is not None and trace is not None and trace.tb_frame.f_code is _program else None
+
+
+def exit_status() -> int:
+    """Return the status with which this process ends: what it called sys.exit with, 1 on an exception; else 0."""
+    return _status or int(_uncaught() is not None)
+
+
+def _end_as_python() -> NoReturn:
+    """End this process at once, with the status that Python gives it: Ctrl-C is a signal."""
+    if isinstance(_uncaught(), KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(exit_status())

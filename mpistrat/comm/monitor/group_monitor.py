@@ -25,7 +25,7 @@ from ...cluster.world import is_loss, loses_ranks
 from ..call import Call
 from ..mailbox import Mailbox
 from ..node import Node
-from . import abort, exit_report, exits, survey
+from . import abort, exit_report, survey
 from .abort import KEY_BYTES, Failures, failure_key
 from .board import Board
 from .rank_monitor import ALL, POLL, Answer, Left, RankMonitor, lines
@@ -117,7 +117,7 @@ class GroupMonitor:
 
     def report_left(self, ranks: Iterable[int]) -> None:
         """Send ranks of other nodes that this one leaves the program."""
-        last = _LAST.pack(self.monitor.number, self.monitor.failed(self.monitor.number), exits.status())
+        last = _LAST.pack(self.monitor.number, self.monitor.failed(self.monitor.number), abort.exit_status())
         for rank in ranks:
             self.mailbox.send(last, rank, _LEFT)
 

@@ -28,14 +28,14 @@ ENDS = {
 
 PROGRAM = f"""
 import atexit, os, pickle, sys, threading
-from mpistrat.comm.monitor import exits
+from mpistrat.comm.monitor import abort
 
-exits.record()
+abort.record_exit()
 for act, status in {ENDS!r}.items():
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
-        atexit.register(lambda: os.write(send, str(exits.status()).encode()))
+        atexit.register(lambda: os.write(send, str(abort.exit_status()).encode()))
         exec(act)
         break
     parent_got = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
