@@ -87,8 +87,9 @@ class ArenaSlots:
 
     def restart(self, low: int, high: int) -> None:
         """Give the slots of elements [low, high), which this rank must own, the values before the first step."""
-        for name, array in self.of_range(low, high).items():
-            array[...] = self._arena.values[low:high] if name == AVERAGE else self._start.get(name, 0.0)
+        with on_device_of(self._arena.values):
+            for name, array in self.of_range(low, high).items():
+                array[...] = self._arena.values[low:high] if name == AVERAGE else self._start.get(name, 0.0)
 
     def kept(self) -> Any:
         """Return a flat array of the same elements, to keep sums in between two passes over it."""

@@ -204,7 +204,8 @@ class ScatterMethods(ABC):
         flat = _flat_indices(self.shape, indices, "gather_nd")
         depth = indices.shape[-1]
         rows = self.array.reshape(-1, *self.shape[depth:])
-        return rows[flat].reshape(indices.shape[:-1] + self.shape[depth:])
+        with on_device_of(rows):
+            return rows[flat].reshape(indices.shape[:-1] + self.shape[depth:])
 
     # what subclasses have
     shape: tuple[int, ...]

@@ -8,7 +8,8 @@
 - **A race checker.** Each piece of work knows which work is ordered before it (a vector clock). Two pieces that touch the same
   bytes, one of them writing, with no order between them are reported, whatever the schedule made of the numbers. So is memory
   that is given back to its pool while another stream may use it, and memory that MPI gets while a stream may still write it.
-- **Devices.** The current device is each thread's own, 0 at first. Work on an array of another device is reported.
+- **Devices.** The current device is each thread's own, 0 at first. Work on an array of another device is reported, and so is an
+  event that is recorded on a stream of another device than the one on which it was made, which is an error of CUDA.
 - **Kernels.** g++ compiles the source of a RawKernel, with a few lines in place of CUDA, and it runs as work on a stream: threads
   one after the other. What const pointers point to is read, all else is written. Arguments must have the kernel's types.
 - **NCCL.** Each rank of a communicator needs a physical GPU of its own, else every rank gets NCCL_ERROR_INVALID_USAGE
@@ -203,9 +204,12 @@ class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         self.stream: Stream | None = None
         self.seq, self.clock = 0, {}
+        self.device_id = M.device
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or M.current()
+        if stream.device_id != self.device_id:
+            M.tell(f"WRONG DEVICE: an event of GPU {self.device_id} is recorded on a stream of GPU {stream.device_id}")
         stream.put(lambda: None, "record")
         self.stream, self.seq, self.clock = stream, stream.seq, dict(stream.clock)
 
@@ -421,7 +425,9 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         plain(value)
         target = self._of(self.host[plain_key(key)]) if not _is_fancy(key) else self
         if target is self:
-            launch(lambda a, v: a.__setitem__(plain(key), v), (self, value), writes=[self])
+            keys = key if isinstance(key, tuple) else (key,)
+            index = tuple(k.host if isinstance(k, Array) else k for k in keys)  # CuPy copies those of NumPy first
+            launch(lambda a, v: a.__setitem__(index, v), (self, value), writes=[self])
         else:
             launch(lambda v: target.host.__setitem__(..., v), (value,), writes=[target])
 
