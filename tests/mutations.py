@@ -348,7 +348,8 @@ def units(frameworks: bool) -> list[Unit]:
 
 def _prepare() -> None:
     """Import what units need, once."""
-    sys.path[:0] = [os.getcwd(), str(Path("tests/models").resolve())]
+    folders = ("tests/models", "benchmarks/gpu")  # from which the check imports
+    sys.path[:0] = [os.getcwd(), *(str(Path(folder).resolve()) for folder in folders)]
     importlib.invalidate_caches()
     importlib.import_module(SWITCH)
     for name in (
