@@ -220,9 +220,11 @@ print("done")
 
 
 @pytest.mark.timeout(2 * LIMIT)
-def test_a_rank_that_does_not_come(run):
-    run(
-        """
+def test_a_rank_that_does_not_come(mpi_run):
+    """Its ranks end by os._exit, which is an error for the mpiexec of Open MPI."""
+    ended = mpi_run(
+        BEGIN
+        + """
 if world.rank != 1:
     with pytest.raises(ms.errors.CollectiveTimeoutError) as caught:
         ms.jax.initialize()
@@ -234,8 +236,10 @@ time.sleep(10)
 os._exit(0)
 """,
         3,
+        timeout=LIMIT,
         env={"MPISTRAT_ABORT_AFTER": "2"},
     )
+    assert all("done" in out for out in ended.out), str(ended)
 
 
 @pytest.mark.timeout(2 * LIMIT)
