@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .dataset import Dataset
+from .files.tables import Columns, TableRows
 from .nodes.samples import samples_of
 from .nodes.sources import array_rows
+from .shards.files import PathLike
 
-__all__ = ["from_arrays", "from_generator", "from_map_style", "sample_from_datasets", "zip"]
+__all__ = ["from_arrays", "from_generator", "from_map_style", "from_tables", "sample_from_datasets", "zip"]
 
 
 def from_arrays(arrays: Any, *, copy: bool = False) -> Dataset:
@@ -99,6 +101,37 @@ def from_map_style(samples: Any, *, workers: int = 0, processes: bool = False, e
         [0, 1, 4, 9, 16]
     """
     return Dataset(samples_of(samples, workers, processes, element_spec))
+
+
+def from_tables(files: PathLike | Sequence[PathLike], columns: Columns = None, *, format: str | None = None) -> Dataset:
+    """Make a dataset of the rows of Parquet, Arrow, CSV or JSON-lines files; not collective. It needs pyarrow.
+
+    It has random access in units that are read as a whole: row groups of Parquet, record batches of Arrow (Feather), whole
+    files of text. So a shuffle without a mode is one in blocks of these. Files are looked at when something is first asked of
+    the dataset, and must not change while they are read.
+
+    Args:
+        files: a file, a directory, a pattern like `data/*.parquet`, or a list of files, read in its order; others are read in
+            natural order (2 before 10).
+        columns: None for a dict of all columns that can be read; a list of names for a dict of these; a tuple of names for a
+            tuple; a dict from new names to names in the files; one name for that array alone.
+        format: "parquet", "arrow", "csv" or "jsonl"; None for what the files' names end in.
+
+    Raises:
+        MissingDependencyError: without pyarrow, when something is first asked of the dataset.
+        ValueError: the names of the files do not show one format.
+        ShardError: a file is missing or damaged, or its columns are not those of the first; while reading, for nulls among
+            integers, text or lists.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     dataset = from_tables(pathlib.Path(__file__))
+        Traceback (most recent call last):
+            ...
+        ValueError: from_tables: files: expected files of one format, ...
+    """
+    return Dataset(TableRows(files, columns, format))
 
 
 def zip(*datasets: Any) -> Dataset:

@@ -57,6 +57,7 @@ ALLOWED = {
     "keras": {"keras"}, "tensorflow": {"keras"},
     # only for functions that a program sends to its own ranks, and their results
     "cloudpickle": {"base", "launcher"},
+    "pyarrow": {"data"},
     "pickle": set(), "marshal": set(), "shelve": set(), "dill": set(),
 }  # fmt: skip
 
@@ -201,7 +202,18 @@ def test_importing_the_package_starts_no_mpi_and_loads_no_large_library():
 
 
 def test_the_package_imports_without_any_optional_library():
-    absent = ["cupy", "cloudpickle", "matplotlib", "ml_dtypes", "xxhash", "torch", "jax", "keras", "tensorflow"]
+    absent = [
+        "cupy",
+        "cloudpickle",
+        "matplotlib",
+        "ml_dtypes",
+        "xxhash",
+        "pyarrow",
+        "torch",
+        "jax",
+        "keras",
+        "tensorflow",
+    ]
     python(
         f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
         "import mpistrat as ms\n"

@@ -68,7 +68,11 @@ def _delimiter(text: str) -> str:
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help='a folder, or a pattern like "data/train-*.h5"')
     parser.add_argument(
-        "input", metavar="INPUT", nargs="?", type=Path, help="a .npy, .npz, .csv or .tsv file, or a folder of images"
+        "input",
+        metavar="INPUT",
+        nargs="?",
+        type=Path,
+        help="a .npy, .npz, .csv, .tsv, .parquet, .arrow or .jsonl file, or a folder of images",
     )
     parser.add_argument(
         "--field", metavar="NAME=FILE.npy", type=_named, action="append", default=[],

@@ -18,6 +18,7 @@ from .converters.converter import Converter, PresumptionError, bad_input
 from .converters.image_folder import ImageFolder
 from .converters.numpy_files import NpyFiles, NpzFile
 from .converters.table import Table
+from .converters.table_file import TableFile
 from .files import PathLike
 from .new_shard import ShardSettings
 from .writer import ShardWriter
@@ -30,7 +31,7 @@ class Conversion:
     """What is to become of some files; what a kind of file has no use for must be left as it is.
 
     Attributes:
-        path: a .npy, .npz or .csv file, or a folder of images; None where there are only `fields`.
+        path: a .npy, .npz, .csv, .parquet, .arrow or .jsonl file, or a folder of images; None where there are only `fields`.
         fields: .npy files by field.
         select: arrays or columns wanted; None for all.
         dtypes: dtypes that fields are converted to.
@@ -67,6 +68,10 @@ _KINDS: dict[str, tuple[set[str], Callable[[Path, Conversion], Converter]]] = {
     ".npz": ({"select"}, lambda path, asked: NpzFile(path, asked.select)),
     ".csv": ({"select", "array", "delimiter", "header"}, lambda path, asked: _table(path, asked, ",")),
     ".tsv": ({"select", "array", "delimiter", "header"}, lambda path, asked: _table(path, asked, "\t")),
+    **dict.fromkeys(
+        (".parquet", ".pq", ".arrow", ".feather", ".ipc", ".jsonl", ".ndjson"),
+        ({"select"}, lambda path, asked: TableFile(path, asked.select)),
+    ),
     "/": ({"color", "resize"}, lambda path, asked: ImageFolder(path, asked.color or "rgb", asked.resize)),
 }
 _OPTIONS = ("select", "array", "delimiter", "header", "color", "resize")
@@ -78,14 +83,15 @@ def open_converter(asked: Conversion) -> Converter:
     Raises:
         ValueError: for files of another kind, and arguments that their kind has no use for.
         ShardError: for a file that is not what its name says.
-        MissingDependencyError: for images without Pillow.
+        MissingDependencyError: for images without Pillow, for .parquet, .arrow and .jsonl without pyarrow.
     """
     if (asked.path is None) == (not asked.fields):
         expected = "one file or folder, or fields by name (--field x=x.npy)"
         raise ValueError(explain("shards write", "", expected=expected, got="none" if asked.path is None else "both"))
     kind = ".npy" if asked.path is None else "/" if asked.path.is_dir() else asked.path.suffix.lower()
     if kind not in _KINDS:
-        expected = "a .npy, .npz, .csv or .tsv file, or a folder with a sub-folder of images for each class"
+        files = "a .npy, .npz, .csv, .tsv, .parquet, .arrow or .jsonl file"
+        expected = f"{files}, or a folder with a sub-folder of images for each class"
         raise ValueError(
             explain("shards write", str(asked.path), expected=expected, got=f"a {kind or 'nameless'} file")
         )

@@ -1,0 +1,119 @@
+"""Columns of pyarrow's tables as arrays of NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..spec import ArraySpec
+
+__all__ = ["UnfitColumn", "column_spec", "to_numpy"]
+
+
+class UnfitColumn(Exception):
+    """A column, or a value of it, of which NumPy has no array; `remedy` is what the user can do."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+
+
+def column_spec(kind: Any) -> ArraySpec:
+    """Return the spec of a row of a column of one of pyarrow's types.
+
+    Raises:
+        UnfitColumn: for structures, maps, decimals and others that have no array.
+    """
+    import pyarrow
+
+    types = pyarrow.types
+    if types.is_dictionary(kind):
+        return column_spec(kind.value_type)
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        shape = getattr(kind, "shape", None)
+        if shape is None:
+            return column_spec(kind.storage_type)
+        return ArraySpec(tuple(shape), column_spec(kind.value_type).dtype)
+    if types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind):
+        inner = column_spec(kind.value_type)
+        if None in inner.shape or inner.dtype.hasobject:
+            raise UnfitColumn(f"{kind}: lists of numbers can be read")
+        length = kind.list_size if types.is_fixed_size_list(kind) else None
+        return ArraySpec((length, *inner.shape), inner.dtype)
+    if is_text(kind) or is_bytes(kind):
+        return ArraySpec((), object)
+    if types.is_time(kind) or types.is_decimal(kind) or types.is_nested(kind) or types.is_null(kind):
+        raise UnfitColumn(str(kind))
+    if types.is_timestamp(kind):
+        return ArraySpec((), f"datetime64[{kind.unit}]")
+    if types.is_date(kind):
+        return ArraySpec((), "datetime64[D]" if types.is_date32(kind) else "datetime64[ms]")
+    try:
+        return ArraySpec((), kind.to_pandas_dtype())
+    except (NotImplementedError, TypeError):
+        raise UnfitColumn(str(kind)) from None
+
+
+def is_text(kind: Any) -> bool:
+    """Return whether values of a type are `str`."""
+    import pyarrow
+
+    types = pyarrow.types
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def is_bytes(kind: Any) -> bool:
+    """Return whether values of a type are `bytes`."""
+    import pyarrow
+
+    types = pyarrow.types
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
+
+
+_NULLS = "Write the column without nulls, or do not name it. Only floats and times have a value for them."
+
+
+def to_numpy(column: Any, spec: ArraySpec) -> NDArray[Any]:
+    """Return a column as the stacked rows of a spec.
+
+    Nulls are NaN among floats, NaT among times.
+
+    Raises:
+        UnfitColumn: for other nulls.
+    """
+    import pyarrow
+
+    array = column.combine_chunks() if isinstance(column, pyarrow.ChunkedArray) else column
+    if isinstance(array, pyarrow.ChunkedArray):  # of no chunk, or too large for one
+        array = pyarrow.concat_arrays(array.chunks) if array.num_chunks else pyarrow.array([], array.type)
+    if pyarrow.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if isinstance(array.type, pyarrow.BaseExtensionType):
+        array = array.storage
+    if array.null_count and (spec.shape or spec.dtype.kind not in "fcmM"):
+        raise UnfitColumn(f"{array.null_count} nulls of {len(array)}", _NULLS)
+    if spec.shape:
+        return _lists(array, spec)
+    if spec.dtype.hasobject:
+        out = np.empty(len(array), object)
+        out[:] = array.to_pylist()
+        return out
+    found = array.to_numpy(zero_copy_only=False)
+    return np.ascontiguousarray(found.astype(spec.dtype, copy=False))
+
+
+def _lists(array: Any, spec: ArraySpec) -> NDArray[Any]:
+    values = array.flatten()
+    if None not in spec.shape:
+        while hasattr(values, "flatten") and hasattr(values.type, "value_type"):
+            values = values.flatten()
+        flat = to_numpy(values, ArraySpec((), spec.dtype))
+        return flat.reshape(len(array), *(length or 0 for length in spec.shape))
+    inner = to_numpy(values, ArraySpec(spec.shape[1:], spec.dtype))
+    out = np.empty(len(array), object)
+    offsets = array.offsets.to_numpy()
+    for row, (start, stop) in enumerate(zip(offsets[:-1] - offsets[0], offsets[1:] - offsets[0], strict=True)):
+        out[row] = inner[start:stop]
+    return out

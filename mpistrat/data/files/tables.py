@@ -1,0 +1,371 @@
+"""Rows of tables that pyarrow reads: Parquet, Arrow (Feather), CSV and JSON lines, in units that are read as a whole.
+
+A unit is a row group of a Parquet file, a record batch of an Arrow file, or a whole file of text, which is read once to count
+its rows. pyarrow is imported when files are looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import hashlib
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...base import nest
+from ...base.errors import MissingDependencyError, MpistratError, ShardError, explain
+from ...base.text import counted, shortened
+from ..buffers import LastRead, RowBuffers, take_rows
+from ..nodes.stage import InputRows
+from ..shards.files import PathLike, natural_key
+from ..spec import ArraySpec, is_ragged, row_nbytes
+from ..stats import StageStats
+from .columns import UnfitColumn, column_spec, to_numpy
+from .handles import ShardFile
+
+__all__ = ["FORMATS", "Columns", "TableRows", "table_paths"]
+
+Columns = str | Sequence[str] | Mapping[str, str] | None
+
+_KEPT = 1 << 26  # bytes of units that are kept at least
+_ENDS = 1 << 16  # bytes of a file's end that ranks compare
+_NAMED = 5  # columns left out that are named
+
+
+def _pyarrow(module: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        text = explain("from_tables", "", expected="pyarrow, which reads these files", got=error, remedy=_INSTALL)
+        raise MissingDependencyError(text) from error
+
+
+_INSTALL = 'pip install "mpistrat[tables]"'
+
+
+class _UnitFile(ABC):
+    """One file: its schema, the rows of its units, and their tables."""
+
+    schema: Any
+    rows: Sequence[int]
+
+    @abstractmethod
+    def read(self, unit: int, columns: list[str]) -> Any:
+        """Return some columns of a unit as a pyarrow.Table."""
+
+
+@final
+class _Parquet(_UnitFile):
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        metadata = _pyarrow("pyarrow.parquet").read_metadata(path)
+        self.schema = metadata.schema.to_arrow_schema()
+        self.rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+    def read(self, unit: int, columns: list[str]) -> Any:
+        # Without pyarrow's threads: each rank of a node would start as many as the node has cores.
+        with _pyarrow("pyarrow.parquet").ParquetFile(self._path) as file:
+            return file.read_row_group(unit, columns, use_threads=False)
+
+
+@final
+class _Arrow(_UnitFile):
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with self._opened() as source:
+            reader = _pyarrow("pyarrow").ipc.open_file(source)
+            self.schema = reader.schema
+            self.rows = [reader.get_batch(unit).num_rows for unit in range(reader.num_record_batches)]
+
+    def _opened(self) -> Any:
+        return _pyarrow("pyarrow").OSFile(str(self._path))
+
+    def read(self, unit: int, columns: list[str]) -> Any:
+        pyarrow = _pyarrow("pyarrow")
+        with self._opened() as source:
+            batch = pyarrow.ipc.open_file(source).get_batch(unit)
+            return pyarrow.Table.from_batches([batch]).select(columns)
+
+
+@final
+class _Text(_UnitFile):
+    """A file of text, which pyarrow reads as a whole: the types of its columns are those that it infers."""
+
+    def __init__(self, path: Path, module: str, function: str) -> None:
+        self._path, self._module, self._function = path, module, function
+        table = self._table()
+        self.schema, self.rows = table.schema, [table.num_rows]
+
+    def _table(self) -> Any:
+        module = _pyarrow(self._module)
+        return getattr(module, self._function)(self._path, read_options=module.ReadOptions(use_threads=False))
+
+    def read(self, unit: int, columns: list[str]) -> Any:
+        return self._table().select(columns)
+
+
+FORMATS: dict[str, tuple[tuple[str, ...], Any]] = {
+    "parquet": ((".parquet", ".pq"), _Parquet),
+    "arrow": ((".arrow", ".feather", ".ipc"), _Arrow),
+    "csv": ((".csv", ".csv.gz"), functools.partial(_Text, module="pyarrow.csv", function="read_csv")),
+    "jsonl": (
+        (".jsonl", ".ndjson", ".jsonl.gz"),
+        functools.partial(_Text, module="pyarrow.json", function="read_json"),
+    ),
+}
+
+
+def _error(where: object, expected: str, got: object, remedy: str = "") -> ShardError:
+    return ShardError(explain("from_tables", str(where), expected=expected, got=got, remedy=remedy))
+
+
+def table_paths(files: PathLike | Sequence[PathLike], format: str | None) -> tuple[list[Path], str]:
+    """Return the files that a path, a directory, a pattern or a list of paths names, and their format.
+
+    Raises:
+        ShardError: no file is there.
+        ValueError: their names do not show one format.
+    """
+    if format is not None and format not in FORMATS:
+        expected = f"None or one of {', '.join(FORMATS)}"
+        raise ValueError(explain("from_tables", "format", expected=expected, got=repr(format)))
+    if isinstance(files, (str, os.PathLike)):
+        path = Path(files)
+        if path.is_dir():
+            wanted = [format] if format is not None else list(FORMATS)
+            paths = sorted((one for one in path.iterdir() if _format_of(one) in wanted), key=natural_key)
+        elif not path.exists() and glob.has_magic(str(path)):
+            paths = sorted(map(Path, glob.glob(str(path))), key=natural_key)
+        else:
+            paths = [path]
+    else:
+        paths = [Path(one) for one in files]
+    if not paths:
+        raise _error(files, "at least one file", "none", f"Look at the path; the working directory is {Path.cwd()}.")
+    for path in paths:
+        if not path.is_file():
+            raise _error(path, "a file", "no such file")
+    found = {format} if format is not None else {_format_of(path) for path in paths}
+    (one,) = found if len(found) == 1 else (None,)
+    if one is None:
+        endings = ", ".join(ending for endings, _ in FORMATS.values() for ending in endings)
+        expected, got = (
+            f"files of one format, whose names end in {endings}",
+            shortened([str(path) for path in paths], 3),
+        )
+        raise ValueError(explain("from_tables", "files", expected=expected, got=got, remedy="Or pass format=."))
+    return paths, one
+
+
+def _format_of(path: Path) -> str | None:
+    name = path.name.lower()
+    return next((format for format, (endings, _) in FORMATS.items() if name.endswith(endings)), None)
+
+
+class _OpenTables:
+    """The files, compared with the first one."""
+
+    def __init__(self, paths: Sequence[Path], format: str, names: Sequence[str] | None) -> None:
+        self.files: list[_UnitFile] = []
+        self.status = [ShardFile.of(path) for path in paths]
+        for path in paths:
+            try:
+                self.files.append(FORMATS[format][1](path))
+            except MpistratError:
+                raise
+            except Exception as error:  # pyarrow raises many kinds for damaged files
+                raise _error(path, f"a whole {format} file", f"{type(error).__name__}: {error}") from error
+        self.specs, self.left_out = _specs(paths[0], self.files[0].schema, names)
+        for path, file in zip(paths, self.files, strict=True):
+            self._compare(path, file, paths[0])
+        self.units = [(number, unit) for number, file in enumerate(self.files) for unit in range(len(file.rows))]
+        rows = [self.files[number].rows[unit] for number, unit in self.units]
+        self.starts = np.concatenate(([0], np.cumsum(rows, dtype=np.int64))).astype(np.int64)
+
+    def _compare(self, path: Path, file: _UnitFile, first: Path) -> None:
+        for name, spec in self.specs.items():
+            if name not in file.schema.names:
+                raise _error(path, f"a column {name!r}, as in {first}", f"columns {file.schema.names}")
+            found = column_spec(file.schema.field(name).type)
+            if found != spec:
+                remedy = "All files need the same types: write this one again, or name the columns that agree."
+                raise _error(path, f"{name!r} as {spec}, like {first}", f"{found}", remedy)
+
+
+def _specs(path: Path, schema: Any, names: Sequence[str] | None) -> tuple[dict[str, ArraySpec], dict[str, str]]:
+    """Return the specs of the columns that are wanted, and why others are left out."""
+    specs: dict[str, ArraySpec] = {}
+    left_out: dict[str, str] = {}
+    for name in schema.names if names is None else names:
+        if name not in schema.names:
+            raise _error(path, f"a column {name!r}", f"columns {schema.names}")
+        try:
+            specs[name] = column_spec(schema.field(name).type)
+        except UnfitColumn as error:
+            if names is not None:
+                raise _error(f"{path}: {name}", "numbers, times, text or lists of them", str(error)) from None
+            left_out[name] = str(error)
+    if not specs:
+        raise _error(path, "a column of numbers, times, text or lists of them", left_out or "no columns")
+    return specs, left_out
+
+
+@final
+class TableRows(InputRows):
+    """The rows of tables, one file after the other; see `from_tables`."""
+
+    def __init__(self, files: PathLike | Sequence[PathLike], columns: Columns, format: str | None) -> None:
+        self._structure = _structure(columns)
+        self._paths, self._format = table_paths(files, format)
+        self._lock = threading.Lock()
+        self._kept = LastRead[dict[str, NDArray[Any]]](_KEPT)
+        self._buffers = RowBuffers()
+        self._counters = StageStats()
+
+    @functools.cached_property
+    def _tables(self) -> _OpenTables:
+        names = None if self._structure is None else list(dict.fromkeys(nest.flatten(self._structure)))
+        return _OpenTables(self._paths, self._format, names)
+
+    def _open(self) -> _OpenTables:
+        with self._lock:
+            return self._tables
+
+    @property
+    def counters(self) -> StageStats:
+        return self._counters
+
+    def _pack(self, columns: Mapping[str, Any]) -> Any:
+        if self._structure is None:
+            return dict(columns)
+        return nest.map_structure(columns.__getitem__, self._structure)
+
+    @property
+    def row_spec(self) -> Any:
+        return self._pack(self._open().specs)
+
+    def cardinality(self) -> int:
+        return int(self._open().starts[-1])
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """The columns that are not read, though none were named, and why."""
+        return self._open().left_out
+
+    def check(self) -> None:
+        for file in self._open().status:
+            file.check()
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        opened, began = self._open(), time.perf_counter()
+        if positions.size and not 0 <= positions.min() <= positions.max() < opened.starts[-1]:
+            got = f"{positions.min()} to {positions.max()}"
+            raise IndexError(explain("from_tables", "rows", expected=f"rows in [0, {opened.starts[-1]})", got=got))
+        out = {name: self._empty(name, spec, positions.size) for name, spec in opened.specs.items()}
+        units = np.searchsorted(opened.starts, positions, "right") - 1
+        for unit in np.unique(units).tolist():
+            places = np.flatnonzero(units == unit)
+            rows = positions[places] - opened.starts[unit]
+            for name, column in self._unit(opened, unit).items():
+                self._place(column, rows, places, out[name])
+        self._counters.add(rows=positions.size, seconds=time.perf_counter() - began)
+        return self._pack(out)
+
+    def _empty(self, name: str, spec: ArraySpec, rows: int) -> NDArray[Any]:
+        if is_ragged(spec) or spec.dtype.hasobject:
+            return np.empty(rows, object)
+        return self._buffers.empty(name, (rows, *(length or 0 for length in spec.shape)), spec.dtype)
+
+    @staticmethod
+    def _place(column: NDArray[Any], rows: NDArray[np.int64], places: NDArray[np.int64], out: NDArray[Any]) -> None:
+        """Copy rows of a column to their places, in one go where these are successive."""
+        first, last = int(places[0]), int(places[-1])
+        if last - first == places.size - 1 and not out.dtype.hasobject:
+            take_rows(column, rows, out[first : last + 1])
+        else:
+            out[places] = column[rows]
+
+    def _unit(self, opened: _OpenTables, unit: int) -> dict[str, NDArray[Any]]:
+        columns = self._kept.get(unit)
+        if columns is None:
+            columns = self._read(opened, unit)
+            self._kept.put(unit, columns, sum(column.nbytes for column in columns.values()))
+        return columns
+
+    def _read(self, opened: _OpenTables, unit: int) -> dict[str, NDArray[Any]]:
+        number, within = opened.units[unit]
+        where = f"{self._paths[number]}: unit {within}"
+        rows = opened.files[number].rows[within]
+        try:
+            opened.status[number].check()
+            table = opened.files[number].read(within, list(opened.specs))
+            columns = {name: to_numpy(table.column(name), spec) for name, spec in opened.specs.items()}
+        except UnfitColumn as error:
+            raise _error(where, "values without nulls, of one shape", str(error), error.remedy) from None
+        except MpistratError:
+            raise
+        except Exception as error:  # pyarrow raises many kinds for damaged files
+            raise _error(where, f"{rows} rows", f"{type(error).__name__}: {error}") from error
+        if any(len(column) != rows for column in columns.values()):
+            raise _error(where, f"{rows} rows", f"{[len(column) for column in columns.values()]}")
+        self._counters.add(chunk_reads=1, bytes_read=int(table.nbytes))
+        return columns
+
+    def chunk_starts(self) -> NDArray[np.int64]:
+        """Return the first rows of the units."""
+        return np.unique(self._open().starts)
+
+    def keep(self, rows: int) -> None:
+        opened = self._open()
+        largest = int(np.diff(opened.starts).max(initial=0))
+        row_bytes = max(row_nbytes(opened.specs), 64)  # of text it is not known
+        self._kept.limit = max(self._kept.limit, (rows + 2 * largest) * row_bytes)
+
+    def fingerprint(self) -> int:
+        """Return a number below 2**63 that is the same wherever files have the same names, rows, types and ends.
+
+        The end of a Parquet file has the sizes and statistics of its row groups.
+        """
+        opened = self._open()
+        text = repr(
+            ([path.name for path in self._paths], opened.starts.tolist(), sorted(opened.specs.items(), key=str))
+        )
+        hasher = hashlib.sha256(text.encode())
+        for path in self._paths:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - _ENDS))
+                hasher.update(file.read())
+        return int.from_bytes(hasher.digest()[:8], "big") >> 1
+
+    def describe(self) -> str:
+        opened, count = self._open(), len(self._paths)
+        fields = ", ".join(f"{name} {spec}" for name, spec in opened.specs.items())
+        others = [f"{name} ({why})" for name, why in opened.left_out.items()]
+        more = f"; left out: {shortened(others, _NAMED)}" if others else ""
+        where = f"{counted(count, f'{self._format} file')} in {self._paths[0].parent}"
+        units = counted(len(opened.units), "unit")
+        return f"from_tables: {where}, {opened.starts[-1]} rows in {units} of {fields}{more}"
+
+
+def _structure(columns: Columns) -> Any:
+    """The nest of names whose form the elements have."""
+    if columns is None:
+        return None
+    structure: Any = columns
+    if isinstance(columns, Iterable) and not isinstance(columns, (str, tuple, Mapping)):
+        structure = {name: name for name in columns}
+    names = nest.flatten(structure)
+    if not names or not all(isinstance(name, str) for name in names):
+        expected = "None, a name, a list or tuple of names, or a dict of names"
+        raise ValueError(explain("from_tables", "columns", expected=expected, got=repr(columns)))
+    return structure
