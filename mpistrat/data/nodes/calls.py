@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -37,6 +38,7 @@ __all__ = [
     "CallError",
     "Calls",
     "Processes",
+    "SeveralAtOnce",
     "call",
     "call_each",
     "check_callable",
@@ -72,16 +74,26 @@ def call(function: Callable[..., Any], element: Any) -> Any:
     return function(element)
 
 
+class SeveralAtOnce(ABC):
+    """A function of one element that also returns its results on several at once."""
+
+    @abstractmethod
+    def __call__(self, element: Any) -> Any:
+        """Return the result on one element."""
+
+    @abstractmethod
+    def together(self, elements: Sequence[Any]) -> list[Any]:
+        """Return the results on several elements."""
+
+
 def call_each(function: Callable[..., Any], elements: Sequence[Any]) -> list[Any]:
     """The function of each element. Raises CallError.
 
-    A function may have a method `together`, which returns its results on several elements. If that raises an error, the
-    function is called on each element, to find the one that fails.
+    If a function of several elements at once raises an error, it is called on each element, to find the one that fails.
     """
-    together = getattr(function, "together", None)
-    if together is not None and len(elements) > 1:
+    if isinstance(function, SeveralAtOnce) and len(elements) > 1:
         with contextlib.suppress(Exception):
-            return together(elements)
+            return function.together(elements)
     results: list[Any] = []
     try:
         for element in elements:

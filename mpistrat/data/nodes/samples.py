@@ -16,7 +16,7 @@ from ...base.errors import explain
 from ...base.text import counted
 from ..options import number_of_calls
 from ..spec import ArraySpec
-from .calls import Calls
+from .calls import Calls, SeveralAtOnce
 from .map import Mapped
 from .node import Node, Traits
 from .sources import array_of_list, check_element_spec, is_plain, row_content
@@ -45,12 +45,13 @@ class _Items:
 
 
 @final
-class _ItemsTogether(_Items):
+class _ItemsTogether(_Items, SeveralAtOnce):
     """The same of an object with `__getitems__`, which returns a list of the samples of several rows."""
 
-    def together(self, rows: Sequence[Any]) -> list[Any]:
+    def together(self, elements: Sequence[Any]) -> list[Any]:
         """Return the samples of several rows."""
-        found = self._samples.__getitems__([int(row) for row in rows])
+        rows = [int(row) for row in elements]
+        found = self._samples.__getitems__(rows)
         if len(found) != len(rows):
             raise ValueError(f"__getitems__ returned {len(found)} samples of {len(rows)} rows")
         return [_sample(sample) for sample in found]
