@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ __all__ = ["Outcome", "Probe", "command", "last_line", "records_of", "report", "
 
 _SEPARATOR = "\x1e"
 _LONGEST = 200  # characters of a line that is quoted
+_LOOK = 0.5  # seconds between two looks whether a probe has ended without closing its pipes
+_LAST = 2.0  # seconds in which its last words come
 _START = str(Path(__file__).with_name("start_probe.py"))
 
 
@@ -91,27 +94,39 @@ class Probe:
 
     def finish(self, limit: float) -> Outcome:
         """Return its result; after `limit` seconds it is killed."""
-        code: int | None
+        until = time.monotonic() + limit
         try:
-            out, err = self._process.communicate(timeout=limit)
-            code = self._process.returncode
-        except subprocess.TimeoutExpired:
-            out, err = self._stop()
-            code = None
+            while True:
+                left = until - time.monotonic()
+                try:
+                    out, err = self._process.communicate(timeout=max(0.0, min(_LOOK, left)))
+                    return _outcome(out, err, self._process.returncode)
+                except subprocess.TimeoutExpired:
+                    code = self._process.poll()
+                if code is not None or left <= 0:
+                    return _outcome(*self._stop(), code)
         except BaseException:
             self._stop()
             raise
-        return _outcome(out, err, code)
 
     def kill(self) -> None:
         """End it now."""
         self._process.kill()
 
     def _stop(self) -> tuple[str, str]:
+        """Kill it, and return what it wrote."""
         self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a child of its own may hold the pipe
-            return self._process.communicate(timeout=2)
-        return "", ""
+        try:
+            return self._process.communicate(timeout=_LAST)
+        except (
+            subprocess.TimeoutExpired
+        ) as error:  # a child of its own holds the pipe, such as one that reports its end
+            return _text(error.output), _text(error.stderr)
+
+
+def _text(written: Any) -> str:
+    """Return what `subprocess.TimeoutExpired` has of an output: bytes, also where text was asked for."""
+    return written.decode(errors="replace") if isinstance(written, bytes) else written or ""
 
 
 def records_of(out: str) -> list[dict[str, Any]]:
