@@ -232,7 +232,7 @@ class ProcessGroup:
         """Make the next collectives raise ClosedError after an error. Local.
 
         Args:
-            error: a loss of ranks is told again by itself, and changes nothing.
+            error: a loss of ranks reports itself again, and does not change the group.
             left: the transfers that it has left under way, which a later collective would take for its own, in words.
         """
         if self.monitor.refusal is None and not is_loss(error):

@@ -404,7 +404,7 @@ class ParameterServerStrategy(Strategy):
         super().close()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Warn where a worker's program goes on without a strategy that it did not close: its servers serve it."""
+        """Warn that a worker's program dropped a strategy without closing it: its servers still run."""
         access = getattr(self, "_access", None)
         if isinstance(access, WorkerAccess) and not access.left and not is_finalizing() and not is_child():
             log.logger.warning(

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import numpy as np
 
 from ..arena.arena import Arena
+from ..arena.pieces import Range
 from ..arena.reduction import Consume, Gradients
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ __all__ = [
     "Work",
     "of_the_program",
 ]
-
-Range = tuple[int, int]
 
 
 @final

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..arena.arena import Arena
 from ..arena.arithmetic import arithmetic
-from ..arena.pieces import PieceShare, PieceSum
+from ..arena.pieces import PieceShare, PieceSum, Range
 from ..arena.reduction import BLOCK
 from ..base.errors import ContextError, explain
 from ..base.partition import aligned_bounds, merge
@@ -33,8 +33,6 @@ from .interface import NodeRounds
 from .norms import OverAll
 
 __all__ = ["OuterSteps", "OverOwnNode"]
-
-Range = tuple[int, int]
 
 
 @final

@@ -218,7 +218,7 @@ class _Looker:
                 raise self._error("", expected, f"{storage.rows} rows", remedy)
 
     def _all_names(self, file: h5py.File, together: bool) -> list[str]:
-        """Return the names of the datasets that are read where none are named; take note of the others."""
+        """Return the names of the datasets to read if the user names none, and record why the others are left out."""
         try:
             names, self.left_out = all_names(file)
         except Refused as refused:

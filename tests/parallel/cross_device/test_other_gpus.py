@@ -1,7 +1,5 @@
 """Calls while another GPU is current than that of their arrays, on the stand-in for CuPy, which reports work on the wrong GPU."""
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -9,8 +7,9 @@ import mpistrat as ms
 from mpistrat.base.environment import Environment
 from mpistrat.cluster.topology import Topology
 from mpistrat.comm.arrays import all_reduce_gpu, to_host
-from mpistrat.comm.gpu import DeviceCopy, NcclCommunicator, nccl_available
+from mpistrat.comm.gpu import DeviceCopy, NcclCommunicator
 from mpistrat.comm.process_group import ProcessGroup
+from tests.harness.gpu_stand_in import stand_in
 from tests.models import honest_cupy
 
 pytestmark = pytest.mark.ranks(1)
@@ -21,13 +20,7 @@ ROWS = np.arange(1.0, 7.0, dtype=np.float32).reshape(3, 2)
 @pytest.fixture
 def cupy(monkeypatch):
     """The stand-in, with two GPUs."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("FAKE_GPUS", "2")
-    for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
-        monkeypatch.setitem(sys.modules, name, sys)  # after the test they are as before
-    nccl_available.cache_clear()
-    yield honest_cupy.install()
-    nccl_available.cache_clear()
+    yield from stand_in(monkeypatch)
 
 
 @pytest.fixture

@@ -12,13 +12,6 @@ from mpistrat.errors import CollectiveMismatchError
 from tests.harness import samples
 
 
-@pytest.fixture
-def strategy():
-    made = ms.MultiWorkerMirroredStrategy()
-    yield made
-    made.close()
-
-
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("workers", [{}, {"workers": 2, "processes": True}], ids=["none", "processes"])
 def test_each_rank_reads_its_own_rows(strategy, workers):

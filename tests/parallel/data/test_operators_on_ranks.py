@@ -10,13 +10,6 @@ from mpistrat.data import Dataset
 from mpistrat.errors import CollectiveMismatchError
 
 
-@pytest.fixture
-def strategy():
-    made = ms.MultiWorkerMirroredStrategy()
-    yield made
-    made.close()
-
-
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("kind", ["random", "in order", "few"])
 def test_ranks_save_one_set_in_order(kind, strategy, mpi_tmp_path):

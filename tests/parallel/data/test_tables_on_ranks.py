@@ -5,19 +5,11 @@ import itertools
 import numpy as np
 import pytest
 
-import mpistrat as ms
 from mpistrat.data import from_tables
 from mpistrat.errors import CollectiveMismatchError
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
-
-
-@pytest.fixture
-def strategy():
-    made = ms.MultiWorkerMirroredStrategy()
-    yield made
-    made.close()
 
 
 @pytest.mark.ranks(1, 2, 3)

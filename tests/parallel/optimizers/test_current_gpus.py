@@ -1,25 +1,17 @@
 """Steps on one rank with two GPUs, of which either may be the current one (tests/models/honest_cupy.py)."""
 
-import sys
-
 import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.comm.gpu import nccl_available
+from tests.harness.gpu_stand_in import stand_in
 from tests.models import honest_cupy
 
 
 @pytest.fixture
 def cupy(monkeypatch):
     """The stand-in."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("FAKE_GPUS", "2")
-    for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
-        monkeypatch.setitem(sys.modules, name, sys)  # after the test they are as before
-    nccl_available.cache_clear()
-    yield honest_cupy.install()
-    nccl_available.cache_clear()
+    yield from stand_in(monkeypatch)
 
 
 @pytest.mark.ranks(1)

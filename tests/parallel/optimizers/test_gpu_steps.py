@@ -2,7 +2,6 @@
 
 import functools
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -10,8 +9,8 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from benchmarks.gpu.gpt2_shapes import GPT2
-from mpistrat.comm.gpu import nccl_available
 from mpistrat.cross_device import nccl
+from tests.harness.gpu_stand_in import stand_in
 from tests.models import honest_cupy
 from tests.single.base.test_loops import assert_same_bits
 
@@ -28,14 +27,8 @@ SHAPES = [(max(1, shape[0] // SMALLER), *shape[1:]) for shape in GPT2]
 @pytest.fixture
 def cupy(monkeypatch):
     """The stand-in, with a GPU for each rank."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("FAKE_GPUS", "2")
-    for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
-        monkeypatch.setitem(sys.modules, name, sys)  # after the test they are as before
     monkeypatch.setattr(nccl, "GPU_BLOCK", nccl.GPU_BLOCK // SMALLER)
-    nccl_available.cache_clear()
-    yield honest_cupy.install()
-    nccl_available.cache_clear()
+    yield from stand_in(monkeypatch)
 
 
 def work_of_a_step(make, own_gradients: bool = False) -> tuple[dict[str, int], dict[str, float]]:
