@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from ..base.arguments import integer
 from ..base.errors import explain
-from ..base.limits import UP_TO_ONE, Limits, flag, number
+from ..base.limits import POSITIVE, UP_TO_ONE, Limits, flag, number
 from ..base.underflow import may_underflow
 from .metric import UPDATE, MeanOf, Metric, host, ratio, same_rank
 
@@ -21,15 +22,35 @@ __all__ = [
     "BinaryCrossentropy",
     "CategoricalAccuracy",
     "CategoricalCrossentropy",
+    "CategoricalHinge",
+    "ConcordanceCorrelation",
+    "CosineSimilarity",
+    "F1Score",
+    "FBetaScore",
+    "FalseNegatives",
+    "FalsePositives",
+    "Hinge",
+    "IoU",
+    "KLDivergence",
+    "LogCoshError",
     "MeanAbsoluteError",
+    "MeanAbsolutePercentageError",
+    "MeanIoU",
     "MeanSquaredError",
+    "MeanSquaredLogarithmicError",
+    "PearsonCorrelation",
+    "Poisson",
     "Precision",
+    "R2Score",
     "Recall",
     "RootMeanSquaredError",
     "SparseCategoricalAccuracy",
     "SparseCategoricalCrossentropy",
     "SparseTopKCategoricalAccuracy",
+    "SquaredHinge",
     "TopKCategoricalAccuracy",
+    "TrueNegatives",
+    "TruePositives",
 ]
 
 _SMALLEST = 1e-7  # Keras's epsilon
@@ -39,6 +60,12 @@ _ANY = Limits("a number", lambda value: not math.isnan(value))
 def _single(array: np.ndarray) -> np.ndarray:
     """Return an array of floats in float32, in which Keras compares: 0.2 in float64 is less than 0.2 in float32."""
     return array if array.dtype.kind in "biu" else array.astype(np.float32, copy=False)
+
+
+def _one_of(function: str, argument: str, value: Any, legal: Sequence[str | None]) -> Any:
+    if value not in legal:
+        raise ValueError(explain(function, argument, expected=" or ".join(map(str, legal)), got=repr(value)))
+    return value
 
 
 # Regression
@@ -94,6 +121,255 @@ class RootMeanSquaredError(MeanOf):
 def _difference(y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
     y_true, y_pred = same_rank(y_true, y_pred)
     return np.subtract(y_pred, y_true, dtype=np.float64)
+
+
+@final
+class MeanAbsolutePercentageError(MeanOf):
+    """The mean of absolute differences relative to the labels, in percent."""
+
+    def __init__(self, name: str = "mean_absolute_percentage_error") -> None:
+        super().__init__(name)
+
+    @may_underflow
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        labels, _ = same_rank(y_true, y_pred)
+        return 100 * np.abs(_difference(y_true, y_pred)) / np.maximum(np.abs(labels.astype(np.float64)), _SMALLEST)
+
+
+@final
+class MeanSquaredLogarithmicError(MeanOf):
+    """The mean of squared differences of log(1 + x); negative numbers count as 0."""
+
+    def __init__(self, name: str = "mean_squared_logarithmic_error") -> None:
+        super().__init__(name)
+
+    @may_underflow
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        labels, scores = (np.log1p(np.maximum(array, _SMALLEST)) for array in _doubles(y_true, y_pred))
+        return np.square(scores - labels)
+
+
+@final
+class LogCoshError(MeanOf):
+    """The mean of log(cosh(prediction - label))."""
+
+    def __init__(self, name: str = "logcosh") -> None:
+        super().__init__(name)
+
+    @may_underflow
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        size = np.abs(_difference(y_true, y_pred))
+        return size + np.log1p(np.exp(-2 * size)) - math.log(2)
+
+
+@final
+class Poisson(MeanOf):
+    """The mean of prediction - label * log(prediction): the negative log-likelihood of counts, up to a constant."""
+
+    def __init__(self, name: str = "poisson") -> None:
+        super().__init__(name)
+
+    @may_underflow
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        labels, scores = _doubles(y_true, y_pred)
+        return scores - labels * np.log(scores + _SMALLEST)
+
+
+@final
+class R2Score(Metric):
+    """The coefficient of determination: 1 - squared errors / squared deviations of the labels from their mean.
+
+    Keras finds the number of outputs in the first batch. Here it is an argument, because all ranks make the sums together.
+
+    Args:
+        num_outputs: the size of the last dimension of labels and predictions.
+        class_aggregation: "uniform_average" or "variance_weighted_average" over the outputs; None for an array.
+        num_regressors: the number of independent variables, for the adjusted score; 0 for the plain one.
+        name: under which `results` returns it.
+
+    Raises:
+        ValueError: an argument out of range, or rows of another number of outputs.
+
+    Example:
+        >>> score = ms.train.R2Score()
+        >>> score.update_state([[1.0], [4.0], [3.0]], [[2.0], [4.0], [4.0]])
+        >>> round(score.result(), 4)
+        0.5714
+    """
+
+    def __init__(
+        self,
+        num_outputs: int = 1,
+        class_aggregation: str | None = "uniform_average",
+        num_regressors: int = 0,
+        name: str = "r2_score",
+    ) -> None:
+        self._outputs = integer("R2Score", "num_outputs", num_outputs, 1)
+        self._mean = _one_of(
+            "R2Score", "class_aggregation", class_aggregation, ("uniform_average", "variance_weighted_average", None)
+        )
+        self._regressors = integer("R2Score", "num_regressors", num_regressors, 0)
+        super().__init__(name, 4 * self._outputs + 1)
+
+    @may_underflow
+    def added(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> np.ndarray:
+        labels, scores = _doubles(*same_rank(*host(y_true=y_true, y_pred=y_pred)))
+        labels, scores = (array[:, None] if array.ndim == 1 else array for array in (labels, scores))
+        _expect_columns("R2Score", labels, self._outputs)
+        _expect_columns("R2Score", scores, self._outputs)
+        weights = _row_weights(sample_weight, labels.shape)
+        sums = (labels * weights, labels * labels * weights, np.square(labels - scores) * weights, weights)
+        return np.concatenate([*(array.sum(0) for array in sums), [labels.size]])
+
+    @may_underflow
+    def result_of(self, sums: np.ndarray) -> Any:
+        first, squares, errors, weights = np.split(sums[:-1], 4)
+        with np.errstate(divide="ignore", invalid="ignore"):  # labels that are all equal, and no row
+            deviations = squares - first * first / weights
+            scores = 1 - errors / deviations
+            scores[np.isinf(scores)] = 0
+            if self._mean == "uniform_average":
+                scores = scores.mean()
+            elif self._mean is not None:
+                scores = (deviations * scores).sum() / deviations.sum()
+        left = sums[-1] - self._regressors - 1
+        if self._regressors and left > 0:
+            scores = 1 - (1 - scores) * (sums[-1] - 1) / left
+        return scores if self._mean is None else float(scores)
+
+
+def _doubles(y_true: np.ndarray, y_pred: np.ndarray) -> Sequence[np.ndarray]:
+    return [array.astype(np.float64) for array in same_rank(y_true, y_pred)]
+
+
+def _expect_columns(function: str, array: np.ndarray, columns: int) -> None:
+    if array.ndim != 2 or array.shape[1] != columns:
+        expected, got = f"arrays of shape (rows, {columns})", f"shape {array.shape}"
+        raise ValueError(explain(f"{function}.update_state", "y_true, y_pred", expected=expected, got=got))
+
+
+def _row_weights(sample_weight: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the weight of each element of rows: of a number, one for each row, or one for each element."""
+    if sample_weight is None:
+        return np.ones(shape)
+    (weights,) = host(sample_weight=sample_weight)
+    weights = weights[:, None] if weights.ndim == 1 else weights
+    return np.broadcast_to(weights.astype(np.float64), shape)
+
+
+# Directions and distributions of rows
+
+
+@final
+class CosineSimilarity(MeanOf):
+    """The mean cosine of the angle between the rows of labels and predictions; 0 of a row of zeros.
+
+    Example:
+        >>> similarity = ms.train.CosineSimilarity()
+        >>> similarity.update_state([[0.0, 1.0], [1.0, 1.0]], [[1.0, 0.0], [1.0, 1.0]])
+        >>> round(similarity.result(), 4)
+        0.5
+    """
+
+    def __init__(self, name: str = "cosine_similarity") -> None:
+        super().__init__(name)
+
+    @may_underflow
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        labels, scores = (
+            array / np.maximum(np.linalg.norm(array, axis=-1, keepdims=True), _SMALLEST)
+            for array in _doubles(y_true, y_pred)
+        )
+        return np.asarray((labels * scores).sum(-1))
+
+
+@final
+class PearsonCorrelation(MeanOf):
+    """The mean over rows of the correlation between labels and predictions of the row; NaN where all of one are equal."""
+
+    def __init__(self, name: str = "pearson_correlation") -> None:
+        super().__init__(name)
+
+    @may_underflow
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        labels, scores = (array - array.mean(-1, keepdims=True) for array in _doubles(y_true, y_pred))
+        with np.errstate(invalid="ignore"):
+            return np.asarray((labels * scores).mean(-1) / (labels.std(-1) * scores.std(-1)))
+
+
+@final
+class ConcordanceCorrelation(MeanOf):
+    """The mean over rows of Lin's concordance correlation coefficient (1989), https://doi.org/10.2307/2532051."""
+
+    def __init__(self, name: str = "concordance_correlation") -> None:
+        super().__init__(name)
+
+    @may_underflow
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        labels, scores = _doubles(y_true, y_pred)
+        means = labels.mean(-1), scores.mean(-1)
+        covariance = (labels * scores).mean(-1) - means[0] * means[1]
+        return np.asarray(
+            2 * covariance / (labels.var(-1) + scores.var(-1) + np.square(means[0] - means[1]) + _SMALLEST)
+        )
+
+
+@final
+class KLDivergence(MeanOf):
+    """The mean Kullback-Leibler divergence of predicted from true probabilities, over the last dimension."""
+
+    def __init__(self, name: str = "kl_divergence") -> None:
+        super().__init__(name)
+
+    @may_underflow
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        labels, scores = (np.clip(array, _SMALLEST, 1) for array in _doubles(y_true, y_pred))
+        return np.asarray((labels * np.log(labels / scores)).sum(-1))
+
+
+# Hinge losses
+
+
+@final
+class Hinge(MeanOf):
+    """The mean of max(1 - label * prediction, 0), of labels -1 and 1; a label 0 counts as -1."""
+
+    def __init__(self, name: str = "hinge") -> None:
+        super().__init__(name)
+
+    @may_underflow
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        return _hinge(y_true, y_pred)
+
+
+@final
+class SquaredHinge(MeanOf):
+    """The mean of max(1 - label * prediction, 0)**2, of labels -1 and 1; a label 0 counts as -1."""
+
+    def __init__(self, name: str = "squared_hinge") -> None:
+        super().__init__(name)
+
+    @may_underflow
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        return np.square(_hinge(y_true, y_pred))
+
+
+@final
+class CategoricalHinge(MeanOf):
+    """The mean of max(1 + largest score of another class - score of the class, 0); labels one-hot."""
+
+    def __init__(self, name: str = "categorical_hinge") -> None:
+        super().__init__(name)
+
+    @may_underflow
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        labels, scores = _doubles(y_true, y_pred)
+        return np.asarray(np.maximum(((1 - labels) * scores).max(-1) - (labels * scores).sum(-1) + 1, 0))
+
+
+def _hinge(y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+    labels, scores = _doubles(y_true, y_pred)
+    return np.maximum(1 - np.where(labels == 0, -1, labels) * scores, 0)
 
 
 # Accuracy
@@ -210,16 +486,19 @@ def _classes(y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
     Raises:
         ValueError: a label is no integer.
     """
-    labels = _labels(y_true, y_pred)
+    return _integers("y_true", _labels(y_true, y_pred))
+
+
+def _integers(argument: str, labels: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):
         classes = labels.astype(np.int64, copy=False)
-    _refuse(labels, classes != labels, "numbers of classes, which are integers")
+    _refuse(argument, labels, classes != labels, "numbers of classes, which are integers")
     return classes
 
 
-def _refuse(labels: np.ndarray, wrong: np.ndarray, expected: str) -> None:
+def _refuse(argument: str, labels: np.ndarray, wrong: np.ndarray, expected: str) -> None:
     if wrong.any():
-        raise ValueError(explain(UPDATE, "y_true", expected=expected, got=str(labels[wrong][0])))
+        raise ValueError(explain(UPDATE, argument, expected=expected, got=str(labels[wrong][0])))
 
 
 def _inside(classes: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
@@ -289,7 +568,7 @@ class SparseCategoricalCrossentropy(MeanOf):
     @may_underflow
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
         classes = _classes(y_true, y_pred)
-        _refuse(classes, ~_inside(classes, y_pred), f"numbers of {y_pred.shape[-1]} classes, counted from 0")
+        _refuse("y_true", classes, ~_inside(classes, y_pred), f"numbers of {y_pred.shape[-1]} classes, counted from 0")
         return -_of_class(classes, _logarithms(y_pred, self.from_logits))[..., 0]
 
 
@@ -440,6 +719,54 @@ class Recall(_Decisions):
         return self.number_or_array(ratio(true, true + missed))
 
 
+class _Count(_Decisions):
+    """The weight of the rows of one kind at each threshold."""
+
+    _kind: int  # in `parts`
+
+    def __init__(self, thresholds: float | Sequence[float] | None = None, name: str | None = None) -> None:
+        default = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
+        super().__init__(thresholds, None, None, default if name is None else name)
+
+    def result_of(self, sums: np.ndarray) -> Any:
+        return self.number_or_array(self.parts(sums)[self._kind])
+
+
+@final
+class TruePositives(_Count):
+    """The number of rows of label 1 above the threshold: a number, or an array for several thresholds.
+
+    Example:
+        >>> found = ms.train.TruePositives()
+        >>> found.update_state([0, 1, 1, 1], [1, 0, 1, 1])
+        >>> found.result()
+        2.0
+    """
+
+    _kind = 0
+
+
+@final
+class FalsePositives(_Count):
+    """The number of rows of label 0 above the threshold: a number, or an array for several thresholds."""
+
+    _kind = 1
+
+
+@final
+class FalseNegatives(_Count):
+    """The number of rows of label 1 at or below the threshold: a number, or an array for several thresholds."""
+
+    _kind = 2
+
+
+@final
+class TrueNegatives(_Count):
+    """The number of rows of label 0 at or below the threshold: a number, or an array for several thresholds."""
+
+    _kind = 3
+
+
 @final
 class AUC(_Thresholds):
     """The area under the curve of true over false positives (ROC), or of precision over recall (PR), in steps of thresholds.
@@ -460,14 +787,10 @@ class AUC(_Thresholds):
         summation_method: str = "interpolation",
         name: str = "auc",
     ) -> None:
-        for argument, value, legal in (
-            ("curve", curve, ("ROC", "PR")),
-            ("summation_method", summation_method, ("interpolation", "minoring", "majoring")),
-        ):
-            if value not in legal:
-                raise ValueError(explain("AUC", argument, expected=" or ".join(legal), got=repr(value)))
+        self._curve = _one_of("AUC", "curve", curve, ("ROC", "PR"))
+        methods = ("interpolation", "minoring", "majoring")
+        self._summation = _one_of("AUC", "summation_method", summation_method, methods)
         num_thresholds = integer("AUC", "num_thresholds", num_thresholds, 2)
-        self._curve, self._summation = curve, summation_method
         between = np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
         super().__init__(name, [-_SMALLEST, *between, 1 + _SMALLEST], evenly=True)
 
@@ -499,3 +822,171 @@ class AUC(_Thresholds):
         growth = np.where(both, ratio(found[:-1], np.where(both, found[1:], 1)), 1)
         areas = slope * (true[:-1] - true[1:] + intercept * np.log(growth))
         return float(ratio(areas, true[1:] + missed[1:]).sum())
+
+
+# Counts of each class
+
+
+class FBetaScore(Metric):
+    """The weighted harmonic mean of precision and recall, of each class or over all.
+
+    Keras finds the number of classes in the first batch. Here it is an argument, because all ranks make the sums together.
+
+    Args:
+        num_classes: the size of the last dimension of labels and predictions.
+        average: None for an array with a score for each class; "micro" counts all classes together; "macro" is the mean over
+            classes; "weighted" the mean by the number of labels of each class.
+        beta: the weight of recall relative to precision.
+        threshold: predictions above it count as 1. With None the largest prediction of each row does.
+        name: under which `results` returns it.
+
+    Raises:
+        ValueError: an argument out of range, or rows of another number of classes.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        average: str | None = None,
+        beta: float = 1.0,
+        threshold: float | None = None,
+        name: str = "fbeta_score",
+    ) -> None:
+        function = type(self).__name__
+        self._classes = integer(function, "num_classes", num_classes, 1)
+        self._average = _one_of(function, "average", average, (None, "micro", "macro", "weighted"))
+        self._beta = number(function, "beta", beta, POSITIVE)
+        self._threshold = None if threshold is None else number(function, "threshold", threshold, UP_TO_ONE)
+        super().__init__(name, 3 * self._classes)
+
+    @may_underflow
+    def added(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> np.ndarray:
+        labels, scores = host(y_true=y_true, y_pred=y_pred)
+        _expect_columns(type(self).__name__, labels, self._classes)
+        _expect_columns(type(self).__name__, scores, self._classes)
+        scores, labels = _single(scores), labels.astype(np.float64)
+        if self._threshold is None:
+            chosen = (scores >= scores.max(-1, keepdims=True, initial=-np.inf)) & (np.abs(scores) > 1e-9)
+        else:
+            chosen = scores > np.float32(self._threshold)
+        weights = _row_weights(sample_weight, labels.shape)
+        sums = (chosen * labels, chosen * (1 - labels), ~chosen * labels)
+        return np.concatenate([(array * weights).sum(0) for array in sums])
+
+    @may_underflow
+    def result_of(self, sums: np.ndarray) -> Any:
+        true, false, missed = np.split(sums, 3)
+        support = true + missed
+        if self._average == "micro":
+            true, false, missed = true.sum(), false.sum(), missed.sum()
+        weight = self._beta**2
+        scores = ratio((1 + weight) * true, (1 + weight) * true + weight * missed + false)
+        if self._average is None:
+            return scores
+        return float(ratio((scores * support).sum(), support.sum()) if self._average == "weighted" else scores.mean())
+
+
+@final
+class F1Score(FBetaScore):
+    """The harmonic mean of precision and recall, of each class or over all: `FBetaScore` with beta 1.
+
+    Example:
+        >>> score = ms.train.F1Score(num_classes=2, average="macro")
+        >>> score.update_state([[1, 0], [0, 1], [0, 1]], [[0.9, 0.1], [0.6, 0.4], [0.2, 0.8]])
+        >>> round(score.result(), 4)
+        0.6667
+    """
+
+    def __init__(
+        self, num_classes: int, average: str | None = None, threshold: float | None = None, name: str = "f1_score"
+    ) -> None:
+        super().__init__(num_classes, average, 1.0, threshold, name)
+
+
+class IoU(Metric):
+    """The mean over classes of intersection over union: rows of the class found, by rows labelled or found as the class.
+
+    Classes without a row, labelled or found, are left out. Rows whose label or prediction is not a class are left out, too.
+
+    Args:
+        num_classes: the number of classes.
+        target_class_ids: the classes whose mean is the result.
+        ignore_class: a label whose rows are left out, such as 255 for "void".
+        sparse_y_true, sparse_y_pred: whether labels and predictions are numbers of classes; else a score for each class in the
+            last dimension, the largest of which counts.
+        name: under which `results` returns it.
+
+    Raises:
+        ValueError: a class is out of range.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        target_class_ids: Sequence[int],
+        ignore_class: int | None = None,
+        sparse_y_true: bool = True,
+        sparse_y_pred: bool = True,
+        name: str = "iou",
+    ) -> None:
+        function = type(self).__name__
+        self._classes = integer(function, "num_classes", num_classes, 1)
+        self._targets = [integer(function, "target_class_ids", each, 0) for each in target_class_ids]
+        if not self._targets or max(self._targets) >= self._classes:
+            expected = f"classes from 0 to {self._classes - 1}"
+            raise ValueError(explain(function, "target_class_ids", expected=expected, got=list(target_class_ids)))
+        self._ignored = None if ignore_class is None else integer(function, "ignore_class", ignore_class)
+        self._sparse = flag(function, "sparse_y_true", sparse_y_true), flag(function, "sparse_y_pred", sparse_y_pred)
+        super().__init__(name, self._classes**2)
+
+    @may_underflow
+    def added(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> np.ndarray:
+        arrays = zip(("y_true", "y_pred"), host(y_true=y_true, y_pred=y_pred), self._sparse, strict=True)
+        labels, found = (
+            (_integers(argument, array) if sparse else array.argmax(-1)).reshape(-1)
+            for argument, array, sparse in arrays
+        )
+        if labels.size != found.size:
+            expected, got = "labels and predictions of as many rows", f"{labels.size} and {found.size}"
+            raise ValueError(explain(UPDATE, "y_true, y_pred", expected=expected, got=got))
+        weights: Any = 1.0
+        if sample_weight is not None:
+            (weights,) = host(sample_weight=sample_weight)
+            weights = weights.reshape(-1) if weights.ndim else weights
+        known = (labels >= 0) & (labels < self._classes) & (found >= 0) & (found < self._classes)
+        if self._ignored is not None:
+            known &= labels != self._ignored
+        cells = labels[known] * self._classes + found[known]
+        counted = np.broadcast_to(weights, labels.shape)[known].astype(np.float64)
+        return np.bincount(cells, counted, self._classes**2)
+
+    @may_underflow
+    def result_of(self, sums: np.ndarray) -> float:
+        matrix = sums.reshape(self._classes, self._classes)
+        both = np.diag(matrix)
+        either = matrix.sum(0) + matrix.sum(1) - both
+        seen = either[self._targets] > 0
+        return float(ratio(ratio(both, either)[self._targets].sum(), seen.sum()))
+
+
+@final
+class MeanIoU(IoU):
+    """The mean over all classes of intersection over union.
+
+    Example:
+        >>> score = ms.train.MeanIoU(num_classes=2)
+        >>> score.update_state([0, 0, 1, 1], [0, 1, 0, 1])
+        >>> round(score.result(), 4)
+        0.3333
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        ignore_class: int | None = None,
+        sparse_y_true: bool = True,
+        sparse_y_pred: bool = True,
+        name: str = "mean_io_u",
+    ) -> None:
+        classes = range(integer("MeanIoU", "num_classes", num_classes, 1))
+        super().__init__(num_classes, classes, ignore_class, sparse_y_true, sparse_y_pred, name)
