@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 from ..base import context
@@ -11,6 +11,7 @@ from ..base.limits import POSITIVE, Limits, number
 from ..base.log import logger
 from ..variables.sharded import ShardedVariable, each_variable
 from ..variables.variable import Variable
+from .config import attributes_of, config_of, made_from
 from .gradients import ReplicaPairs
 from .hyperparameters import Rate
 from .optimizer import Optimizer
@@ -85,6 +86,17 @@ class LossScaleOptimizer:
         how: dict[str, Any] = {"trainable": False, "per_worker_variable": alone}
         self.dynamic_scale = Variable(self.initial_scale, dtype="float32", name=f"{name}/dynamic_scale", **how)
         self._changed_at = Variable(0, dtype="int64", name=f"{name}/changed_at", **how)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of this optimizer and of the inner one, as JSON holds them. Local."""
+        return config_of(self, attributes_of(self, ()))
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> LossScaleOptimizer:
+        """Return a new optimizer whose arguments are those of `get_config`; see `Optimizer.from_config`. Collective."""
+        return made_from(cls, config, custom_objects)
 
     @property
     def iterations(self) -> int:

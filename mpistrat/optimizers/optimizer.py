@@ -9,7 +9,7 @@ import re
 import zlib
 from abc import ABCMeta, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,12 +20,16 @@ from ..base.errors import explain
 from ..comm.arrays import accumulation_dtype, as_array, to_host
 from ..variables.sharded import ShardedVariable, each_variable
 from ..variables.variable import Variable
+from .config import attributes_of, config_of, made_from
 from .core import OptimizerCore
 from .gradients import ReplicaPairs, check_rule, check_variables, pairs_of
-from .hyperparameters import AVERAGE, GRADIENT_SUM, Rate, as_rate, fixed_at
+from .hyperparameters import AVERAGE, GRADIENT_SUM, CommonSettings, Rate, as_rate, fixed_at
 from .rule import Block, UpdateRule, UpdateRun
 from .settings import as_attribute, changed, check_groups, saved_settings
 from .slots import whole_slots
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Optimizer"]
 
@@ -444,6 +448,40 @@ class Optimizer(UpdateRule, metaclass=_Counted):
                 what = ("a schedule", f"the number {value}") if now[name] is None else (f"{now[name]}", "a schedule")
                 text = f"optimizer {self.name!r} keeps {what[0]} as its learning_rate: the saved state has {what[1]}"
                 log.once(logging.WARNING, f"{text}. Set optimizer.learning_rate to continue with another one")
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of this optimizer as they are now, as JSON holds them. Local.
+
+        Raises:
+            TypeError: the learning rate is a callable of the program, or an optimizer of your own has an argument without an
+                attribute of the same name: override this method.
+
+        Example:
+            >>> ms.optimizers.SGD(0.5, momentum=0.9).get_config()["momentum"]
+            0.9
+        """
+        arguments = attributes_of(self, CommonSettings.__annotations__)
+        if "learning_rate" in arguments:
+            arguments["learning_rate"] = self._core.given_rate
+        return config_of(self, arguments)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None) -> Self:
+        """Return a new optimizer whose arguments are those of `get_config`, of this package or of Keras. Local.
+
+        Args:
+            config: the arguments by name.
+            custom_objects: classes of the program by name, such as that of a schedule.
+
+        Raises:
+            ValueError: a schedule's class is not known.
+            TypeError: an argument that the class does not have.
+
+        Example:
+            >>> ms.optimizers.Adam.from_config({"learning_rate": 0.25, "beta_1": 0.5}).learning_rate
+            0.25
+        """
+        return made_from(cls, config, custom_objects)
 
     def get_state(self) -> dict[str, Any]:
         """Return {"iterations": int, "settings": as `get_settings`, "slots": {name of variable: {name of slot: array}}}.

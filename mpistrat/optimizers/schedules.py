@@ -5,17 +5,23 @@ Source: keras.optimizers.schedules of Keras 3. A step is counted from 0.
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import final
+from typing import TYPE_CHECKING, Any, final
 
 from ..base.errors import explain
 from ..base.limits import AT_LEAST_ZERO, FINITE, FLAG, POSITIVE, Limits, checked, number
+from .config import attributes_of, config_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "CosineDecay",
+    "CosineDecayRestarts",
     "ExponentialDecay",
     "InverseTimeDecay",
     "LearningRateSchedule",
@@ -25,7 +31,13 @@ __all__ = [
 
 
 # Of the settings of schedules that decay. All others are numbers of at least 0.
-_LIMITS: dict[str, Limits] = {"decay_steps": POSITIVE, "staircase": FLAG, "cycle": FLAG}
+_LIMITS: dict[str, Limits] = {
+    "decay_steps": POSITIVE,
+    "first_decay_steps": POSITIVE,
+    "t_mul": Limits("a finite number >= 1", lambda factor: 1 <= factor < math.inf),
+    "staircase": FLAG,
+    "cycle": FLAG,
+}
 
 
 class LearningRateSchedule(ABC):
@@ -35,19 +47,47 @@ class LearningRateSchedule(ABC):
     def __call__(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0; the same on every rank."""
 
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of this schedule, as JSON holds them. Local.
+
+        Raises:
+            TypeError: a schedule of your own that is not a dataclass: override this method.
+
+        Example:
+            >>> ExponentialDecay(0.1, decay_steps=100, decay_rate=0.5).get_config()
+            {'initial_learning_rate': 0.1, 'decay_steps': 100, 'decay_rate': 0.5, 'staircase': False}
+        """
+        return config_of(self, attributes_of(self, ()))
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Return the schedule whose `get_config` returned `config`. Local. A schedule's `name`, which Keras has, is ignored.
+
+        Example:
+            >>> CosineDecay.from_config({"initial_learning_rate": 0.1, "decay_steps": 10, "name": "CosineDecay"})(10)
+            0.0
+        """
+        named = "name" in inspect.signature(cls).parameters
+        return cls(**{name: value for name, value in config.items() if named or name != "name"})
+
 
 @dataclass(frozen=True)
-class _Decay(LearningRateSchedule):
-    """A schedule that decays from an initial learning rate, at the pace of `decay_steps`."""
-
-    initial_learning_rate: float
-    decay_steps: float
+class _Checked(LearningRateSchedule):
+    """A schedule whose arguments are numbers and flags."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None or field.default is not None:
                 checked(type(self).__name__, field.name, value, _LIMITS.get(field.name, AT_LEAST_ZERO))
+
+
+@dataclass(frozen=True)
+class _Decay(_Checked):
+    """A schedule that decays from an initial learning rate, at the pace of `decay_steps`."""
+
+    initial_learning_rate: float
+    decay_steps: float
 
 
 @final
@@ -200,3 +240,40 @@ class CosineDecay(_Decay):
             top, time = self.warmup_target, step - self.warmup_steps
         cosine = 0.5 * (1 + math.cos(math.pi * min(time, self.decay_steps) / self.decay_steps))
         return top * ((1 - self.alpha) * cosine + self.alpha)
+
+
+@final
+@dataclass(frozen=True)
+class CosineDecayRestarts(_Checked):
+    """Half a cosine again and again: each from `m_mul` times the height of the one before, over `t_mul` times as many steps.
+
+    The first one falls from the initial learning rate over `first_decay_steps`; each ends at `alpha` times the initial learning
+    rate.
+
+    Source: Loshchilov and Hutter, SGDR, https://arxiv.org/abs/1608.03983.
+
+    Raises:
+        ValueError: first_decay_steps is not positive, t_mul is less than 1, or another number is negative, NaN or infinite.
+        TypeError: a setting is not a number.
+
+    Example:
+        >>> schedule = CosineDecayRestarts(0.5, first_decay_steps=10, m_mul=0.5)
+        >>> [round(schedule(step), 12) for step in (0, 5, 10, 20, 30)]
+        [0.5, 0.25, 0.25, 0.125, 0.125]
+    """
+
+    initial_learning_rate: float
+    first_decay_steps: float
+    t_mul: float = 2.0
+    m_mul: float = 1.0
+    alpha: float = 0.0
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        time, length, restarts = float(step), float(self.first_decay_steps), 0
+        if self.t_mul == 1:
+            restarts, time = int(time // length), time % length
+        while time >= length:
+            time, length, restarts = time - length, length * self.t_mul, restarts + 1
+        cosine = 0.5 * self.m_mul**restarts * (1 + math.cos(math.pi * time / length))
+        return self.initial_learning_rate * ((1 - self.alpha) * cosine + self.alpha)

@@ -9,17 +9,17 @@ import numpy as np
 
 from ..base.errors import explain
 
-__all__ = ["as_attribute", "changed", "check_groups", "group_settings", "saved_settings"]
+__all__ = ["NO_JSON", "as_attribute", "as_json", "changed", "check_groups", "group_settings", "saved_settings"]
 
 # Public attributes that are no settings: what an optimizer is made as, and a check that changes no number.
 _UNSAVED = frozenset(("name", "slot_names", "use_ema", "gradient_accumulation_steps", "check_numerics"))
-_NONE = object()
+NO_JSON = object()
 
 
 def saved_settings(thing: object, without: Collection[str]) -> dict[str, Any]:
     """Return the public attributes of an object that JSON can hold, but for some."""
-    own = {name: _saved(value) for name, value in vars(thing).items() if name[:1] != "_"}
-    return {n: value for n, value in own.items() if value is not _NONE and n not in _UNSAVED and n not in without}
+    own = {name: as_json(value) for name, value in vars(thing).items() if name[:1] != "_"}
+    return {n: value for n, value in own.items() if value is not NO_JSON and n not in _UNSAVED and n not in without}
 
 
 def _is_number(value: Any) -> bool:
@@ -30,25 +30,25 @@ def _is_number(value: Any) -> bool:
     return getattr(value, "ndim", None) == 0 and hasattr(value, "item") and kind in "biuf"
 
 
-def _saved(value: Any) -> Any:
-    """Return a value as JSON holds it, a number for an array without dimensions; `_NONE` for what JSON cannot hold."""
+def as_json(value: Any) -> Any:
+    """Return a value as JSON holds it, a number for an array without dimensions; `NO_JSON` for other values."""
     if value is None or isinstance(value, str):
         return value
     if _is_number(value):
         return value.item() if hasattr(value, "item") else value
     if isinstance(value, (list, tuple)):
-        items = [_saved(item) for item in value]
-        return _NONE if any(item is _NONE for item in items) else items
+        items = [as_json(item) for item in value]
+        return NO_JSON if any(item is NO_JSON for item in items) else items
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        entries = {name: _saved(item) for name, item in value.items()}
-        return _NONE if any(item is _NONE for item in entries.values()) else entries
-    return _NONE
+        entries = {name: as_json(item) for name, item in value.items()}
+        return NO_JSON if any(item is NO_JSON for item in entries.values()) else entries
+    return NO_JSON
 
 
 def group_settings(group: Mapping[str, Any], without: Collection[str]) -> dict[str, Any]:
     """Return the entries of a group of another library's optimizer that JSON can hold, but for some."""
-    found = {name: _saved(value) for name, value in group.items() if name not in without}
-    return {name: value for name, value in found.items() if value is not _NONE}
+    found = {name: as_json(value) for name, value in group.items() if name not in without}
+    return {name: value for name, value in found.items() if value is not NO_JSON}
 
 
 def changed(now: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

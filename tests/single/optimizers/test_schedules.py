@@ -6,6 +6,7 @@ import pytest
 
 from mpistrat.optimizers.schedules import (
     CosineDecay,
+    CosineDecayRestarts,
     ExponentialDecay,
     InverseTimeDecay,
     LearningRateSchedule,
@@ -65,6 +66,19 @@ def test_cosine_decay_after_a_warm_up():
     assert rate(2000) == rate(9999) == pytest.approx(0.0, abs=1e-17)
 
 
+def test_cosine_decay_restarts():
+    rate = CosineDecayRestarts(1.0, 10, t_mul=3.0, m_mul=0.5, alpha=0.2)  # restarts at 10, 40, 130
+    for start, length, height in ((0, 10, 1.0), (10, 30, 0.5), (40, 90, 0.25)):
+        assert rate(start) == pytest.approx(0.8 * height + 0.2)
+        assert rate(start + length / 2) == pytest.approx(0.8 * height / 2 + 0.2)
+        assert rate(start + length - 1) == pytest.approx(
+            0.8 * height * (1 + math.cos(math.pi * (length - 1) / length)) / 2 + 0.2
+        )
+    even = CosineDecayRestarts(1.0, 10, t_mul=1.0)
+    assert [even(step) for step in (0, 10, 1000)] == [1.0, 1.0, 1.0]
+    assert even(10**9 + 5) == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("make", [ExponentialDecay, PolynomialDecay, InverseTimeDecay, CosineDecay])
 def test_decay_steps_are_positive(make):
     with pytest.raises(ValueError, match="decay_steps: expected a finite number > 0, got 0"):
@@ -93,6 +107,14 @@ def test_settings_are_checked_when_a_schedule_is_made(make, settings):
     (*_, name), value = settings, [*settings.values()][-1]
     with pytest.raises((TypeError, ValueError), match=f"{make.__name__}: {name}: expected .*, got .*{value}"):
         make(**{"initial_learning_rate": 0.1, "decay_steps": 10, **settings})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("first_decay_steps", 0), ("t_mul", 0.5), ("m_mul", -1), ("alpha", math.inf)]
+)
+def test_settings_of_restarts_are_checked(name, value):
+    with pytest.raises(ValueError, match=f"CosineDecayRestarts: {name}: expected a finite number .*, got {value}"):
+        CosineDecayRestarts(**{"initial_learning_rate": 0.1, "first_decay_steps": 10, name: value})
 
 
 def test_steps_and_values_of_a_piecewise_schedule_are_numbers():
