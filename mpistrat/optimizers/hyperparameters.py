@@ -76,10 +76,10 @@ class Hyperparameters(ABC):
     """The settings of an `Optimizer`, each checked when it is set.
 
     Attributes:
-        limits: the values that each setting of the rule may have, if it is a number or a flag.
+        _limits: the values that each setting of the rule may have, if it is a number or a flag.
     """
 
-    limits: ClassVar[Mapping[str, Limits]] = {}
+    _limits: ClassVar[Mapping[str, Limits]] = {}
     clipnorm: float | None
     clipvalue: float | None
     global_clipnorm: float | None
@@ -95,8 +95,8 @@ class Hyperparameters(ABC):
     _excluded_names: list[re.Pattern[str]]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.limits:
-            value = checked(type(self).__name__, name, value, self.limits[name])
+        if name in self._limits:
+            value = checked(type(self).__name__, name, value, self._limits[name])
         elif name in CommonSettings.__annotations__:
             value = self._checked(name, value)
         object.__setattr__(self, name, value)

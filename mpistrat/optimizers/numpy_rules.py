@@ -40,7 +40,7 @@ class Adadelta(Optimizer):
     Source: keras.optimizers.Adadelta of Keras 3; Zeiler, https://arxiv.org/abs/1212.5701.
     """
 
-    limits: ClassVar[Mapping[str, Limits]] = {"rho": UP_TO_ONE, "epsilon": AT_LEAST_ZERO}
+    _limits: ClassVar[Mapping[str, Limits]] = {"rho": UP_TO_ONE, "epsilon": AT_LEAST_ZERO}
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class _Moments(Optimizer):
     """What Adamax, Nadam and Lamb share: their settings, which are Adam's."""
 
     _kept: ClassVar[tuple[str, ...]] = ("momentum", "velocity")
-    limits: ClassVar[Mapping[str, Limits]] = {"beta_1": BELOW_ONE, "beta_2": BELOW_ONE, "epsilon": AT_LEAST_ZERO}
+    _limits: ClassVar[Mapping[str, Limits]] = {"beta_1": BELOW_ONE, "beta_2": BELOW_ONE, "epsilon": AT_LEAST_ZERO}
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class Ftrl(Optimizer):
     Source: keras.optimizers.Ftrl of Keras 3; McMahan et al., https://research.google.com/pubs/archive/41159.pdf.
     """
 
-    limits: ClassVar[Mapping[str, Limits]] = {
+    _limits: ClassVar[Mapping[str, Limits]] = {
         "learning_rate_power": AT_MOST_ZERO,
         "initial_accumulator_value": AT_LEAST_ZERO,
         "l1_regularization_strength": AT_LEAST_ZERO,
@@ -297,7 +297,7 @@ class Lion(Optimizer):
     Source: keras.optimizers.Lion of Keras 3; Chen et al., https://arxiv.org/abs/2302.06675.
     """
 
-    limits: ClassVar[Mapping[str, Limits]] = {
+    _limits: ClassVar[Mapping[str, Limits]] = {
         "beta_1": Limits("0 < value <= 1", lambda number: 0 < number <= 1),
         "beta_2": BELOW_ONE,
     }
@@ -406,7 +406,7 @@ class Adafactor(Optimizer):
 
     _passes = ("factor", "direct")
     _factored = "velocity"
-    limits: ClassVar[Mapping[str, Limits]] = {
+    _limits: ClassVar[Mapping[str, Limits]] = {
         "beta_2_decay": AT_MOST_ZERO,
         "epsilon_1": POSITIVE,
         "epsilon_2": AT_LEAST_ZERO,

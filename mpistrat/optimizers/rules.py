@@ -85,7 +85,7 @@ class SGD(_BlockRule):
     Source: keras.optimizers.SGD of Keras 3; Sutskever et al., http://proceedings.mlr.press/v28/sutskever13.pdf.
     """
 
-    limits: ClassVar[Mapping[str, Limits]] = {"momentum": UP_TO_ONE, "nesterov": FLAG}
+    _limits: ClassVar[Mapping[str, Limits]] = {"momentum": UP_TO_ONE, "nesterov": FLAG}
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ def Momentum(
 class _Adam(_BlockRule):
     """What Adam and AdamW share: everything but the default of the weights' decay."""
 
-    limits: ClassVar[Mapping[str, Limits]] = {
+    _limits: ClassVar[Mapping[str, Limits]] = {
         "beta_1": BELOW_ONE,
         "beta_2": BELOW_ONE,
         "epsilon": AT_LEAST_ZERO,
@@ -254,7 +254,7 @@ class Adagrad(_BlockRule):
     Source: keras.optimizers.Adagrad of Keras 3; Duchi et al., http://www.jmlr.org/papers/volume12/duchi11a/duchi11a.pdf.
     """
 
-    limits: ClassVar[Mapping[str, Limits]] = {"initial_accumulator_value": AT_LEAST_ZERO, "epsilon": AT_LEAST_ZERO}
+    _limits: ClassVar[Mapping[str, Limits]] = {"initial_accumulator_value": AT_LEAST_ZERO, "epsilon": AT_LEAST_ZERO}
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class RMSProp(_BlockRule):
     http://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf.
     """
 
-    limits: ClassVar[Mapping[str, Limits]] = {
+    _limits: ClassVar[Mapping[str, Limits]] = {
         "rho": UP_TO_ONE,
         "momentum": UP_TO_ONE,
         "epsilon": AT_LEAST_ZERO,

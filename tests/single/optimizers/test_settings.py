@@ -129,7 +129,7 @@ def numbers_of(rule):
 def test_each_setting_that_is_a_number_or_a_flag_has_limits(rule):
     own = inspect.signature(rule).parameters.values()
     flags = {each.name for each in own if isinstance(each.default, bool)}
-    assert numbers_of(rule) - set(COMMON) | flags == set(rule.limits)
+    assert numbers_of(rule) - set(COMMON) | flags == set(rule._limits)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, np.float32("nan")])
