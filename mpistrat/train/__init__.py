@@ -1,6 +1,6 @@
-"""What a training loop needs around its steps: metrics of all replicas, callbacks, checkpoints, and the loop itself.
+"""Metrics over all replicas, callbacks, checkpoints and a training loop.
 
-Each piece works alone, in a loop of your own.
+Each works alone, in a loop of your own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What a loop decides besides its steps: stop early, change the learning rate. Each works in a loop of your own, too.
+"""Callbacks: decisions of a training loop, such as early stopping and learning rates. Each works in a loop of your own, too.
 
-Names, arguments and decisions are those of Keras's callbacks (https://keras.io/api/callbacks/). Logs are the same on all ranks,
-so ranks decide alike; what one of them decides by its clock or by chance becomes the first one's when the epoch ends
-(`Loop.agree`).
+Names, arguments and decisions are those of Keras's callbacks (https://keras.io/api/callbacks/). Logs are equal on all ranks,
+and so are decisions; those by a clock or by chance follow the first rank at the end of the epoch (`Loop.agree`).
 """
 
 from __future__ import annotations
@@ -35,26 +34,26 @@ Logs = Mapping[str, Any]
 
 
 def has_workers(strategy: Any) -> bool:
-    """Return whether a strategy's ranks are workers of parameter servers, which have batches of their own."""
+    """Return whether a strategy's ranks are workers of parameter servers, with their own batches."""
     return hasattr(strategy, "workers")
 
 
 @final
 class Loop:
-    """What callbacks see and change of a training loop, a `Trainer`'s or your own.
+    """The state of a training loop, a `Trainer`'s or your own, that callbacks read and change.
 
     Attributes:
         strategy: the strategy.
-        optimizer: whose learning rate callbacks read and set; None without one.
+        optimizer: its learning rate is read and set; None without one.
         first: the first rank that takes steps.
-        tells: whether this is that rank, which writes and prints.
+        tells: True on that rank, which writes and prints.
         epoch: the number of the epoch, from 0.
-        step: how many steps there were, in all epochs.
-        stop_training: whether to stop; a callback sets it.
+        step: the number of steps so far, in all epochs.
+        stop_training: set to True by a callback to stop.
     """
 
     def __init__(self, strategy: Any, optimizer: Any = None) -> None:
-        """Begin a loop.
+        """Create a loop.
 
         Args:
             strategy: the strategy.
@@ -67,7 +66,7 @@ class Loop:
         self.stop_training = False
 
     def agree(self) -> None:
-        """Let all ranks have the first one's `stop_training`, learning rate and step. Collective; after an epoch's callbacks."""
+        """Set the first rank's `stop_training`, learning rate and step on all ranks. Collective; after an epoch's callbacks."""
         if self.strategy.size == 1:
             return
         rate = self.rate()
@@ -77,17 +76,17 @@ class Loop:
             self.set_rate(told)
 
     def rate(self) -> float | None:
-        """Return the optimizer's learning rate; None without one, and where a schedule has it. Of torch's the first group's."""
+        """Return the optimizer's learning rate, torch's of the first group; None without one or with a schedule."""
         groups = getattr(self.optimizer, "param_groups", None)
         core = getattr(self.optimizer, "_core", None)
         rate = groups[0]["lr"] if groups else None if core is None else core.given_rate
         return None if rate is None or callable(rate) else float(rate)
 
     def set_rate(self, rate: float) -> None:
-        """Set the optimizer's learning rate; those of torch's other groups keep their ratio to the first one's.
+        """Set the optimizer's learning rate; torch's other groups keep their ratio to the first one's.
 
         Raises:
-            ValueError: there is no optimizer, or its rate is a schedule's.
+            ValueError: there is no optimizer, or its rate is a schedule.
         """
         before = self.rate()
         if before is None:
@@ -103,34 +102,34 @@ class Loop:
 
 
 class Callback:
-    """What is called at moments of a loop, on all ranks. A callback of your own overrides what it needs."""
+    """Base of callbacks, whose methods a loop calls on all ranks. Override those that you need."""
 
     def on_train_begin(self, loop: Loop) -> None:
-        """Called before the first epoch."""
+        """Run before the first epoch."""
 
     def on_epoch_begin(self, loop: Loop) -> None:
-        """Called before an epoch."""
+        """Run before an epoch."""
 
     def on_step_end(self, loop: Loop) -> None:
-        """Called after a step."""
+        """Run after a step."""
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
-        """Called after an epoch, with the results of all ranks."""
+        """Run after an epoch, with the results of all ranks."""
 
     def on_train_end(self, loop: Loop) -> None:
-        """Called at the end, after an error, too."""
+        """Run at the end, also after an error."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a run that goes on needs of it: numbers, text, lists and dicts, the same on all ranks."""
+        """Return the state for a resumed run: numbers, text, lists and dicts, equal on all ranks."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what `state` returned when the run was saved."""
+        """Load a state that `state` returned when the run was saved."""
 
 
 @final
 class _Best:
-    """Whether a result is better than all before."""
+    """The best result so far."""
 
     def __init__(self, function: str, monitor: str, mode: str, min_delta: float) -> None:
         if mode not in ("auto", "min", "max"):
@@ -143,7 +142,7 @@ class _Best:
         self.value = -self._sign * math.inf
 
     def takes(self, logs: Logs) -> bool:
-        """Return whether this epoch's result is the best one, and keep it then.
+        """Return whether this epoch's result is the best so far, and store it if so.
 
         Raises:
             ValueError: there is no such result.
@@ -160,7 +159,7 @@ class _Best:
 
 @final
 class EarlyStopping(Callback):
-    """Stop when a result has not become better for some epochs.
+    """Stop when a result has not improved for some epochs.
 
     Attributes:
         best: the best result.
@@ -213,10 +212,10 @@ class EarlyStopping(Callback):
 
 @final
 class ModelCheckpoint(Callback):
-    """Save after each epoch, or after those whose result is the best so far: a file of `Strategy.save` for later use.
+    """Save after each epoch, or after those with the best result so far: a file of `Strategy.save` for later use.
 
-    To go on with an interrupted run take `Checkpoints`. Arguments are Keras's. The file's `extra` has the epoch and its results.
-    Where an epoch ends between two outer steps (`local_steps`), the file has the weights after the next one.
+    To resume an interrupted run use `Checkpoints`. Arguments are Keras's. The file's `extra` has the epoch and its results.
+    If an epoch ends between two outer steps (`local_steps`), the file has the weights after the next one.
 
     Attributes:
         best: the best result.
@@ -242,12 +241,10 @@ class ModelCheckpoint(Callback):
         save_best_only: bool = False,
         mode: str = "auto",
     ) -> None:
-        """Take the name of the file, in which `{epoch}`, counted from 1, and results may stand: "{epoch:02d}-{loss:.2f}.h5"."""
+        """Set the file's name, which may have `{epoch}`, counted from 1, and results: "{epoch:02d}-{loss:.2f}.h5"."""
         self._path, self._begun_in, self._best_only = os.fspath(filepath), os.getcwd(), save_best_only
         self._best = _Best("ModelCheckpoint", monitor, mode, 0.0)
-        self._waiting: dict[
-            str, dict[str, Any]
-        ] = {}  # what is added to files, by path, until nodes have the same weights
+        self._waiting: dict[str, dict[str, Any]] = {}  # the extra of files by path, until nodes have the same weights
 
     @property
     def best(self) -> float:
@@ -280,7 +277,7 @@ class ModelCheckpoint(Callback):
 
 @final
 class ReduceLROnPlateau(Callback):
-    """Multiply the learning rate by a factor when a result has not become better for some epochs."""
+    """Multiply the learning rate by a factor when a result has not improved for some epochs."""
 
     def __init__(
         self,
@@ -320,7 +317,7 @@ class ReduceLROnPlateau(Callback):
 
 @final
 class LearningRateScheduler(Callback):
-    """Set the learning rate of each epoch: what a function of the epoch and the rate returns."""
+    """Set the learning rate of each epoch with a function of the epoch and the rate."""
 
     def __init__(self, schedule: Callable[[int, float], float]) -> None:
         self._schedule = schedule
@@ -342,7 +339,7 @@ class TerminateOnNaN(Callback):
 
 
 def plain(logs: Logs) -> dict[str, Any]:
-    """Return results as what JSON can hold."""
+    """Convert results to values for JSON."""
     return {name: plain_array(value, "callbacks", name).tolist() for name, value in logs.items()}
 
 

@@ -1,11 +1,10 @@
 """Checkpoints of a run in one folder: when to save, which files to keep, and the newest that can be read.
 
-The states of random generators that a program has beside `ms.rng`: Python's, NumPy's global one, PyTorch's on the CPU.
+They include the states of random generators besides `ms.rng`: Python's, NumPy's global one, PyTorch's on the CPU.
 
-Claims of folders: only one run at a time writes checkpoints into a folder.
-
-Rank 0 locks a file in the folder. The lock ends with its process, however that ends, so it does not hinder a run that is started
-again. Programs that only read the folder need no claim. Where the file system has no locks, nothing is checked.
+Only one run at a time writes checkpoints into a folder: rank 0 locks a file in it. The lock ends with its process in any case, so
+it does not block a restarted run. Programs that only read the folder need no claim. On a file system without locks, nothing is
+checked.
 """
 
 from __future__ import annotations
@@ -49,22 +48,22 @@ __all__ = [
 ]
 
 
-_RANKS = 256  # up to so many the states are saved, 5 KB each
+_RANKS = 256  # states are saved for at most this many ranks, 5 KB each
 
 
 def gather_states(strategy: Any) -> list[dict[str, Any]]:
-    """Return the states of all ranks; none where these are very many. Collective."""
+    """Return the states of all ranks; none if there are very many. Collective."""
     return list(strategy.all_gather_object(get_states())) if strategy.size <= _RANKS else []
 
 
 def hand_back(strategy: Any, states: Sequence[Mapping[str, Any]]) -> None:
-    """Let each rank go on from its states among those of `gather_states`; on another number of ranks it does nothing."""
+    """Set each rank's state from a list of `gather_states`; on another number of ranks do nothing."""
     if len(states) == strategy.size:
         set_states(states[strategy.rank])
 
 
 def get_states() -> dict[str, Any]:
-    """Return this process's states, as what JSON can hold: some kilobytes.
+    """Return the states of this process's generators as values for JSON: some kilobytes.
 
     Example:
         >>> states, number = get_states(), np.random.rand()
@@ -85,7 +84,7 @@ def get_states() -> dict[str, Any]:
 
 
 def set_states(states: Mapping[str, Any]) -> None:
-    """Let the generators go on from states that `get_states` returned."""
+    """Set the generators to states that `get_states` returned."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(_array(words, np.uint32).tolist()), gauss))
     name, keys, *rest = states["numpy"]
@@ -111,7 +110,7 @@ _claims: dict[tuple[int, int], FolderClaim] = {}  # of this process, by device a
 
 @final
 class FolderClaim:
-    """The claim of a strategy on a folder; rank 0 has the lock. It is an attachment of the group of ranks, and ends with it."""
+    """The claim of a strategy on a folder; rank 0 has the lock. As an attachment of the group of ranks it ends with the group."""
 
     def __init__(self, strategy: Any, folder: Path) -> None:
         self._strategy, self._folder = strategy, folder
@@ -119,11 +118,10 @@ class FolderClaim:
         self._taken, self._descriptor, self._key = False, -1, (0, 0)
 
     def take(self) -> Path:
-        """Make the strategy the only one that writes into the folder, which is made if it is not there. Collective.
+        """Make the strategy the only one that writes into the folder, and create the folder if it is missing. Collective.
 
-        Return rank 0's path of the folder: a relative path may name another folder on other ranks.
-
-        Where the same process had claimed it for another strategy, the newer one has it from now on.
+        Return rank 0's path of the folder: a relative path may name another folder on other ranks. A claim of another strategy of
+        this process moves to this one.
 
         Raises:
             ValueError: on every rank, if another run writes into it.
@@ -132,7 +130,7 @@ class FolderClaim:
         owner, folder = self._strategy.broadcast_object(claim)
         if owner:
             expected, got = "a folder that no other run writes into", f"one that {owner} uses"
-            remedy = "Give each run a folder of its own, or end the other run. To read its files is no conflict"
+            remedy = "Give each run a folder of its own, or end the other run. Programs that only read its files do not conflict"
             raise ValueError(explain("Checkpoints", str(self._folder), expected=expected, got=got, remedy=remedy))
         if not self._taken:
             self._group.attach(self)
@@ -140,7 +138,7 @@ class FolderClaim:
         return Path(folder)
 
     def _try(self) -> str:
-        """Take the lock; return the owner of the folder in words, "" where that is this strategy. Local."""
+        """Take the lock; return the folder's owner in words, "" if that is this strategy. Local."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             status = self._folder.stat()
@@ -157,7 +155,7 @@ class FolderClaim:
             descriptor = os.open(self._folder / _NAME, _FLAGS, 0o666)
         except OSError:  # saving raises it, if the folder cannot be written
             return ""
-        # Not flock: children of this process, such as workers of a DataLoader, would hold it after its end.
+        # Not flock: child processes, such as workers of a DataLoader, would keep it after this one's end.
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -175,25 +173,25 @@ class FolderClaim:
         return ""
 
     def _succeeds(self, owner: dict[str, Any]) -> bool:
-        """Return whether an owner is this job before it was started again, of which a process has not ended yet."""
+        """Return whether an owner is this job before its restart, with a process that has not ended yet."""
         environment = self._group.environment
         generation = owner.get("generation")
         same = bool(environment.job) and owner.get("job") == environment.job
         return same and isinstance(generation, int) and generation < environment.generation
 
     def close(self) -> None:
-        """Give the folder back. Local."""
+        """Release the folder. Local."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
             _claims.pop(self._key, None)
 
     def leave(self) -> Callable[[], None] | None:
-        """Nothing: the lock ends with the process."""
+        """Return None: the lock ends with the process."""
         return None
 
     def abandon(self) -> None:
-        """Give the folder back. Local."""
+        """Release the folder. Local."""
         self.close()
 
 
@@ -212,25 +210,24 @@ def _words(owner: dict[str, Any]) -> str:
 
 
 _POLL_SECONDS = 1.0  # between looks at a folder
-_SHARE = 0.01  # of the time, that snapshots take at most
-_COSTS = 4  # last ones that are looked at
-_LONGEST = 60  # times as long as it shall take, where ranks have to meet for it
+_SHARE = 0.01  # of the time, for snapshots at most
+_COSTS = 4  # the last ones considered
+_LONGEST = 60  # the longest time between two meetings, as a multiple of the wanted one
 _LAYOUTS, _OBJECTS, _BY_RANK = "layouts", "states of objects", "states of objects by rank"  # in the notes
 _NAMES = r"step-(\d{10,})\.h5"
 
 
 @final
 class Checkpoints:
-    """Files of `Strategy.save` in a folder, one for each step that was saved.
+    """Files of `Strategy.save` in a folder, one for each saved step.
 
-    Each is complete or not there, and any strategy on any number of ranks restores it. They are written while the program
-    goes on: a save takes as long as each rank needs to copy its part. With a `Trainer`, whose argument it is, a run that
-    is started again goes on where the newest one was saved; in a loop of your own call `step`, `wait` at the end, and
-    `restore_latest`.
+    A file is complete or absent, and any strategy on any number of ranks restores it. Files are written in the background: a save
+    only takes the time to copy each rank's share. Given to a `Trainer`, a restarted run resumes from the newest one; in a loop of
+    your own call `step`, `wait` at the end, and `restore_latest`.
 
     Attributes:
-        folder: where they lie.
-        strategy: whose variables and optimizers are saved.
+        folder: of the files.
+        strategy: its variables and optimizers are saved.
     """
 
     def __init__(
@@ -246,20 +243,21 @@ class Checkpoints:
         objects: Mapping[str, Any] | None = None,
         objects_by_rank: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take a folder, which is made when the first file is written.
+        """Set a folder, which is created with the first file.
 
         Args:
-            strategy: whose variables and optimizers are saved; or an `ms.torch.TrainingState`.
+            strategy: its variables and optimizers are saved; or an `ms.torch.TrainingState`.
             folder: on a file system that all ranks see.
             keep: how many of the newest files stay; 0 for all.
             every_steps: `step` saves at its multiples.
-            every_seconds: `step` saves when so much time has passed since the last file, by rank 0's clock.
-            asynchronous: whether files are written while the program goes on, which takes memory for a copy of what is saved,
-                divided over the ranks; see `Strategy.begin_save`.
-            snapshot_seconds: under `mpistrat run --restarts`, `step` keeps the state in memory, too, when so much time has passed
-                since the last time, and a hundred times as much as it takes; see `Strategy.take_snapshot`. None for never.
+            every_seconds: `step` saves when this time has passed since the last file, by rank 0's clock.
+            asynchronous: True to write files in the background, which takes memory for a copy of the saved values, divided over
+                the ranks; see `Strategy.begin_save`.
+            snapshot_seconds: under `mpistrat run --restarts`, `step` also copies the state to memory when this time has passed
+                since the last copy, and at least 100 times the time that a copy takes; see `Strategy.take_snapshot`. None for
+                never.
             objects: objects with `state_dict` and `load_state_dict`, by names for the file, such as schedulers and GradScalers of
-                PyTorch: files and snapshots have their states, which `restore_latest` loads. They must be the same on all ranks.
+                PyTorch: files and snapshots have their states, which `restore_latest` loads. They must be equal on all ranks.
             objects_by_rank: such objects whose states differ by rank, under the same names on all ranks, as a StatefulDataLoader
                 of torchdata over this rank's rows. Each rank gets its own state back, on the same number of ranks.
 
@@ -310,39 +308,39 @@ class Checkpoints:
 
     @property
     def layouts(self) -> list[tuple[int, tuple[int, ...]]]:
-        """The layouts of the run so far, those of earlier starts included: after which step, and how many ranks on each node.
+        """The layouts of the run so far, also before restarts: (first step, number of ranks on each node).
 
-        `mpistrat replay` makes a run with the same ones.
+        `mpistrat replay` runs a program with the same ones.
         """
         return list(self._layouts)
 
     @property
     def periodic(self) -> bool:
-        """Whether `step` saves."""
+        """True if `step` saves."""
         return self._every is not None or self._period is not None
 
     def steps_until_due(self, step: int) -> int | None:
-        """Return after how many more steps `step` may save; None if it never does.
+        """Return the number of steps until `step` may save; None if it never does.
 
-        For a loop whose ranks step by themselves, and meet to call it.
+        For a loop whose ranks step independently, and meet to call it.
         """
         counts = [] if self._every is None else [self._every - step % self._every]
         counts += [max(1, period.next - step) for period in (self._period, self._snapshots) if period is not None]
         return min(counts, default=None)
 
     def steps(self) -> list[int]:
-        """Return the steps of which there are files, as this rank sees the folder."""
+        """Return the steps that have files, as this rank sees the folder."""
         return _steps(self.folder)
 
     def latest(self) -> Path | None:
-        """Return the newest file, as this rank sees the folder; None where there is none."""
+        """Return the newest file, as this rank sees the folder; None without files."""
         return _newest(self.folder)
 
     def path(self, step: int) -> Path:
         """Return the file of a step.
 
         Raises:
-            TypeError, ValueError: for what is no integer, or below 0.
+            TypeError, ValueError: the step is not an integer, or below 0.
         """
         return _path(self.folder, integer("Checkpoints.path", "step", step, 0))
 
@@ -352,21 +350,21 @@ class Checkpoints:
         notes: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         met_after: float = 0.0,
     ) -> Path | None:
-        """Save after a step if it is time to. Collective; with the same step on all ranks.
+        """Save after a step if a file is due. Collective; with the same step on all ranks.
 
-        A disk that is full, or the like, is a warning: the files before stay, and training goes on. While nodes have weights of
-        their own (`local_steps`), what is due waits for the next outer step.
+        If a file cannot be written, as on a full disk, it warns: earlier files stay, and training continues. While the weights of
+        nodes differ (`local_steps`), saving waits for the next outer step.
 
         Args:
-            step: how many steps there were.
-            notes: what `restore_latest` shall return, the same on all ranks; or a function that returns it.
-            met_after: seconds that ranks which step by themselves waited for each other: the longer, the less often they meet.
+            step: the number of steps so far.
+            notes: the result of `restore_latest`, equal on all ranks; or a function that returns it.
+            met_after: seconds that independent ranks waited for each other: the longer, the less often they meet.
 
         Returns:
-            The file, None where none is written.
+            The file; None if none is written.
 
         Raises:
-            TypeError: a step that is no integer.
+            TypeError: the step is not an integer.
             ValueError: on every rank, when another run writes into the folder; a step below 0.
         """
         step = integer("Checkpoints.step", "step", step, 0)
@@ -378,7 +376,7 @@ class Checkpoints:
             self._prepared = True
             self.strategy.prepare_save()
         if step == self._until:
-            self.strategy.outer_step()  # the file of that step is of one that was taken there, if nodes differ
+            self.strategy.outer_step()  # if nodes differ, that file was saved after an outer step
             self.save(step, notes)
             self.wait()
             sys.exit(RESTART_EXIT_CODE)
@@ -408,17 +406,17 @@ class Checkpoints:
         return period
 
     def save(self, step: int, notes: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None) -> Path:
-        """Save now, and remove what is older than the files to keep. Collective.
+        """Save now, and remove files older than the newest `keep`. Collective.
 
-        The file is there after `wait`, with `asynchronous=False` at once. One that could not be written is a warning at the
-        next call, unless `wait` has raised its error; the files before stay.
+        The file is complete after `wait`, with `asynchronous=False` at once. If it cannot be written, the next call warns, unless
+        `wait` has raised the error; earlier files stay.
 
         Raises:
-            OSError: on every rank, when it cannot be written, as far as it is known now.
-            TypeError: on every rank, when the notes hold something else than numbers, text, lists and dicts; a step that is no
+            OSError: on every rank, when it cannot be written, as far as is known now.
+            TypeError: on every rank, when the notes hold something else than numbers, text, lists and dicts; the step is not an
                 integer.
             ContextError: nodes have taken local steps since the last outer step; `postpone` waits for the next one.
-            CollectiveMismatchError: on every rank, when step or notes are not the same on all.
+            CollectiveMismatchError: on every rank, when step or notes differ between ranks.
             ValueError: on every rank, when another run writes into the folder; a step below 0.
         """
         step = integer("Checkpoints.save", "step", step, 0)
@@ -427,7 +425,7 @@ class Checkpoints:
         path = self.path(step)
         self._postponed = False
         if strategy.rank == 0:
-            with contextlib.suppress(OSError):  # which `Strategy.save` tells all ranks
+            with contextlib.suppress(OSError):  # `Strategy.save` raises it on all ranks
                 self.folder.mkdir(parents=True, exist_ok=True)
                 if not self._saved:
                     remove_dead(self.folder, _NAMES)
@@ -444,14 +442,14 @@ class Checkpoints:
         return path
 
     def postpone(self) -> None:
-        """Have `step` save as soon as all nodes have the same weights: after the next outer step. Every rank calls it."""
+        """Make `step` save after the next outer step, when all nodes have the same weights. Every rank calls it."""
         self._postponed = True
 
     def wait(self) -> None:
         """Wait until the last file is complete. Collective.
 
         Raises:
-            OSError: on every rank, when it could not be written; the files before stay.
+            OSError: on every rank, when it could not be written; earlier files stay.
         """
         saving, self._saving = self._saving, None
         if saving is not None:
@@ -466,20 +464,20 @@ class Checkpoints:
             logger.warning("Checkpoints: files that are too old stay: %s", error)
 
     def batches(self, data: Any, epochs: int = 1, **lists: list[Any]) -> Iterator[Any]:
-        """Yield the batches of some epochs, from where the newest checkpoint was taken, and save as `step` does. Collective.
+        """Yield the batches of some epochs, starting at the newest checkpoint, and save as `step` does. Collective.
 
-        For a loop of your own. What the loop has done with a batch is done when it asks for the next one: then files and
-        snapshots have the position in the data, too, and the states of random generators. It ends when `should_stop` says so,
-        with a file of that step, the next one after which all nodes have the same weights. At the end they do.
+        For a loop of your own. A batch counts as done when the loop asks for the next one. Files and snapshots also have the
+        position in the data and the states of random generators. After `should_stop` it ends with a file of that step, or of the
+        next one after which all nodes have the same weights. At the end they do.
 
         Args:
-            data: a distributed dataset, the same number of batches on all ranks.
-            epochs: how many in all, over all runs.
-            lists: what the loop fills, numbers, text and lists of them, the same on all ranks, by a name in the file: at the
-                begin they get what they had been then.
+            data: a distributed dataset with the same number of batches on all ranks.
+            epochs: their total number, over all runs.
+            lists: lists that the loop fills with numbers, text and lists of them, equal on all ranks, by a name in the file: they
+                are restored at the start.
 
         Raises:
-            ContextError: under parameter servers, whose workers have batches of their own, and for an `ms.torch.TrainingState`.
+            ContextError: under parameter servers, whose workers have their own batches, and for an `ms.torch.TrainingState`.
             OSError, ValueError: as `restore_latest`.
 
         Example:
@@ -530,12 +528,12 @@ class Checkpoints:
             self.wait()
 
     def restore_latest(self) -> dict[str, Any] | None:
-        """Restore the newest file that can be read, or the snapshot that is in memory still. Collective.
+        """Restore the newest readable file, or a newer snapshot in memory. Collective.
 
-        It waits for a file that is being written. A damaged one is passed over with a warning, and the one before taken.
+        It waits for a file that is being written. A damaged one is skipped with a warning, in favour of the one before.
 
         Returns:
-            Its notes and "step", None where there is no file.
+            Its notes and "step"; None without files.
 
         Raises:
             OSError: on every rank, when there are files, and none can be read.
@@ -569,11 +567,11 @@ class Checkpoints:
         return {**about, "step": step, **states, _LAYOUTS: [[begin, list(ranks)] for begin, ranks in self._layouts]}
 
     def _states_by_rank(self) -> list[dict[str, str]]:
-        """Return the state of each object by name as text, for each rank. Collective.
+        """Return each rank's states of objects by name, as text. Collective.
 
         Raises:
-            TypeError, ValueError: on every rank, when one has a state that text cannot hold.
-            CollectiveMismatchError: on every rank, when they have objects of other names.
+            TypeError, ValueError: on every rank, when text cannot hold a state.
+            CollectiveMismatchError: on every rank, when the names of objects differ.
         """
         group, names = process_group_of(self.strategy, "Checkpoints"), sorted(self._by_rank)
         exchange = partial(group.exchange, "save", detail="objects_by_rank")
@@ -591,7 +589,7 @@ class Checkpoints:
         """Load this rank's states. Collective.
 
         Raises:
-            Exception: on every rank, when the object of one cannot load its state.
+            Exception: on every rank, when an object of one cannot load its state.
         """
         if not self._by_rank:
             return
@@ -616,7 +614,7 @@ class Checkpoints:
             logger.warning("Checkpoints: step %d has no state of object %r, which stays as it is", step, name)
 
     def _taken_over(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the notes of what was restored; that step, and the layouts before it, are this run's. Load objects' states."""
+        """Load objects' states, continue at the restored step and its layouts, and return the notes."""
         notes, own = dict(saved), self._layouts[-1][1]
         states, of_ranks, step = notes.pop(_OBJECTS, {}), notes.pop(_BY_RANK, []), notes["step"]
         self._check_ranks(of_ranks, step)
@@ -635,37 +633,37 @@ class Checkpoints:
 
 @final
 class _Period:
-    """When so much time has passed, by rank 0's clock; all ranks ask after the same steps.
+    """A period by rank 0's clock; all ranks call it after the same steps.
 
     Attributes:
-        next: the step after which the ranks look at the clock.
+        next: the step after which the ranks next look at the clock.
     """
 
     def __init__(self, strategy: Any, seconds: float) -> None:
         self._strategy, self._seconds = strategy, seconds
-        self._begun: tuple[int, float] | None = None  # a step, and the time then
+        self._begun: tuple[int, float] | None = None  # a step, and its time
         self._costs: list[float] = []
-        self._asking: list[float] = []  # what the last questions cost
-        self._least = 1  # steps between two questions
+        self._asking: list[float] = []  # costs of the last looks at the clock
+        self._least = 1  # steps between two looks
         self.next = 0
 
     def begin(self, step: int, cost: float = 0.0) -> None:
-        """Measure from now on; what cost so many seconds shall take a hundredth of the time at most.
+        """Restart the period; a task of the given cost in seconds then takes at most a hundredth of the time.
 
-        The first two times do not count, which take memory, and of the last ones the shortest does: ranks wait for each other.
+        The first two costs do not count, which include allocation; of the last ones the shortest does: ranks wait for each other.
         """
         done = 0 if self._begun is None else step - self._begun[0]
         self._begun = step, time.monotonic()
-        self.next = step + max(self._least, done // 4)  # as if steps took as long as before
-        self._costs = [*self._costs[-_COSTS - 1 :], cost]  # of the begin, of the first, …
+        self.next = step + max(self._least, done // 4)  # as if steps took the same time as before
+        self._costs = [*self._costs[-_COSTS - 1 :], cost]  # of the start, of the first, …
 
     def due(self, step: int, cost: float) -> bool:
-        """Return whether the time has passed, the first step after which this is asked being its begin. Collective.
+        """Return whether the period has passed; the first call starts it. Collective.
 
         Args:
-            step: how many steps there were.
-            cost: seconds that it took to meet for the question: then it is asked more seldom, too, but for a limit, as with a
-                rank that is always slow each wait is the longer.
+            step: the number of steps so far.
+            cost: seconds that ranks waited to meet for this call: the longer, the less often they look at the clock, within a
+                limit, as every wait grows with a rank that is always slow.
         """
         if self._begun is None:
             self.begin(step)
@@ -676,13 +674,14 @@ class _Period:
         return self.next <= step
 
     def _look(self, step: int, cost: float) -> tuple[int, int]:
-        """Return the step to look at the clock again, or this one where it is time; and how many lie between two looks.
+        """Return the next step to look at the clock, this one if the period has passed; and the least number of steps between
+        looks.
 
-        No rank asks another at each step: from the time that steps took so far, when it is due is estimated, but never
-        further ahead than three times as many steps.
+        Ranks do not communicate at each step: the next look is estimated from the time of steps so far, at most three times as
+        many steps ahead.
         """
         assert self._begun is not None
-        if cost:  # else nobody has waited, as at an epoch's end, where all meet in any case
+        if cost:  # else no rank has waited, as at an epoch's end, where all meet in any case
             self._asking = [*self._asking[1 - _COSTS :], cost]
         first, begun = self._begun
         passed, done = time.monotonic() - begun, step - first
@@ -701,13 +700,13 @@ def checkpoints_iterator(
 ) -> Iterator[Path]:
     """Return an iterator over the checkpoints of a folder as they appear, for a program that evaluates them. Local.
 
-    It waits for the first, and gives the newest each time; those in between that are removed or overtaken are left out.
+    It waits for the first, and then returns the newest each time, skipping older and removed ones.
 
     Args:
-        folder: of `Checkpoints`; it need not be there yet.
+        folder: of `Checkpoints`; it need not exist yet.
         min_interval_secs: least time between two.
-        timeout: seconds to wait for a new one; None for as long as it takes.
-        timeout_fn: asked when they are over: True ends the iterator, else it waits on. Default: it ends.
+        timeout: seconds to wait for a new one; None for no limit.
+        timeout_fn: called after a timeout: True ends the iterator, else the wait restarts. Default: it ends.
 
     Example:
         >>> import tempfile
@@ -742,7 +741,7 @@ def _iterate(
 
 def _steps(folder: Path) -> list[int]:
     try:
-        names = os.listdir(folder)  # a folder that may not be read is an error: a run would begin anew
+        names = os.listdir(folder)  # an unreadable folder raises: a run would start over
     except (FileNotFoundError, NotADirectoryError):
         names = []
     found = (re.fullmatch(_NAMES, name) for name in names)

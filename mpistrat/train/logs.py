@@ -1,6 +1,6 @@
-"""What a loop writes and shows: files of results, TensorBoard's, a bar. One rank does, in loops of your own, too.
+"""Logs of a loop: files of results, event files of TensorBoard, a progress bar. One rank writes; works in loops of your own, too.
 
-Errors of what records a run, such as a log or a tracker: the first one is a warning, and training continues.
+The first error of a log or a tracker is a warning, and training continues.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class WarnOnce:
     """
 
     def __init__(self, what: str, *kinds: type[Exception]) -> None:
-        """Take the errors that do not leave the context.
+        """Set the errors to suppress.
 
         Args:
             what: the record, for the warning.
-            kinds: the classes of errors; others are raised, and all of this package, such as a collective's that timed out.
+            kinds: classes of errors. Others are raised, and so are this package's, such as a collective's timeout.
         """
         self._what, self._kinds, self._warned = what, kinds, False
 
@@ -74,11 +74,11 @@ class WarnOnce:
 
 _SPEED = "samples_per_second"  # a result of `Monitor`
 _SHOWN = 0.1  # seconds between two changes of the bar
-_NONE = "NA"  # a result that an epoch does not have
+_NONE = "NA"  # for a result that an epoch does not have
 
 
 class _File(Callback, abc.ABC):
-    """A file of one rank, to which each epoch adds a line. Only errors at the begin end training."""
+    """A file of one rank with a line per epoch. Only errors at the start end training."""
 
     def __init__(self, path: str | os.PathLike[str], append: bool = False) -> None:
         self._path, self._append = Path(path).absolute(), append
@@ -89,8 +89,8 @@ class _File(Callback, abc.ABC):
         if not loop.tells:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if loop.step and self._path.exists():  # a run that goes on, perhaps before what it has written
-            with self._path.open(encoding="utf-8", errors="replace") as file:  # perhaps cut off
+        if loop.step and self._path.exists():  # resumed, perhaps before the last lines
+            with self._path.open(encoding="utf-8", errors="replace") as file:  # the end may be incomplete
                 kept = "".join(line for line in file if self._precedes(line, loop.epoch))
             self._path.write_text(kept, encoding="utf-8")
         with self._path.open("a" if self._append or loop.step else "w", encoding="utf-8"):
@@ -99,13 +99,13 @@ class _File(Callback, abc.ABC):
     def _precedes(self, line: str, epoch: int) -> bool:
         try:
             found = self.epoch_of(line)
-        except (ValueError, KeyError, TypeError):  # cut off
+        except (ValueError, KeyError, TypeError):  # an incomplete line
             return False
         return found is None or found < epoch
 
     @abc.abstractmethod
     def epoch_of(self, line: str) -> int | None:
-        """Return the epoch of a line, None of a heading."""
+        """Return the epoch of a line, None for a heading."""
 
     @abc.abstractmethod
     def write(self, path: Path, loop: Loop, logs: Logs) -> None:
@@ -114,7 +114,7 @@ class _File(Callback, abc.ABC):
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         if not loop.tells:
             return
-        if not self._begun:  # a loop that calls nothing else
+        if not self._begun:  # a loop that calls no other method
             self.on_train_begin(loop)
         with self._recording:
             if not self._path.exists():
@@ -131,9 +131,9 @@ class _File(Callback, abc.ABC):
 
 @final
 class CSVLogger(_File):
-    """Write a line of results an epoch, on one rank, as Keras's CSVLogger does.
+    """Write one line of results per epoch, on one rank, as Keras's CSVLogger does.
 
-    A result that an epoch does not have, as `val_loss` with `validation_freq=2`, is NA there.
+    A missing result is NA, as `val_loss` with `validation_freq=2`.
     """
 
     def epoch_of(self, line: str) -> int | None:
@@ -149,13 +149,13 @@ class CSVLogger(_File):
             csv.writer(file).writerows([*([] if known else [names]), [results.get(name, _NONE) for name in names]])
 
     def _heading(self, path: Path) -> list[str]:
-        """Return the names of the file's columns; none of an empty file."""
+        """Return the names of the file's columns; none for an empty file."""
         with path.open("a+", newline="", encoding="utf-8") as file:
             file.seek(0)
             return next(csv.reader(file), [])
 
     def _widen(self, path: Path, names: Sequence[str]) -> None:
-        """Give all rows of the file columns for results that earlier epochs did not have."""
+        """Add columns to all rows of the file for results that earlier epochs did not have."""
         with path.open(newline="", encoding="utf-8") as file:
             _, *rows = csv.reader(file)
         with replacing(path) as beside, open(beside, "w", newline="", encoding="utf-8") as file:
@@ -164,7 +164,7 @@ class CSVLogger(_File):
 
 @final
 class JSONLogger(_File):
-    """Write a JSON object of results an epoch, on one rank, a line each, with epoch, steps so far and seconds since 1970."""
+    """Write one JSON object of results per epoch, on one rank, one per line, with epoch, steps so far and seconds since 1970."""
 
     def epoch_of(self, line: str) -> int | None:
         return int(json.loads(line)["epoch"])
@@ -177,14 +177,14 @@ class JSONLogger(_File):
 
 @final
 class Progress(Callback):
-    """Print a line of results an epoch, on one rank, and on a terminal, also behind mpiexec and srun, a bar while steps run."""
+    """Print one line of results per epoch, on one rank; a terminal, also under mpiexec and srun, shows a bar while steps run."""
 
     def __init__(self, steps: int | None = None, file: IO[str] | None = None) -> None:
-        """Print.
+        """Create the callback.
 
         Args:
-            steps: of an epoch, where known; else those of the epoch before.
-            file: for the lines alone; default standard error, which gets the bar, too.
+            steps: per epoch, if known; default those of the epoch before.
+            file: for the lines only; default standard error, which also gets the bar.
         """
         self._steps, self._file = steps, file
         self._bar: Any = None
@@ -208,12 +208,12 @@ class Progress(Callback):
             self._draw(self._bar.start)
 
     def _draw(self, call: Callable[[], None]) -> None:
-        """Draw the bar anew by a call. After an error there is no bar until the next epoch."""
+        """Draw the bar with a call. After an error there is no bar until the next epoch."""
         with self._recording:
             call()
             return
         bar, self._bar = self._bar, None
-        with contextlib.suppress(Exception):  # which was told
+        with contextlib.suppress(Exception):  # already reported
             bar.stop()
 
     def on_epoch_begin(self, loop: Loop) -> None:
@@ -266,18 +266,18 @@ def _word(name: str, value: Any) -> str:
 
 @final
 class TensorBoard(Callback):
-    """Write results as TensorBoard's event files, on one rank. Needs the extra `tensorboard` (tensorboardX).
+    """Write results as event files of TensorBoard, on one rank. Needs the extra `tensorboard` (tensorboardX).
 
     Attributes:
         writer: tensorboardX's SummaryWriter, for images, text or histograms of your own; None on the other ranks.
-        recording: takes the errors of writing.
+        recording: handles errors of writing.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Write.
+        """Create the callback.
 
         Args:
-            folder: one for each run; TensorBoard shows those of a folder together.
+            folder: one per run; TensorBoard shows all runs of a folder together.
         """
         self._folder = str(Path(folder).absolute())
         self.writer: Any = None
@@ -286,7 +286,7 @@ class TensorBoard(Callback):
     def on_train_begin(self, loop: Loop) -> None:
         if not loop.tells or self.writer is not None:
             return
-        # What an interrupted run has written after the step with which this one begins is not shown.
+        # Hides what an interrupted run wrote after this step.
         self.writer = _summary_writer(self.recording)(self._folder, purge_step=loop.epoch if loop.step else None)
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
@@ -309,15 +309,15 @@ class TensorBoard(Callback):
 
 
 def _in_utf8(logs: Logs) -> dict[str, Any]:
-    """Return results with names that can be written."""
+    """Make the names of results valid UTF-8."""
     return {encoded(name).decode(): value for name, value in logs.items()}
 
 
 def _summary_writer(recording: WarnOnce) -> Any:
-    """Return tensorboardX's SummaryWriter, as a class whose errors of writing `recording` takes.
+    """Return tensorboardX's SummaryWriter, as a class whose writing errors `recording` handles.
 
-    tensorboardX imports torch where it is installed, for a type hint: some seconds, on one rank, while the others wait. A program
-    without torch does not get it.
+    tensorboardX imports torch, if it is installed, for a type hint. That takes seconds on one rank, while the others wait, so it
+    is hidden from programs that have not imported it.
     """
     hidden = "torch" not in sys.modules
     if hidden:
@@ -338,7 +338,7 @@ def _summary_writer(recording: WarnOnce) -> Any:
             with _guarded(recording):
                 super().__init__(*args, **settings)
 
-        # these make files of their own
+        # each of these creates files
 
         def add_scalars(self, *args: Any, **settings: Any) -> None:
             with _guarded(recording):
@@ -353,7 +353,7 @@ def _summary_writer(recording: WarnOnce) -> Any:
 
 @contextlib.contextmanager
 def _guarded(recording: WarnOnce) -> Iterator[None]:
-    """Have the event files that tensorboardX makes in a `with` block leave errors of writing to `recording`.
+    """Make `recording` handle the writing errors of event files that tensorboardX creates in a `with` block.
 
     A thread of tensorboardX writes them. An error would end this thread, and with it the job.
     """
@@ -383,14 +383,14 @@ def _guarded(recording: WarnOnce) -> Iterator[None]:
 
 @final
 class Timeline(Callback):
-    """Write a trace of all ranks (`ms.timeline.save`) after a step, with what the recorders remember then."""
+    """Write a trace of all ranks (`ms.timeline.save`) after a step, with the recorders' contents."""
 
     def __init__(self, path: str | os.PathLike[str], step: int = 100, ranks: Sequence[int] | None = None) -> None:
-        """Write.
+        """Create the callback.
 
         Args:
             path: the file.
-            step: after which; it is counted over all epochs. Before, and with parameter servers, there is one after each epoch.
+            step: the step, counted over all epochs. Earlier, and with parameter servers, a trace is written after each epoch.
             ranks: which; default all, of more than 64 the first of each node.
         """
         self._path, self._step, self._ranks = Path(path).absolute(), step, ranks
@@ -413,5 +413,5 @@ class Timeline(Callback):
             )  # ranks may be in other folders
 
     def _apart(self, loop: Loop) -> bool:
-        """Whether ranks meet after an epoch only: those of parameter servers."""
+        """Return whether ranks only meet after an epoch: those of parameter servers."""
         return has_workers(loop.strategy)

@@ -1,7 +1,7 @@
-"""Metrics over all replicas: each keeps sums of its own in a step, and they are brought together when somebody asks.
+"""Metrics over all replicas: each replica adds to its own sums in a step; `result` adds them up.
 
-What is kept is additive, so the result is that of all rows together, however unevenly they are divided. Names, arguments and
-numbers are those of Keras's metrics (https://keras.io/api/metrics/), in float64.
+Sums are additive, so the result is that of all rows together, however they are divided. Names, arguments and numbers are those of
+Keras's metrics (https://keras.io/api/metrics/), in float64.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ UPDATE = "Metric.update_state"  # in errors
 
 
 class Metric(abc.ABC):
-    """Sums of a metric, one vector for each replica.
+    """Sums of a metric, one vector per replica.
 
-    Made in a strategy's scope. A metric of your own says what a batch adds to its sums, and what they mean.
+    Create it in a strategy's scope. A subclass defines what a batch adds to the sums, and the result of sums.
 
     Attributes:
-        name: under which `results` returns it.
-        sums: an ON_READ variable of float64, added up over the replicas; `Strategy.save` has it, too.
+        name: its key in the result of `results`.
+        sums: an ON_READ variable of float64, added up over the replicas, also in files of `Strategy.save`.
     """
 
     def __init__(self, name: str, size: int) -> None:
-        """Make the sums: zeros.
+        """Create the sums, zeros.
 
         Args:
             name: of the metric.
-            size: how many numbers it keeps.
+            size: the number of sums.
         """
         self.name = name
         self.sums = Variable(
@@ -54,16 +54,16 @@ class Metric(abc.ABC):
 
     @abc.abstractmethod
     def added(self, *args: Any, **kwargs: Any) -> np.ndarray:
-        """Return what a batch adds to the sums: a vector of float64."""
+        """Return a batch's contribution to the sums: a vector of float64."""
 
     @abc.abstractmethod
     def result_of(self, sums: np.ndarray) -> Any:
-        """Return what sums mean: a number, or an array."""
+        """Compute the result of sums: a number, or an array."""
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
         """Add a batch: in a step, or outside on ranks with one replica.
 
-        Arrays of NumPy, CuPy, PyTorch or JAX, or what NumPy makes arrays of.
+        Arguments are arrays of NumPy, CuPy, PyTorch or JAX, or values that NumPy converts to arrays.
         """
         added = self.added(*args, **kwargs)
         strategy = self.sums.placement.strategy
@@ -71,13 +71,13 @@ class Metric(abc.ABC):
         in_step(strategy, lambda: self.sums.assign_add(added), f"{type(self).__name__}.update_state", remedy)
 
     def result(self) -> Any:
-        """Return the metric over all replicas, the same on every rank. Collective; in a step this replica's own."""
+        """Return the metric over all replicas, equal on every rank. Collective; in a step, return this replica's own."""
         if stepping(self.sums.placement.strategy):
             return self.result_of(np.asarray(self.sums.numpy()))
         return results([self])[self.name]
 
     def reset_state(self) -> None:
-        """Begin again: in a step this replica's sums, else all of this rank's; beside a coordinator those of all workers."""
+        """Set sums to zero: in a step this replica's, under a coordinator those of all workers, else all of this rank's."""
         strategy = self.sums.placement.strategy
         if stepping(strategy) or strategy.extended.coordination.leads:
             self.sums.assign(np.zeros(self.sums.shape))
@@ -87,13 +87,14 @@ class Metric(abc.ABC):
 
 
 def results(metrics: Iterable[Metric]) -> dict[str, Any]:
-    """Return metrics over all replicas by name, the same on every rank. Collective: one sum for all of them.
+    """Return metrics over all replicas by name, equal on every rank. Collective: one sum for all of them.
 
-    Under parameter servers all ranks call it, servers too, after the workers' passes. Beside a coordinator the chief calls it.
+    Under parameter servers all ranks call it, also servers, after the workers' passes. With a coordinator only the chief calls
+    it.
 
     Raises:
-        ValueError: two metrics of one name.
-        ContextError: in a step.
+            ValueError: two metrics have the same name.
+            ContextError: in a step.
 
     Example:
         >>> loss = ms.train.Mean("loss")
@@ -113,7 +114,7 @@ def results(metrics: Iterable[Metric]) -> dict[str, Any]:
     context.expect_cross(strategy, "ms.train.results")
     if strategy.extended.placement.store is None:
         totals = strategy.reduce("SUM", [metric.sums for metric in chosen])
-    else:  # where workers are not in sync
+    else:  # workers are not in sync
         strategy.extended.coordination.announce("gathered", *(metric.sums for metric in chosen))
         totals = [value_for_file(metric.sums) for metric in chosen]
     return {
@@ -138,13 +139,13 @@ def mean_of_rows(values: Any, weight: Any) -> np.ndarray:
 
 
 def _mean(array: np.ndarray, first: int) -> np.ndarray:
-    """The mean over dimensions from one on."""
+    """Return the mean over all dimensions from one on."""
     axes = tuple(range(first, array.ndim))
     return array.mean(axes) if axes and array.size else array.sum(axes) if axes else array
 
 
 def same_rank(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays, one of them without its last dimension of one element where the other has one dimension less."""
+    """Return two arrays, dropping a last dimension of one element that only one of them has."""
     if a.ndim == b.ndim + 1 and a.shape[-1] == 1:
         return a[..., 0], b
     if b.ndim == a.ndim + 1 and b.shape[-1] == 1:
@@ -186,7 +187,7 @@ class Sum(Metric):
 
 
 class _MeanOfRows(Metric):
-    """The sum of rows' values, weighted, and that of the weights; 0 of no row."""
+    """The weighted sum of rows' values, and the sum of the weights; the result is 0 without rows."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, 2)
@@ -197,7 +198,7 @@ class _MeanOfRows(Metric):
 
 @final
 class Mean(_MeanOfRows):
-    """The weighted mean of values over rows; 0 of none.
+    """The weighted mean of values over rows; 0 without rows.
 
     Example:
         >>> loss = ms.train.Mean("loss")
@@ -218,12 +219,12 @@ class MeanOf(_MeanOfRows):
 
     @abc.abstractmethod
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
-        """Return a value for each row, or for each element of it."""
+        """Compute a value for each row, or for each element of it."""
 
     def added(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> np.ndarray:
         return mean_of_rows(self.values(*host(y_true=y_true, y_pred=y_pred)), sample_weight)
 
 
 def host(**arrays: Any) -> Sequence[np.ndarray]:
-    """Return arguments of `update_state`, arrays of any library, as NumPy's."""
+    """Convert arguments of `update_state`, arrays of any library, to NumPy's."""
     return [to_host(array, UPDATE, argument) for argument, array in arrays.items()]

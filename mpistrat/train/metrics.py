@@ -58,7 +58,7 @@ _ANY = Limits("a number", lambda value: not math.isnan(value))
 
 
 def _single(array: np.ndarray) -> np.ndarray:
-    """Return an array of floats in float32, in which Keras compares: 0.2 in float64 is less than 0.2 in float32."""
+    """Return floats as float32, in which Keras compares: 0.2 in float64 is less than 0.2 in float32."""
     return array if array.dtype.kind in "biu" else array.astype(np.float32, copy=False)
 
 
@@ -377,7 +377,7 @@ def _hinge(y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
 
 @final
 class Accuracy(MeanOf):
-    """How often predictions equal labels.
+    """The fraction of predictions that equal their label.
 
     Example:
         >>> accuracy = ms.train.Accuracy()
@@ -400,7 +400,7 @@ class Accuracy(MeanOf):
 
 @final
 class BinaryAccuracy(MeanOf):
-    """How often a prediction is above a threshold where the label is 1, and not where it is 0."""
+    """The fraction of predictions on the label's side of a threshold: above it for 1, not above it for 0."""
 
     def __init__(self, name: str = "binary_accuracy", threshold: float = 0.5) -> None:
         super().__init__(name)
@@ -414,7 +414,7 @@ class BinaryAccuracy(MeanOf):
 
 @final
 class CategoricalAccuracy(MeanOf):
-    """How often the largest prediction is that of the class; labels one-hot."""
+    """The fraction of rows whose largest prediction is that of their class; labels one-hot."""
 
     def __init__(self, name: str = "categorical_accuracy") -> None:
         super().__init__(name)
@@ -426,7 +426,7 @@ class CategoricalAccuracy(MeanOf):
 
 @final
 class SparseCategoricalAccuracy(MeanOf):
-    """How often the largest prediction is that of the class; labels as numbers of classes.
+    """The fraction of rows whose largest prediction is that of their class; labels as class numbers.
 
     Example:
         >>> accuracy = ms.train.SparseCategoricalAccuracy()
@@ -445,7 +445,7 @@ class SparseCategoricalAccuracy(MeanOf):
 
 @final
 class TopKCategoricalAccuracy(MeanOf):
-    """How often the class is among the k largest predictions; labels one-hot. Equal predictions count as of one rank."""
+    """The fraction of rows whose class is among the k largest predictions; labels one-hot. Equal predictions share a rank."""
 
     def __init__(self, k: int = 5, name: str = "top_k_categorical_accuracy") -> None:
         super().__init__(name)
@@ -458,7 +458,7 @@ class TopKCategoricalAccuracy(MeanOf):
 
 @final
 class SparseTopKCategoricalAccuracy(MeanOf):
-    """How often the class is among the k largest predictions; labels as numbers of classes. Equal ones count as of one rank."""
+    """The fraction of rows whose class is among the k largest predictions; labels as class numbers. Equal ones share a rank."""
 
     def __init__(self, k: int = 5, name: str = "sparse_top_k_categorical_accuracy") -> None:
         super().__init__(name)
@@ -470,21 +470,21 @@ class SparseTopKCategoricalAccuracy(MeanOf):
 
 
 def _largest(scores: np.ndarray) -> np.ndarray:
-    """Return where the largest score of each row is; NaN is less than all."""
+    """Return the index of the largest score of each row; NaN is less than all."""
     return (scores if scores.dtype.kind in "biu" else np.where(np.isnan(scores), -np.inf, scores)).argmax(-1)
 
 
 def _labels(y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
-    """Return the label of each row, which need not be a class that there is."""
+    """Return the label of each row, which may be out of range."""
     labels = y_true[..., 0] if y_true.ndim == y_pred.ndim and y_true.shape[-1] == 1 else y_true
     return labels.astype(np.float32) if labels.dtype.kind == "V" else labels  # bfloat16
 
 
 def _classes(y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
-    """Return the number of the class of each row.
+    """Return the class number of each row.
 
     Raises:
-        ValueError: a label is no integer.
+        ValueError: a label is not an integer.
     """
     return _integers("y_true", _labels(y_true, y_pred))
 
@@ -510,7 +510,7 @@ def _of_class(classes: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
 
 
 def _in_top_k(classes: np.ndarray, y_pred: np.ndarray, k: int) -> np.ndarray:
-    """Return whether classes are among the k largest: none out of range is, nor any of a row that has NaN or an infinity."""
+    """Return whether classes are among the k largest: False out of range, and in rows with NaN or an infinity."""
     known = _inside(classes, y_pred)
     own = _of_class(np.where(known, classes, 0), y_pred)
     return known & np.isfinite(y_pred).all(-1) & ((y_pred > own).sum(-1) < k)
@@ -573,7 +573,7 @@ class SparseCategoricalCrossentropy(MeanOf):
 
 
 def _logarithms(y_pred: np.ndarray, from_logits: bool) -> np.ndarray:
-    """The logarithms of predicted probabilities."""
+    """Return the logarithms of predicted probabilities."""
     scores = y_pred.astype(np.float64)
     if from_logits:
         scores = scores - scores.max(-1, keepdims=True)
@@ -585,7 +585,7 @@ def _logarithms(y_pred: np.ndarray, from_logits: bool) -> np.ndarray:
 
 
 class _Thresholds(Metric):
-    """True and false positives above each of some thresholds, and the weight of all rows of either kind."""
+    """True and false positives above each threshold, and the total weight of positive and of negative rows."""
 
     def __init__(self, name: str, thresholds: Sequence[float], evenly: bool) -> None:
         super().__init__(name, 2 * len(thresholds) + 2)
@@ -595,9 +595,9 @@ class _Thresholds(Metric):
         self._evenly = evenly
 
     def _exceeded(self, scores: np.ndarray) -> np.ndarray:
-        """Return how many thresholds each score is above; NaN is above none.
+        """Return the number of thresholds below each score; 0 for NaN.
 
-        Keras computes the number of evenly distributed ones instead of comparing, which differs where a score equals one.
+        Keras computes it for evenly distributed thresholds instead of comparing, which differs where a score equals one.
         """
         scores = scores.astype(np.float32, copy=False)
         if not self._evenly:
@@ -609,7 +609,7 @@ class _Thresholds(Metric):
 
     @may_underflow
     def count(self, y_true: np.ndarray, y_pred: np.ndarray, weight: Any) -> np.ndarray:
-        """Return what rows add: labels of any form but 0 are positive."""
+        """Return the sums of a batch's rows: all labels except 0 are positive."""
         if weight is None:
             weights: Any = np.ones(y_pred.shape)
         else:
@@ -636,7 +636,7 @@ class _Thresholds(Metric):
 
 
 class _Decisions(_Thresholds):
-    """What is decided at each threshold."""
+    """Counts of decisions at each threshold."""
 
     def __init__(
         self, thresholds: float | Sequence[float] | None, top_k: int | None, class_id: int | None, name: str
@@ -674,7 +674,7 @@ class _Decisions(_Thresholds):
 
 @final
 class Precision(_Decisions):
-    """What part of the positive predictions is right: a number, or an array for several thresholds.
+    """The fraction of positive predictions that are right: a number, or an array for several thresholds.
 
     A score of NaN is above no threshold, as in Keras.
 
@@ -702,7 +702,7 @@ class Precision(_Decisions):
 
 @final
 class Recall(_Decisions):
-    """What part of the positive labels is found: a number, or an array for several thresholds."""
+    """The fraction of positive labels that are found: a number, or an array for several thresholds."""
 
     def __init__(
         self,
@@ -814,7 +814,7 @@ class AUC(_Thresholds):
     @staticmethod
     @may_underflow
     def _interpolated(true: np.ndarray, false: np.ndarray, missed: np.ndarray) -> float:
-        """The area where true positives are linear in all positives between two thresholds."""
+        """Return the area if true positives are linear in all positives between two thresholds."""
         found = true + false
         slope = ratio(true[:-1] - true[1:], np.maximum(found[:-1] - found[1:], 0))
         intercept = true[1:] - slope * found[1:]

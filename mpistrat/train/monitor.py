@@ -1,4 +1,4 @@
-"""Monitor: what a run shows while it goes on, and the page that stays of it."""
+"""Monitor: progress of a run while it trains, and its page afterwards."""
 
 from __future__ import annotations
 
@@ -37,25 +37,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Monitor"]
 
-_WARNINGS = 200  # so many are kept
-_SELDOM = 200  # times as long as something takes pass before it is done again
+_WARNINGS = 200  # kept at most
+_SELDOM = 200  # the least ratio of the time between two runs of a task to the time that it takes
 
 
 @final
 class Monitor(Callback):
-    """A run's folder: results as they come, and `run.html`, one page of all. `ms.monitor` is its short name.
+    """The folder of a run: results of each epoch, and `run.html`, one page with everything. Short name: `ms.monitor`.
 
-    It is a callback for `ms.train.Trainer`, or a context for a loop of your own.
+    A callback for `ms.train.Trainer`, or a context for a loop of your own.
 
-    One rank writes into the folder: `metrics.jsonl`, a line an epoch; TensorBoard's event files where tensorboardX is installed;
-    and `run.html`, a page that needs nothing beside it, new after epochs: results, samples a second, where the time of each
-    rank went, who made others wait, warnings of all ranks, configuration. On a terminal, also behind mpiexec and srun, it shows
-    a bar.
+    One rank writes into the folder: `metrics.jsonl`, one line per epoch; event files of TensorBoard if tensorboardX is installed;
+    and `run.html`, a self-contained page that is written anew after epochs: results, samples per second, the time of each rank
+    by activity, stragglers, warnings of all ranks, configuration. A terminal shows a bar, also under mpiexec and srun.
 
     Attributes:
-        folder: where it writes.
-        loop: in a `with` block the Loop to count `epoch` and `step` in.
-        record: what the page shows.
+        folder: the run's folder.
+        loop: in a `with` block the Loop that counts `epoch` and `step`.
+        record: the contents of the page.
     """
 
     def __init__(
@@ -70,22 +69,22 @@ class Monitor(Callback):
         steps: int | None = None,
         plan: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Begin nothing yet. Local.
+        """Create a monitor. Local.
 
         Args:
             folder: of this run.
             strategy: for a `with` block: a strategy, or a process group of torch.distributed; default the current strategy, or
                 outside of scopes the default group.
-            config: what you want to find in the page: names and values.
-            tensorboard: True to insist on event files, False for none.
-            mlflow: whether results go to MLflow, too, which must be installed; its own variables say where.
-            progress: whether to print a line an epoch, and a bar on a terminal.
+            config: names and values for the page's configuration.
+            tensorboard: True to require event files, False for none.
+            mlflow: True to log results to MLflow, too, which must be installed; its own variables set where.
+            progress: True to print a line per epoch, and a bar on a terminal.
             steps: of an epoch, for the bar.
-            plan: a file of `mpistrat plan --json`: the page compares the steps' time with what it predicts for this layout.
+            plan: a file of `mpistrat plan --json`: the page compares the time of a step with the prediction for this layout.
 
         Raises:
             OSError, ValueError: the plan cannot be read.
-            MissingDependencyError: there is no tensorboardX or mlflow where it is asked for.
+            MissingDependencyError: tensorboardX or mlflow is required, and not installed.
 
         Example:
             >>> import tempfile, pathlib
@@ -113,7 +112,7 @@ class Monitor(Callback):
         self._samples, self._rows, self._begun, self._training, self._started = 0, 0, 0.0, 0.0, False
         self._plan = [] if plan is None else _steps_of(plan)
         self._planned = ""
-        self._looks, self._pages = _Seldom(), _Seldom()  # at all ranks' times, and to write the page
+        self._looks, self._pages = _Seldom(), _Seldom()  # for all ranks' times, and for the page
         self._warnings = _Warnings()
 
     # as a callback
@@ -147,7 +146,7 @@ class Monitor(Callback):
             self._mlflow.start_run(run_name=self.record.title)
             self._mlflow.log_params({name: str(value)[:500] for name, value in self._config.items()})
         self._write()
-        strategy.barrier(name="the monitor is ready")  # what it takes until here is no training
+        strategy.barrier(name="the monitor is ready")  # startup is not part of training
 
     def on_epoch_begin(self, loop: Loop) -> None:
         self.on_train_begin(loop)
@@ -175,7 +174,7 @@ class Monitor(Callback):
         )
         every = strategy.all_gather_object(mine)
         step, seconds, samples, due, *_ = every[loop.first]
-        if has_workers(strategy):  # of parameter servers, which have batches of their own
+        if has_workers(strategy):  # of parameter servers: each has its own batches
             samples = sum(one[2] for one in every)
         samples += sum(one[5] for one in every)
         rate = samples / seconds if seconds else 0.0
@@ -232,7 +231,7 @@ class Monitor(Callback):
             with replacing(self.folder / "run.html") as beside:
                 Path(beside).write_bytes(encoded(page(self.record)))
 
-    # in a loop of one's own
+    # in a loop of your own
 
     def __enter__(self) -> Self:
         self.on_train_begin(Loop(context.ranks_of(self._strategy, "monitor")))
@@ -248,7 +247,7 @@ class Monitor(Callback):
         """Count a step. Local; in a `with` block.
 
         Args:
-            rows: how many rows of other data than a distributed dataset's this rank has used, for samples a second of all ranks.
+            rows: rows of data other than a distributed dataset that this rank used, for the samples per second of all ranks.
         """
         loop = self._running("Monitor.step")
         loop.step += 1
@@ -256,7 +255,7 @@ class Monitor(Callback):
         self.on_step_end(loop)
 
     def epoch(self, logs: Logs) -> None:
-        """Take the results of an epoch, the same on all ranks, and begin the next. Collective; in a `with` block."""
+        """Record an epoch's results, equal on all ranks, and start the next epoch. Collective; in a `with` block."""
         loop = self._running("Monitor.epoch")
         self.on_epoch_end(loop, logs)
         loop.epoch += 1
@@ -268,33 +267,33 @@ class Monitor(Callback):
             raise ContextError(explain(function, "", expected="a run", got="none", remedy=remedy))
         return self.loop
 
-    # more than results
+    # beyond results
 
     def histogram(self, name: str, values: Any) -> None:
-        """Add a histogram to TensorBoard's files, at this step; on one rank, on the others it does nothing. Local.
+        """Add a histogram to the event files of TensorBoard at this step. Local; only one rank writes.
 
         Args:
-            name: of it.
+            name: of the histogram.
             values: an array of any shape.
         """
         self._add("add_histogram", name, plain_array(values, "Monitor.histogram", "values"))
 
     def text(self, name: str, text: str) -> None:
-        """Add a text to TensorBoard's files, at this step; on one rank. Local."""
+        """Add a text to the event files of TensorBoard at this step. Local; only one rank writes."""
         self._add("add_text", name, encoded(text).decode())
 
     def image(self, name: str, image: Any) -> None:
-        """Add an image to TensorBoard's files, at this step; on one rank. Local.
+        """Add an image to the event files of TensorBoard at this step. Local; only one rank writes.
 
         Args:
-            name: of it.
+            name: of the image.
             image: height × width, or height × width × channels; floats between 0 and 1, or uint8.
         """
         array = plain_array(image, "Monitor.image", "image")
         self._add("add_image", name, array if array.ndim == 3 else array[..., None], dataformats="HWC")
 
     def scalar(self, name: str, value: float) -> None:
-        """Add a number to TensorBoard's files, at this step; on one rank. Local."""
+        """Add a number to the event files of TensorBoard at this step. Local; only one rank writes."""
         self._add("add_scalar", name, float(value))
 
     def _add(self, method: str, name: str, value: Any, **settings: Any) -> None:
@@ -311,13 +310,13 @@ class Monitor(Callback):
 
 @final
 class _Seldom:
-    """Lets work be done so seldom that it costs little. A `with` block is the work."""
+    """A limit on how often a task runs, so that it costs little time. The task is a `with` block."""
 
     def __init__(self) -> None:
         self._began = self._ended = 0.0
 
     def due(self) -> bool:
-        """Return whether to do it, by this rank's clock."""
+        """Return whether the task may run now, by this rank's clock."""
         return time.perf_counter() - self._ended >= _SELDOM * (self._ended - self._began)
 
     def __enter__(self) -> None:
@@ -329,7 +328,7 @@ class _Seldom:
 
 @final
 class _Warnings(logging.Handler):
-    """Keeps warnings of the package's log until they are taken."""
+    """A handler that collects the warnings of the package's log."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -348,7 +347,7 @@ def _steps_of(plan: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the predictions of a plan.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the file is not a plan.
     """
     try:
         steps = json.loads(read_whole(plan))["steps"]
@@ -359,7 +358,7 @@ def _steps_of(plan: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _planned(steps: Sequence[Mapping[str, Any]], ranks_per_node: Sequence[int]) -> str:
-    """Return what a plan says of a step on this layout, in words."""
+    """Describe a plan's prediction for a step on this layout."""
     nodes, ranks = len(ranks_per_node), max(ranks_per_node)
     where = f"{counted(nodes, 'node')} with {counted(ranks, 'rank')}"
     for each in steps:

@@ -1,4 +1,4 @@
-"""PreemptionCheckpointHandler: save and end when the job is about to be ended; TensorFlow's way to write that loop."""
+"""PreemptionCheckpointHandler: save and exit when the job is about to end, as in TensorFlow."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from .checkpoints import Checkpoints
 __all__ = ["PreemptionCheckpointHandler", "PreemptionWatcher", "TerminationConfig"]
 
 _POLL_SECONDS = 1.0  # between two calls of termination_watcher_fn
-_STEPS_LEFT = 6  # so many steps' time before the end of the grace period the last file is due, as in TensorFlow
+_STEPS_LEFT = 6  # the last file is due this many steps before the end of the grace period, as in TensorFlow
 
 
 @final
 class TerminationConfig:
-    """How a `PreemptionCheckpointHandler` learns that the job is about to end, and what it does then.
+    """The signs of a job's end for a `PreemptionCheckpointHandler`, and its reaction.
 
     Args:
-        termination_watcher_fn: called each second, in a thread, until it returns True: then this rank is asked to stop, as by
-            a signal. It must not wait. Default: signals and the time limit alone, which count in any case.
+        termination_watcher_fn: called every second, in a thread, until it returns True: then this rank is asked to stop, as by
+            a signal. It must not block. Signals and the time limit count in any case.
         exit_fn: called on every rank after the last file is complete. Default: `sys.exit(ms.RESTART_EXIT_CODE)`. If it returns,
-            the program goes on, and nothing is saved any more.
-        grace_period: seconds from the request to the end. With more than 0 a file is saved at once, training goes on, and a
+            the program continues, and nothing more is saved.
+        grace_period: seconds from the request to the end. With more than 0 a file is saved at once, training continues, and a
             second one is saved shortly before the end. Default: 0, one file and the end.
         save_fn: called instead of `Checkpoints.save`, collectively, with the arguments of `save_checkpoint_if_preempted`.
 
     Raises:
-        ValueError: `grace_period` is no number >= 0, or a function cannot be called.
+        ValueError: `grace_period` is not a number >= 0, or a function cannot be called.
 
     Example:
         >>> ms.train.TerminationConfig(grace_period=3600.0).grace_period
@@ -68,22 +68,22 @@ class TerminationConfig:
 
 @final
 class PreemptionCheckpointHandler:
-    """Saves and ends the program at one step of all ranks, when one of them is asked to stop. Collective.
+    """A loop's handler that saves and ends the program, at one step of all ranks, when a rank is asked to stop. Collective.
 
-    Made after variables and optimizers, it restores the newest file. Then call each step by `run`, or
-    `save_checkpoint_if_preempted` after each. Whether to stop is `Strategy.should_stop`'s answer: signals, time limits, or
-    what a `TerminationConfig` says. `ms.train.Trainer` and `Checkpoints.batches` do the same without this class.
+    Create it after variables and optimizers: it restores the newest file. Then call each step with `run`, or call
+    `save_checkpoint_if_preempted` after each. `Strategy.should_stop` decides: signals, time limits, or a `TerminationConfig`.
+    `ms.train.Trainer` and `Checkpoints.batches` do the same without this class.
 
     Args:
-        checkpoints: where to save. TensorFlow's resolver, checkpoint and folder are these alone.
-        termination_config: how to learn of the end, and how to end.
+        checkpoints: replaces TensorFlow's resolver, checkpoint and folder.
+        termination_config: the signs of the end, and the reaction.
 
     Attributes:
-        notes: what the restored file had, with "step"; None where there was none.
+        notes: the restored file's notes, with "step"; None without a file.
 
     Raises:
         TypeError: `checkpoints` is something else.
-        ContextError: under parameter servers, whose workers step by themselves.
+        ContextError: under parameter servers, whose workers step independently.
         OSError, ValueError: as `Checkpoints.restore_latest`.
 
     Example:
@@ -105,7 +105,7 @@ class PreemptionCheckpointHandler:
         if not isinstance(given, Checkpoints):
             expected, remedy = (
                 "ms.train.Checkpoints",
-                "They take the place of TensorFlow's resolver, checkpoint and folder",
+                "It replaces TensorFlow's resolver, checkpoint and folder",
             )
             got = f"a {type(given).__name__}"
             raise TypeError(
@@ -120,7 +120,7 @@ class PreemptionCheckpointHandler:
         self.notes = checkpoints.restore_latest()
         self._calls = 0 if self.notes is None else int(self.notes["step"])
         self._checks, self._began = 0, time.monotonic()
-        self._end: float | None = None  # of the grace period, once it runs
+        self._end: float | None = None  # of the grace period, once it has started
         self._over, self._save_seconds = False, 0.0
         self._error: Exception | None = None  # of termination_watcher_fn
         if self._config.termination_watcher_fn is not None:
@@ -128,11 +128,11 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How many calls there were, those before the restored file included: the step of the next file."""
+        """The number of calls, including those before the restored file: the step of the next file."""
         return self._calls
 
     def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Save and end if it is time to; else call a step, and return its result. Collective.
+        """Save and exit if the job is about to end; else call a step, and return its result. Collective.
 
         Raises:
             OSError: on every rank, when the file cannot be written.
@@ -144,7 +144,7 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Save and end if it is time to, after a step that `run` did not call. Collective.
+        """Save and exit if the job is about to end, after a step that `run` did not call. Collective.
 
         Args:
             args, kwargs: of `save_fn`; without one `notes`, as for `Checkpoints.save`.
@@ -158,11 +158,11 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Do nothing around a loop that calls `run`: as in TensorFlow without TPUs, `run` itself saves and ends."""
+        """Do nothing around a loop that calls `run`: as in TensorFlow without TPUs, `run` itself saves and exits."""
         yield
 
     def _check(self, *args: Any, **kwargs: Any) -> None:
-        """Save, and end, if it is time to."""
+        """Save, and exit, if the job is about to end."""
         if self._over:
             return
         if self._error is not None:
@@ -183,7 +183,7 @@ class PreemptionCheckpointHandler:
             self._end_program()
 
     def _grace_is_over(self, end: float) -> bool:
-        """Return whether on some rank the time left is that of a few steps and a save. Collective."""
+        """Return whether the time left on some rank only suffices for a few steps and a save. Collective."""
         now = time.monotonic()
         left = _STEPS_LEFT * (now - self._began) / self._checks + self._save_seconds
         group = self._strategy.extended.process_group
@@ -200,7 +200,7 @@ class PreemptionCheckpointHandler:
         self._checkpoints.wait()
         self._save_seconds = time.monotonic() - began
         if self._strategy.rank == 0:
-            after = "then the program ends" if self._over else f"it goes on for {self._config.grace_period:g} s at most"
+            after = "then the program ends" if self._over else f"it ends in {self._config.grace_period:g} s at most"
             logger.info("PreemptionCheckpointHandler: saved after step %d; %s", self._calls, after)
 
     def _end_program(self) -> None:
@@ -210,7 +210,7 @@ class PreemptionCheckpointHandler:
             sys.exit(RESTART_EXIT_CODE)
 
     def _watch(self, asked: Callable[[], bool]) -> None:
-        """Ask the program's function until it says to stop. In a thread of its own."""
+        """Call the program's function until it returns True. In a thread of its own."""
         try:
             while not asked():
                 time.sleep(_POLL_SECONDS)
@@ -224,10 +224,10 @@ class PreemptionCheckpointHandler:
 
 @final
 class PreemptionWatcher:
-    """Whether this rank was asked to stop, and how, for a program that decides by itself. Local.
+    """A rank's view of stop requests, for a program that decides itself. Local.
 
-    It catches the stop signals from now on: see `ms.catch_stop_signals`. Other ranks may not know: `Strategy.should_stop` is
-    the same on all.
+    It catches the stop signals from now on: see `ms.catch_stop_signals`. Ranks may differ; `Strategy.should_stop` is the same
+    on all.
 
     Example:
         >>> with ms.OneDeviceStrategy() as strategy:
@@ -242,7 +242,7 @@ class PreemptionWatcher:
 
     @property
     def preemption_message(self) -> str | None:
-        """What asked this rank to stop, as "signal SIGTERM"; None as long as nothing did."""
+        """The reason to stop on this rank, as "signal SIGTERM"; None without one."""
         return stop_reason() or None
 
     def block_until_worker_exit(self) -> None:

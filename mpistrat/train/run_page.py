@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file without anything beside it, curves, ranks and warnings in it."""
+"""The page of a run: one self-contained HTML file with curves, ranks and warnings."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ svg text { fill: var(--soft); font-size: 11px } svg .axis { stroke: var(--line) 
 
 @dataclass
 class RunRecord:
-    """What is known of a run.
+    """The data of a run's page.
 
     Attributes:
         title: of the page.
-        state: "runs", "ended", or how it ended.
+        state: "runs", "ended", or the error that ended it.
         facts: names and texts: the configuration.
         epochs: results of each epoch, by name, with "epoch", "step", "seconds" and "samples_per_second".
-        ranks: what each rank did with its time, as last seen.
+        ranks: the latest times of each rank by activity.
         warnings: texts.
     """
 
@@ -77,7 +77,7 @@ def document(title: str, parts: Iterable[str]) -> str:
 
     Args:
         title: its text.
-        parts: of its body, behind the title; in HTML.
+        parts: of its body, after the title; in HTML.
     """
     shown = html.escape(title)
     head = (
@@ -99,7 +99,7 @@ def _summary(record: RunRecord) -> str:
 
 
 def _charts(epochs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A chart for each result, that of validation in the same one, and for the speed."""
+    """Return a chart for each result, with that of validation in the same one, and for the speed."""
     names = [
         name
         for name in dict.fromkeys(key for epoch in epochs for key in epoch)
@@ -167,7 +167,7 @@ def _chart(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> s
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers around a range: three to seven."""
+    """Return three to seven round numbers around a range."""
     if high <= low:
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
     rough = max((high - low) / 4, 1e-300)  # a quarter of the smallest number is 0
@@ -178,7 +178,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _powers(low: float, high: float) -> list[float]:
-    """Powers of ten around a range, of many every second or third."""
+    """Return powers of ten around a range; for a long one, every second or third."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = 1 + (last - first) // 6
     return [10.0**power for power in range(first, last + every, every)]
@@ -202,7 +202,7 @@ def _text(value: Any) -> str:
 
 
 def _shown(ranks: Sequence[RankTimes]) -> list[RankTimes]:
-    """All ranks, or of very many those for which others waited longest."""
+    """Return all ranks; if there are very many, those for which others waited longest."""
     most = sorted(ranks, key=lambda one: -one.cost)[:_MOST_RANKS]
     return sorted(most, key=lambda one: one.rank)
 

@@ -1,6 +1,7 @@
-"""Trainer: epochs of steps, evaluation and callbacks, around any step function. The loop is short enough to copy.
+"""Trainer: epochs of steps, evaluation and callbacks, for any step function. The loop is short enough to copy.
 
-The ranks that read the batches of a Trainer: all ranks the same ones, or each worker of parameter servers its own.
+Readers: the ranks that read a Trainer's batches. Either all ranks read the same ones, or each worker of parameter servers its
+own.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _NOT_IN_TURN = (
 
 
 class Readers(ABC):
-    """The readers of a Trainer's batches, to which these are dealt in turn.
+    """The readers of a Trainer's batches, which are distributed among them round-robin.
 
     Attributes:
-        alone: whether each reader has batches of its own, and steps by itself.
-        first: the index of the first reader that takes batches, in the list of `gather`.
+        alone: True if each reader has its own batches and steps independently.
+        first: the index, in the list of `gather`, of the first reader that takes batches.
     """
 
     alone: bool
@@ -48,7 +49,7 @@ class Readers(ABC):
 
     @abstractmethod
     def draw(self, batches: Any, wanted: int | None) -> Generator[Any, None, int]:
-        """Yield batches of an epoch, `wanted` or all that are left, and return their number."""
+        """Yield batches of an epoch, `wanted` or all the rest, and return their number."""
 
     @abstractmethod
     def gather(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
@@ -56,27 +57,27 @@ class Readers(ABC):
 
     @abstractmethod
     def dealt(self) -> list[int]:
-        """Return the indices, in the list of `gather`, of the readers to which batches are dealt in turn."""
+        """Return the indices, in the list of `gather`, of the readers that get batches round-robin."""
 
     def places(self, notes: dict[str, Any], endless: bool) -> tuple[int, int, Any]:
-        """Return how far an epoch was when a checkpoint was saved.
+        """Return the position in an epoch when a checkpoint was saved.
 
         Args:
             notes: the checkpoint's.
-            endless: whether the data go on over the end of an epoch.
+            endless: True if the data continue past the end of an epoch.
 
         Returns:
-            The number of batches that the first reader has taken of the epoch, the number that this one has, and this one's
+            The number of batches of the epoch that the first reader has taken, the number that this one has, and this one's
             position: a state of its iterator, or a number of batches to skip.
         """
         readers = notes["readers"]
         number, index, turn = self._standing()
-        # The batches of earlier epochs, of each reader.
+        # The batches of earlier epochs, per reader.
         before = notes["step"] - readers[self.first if notes["alone"] else 0]["taken"] if endless else 0
         if notes["alone"] == self.alone and len(readers) == number:
             mine = readers[index]
             return readers[self.first]["taken"], mine["taken"], mine["position"] or before + mine["taken"]
-        # There are other readers than then: the rest of the batches is dealt among these.
+        # The readers are others than then: distribute the remaining batches among these.
         dealt = [readers[one]["taken"] for one in notes.get("dealt") or range(len(readers))]
         total, past = sum(dealt), before * len(dealt)
         if dealt != [_dealt_to(one, len(dealt), total) for one in range(len(dealt))]:
@@ -90,17 +91,17 @@ class Readers(ABC):
 
     @abstractmethod
     def _standing(self) -> tuple[int, int, int | None]:
-        """Return the length of the list of `gather`, this rank's index in it, and in `dealt`; None if it takes no batches."""
+        """Return the length of the list of `gather`, this rank's index in it, and in `dealt`; None for a rank without batches."""
 
 
 @final
 class CommonReaders(Readers):
-    """All ranks, which step together on the same batches, and count as one reader."""
+    """All ranks as one reader: they step together on the same batches."""
 
     alone = False
 
     def draw(self, batches: Any, wanted: int | None) -> Generator[Any, None, int]:
-        """Yield batches of an epoch, `wanted` or all that are left, and return their number."""
+        """Yield batches of an epoch, `wanted` or all the rest, and return their number."""
         return _draw(batches, wanted)
 
     def gather(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
@@ -117,7 +118,7 @@ class CommonReaders(Readers):
 
 @final
 class WorkerReaders(Readers):
-    """The ranks of parameter servers: each worker has batches of its own, and a server has none."""
+    """The ranks of parameter servers: each worker has its own batches, a server has none."""
 
     alone = True
 
@@ -126,7 +127,7 @@ class WorkerReaders(Readers):
         self._strategy, self.first = loop.strategy, loop.first
 
     def draw(self, batches: Any, wanted: int | None) -> Generator[Any, None, int]:
-        """Yield batches of an epoch; when a checkpoint is due, all ranks leave the pass and meet to save it. Collective."""
+        """Yield batches of an epoch; when a checkpoint is due, all ranks leave the pass to save it together. Collective."""
         loop, strategy, checkpoints = self._loop, self._strategy, self._checkpoints
         drawn, waited = 0, 0.0
         while True:
@@ -137,7 +138,7 @@ class WorkerReaders(Readers):
             if strategy.is_server:
                 strategy.serve()
             else:
-                strategy.resume_pass()  # one that the data outlast
+                strategy.resume_pass()  # of data that are longer
                 try:
                     found = yield from _draw(batches, min((n for n in (left, due) if n is not None), default=None))
                 finally:
@@ -148,7 +149,7 @@ class WorkerReaders(Readers):
                 break
             more = found == due and drawn != wanted
             if strategy.should_stop():
-                return drawn if wanted is None else wanted  # the data have not ended
+                return drawn if wanted is None else wanted  # there are more data
             met = strategy.all_gather_object((more, waited))
             if not any(more for more, _ in met):
                 break
@@ -177,7 +178,7 @@ def readers_of(loop: Loop, checkpoints: Checkpoints | None, notes: Callable[[], 
 
     Args:
         loop: the loop.
-        checkpoints: where it saves, if it does.
+        checkpoints: the loop's checkpoints, if any.
         notes: returns the notes of a checkpoint. Collective.
     """
     if loop.strategy.extended.placement.store is None:
@@ -194,19 +195,19 @@ def _draw(batches: Any, wanted: int | None) -> Generator[Any, None, int]:
 
 
 def _dealt_to(index: int, count: int, batches: int) -> int:
-    """Return how many of the first batches the reader of an index gets, when they are dealt to `count` readers in turn."""
+    """Return how many of the first batches one of `count` readers gets round-robin."""
     return max(0, -(-(batches - index) // count))
 
 
 @final
 class Trainer:
-    """A training loop under any strategy: NumPy's steps, PyTorch's and JAX's alike; Keras has its own.
+    """A training loop under any strategy, for steps in NumPy, PyTorch or JAX; Keras has its own.
 
-    A step is a function that `strategy.run` calls with the parts of a batch. It updates weights and metrics, and returns nothing
-    that is needed here. Each decision, as when to stop, is the same on all ranks.
+    `strategy.run` calls the step function with the elements of a batch. It updates weights and metrics; its result is not used.
+    Each decision, as when to stop, is the same on all ranks.
 
     Attributes:
-        loop: what callbacks see.
+        loop: the state that callbacks see.
         history: the results of each epoch, by name.
     """
 
@@ -222,19 +223,19 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        """Take the pieces of a loop.
+        """Create a trainer.
 
         Args:
             strategy: the strategy.
-            train_step: called with the parts of a batch, in replica context; None for one that only evaluates or predicts.
+            train_step: called with the elements of a batch, in replica context; None to only evaluate or predict.
             test_step: the same, for `evaluate`; it updates metrics.
             predict_step: returns an array, or a nest of arrays such as a dict, with a row for each row of its batch.
-            optimizer: whose learning rate callbacks may change: one of `ms.optimizers`, or of torch.
-            metrics: of `ms.train`, made in the strategy's scope, updated by the steps; reset before each pass.
+            optimizer: its learning rate may be changed by callbacks: one of `ms.optimizers`, or of torch.
+            metrics: of `ms.train`, created in the strategy's scope, updated by the steps; reset before each pass.
             callbacks: called in this order.
-            checkpoints: where `fit` saves and goes on: after steps as they say, or, without every_steps and every_seconds,
-                after each epoch; and before it ends because of `should_stop`. Under parameter servers all ranks meet to save
-                after so many steps of each worker.
+            checkpoints: `fit` saves to them and resumes from them. It saves as they say or, without every_steps and
+                every_seconds, after each epoch; and before it ends because of `should_stop`. Under parameter servers all ranks
+                meet to save after every n-th step of each worker.
 
         Example:
             >>> with ms.OneDeviceStrategy() as strategy:
@@ -254,7 +255,7 @@ class Trainer:
         self.loop, self._checkpoints = Loop(strategy, optimizer), checkpoints
         self.history: dict[str, list[Any]] = {}
         self._batches: Any = iter(())  # of the epoch
-        self._taken, self._endless = 0, False  # how many of it; whether it goes over into the next one
+        self._taken, self._endless = 0, False  # batches of it so far; True if it runs on into the next one
         self._readers = readers_of(self.loop, checkpoints, self._notes)
 
     def fit(
@@ -268,27 +269,27 @@ class Trainer:
         initial_epoch: int = 0,
         max_steps: int | None = None,
     ) -> dict[str, list[Any]]:
-        """Train for some epochs, or until a callback stops, or `should_stop` says so. Collective.
+        """Train for some epochs, or until a callback or `should_stop` ends training. Collective.
 
-        With checkpoints it goes on where the newest one was saved, within an epoch too: results, decisions and weights are
-        those of a run that nobody interrupted. When `strategy.should_stop()` is true afterwards, end the program. With
-        `local_steps` it saves, and stops, after outer steps, and ends with one.
+        With checkpoints it resumes from the newest one, also within an epoch: results, decisions and weights are those of an
+        uninterrupted run. If `strategy.should_stop()` is true afterwards, end the program. With `local_steps` it saves and stops
+        after outer steps, and ends with one.
 
         Args:
             data: batches of this rank, as `strategy.distribute_dataset` returns them; iterated once an epoch.
             epochs: the number of the last epoch, counted from 1.
-            steps_per_epoch: of data without an end, which is then iterated once in all; default all of it.
-            validation_data: evaluated after each validation_freq-th epoch; its results are named `val_loss` and so on.
-            validation_freq: see there.
-            initial_epoch: the first epoch, counted from 0, where no checkpoint says another.
-            max_steps: with steps_per_epoch: the step, counted over all epochs and runs, with which training ends, also
-                within an epoch; those of each worker under parameter servers.
+                steps_per_epoch: of endless data, which are iterated only once; default all.
+                validation_data: evaluated after every validation_freq-th epoch; its results are named `val_loss` and so on.
+                validation_freq: see there.
+                initial_epoch: the first epoch, counted from 0, if no checkpoint sets another.
+                max_steps: with steps_per_epoch: the last step, counted over all epochs and runs, also within an epoch; under
+                    parameter servers, each worker's.
 
         Returns:
             `history`: the results of each epoch by name, NaN where there was no validation.
 
         Raises:
-            ValueError: there is no test_step for validation_data; data end before steps_per_epoch; max_steps without it.
+                ValueError: validation_data without test_step; data end before steps_per_epoch; max_steps without it.
         """
         if max_steps is not None and not steps_per_epoch:
             got = "None, and max_steps"
@@ -299,7 +300,7 @@ class Trainer:
         first, taken, position = (initial_epoch, 0, None) if notes is None else self._go_on(notes)
         begun = loop.step if notes is None else notes["step"] - self._taken  # the step at which the epoch began
         reached = max_steps is not None and loop.step >= max_steps
-        last = first if loop.stop_training or reached else epochs  # nothing is left to do after a callback's stop
+        last = first if loop.stop_training or reached else epochs  # a callback had stopped the run
         if self._endless:
             self._batches = iter(data)
         elif first and hasattr(data, "set_epoch"):
@@ -323,7 +324,7 @@ class Trainer:
                 if strategy.should_stop() and not strategy.nodes_differ:
                     self._save()
                     break
-                loop.step = begun + count if count else loop.step  # of ranks without batches, too
+                loop.step = begun + count if count else loop.step  # also on ranks without batches
                 self._end_epoch(validation_data if (loop.epoch + 1) % validation_freq == 0 else None)
                 self._taken, begun = 0, loop.step
                 over = loop.stop_training or reached or loop.epoch + 1 == last
@@ -340,7 +341,7 @@ class Trainer:
         return self.history
 
     def _take_steps(self, count: int | None) -> None:
-        """Take the steps of an epoch that are left, or those until `should_stop` says so."""
+        """Take the remaining steps of an epoch, or those until `should_stop`."""
         loop, strategy, batches = self.loop, self.strategy, self._epoch(count)
         for batch in batches:
             self._run("fit", batch)
@@ -355,7 +356,7 @@ class Trainer:
                 break
 
     def _end_epoch(self, validation_data: Iterable[Any] | None) -> None:
-        """Note an epoch's results, those of validation with them, and let callbacks decide."""
+        """Record an epoch's results and those of validation, and call callbacks."""
         logs = self._results()
         if validation_data is not None:
             logs |= {f"val_{name}": value for name, value in self.evaluate(validation_data).items()}
@@ -364,7 +365,7 @@ class Trainer:
         self.loop.agree()
 
     def _close(self) -> None:
-        """End reading. A worker that has its own batches leaves the pass."""
+        """Stop reading. A worker with its own batches leaves the pass."""
         if hasattr(self._batches, "close"):
             self._batches.close()
 
@@ -374,18 +375,18 @@ class Trainer:
         if self._checkpoints is not None and self.strategy.nodes_differ:
             self._checkpoints.postpone()
         elif self._checkpoints is not None:
-            step = self.strategy.broadcast_object(self.loop.step, root=self.loop.first)  # readers may have their own
+            step = self.strategy.broadcast_object(self.loop.step, root=self.loop.first)  # readers may be at other steps
             self._checkpoints.save(step, self._notes(next_epoch))
 
     def _save_epoch(self, over: bool) -> None:
-        """Save after the last epoch, and after each one where `checkpoints` has no other times."""
+        """Save after the last epoch, and after each one if `checkpoints` has no other times."""
         if self._checkpoints is not None and (over or not self._checkpoints.periodic):
             self._save(next_epoch=True)
         elif self._checkpoints is not None and self._readers.alone:
             self._checkpoints.step(self.loop.step, partial(self._notes, next_epoch=True))
 
     def _notes(self, next_epoch: bool = False) -> dict[str, Any]:
-        """Return what a run that goes on needs beside variables and optimizers, the same on all ranks. Collective."""
+        """Return the loop's state for a resumed run, without variables and optimizers; equal on all ranks. Collective."""
         loop = self.loop
         inside = (self._taken or self._endless) and hasattr(self._batches, "state")
         state = self._batches.state() if inside else None
@@ -403,7 +404,7 @@ class Trainer:
         }
 
     def _go_on(self, notes: dict[str, Any]) -> tuple[int, int, Any]:
-        """Restore the loop from notes, and `_taken`: the batches of the epoch that the first reader has taken.
+        """Restore the loop from notes, and set `_taken`: the batches of the epoch that the first reader has taken.
 
         Returns:
             The epoch, the number of its batches that this rank has taken, and the position for `_find`.
@@ -428,7 +429,7 @@ class Trainer:
                 pass
 
     def evaluate(self, data: Iterable[Any], steps: int | None = None) -> dict[str, Any]:
-        """Return the metrics over data: those of all rows, on every rank. Collective."""
+        """Return the metrics over all rows of data, on every rank. Collective."""
         self._reset()
         for batch in itertools.islice(data, steps):
             self._run("evaluate", batch)
@@ -440,7 +441,7 @@ class Trainer:
         They are an array, or the nest of arrays that predict_step returns, such as a dict.
 
         Raises:
-            ContextError: under parameter servers, whose workers have batches of their own.
+            ContextError: under parameter servers, whose workers have their own batches.
             ValueError: there is no predict_step, or no batch.
         """
         if self._readers.alone:
@@ -463,7 +464,7 @@ class Trainer:
         return self.strategy.run(step, args=batch if isinstance(batch, tuple) else (batch,))
 
     def _epoch(self, count: int | None) -> Generator[Any, None, None]:
-        """Yield the batches of an epoch that are left."""
+        """Yield the remaining batches of an epoch."""
         wanted = None if count is None else count - self._taken
         drawn = yield from self._readers.draw(self._batches, wanted)
         if wanted is not None and drawn < wanted:
