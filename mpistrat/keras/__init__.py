@@ -1,7 +1,7 @@
-"""Keras 3: a model as it is under a strategy, with any backend. Needs the extra `keras`.
+"""Keras 3: your model under a strategy, with any backend. Needs the extra `keras`.
 
-`distribute` makes a model's `fit`, `evaluate` and `predict` go over all ranks; loop, callbacks, metrics and files are
-Keras's own.
+`distribute` makes a model's `fit`, `evaluate` and `predict` run over all ranks; loop, callbacks, metrics and files are Keras's
+own.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""A model's layers, and what it was compiled with beside its optimizer, in words.
+"""Texts that describe a model's layers and its arguments of `compile`, without the optimizer; and its losses in a step.
 
-The words are the same on every rank that was given the same.
-
-Losses that divide by a sum over the rows of a batch: of masks, or of sample weights. Divide by that of all ranks' rows.
+Ranks with equal models and settings have equal texts.
 
 Keras divides a loss with a mask by the number of valid elements, and with `reduction="mean_with_sample_weight"` by the sum of
-weights. A rank knows those of its own rows only. So in a step, each such loss is multiplied by the rank's mean of the mask or
+weights. A rank only knows those of its own rows. So in a step, each such loss is multiplied by the rank's mean of the mask or
 weights over the mean of all ranks: the mean over ranks, weighted by rows, is then the loss of the whole batch.
 """
 
@@ -40,16 +38,16 @@ __all__ = [
 ]
 
 
-_DEEPEST = 6  # levels of what is described
-# Of configurations: names that Keras counts, what rank 0's weights take the place of, and what may be a rank's own.
+_DEEPEST = 6  # levels of description
+# In configurations: names that Keras counts, settings that rank 0's weights replace, and those that may differ by rank.
 _NO_SETTING = re.compile("name|seed|.*initializer|build_config|build_input_shape|batch_shape|compile_config")
 _OF_A_RANK = re.compile("(.*_)?(rank|hostname|pid|seed|process_index|worker_index)", re.IGNORECASE)
-_SMALL = 1 << 16  # elements of an array that a function reads
+_SMALL = 1 << 16  # elements of an array that is compared
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
 def describe_compiled(model: Any) -> str:
-    """Return the arguments of `compile`: losses, metrics and their settings, functions by name and code; "" before it."""
+    """Return the arguments of `compile`: losses, metrics and their settings, functions by name and code; "" if not compiled."""
     if not model.compiled:
         return ""
     given = model._compile_config.config
@@ -63,24 +61,24 @@ def describe_layers(model: Any) -> str:
     """Return the classes of a model and its layers, their settings and functions, and how the layers are connected."""
     _described.set([])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a function cannot be saved
+        warnings.simplefilter("ignore")  # a function that cannot be saved
         return ", ".join(_layer(layer, f"layer {place}") for place, layer in enumerate(model._flatten_layers()))
 
 
 def _layer(layer: Any, title: str) -> str:
-    """Return the class of a layer, its configuration, and its functions; numbers among its attributes if it has none."""
+    """Return a layer's class, configuration and functions; without a configuration, numbers among its attributes."""
     kind, own, is_model = type(layer), vars(layer), isinstance(layer, keras.Model)
     parts = (types.FunctionType, keras.regularizers.Regularizer, keras.constraints.Constraint)
-    # A model's are its loss; Keras's own are in the configuration.
+    # Functions of a model are its losses; Keras's own are in the configuration.
     given = {name: each for name, each in own.items() if isinstance(each, parts) and not is_model}
     shown = {name: each for name, each in given.items() if not each.__module__.startswith("keras.")}
     if not is_model and not kind.__module__.startswith("keras."):
         shown |= {name: each for name, each in vars(kind).items() if isinstance(each, types.FunctionType)}
     try:
         texts = _configuration(_without_layers(layer))
-    except Exception:  # there is none, or it cannot be made of what the layer has
+    except Exception:  # there is none, or it fails
         texts = {}
-        if not is_model:  # whose numbers are often for what one rank prints
+        if not is_model:  # a model's numbers often control printing on one rank
             shown |= {name: each for name, each in own.items() if type(each) in (bool, int, float) and name[:1] != "_"}
     texts |= {name: _word(each, 0) for name, each in shown.items() if not _NO_SETTING.fullmatch(name)}
     texts["dtype"] = layer.dtype_policy.name
@@ -89,7 +87,7 @@ def _layer(layer: Any, title: str) -> str:
 
 
 def _without_layers(layer: Any) -> dict[str, Any]:
-    """Return the configuration of a layer or a model, which has others only by their places and connections."""
+    """Return the configuration of a layer or a model, which names other layers only by index and connections."""
     config = dict(layer.get_config())
     if isinstance(layer, keras.Model) and "layers" in config:
         inner = {each.name for each in layer._layers}
@@ -100,7 +98,7 @@ def _without_layers(layer: Any) -> dict[str, Any]:
 
 
 def _configuration(config: Mapping[str, Any], places: Mapping[str, int] | None = None) -> dict[str, str]:
-    """Return the settings of a configuration in words; the layers of a model by their places instead of their names."""
+    """Return the settings of a configuration as text; layers of a model by index instead of name."""
     layers = config.get("layers")
     if isinstance(layers, list):
         places = {str(layer.get("name")): place for place, layer in enumerate(layers) if isinstance(layer, Mapping)}
@@ -109,7 +107,7 @@ def _configuration(config: Mapping[str, Any], places: Mapping[str, int] | None =
 
 def _setting(value: Any, places: Mapping[str, int]) -> str:
     if isinstance(value, Mapping):
-        if value.get("class_name") == "__lambda__":  # its bytes differ between processes; the attribute shows it
+        if value.get("class_name") == "__lambda__":  # its bytes differ between processes; the attribute describes it
             return "lambda"
         if value.get("class_name") == "__keras_tensor__":
             return _setting(value["config"]["keras_history"], places)
@@ -122,7 +120,7 @@ def _setting(value: Any, places: Mapping[str, int]) -> str:
 
 
 def _word(value: Any, depth: int) -> str:
-    """Return a value in words: numbers and text as they are, of others the class, and what is known of their settings."""
+    """Return a value as text: numbers and text literally, other values by class and known settings."""
     inside = depth + 1
     if isinstance(value, _SIMPLE):
         return repr(value)
@@ -150,7 +148,7 @@ def _word(value: Any, depth: int) -> str:
 
 
 def _function(function: types.FunctionType, depth: int) -> str:
-    """Return a function's name, a digest of its code, and what it refers to, where that is a plain value or a function."""
+    """Return a function's name, a digest of its code, and the plain values and functions that it uses."""
     text = f"{function.__module__}.{function.__qualname__}#{_digest(function.__code__):08x}"
     if function in _described.get():  # the functions of a module may call each other
         return text
@@ -170,9 +168,9 @@ def _function(function: types.FunctionType, depth: int) -> str:
 
 
 def _read_by(function: types.FunctionType) -> dict[str, Any]:
-    """Return what a function of the program reads of its module, of other modules of the program, and of objects there.
+    """Return the values that a function of the program reads from modules of the program and from objects in them.
 
-    Python's True and False, and numbers that are called a rank, are often for what one rank prints; a lambda computes.
+    Without True and False and numbers named rank, which often control printing on one rank; but a lambda computes.
     """
     found: dict[str, Any] = {}
     if not is_user_code(function.__code__.co_filename):
@@ -190,7 +188,7 @@ def _read_by(function: types.FunctionType) -> dict[str, Any]:
 
 @functools.lru_cache(1024)
 def _names(code: types.CodeType) -> tuple[tuple[str, str], ...]:
-    """Return the global names that code reads, each with the attribute that it reads of it, and "" for itself."""
+    """Return the global names that code reads, each with the attribute of it, or "" for itself."""
     found: dict[tuple[str, str], None] = {}
     last = ""
     for instruction in dis.get_instructions(code):
@@ -208,7 +206,7 @@ def _names(code: types.CodeType) -> tuple[tuple[str, str], ...]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value that a function reads is compared: a number, a text, a small array, a tuple of them, a function."""
+    """Return whether a value that a function reads is compared: numbers, texts, small arrays, tuples of them, functions."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(_is_plain, value))
     if isinstance(value, np.ndarray) or keras.ops.is_tensor(value):
@@ -217,20 +215,20 @@ def _is_plain(value: Any) -> bool:
 
 
 def _array(value: Any) -> Any:
-    """Return a tensor as NumPy's array; other values as they are."""
+    """Convert a tensor to a NumPy array; return other values unchanged."""
     return keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value
 
 
 def _digest(code: types.CodeType) -> int:
-    """Return a digest of what code does, the same in every process of one Python."""
+    """Return a digest of code, equal in every process of one Python."""
     constants = [f"#{_digest(one):08x}" if isinstance(one, types.CodeType) else _word(one, 0) for one in code.co_consts]
     return zlib.crc32(repr((code.co_code, code.co_names, code.co_varnames, constants)).encode())
 
 
 def _object(value: Any, depth: int) -> str:
-    """Return the class of an object and its settings: its configuration, and what its attributes hold beside it.
+    """Return the class of an object and its settings: its configuration, and its other attributes.
 
-    Numbers of metrics count what they have seen.
+    Without numbers of metrics, which are counts.
     """
     kind = type(value)
     numbers = () if isinstance(value, keras.metrics.Metric) else (bool, int, float)
@@ -239,10 +237,10 @@ def _object(value: Any, depth: int) -> str:
         if (type(each) in numbers and name[:1] != "_") or isinstance(each, types.FunctionType):
             settings[name] = each
         elif isinstance(each, Mapping) and all(isinstance(one, _SIMPLE) for one in each.values()):
-            settings[name] = dict(each)  # the arguments of a function, as Keras keeps them
+            settings[name] = dict(each)  # the arguments of a function, as Keras stores them
     if not kind.__module__.startswith("keras."):
         settings |= {name: each for name, each in vars(kind).items() if isinstance(each, types.FunctionType)}
-    with contextlib.suppress(Exception):  # there is none, or it cannot be made of what the object has
+    with contextlib.suppress(Exception):  # there is none, or it fails
         settings |= {name: each for name, each in value.get_config().items() if name != "name"}
     return f"{kind.__module__}.{kind.__qualname__}({_pairs(settings, depth)})"
 
@@ -261,7 +259,7 @@ class _Sums:
 
     Attributes:
         link: of the model.
-        last: the last sum that was made, JAX's array or tracer.
+        last: the latest sum, JAX's array or tracer.
     """
 
     def __init__(self, link: ModelLink) -> None:
@@ -274,7 +272,7 @@ _sums: ContextVar[_Sums | None] = ContextVar("mpistrat_keras_losses", default=No
 
 @contextlib.contextmanager
 def over_ranks(link: ModelLink) -> Iterator[None]:
-    """Inside, divide losses by sums over the rows of all ranks. Their computation is collective then."""
+    """Divide losses by sums over the rows of all ranks in a `with` block. Computing them is collective then."""
     if keras_losses.reduce_weighted_values is _reduce:
         keras_losses.reduce_weighted_values = _reduced
     token = _sums.set(None if link.size == 1 or link.served else _Sums(link))
@@ -287,7 +285,7 @@ def over_ranks(link: ModelLink) -> Iterator[None]:
 def _reduced(
     values: Any, sample_weight: Any = None, mask: Any = None, reduction: str = "sum_over_batch_size", dtype: Any = None
 ) -> Any:
-    """Return a loss as Keras does, in a step its part of that of all ranks' rows."""
+    """Return a loss as Keras does; in a step, this rank's share of the loss of all ranks' rows."""
     exact = keras.backend.standardize_dtype(dtype or keras.config.floatx()) == "float64"
     divisors, exact_dtype = mask, "float64" if exact else "float32"
     if reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
@@ -306,7 +304,7 @@ def _reduced(
 
 
 def _after(first: Any, second: Any) -> Any:
-    """Return JAX's second array, to be computed after the first one: all ranks sum in one order."""
+    """Return JAX's second array, to be computed after the first: all ranks sum in the same order."""
     import jax
 
     if first is None or getattr(first, "_trace", None) is not getattr(second, "_trace", None):

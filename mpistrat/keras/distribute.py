@@ -1,9 +1,8 @@
-"""distribute: a Keras model put into a strategy.
+"""distribute: put a Keras model into a strategy.
 
-Make every Keras optimizer that updates a distributed model's variables a distributed one, however the program holds it.
-
-The optimizers of a model's attributes are found before training (`state.optimizers_in`). All others are found at their first
-update: `guard` wraps the two methods by which Keras's optimizers update, in the classes that define them.
+Each Keras optimizer that updates a distributed model's variables becomes a distributed one. Those in a model's attributes are
+found before training (`state.optimizers_in`), others at their first update: `guard` wraps the two methods by which Keras's
+optimizers update, in the classes that define them.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _guards = 0  # number of calls of `guard`
 
 
 def guard(model: Any) -> None:
-    """From now on, distribute each optimizer that updates variables of a distributed model."""
+    """Distribute each optimizer that updates variables of a distributed model from now on."""
     global _guards
     _models[:] = [other for other in _models if other() is not None]
     _models.append(weakref.ref(model))
@@ -66,7 +65,7 @@ def _wrap(kind: type[Any]) -> None:
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of optimizers that distributes the optimizer first, if it updates variables of a distributed model."""
+    """Wrap a method of optimizers, to distribute the optimizer first if it updates variables of a distributed model."""
 
     @functools.wraps(function)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +89,7 @@ def _listed(grads: Any, trainable_variables: Any = None, **more: Any) -> tuple[A
 
 
 def _model_of(variables: Any, optimizer: Any) -> Any:
-    """Return the distributed model that has one of the variables that an optimizer updates; else None."""
+    """Return the distributed model with one of the variables that an optimizer updates; else None."""
     theirs = {id(variable) for variable in optimizer._trainable_variables if variable is not None}
     theirs |= {id(variable) for variable in variables or ()}
     for reference in _models:
@@ -127,23 +126,23 @@ M = TypeVar("M")
 
 
 def distribute(model: M) -> M:
-    """Put a Keras model into the current strategy: its fit, evaluate and predict go over all ranks. Collective.
+    """Put a Keras model into the current strategy: its fit, evaluate and predict run over all ranks. Collective.
 
-    The same object is returned, compiled before or after. Each step, gradients are averaged over all ranks before Keras's
-    optimizer updates; metrics are those of all ranks before callbacks see them at an epoch's end; `predict` returns all rows.
-    Weights begin as rank 0's; random numbers, as of dropout, differ from rank to rank. Files are written by rank 0, and are
-    Keras's own. Under a MeshStrategy every rank has the whole model: replicas divide batches, the ranks of one compute alike.
+    It returns the same object; compile it before or after. Each step, gradients are averaged over all ranks before Keras's
+    optimizer updates. Callbacks at an epoch's end see the metrics of all ranks; `predict` returns all rows. Weights start as
+    rank 0's; random numbers, as of dropout, differ between ranks. Rank 0 writes files, in Keras's formats. Under a MeshStrategy
+    every rank has the whole model: replicas divide batches, and the ranks of a replica compute the same.
 
     Args:
-        model: a keras.Model: functional, Sequential or of a class of yours; built or not; on the CPU.
+        model: a keras.Model: functional, Sequential or of your class; built or not; on the CPU.
 
     Raises:
         ContextError: outside of a strategy's scope.
         LayoutError: a rank has several GPUs, or is a worker of parameter servers with several replicas.
         MissingDependencyError: with JAX as the backend, Keras is older than 3.15 or JAX than 0.6.
-        RuntimeError: the model was distributed already.
+        RuntimeError: the model is distributed already.
         TypeError: not a keras.Model.
-        ValueError: it was compiled with what cannot be divided over ranks.
+        ValueError: it was compiled with a setting that cannot be divided over ranks.
 
     Example:
         >>> with strategy.scope():  # doctest: +SKIP
@@ -176,8 +175,8 @@ def _check_layout(function: str, strategy: Any) -> None:
     """Check that a rank can compute for all of its replicas at once.
 
     Raises:
-        LayoutError: it has several GPUs, or several replicas of a worker that steps for itself; or nodes take local steps, or
-            gradients are handed over.
+        LayoutError: it has several GPUs, or several replicas of a worker that steps by itself; or nodes take local steps, or
+            gradients are submitted asynchronously.
     """
     extended = strategy.extended
     extended.placement.require_kept_gradients(function)

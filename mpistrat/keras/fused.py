@@ -1,8 +1,8 @@
 """The update of Keras's optimizers, in one pass with the sum: each rank of a node sums and updates a slice.
 
-Weights stay each rank's own, since callbacks and layers may compute with them in place; new ones come through memory that the
-node shares. What the optimizer keeps between steps lies there, once, and Keras's variables of it have that memory: they are
-always whole, and files and programs find them as ever. `TorchUpdate` and `JaxStep` (`jax_step.py`) put it behind Keras's loops.
+Each rank has its own weights, since callbacks and layers may compute with them in place; new ones arrive through memory that the
+node shares. An optimizer's state is in that memory, once, and Keras's variables of it are views: they are always whole, and files
+and programs find them as usual. `TorchUpdate` and `JaxStep` (`jax_step.py`) connect it to Keras's loops.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = ["CLIPS", "FusedUpdate", "TorchUpdate", "fits", "goes_on", "rule_of"]
 
 
 class KerasRule(NamedTuple):
-    """Our rule of the same formula, the numbers that it has, and where Keras keeps its slots."""
+    """The package's rule with the same formula, its settings, and the names of Keras's slots."""
 
     kind: Any
     numbers: tuple[str, ...]
     slots: dict[str, str]
 
     def numbers_of(self, optimizer: Any) -> dict[str, Any]:
-        """Return the numbers that an optimizer has now, but for its learning rate, as arguments of the rule."""
+        """Return an optimizer's current settings, except its learning rate, as arguments of the rule."""
         return {name: getattr(optimizer, name) for name in (*self.numbers, "weight_decay", *CLIPS)}
 
     def slots_of(self, optimizer: Any) -> dict[str, list[Any]]:
-        """Return Keras's variables of the slots that an optimizer has, by name of the rule's."""
+        """Return Keras's variables of an optimizer's slots, by name of the rule's."""
         found = {name: getattr(optimizer, where, []) for name, where in self.slots.items()}
         return {name: variables for name, variables in found.items() if variables}
 
@@ -90,12 +90,12 @@ def rule_of(optimizer: Any) -> KerasRule | None:
 
 
 def goes_on(optimizer: Any) -> bool:
-    """Return whether an optimizer that was updated in one pass still may be: what can change between steps."""
+    """Return whether an optimizer may still be updated in one pass, given the settings that can change between steps."""
     return not (optimizer.use_ema or optimizer.gradient_accumulation_steps or optimizer.loss_scale_factor)
 
 
 def fits(optimizer: Any) -> bool:
-    """Return whether an optimizer that is built may be updated in one pass: else Keras does it, after the sum."""
+    """Return whether a built optimizer may be updated in one pass; else Keras updates after the sum."""
     variables = optimizer._trainable_variables
     dtypes = {keras.backend.standardize_dtype(variable.dtype) for variable in variables}
     return (
@@ -108,13 +108,13 @@ def fits(optimizer: Any) -> bool:
 
 @final
 class FusedUpdate:
-    """The steps of one optimizer on its variables, which lie one after the other in flat arrays.
+    """The steps of one optimizer on its variables, which are concatenated in flat arrays.
 
     Attributes:
-        slots: Keras's variables of what the optimizer keeps, each with the memory of the node that it shall have.
-        weights: the variables' numbers after a step, one after the other in the order of the optimizer's.
-        spans: which elements of it are each variable's.
-        new: its parts in the variables' shapes.
+        slots: Keras's variables of the optimizer's state, each with its memory on the node.
+        weights: the concatenated values of the variables after a step, in the optimizer's order.
+        spans: the range of each variable in it.
+        new: views of it in the variables' shapes.
     """
 
     def __init__(self, link: ModelLink, optimizer: Any) -> None:
@@ -128,7 +128,7 @@ class FusedUpdate:
         sizes = [int(np.prod(variable.shape)) for variable in self._variables]
         self._starts = [0, *itertools.accumulate(-(-size // unit) * unit for size in sizes)]
         self.spans = [(start, start + size) for start, size in zip(self._starts, sizes, strict=False)]
-        total = self._starts[-1] + 1  # the last one tells whether a rank wants to stop
+        total = self._starts[-1] + 1  # the last one transports a request to stop
         extended = link.strategy.extended
         self._group, self._ops = extended.placement.group, extended.placement.ops
         theirs = rule.slots_of(optimizer)
@@ -143,7 +143,7 @@ class FusedUpdate:
         self._gradients: Any = self._arena.gradients
         self._slots = {name: arena.values[low : low + total] for name, (arena, low) in made.items()}
         self._first, last = (self._arena.owned([(0, total)]) or [(0, 0)])[0]
-        self._kept, self._squares = np.empty(last - self._first, dtype), np.zeros(0)  # where norms are clipped
+        self._kept, self._squares = np.empty(last - self._first, dtype), np.zeros(0)  # for clipping norms
         self.slots = [
             (variable, self._part(self._slots[name], index))
             for name, variables in theirs.items()
@@ -170,15 +170,15 @@ class FusedUpdate:
         rate: float,
         share: float,
     ) -> None:
-        """Sum the gradients and update. Collective. Variables without a gradient stay.
+        """Sum the gradients and update. Collective. Variables without a gradient do not change.
 
         Args:
             gradients: this rank's.
-            there: which of the optimizer's variables they are of.
-            own: all variables' numbers, as this rank has them.
+            there: the indices of their variables.
+            own: this rank's values of all variables.
             done: number of steps before this one.
             rate: the learning rate.
-            share: by what this rank's gradients are multiplied.
+            share: the factor of this rank's gradients.
         """
         link = self._link
         self._follow()
@@ -210,7 +210,7 @@ class FusedUpdate:
             link.stops = True
 
     def _follow(self) -> None:
-        """Have the numbers that the optimizer has now."""
+        """Read the optimizer's current settings."""
         numbers = self._rule.numbers_of(self._optimizer)
         if numbers != self._numbers:
             self._numbers, self._words = numbers, ", ".join(f"{name} {value}" for name, value in numbers.items())
@@ -220,7 +220,7 @@ class FusedUpdate:
             self._decays = [decay if decay and uses(variable) else 0.0 for variable in self._variables]
 
     def _inside(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the number of each variable that has some of elements [low, high), and which of them."""
+        """Yield the index of each variable with elements in [low, high), and the range of these."""
         last = bisect_left(self._starts, min(high, self._starts[-1]))
         for index in range(bisect_right(self._starts, low) - 1, last):
             start, stop = self.spans[index]
@@ -242,14 +242,14 @@ class FusedUpdate:
             weights[-1] = stop
 
     def _keep(self, low: int, high: int, gradient: np.ndarray) -> None:
-        """Keep the sum of elements [low, high), and count their squares."""
+        """Store the sum of elements [low, high), and add up its squares."""
         self._kept[low - self._first : high - self._first] = gradient
         for index, begin, end in self._inside(low, high):
             part = gradient[begin - low : end - low]
             self._squares[index] += float(np.dot(part, part))
 
     def _scales(self) -> list[float]:
-        """Return by what each variable's sum is multiplied, so that norms are clipped. Collective, inside one."""
+        """Return the factor of each variable's sum that clips norms. Collective, inside one."""
         table = self._group.of_first_node(self._squares)
         norms = np.sqrt(sum(table[: len(owners(self._arena))]))
         limit = self._optimizer.clipnorm
@@ -258,7 +258,7 @@ class FusedUpdate:
         return [limit / max(norm, limit) if norm == norm else math.nan for norm in norms.tolist()]
 
     def _take_kept(self, low: int, high: int, scales: Sequence[float]) -> None:
-        """Update elements [low, high) by their sum that was kept, scaled."""
+        """Update elements [low, high) by their stored sum, scaled."""
         kept = self._kept[low - self._first : high - self._first]
         for index, begin, end in self._inside(low, high):
             kept[begin - low : end - low] *= scales[index]
@@ -267,10 +267,10 @@ class FusedUpdate:
 
 @final
 class TorchUpdate:
-    """A fused update of torch's tensors, which are changed in place."""
+    """A fused update of torch's tensors, in place."""
 
     def __init__(self, link: ModelLink, optimizer: Any) -> None:
-        """Give Keras's variables of the slots the shared memory, with their numbers, the same on all ranks. Collective."""
+        """Move the values of Keras's slot variables, equal on all ranks, to shared memory. Collective."""
         from ..torch.tensors import array_of, tensor_of
 
         self._optimizer, self._fused, self._array_of = optimizer, FusedUpdate(link, optimizer), array_of
@@ -281,12 +281,12 @@ class TorchUpdate:
             variable.value.data = shared
 
     def leave(self) -> None:
-        """Give Keras's variables memory of their own: Keras updates from now on."""
+        """Move Keras's variables to private memory: Keras updates from now on."""
         for variable, _ in self._fused.slots:
             variable.value.data = variable.value.detach().clone()
 
     def step(self, gradients: Sequence[Any], variables: Sequence[Any], share: float) -> None:
-        """Sum the gradients and update. Collective. Variables without a gradient stay."""
+        """Sum the gradients and update. Collective. Variables without a gradient do not change."""
         import torch
 
         optimizer, array_of = self._optimizer, self._array_of

@@ -1,4 +1,4 @@
-"""What a distributed model's fit, evaluate and predict read: this rank's rows of each batch, as a data adapter of Keras."""
+"""Input of a distributed model's fit, evaluate and predict: this rank's rows of each batch, as a data adapter of Keras."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _COMPARED = 64  # rows of an array that ranks compare
 
 
 class KerasBatches(data_adapter.DataAdapter):
-    """This rank's part of each batch. Keras takes data adapters of its own as they are; each iterator is one epoch.
+    """This rank's rows of each batch. Keras accepts its own data adapters unchanged; each iterator is one epoch.
 
     Attributes:
-        counts: how many rows this rank had of each batch of the last epoch.
-        training: whether a step of training takes each batch.
+        counts: the number of this rank's rows in each batch of the last epoch.
+        training: True if a training step takes each batch.
     """
 
     def __init__(self, link: ModelLink) -> None:
@@ -54,28 +54,28 @@ class KerasBatches(data_adapter.DataAdapter):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return what must be the same on every rank."""
+        """Describe the properties that must be equal on all ranks."""
 
     @abstractmethod
     def example(self) -> Any:
-        """Return a batch, by which a model is built."""
+        """Return a batch to build a model with."""
 
     def compare_first(self, example: Any) -> None:
-        """Warn where ranks that should have rows of their own have the same ones. Collective.
+        """Warn if ranks that should have different rows have the same ones. Collective.
 
         Args:
-            example: what `example` has returned.
+            example: a result of `example`.
         """
 
     @abstractmethod
     def local_batches(self) -> Iterator[tuple[Any, int | None, int]]:
-        """Return an iterator over an epoch: a batch, and how many rows of it are this rank's and all ranks'.
+        """Iterate over an epoch: a batch, this rank's number of rows, and that of all ranks.
 
-        None and 0 where the batches of all ranks count alike.
+        None and 0 if the batches of all ranks count equally.
         """
 
     def close(self) -> None:
-        """End reading, after `fit`."""
+        """Stop reading, after `fit`."""
 
     def __iter__(self) -> Iterator[Any]:
         self.counts, self.link.counts = [], True
@@ -85,19 +85,19 @@ class KerasBatches(data_adapter.DataAdapter):
             yield _converted(batch)
 
     def get_numpy_iterator(self) -> Iterable[Any]:
-        """Return what gives an iterator for each epoch."""
+        """Return an object whose iterators are epochs."""
         return self
 
     get_jax_iterator = get_torch_dataloader = get_tf_dataset = get_numpy_iterator
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches of an epoch; None where it is not known."""
+        """The number of batches of an epoch; None if unknown."""
         return None
 
     @property
     def batch_size(self) -> int | None:
-        """Not told: a rank's part is smaller."""
+        """None: a rank's share of a batch is smaller."""
         return None
 
 
@@ -106,14 +106,14 @@ def _rows(batch: Any) -> int:
 
 
 def with_row(array: Any) -> Any:
-    """Return an array of a batch, with a row that does not count where it has none."""
+    """Return an array of a batch; an empty one gets a row that does not count."""
     if array.shape[0]:
         return array
     return np.zeros((1, *array.shape[1:]), keras.backend.standardize_dtype(array.dtype))
 
 
 def _converted(batch: Any) -> Any:
-    """Return a batch as the backend's steps take it. Keras takes no array of CuPy."""
+    """Convert a batch to the types that the backend's steps take. Keras takes no CuPy arrays."""
     takes_arrays = keras.backend.backend() == "jax"
 
     def converted(leaf: Any) -> Any:
@@ -126,7 +126,7 @@ def _converted(batch: Any) -> Any:
 
 
 def _plain(leaf: Any) -> Any:
-    """An array without a mask; other inputs as they are."""
+    """Convert a masked array to a plain one; return other inputs unchanged."""
     if not isinstance(leaf, np.ma.MaskedArray):
         return leaf
     return plain_array(leaf, "Model.fit, evaluate and predict", "x, y, sample_weight")
@@ -134,7 +134,7 @@ def _plain(leaf: Any) -> Any:
 
 @final
 class ArrayBatches(KerasBatches):
-    """Batches of arrays that every rank has whole: each rank takes a contiguous part of each batch."""
+    """Batches of arrays that every rank has whole: each rank takes contiguous rows of each batch."""
 
     def __init__(self, link: ModelLink, arrays: Any, shuffle: bool | str = False, **settings: Any) -> None:
         super().__init__(link)
@@ -183,7 +183,7 @@ class ArrayBatches(KerasBatches):
             yield self._taken(slice(low, high) if order is None else order[low:high]), rows, total
 
     def dataset(self) -> Dataset:
-        """Return the same as a dataset, which is dealt out batch by batch."""
+        """Return a dataset of the same batches."""
         rows = from_arrays(self._taken(slice(0, self._rows)))
         return (rows.shuffle(seed=self._seed) if self._shuffle else rows).batch(self._size)
 
@@ -199,13 +199,13 @@ class ArrayBatches(KerasBatches):
 
 
 def _weighted_arrays(adapter: Any) -> Any:
-    """The arrays of an adapter of Keras, with the weights that it has made of its arguments."""
+    """Return the arrays of an adapter of Keras, with the weights that it made of its arguments."""
     return vars(adapter)["_inputs"]
 
 
 @final
 class DatasetBatches(KerasBatches):
-    """Batches of a distributed dataset of this package: the next epoch of it each time."""
+    """Batches of a distributed dataset of this package; each iterator is its next epoch."""
 
     def __init__(self, link: ModelLink, dataset: DistributedDataset, class_weight: Any) -> None:
         super().__init__(link)
@@ -253,7 +253,7 @@ class DatasetBatches(KerasBatches):
 
 
 _MORE, _END, _FAILED = range(3)
-_PARTS = (  # how a rank takes its part
+_PARTS = (  # how a rank takes its share
     (TFDatasetAdapter, "Give each its part: dataset.shard(strategy.size, strategy.rank), before batch"),
     (
         TorchDataLoaderAdapter,
@@ -265,7 +265,7 @@ _OTHER_PART = "Give each its part: every strategy.size-th batch, from number str
 
 @final
 class OwnBatches(KerasBatches):
-    """Batches that each rank makes for itself, by any input of Keras; all count alike, and ranks must have equally many."""
+    """Batches that each rank reads by itself, from any input of Keras; all count equally, in equal numbers."""
 
     def __init__(self, link: ModelLink, adapter: Any, kind: str) -> None:
         super().__init__(link)
@@ -331,7 +331,7 @@ class OwnBatches(KerasBatches):
             if not self.link.in_epoch:
                 table = self.link.numbers("batch", state, total)
                 self._check(number, table[:, 0].tolist())
-                total = int(table[:, 1].max())  # an empty part has no memory
+                total = int(table[:, 1].max())  # an empty share has no memory
             if state == _END:
                 return
             self.link.compare_replicas("fit, evaluate or predict", f"batch {number}", arrays_in(batch))
@@ -343,7 +343,7 @@ class OwnBatches(KerasBatches):
                 yield batch, None, 0
 
     def _part_of(self, batch: Any) -> BatchPart | None:
-        """Return which part of a batch this is, if a distributed dataset has handed it out, and parts are unequal.
+        """Return the share of a batch that this is, if it comes from a distributed dataset with unequal shares.
 
         Raises:
             BatchError: it has arrays of batches of different weights.
@@ -360,8 +360,8 @@ class OwnBatches(KerasBatches):
         """Check that all ranks have a batch, or none.
 
         Raises:
-            CollectiveMismatchError: some have none left.
-            RuntimeError: the input of one failed.
+            CollectiveMismatchError: some ranks have no more batches.
+            RuntimeError: the input of a rank failed.
         """
         function = "fit, evaluate or predict"
         if _FAILED in states:
@@ -377,14 +377,15 @@ class OwnBatches(KerasBatches):
 
 @final
 class ServedBatches(KerasBatches):
-    """Batches for training with parameter servers: a worker has its own, and a server none, but serves until workers have done.
+    """Batches for training with parameter servers: a worker has its own; a server has none, and serves until workers have
+    finished.
 
-    Who has none gets an example, with which nothing is done.
+    A rank without batches gets an example that is not used.
 
     Args:
         link: of the model.
-        whole: what was given to `fit`.
-        dealt: what a worker has of it, where not all.
+        whole: the input of `fit`.
+        dealt: a worker's share of it, if not all.
     """
 
     def __init__(self, link: ModelLink, whole: KerasBatches, dealt: KerasBatches | None = None) -> None:
@@ -421,11 +422,11 @@ class ServedBatches(KerasBatches):
             for batch in self._reading:
                 link.counts = True
                 yield batch
-        if not link.counts:  # Keras's loops want a step
+        if not link.counts:  # Keras's loops need a step
             yield self._whole.example(), None, 0
 
     def close(self) -> None:
-        """End reading, which belongs to a pass."""
+        """Stop reading, which belongs to a pass."""
         if self._reading is not None:
             self._reading.close()
 
@@ -439,17 +440,17 @@ def batches_of(
     link: ModelLink, function: str, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None,
     class_weight: Any = None, shuffle: bool | str = False, training: bool = False,
 ) -> KerasBatches:  # fmt: skip
-    """Return this rank's batches of what is given to `fit`, `evaluate` or `predict`. Collective.
+    """Return this rank's batches of the input of `fit`, `evaluate` or `predict`. Collective.
 
     Raises:
-        ValueError: arguments that do not go together.
+        ValueError: arguments that exclude each other.
         TypeError: a PyDataset.
     """
     if isinstance(x, (Dataset, DistributedDataset)):
         for name, value in (("y", y), ("sample_weight", sample_weight), ("batch_size", batch_size)):
             if value is not None:
                 remedy = "Put it into the dataset: batches of (x, y) or (x, y, sample_weight)"
-                raise ValueError(explain(function, name, expected="none, beside a dataset", got="one", remedy=remedy))
+                raise ValueError(explain(function, name, expected="none, next to a dataset", got="one", remedy=remedy))
         batches = DatasetBatches(link, _distributed(link, function, x, training), class_weight)
         return _for(link, training, batches)
     if isinstance(x, keras.utils.PyDataset):
@@ -481,7 +482,7 @@ def _distributed(link: ModelLink, function: str, dataset: Any, training: bool) -
     """Return a dataset of this rank's batches. Under parameter servers all ranks evaluate together. Collective.
 
     Raises:
-        ValueError: one that was distributed over the workers, to evaluate.
+        ValueError: a dataset distributed over the workers cannot be evaluated.
     """
     if link.served and not training:
         if isinstance(dataset, DistributedDataset):
@@ -493,7 +494,7 @@ def _distributed(link: ModelLink, function: str, dataset: Any, training: bool) -
 
 
 def _joined(batch: Any) -> Any:
-    """The rows of all local replicas."""
+    """Concatenate the rows of all local replicas."""
 
     def join(leaf: Any) -> Any:
         return np.concatenate(leaf.values) if isinstance(leaf, PerReplica) else leaf

@@ -1,7 +1,7 @@
-"""Keras's step on the JAX backend as a compiled function up to the gradients, and what sums and updates after it.
+"""Keras's step on the JAX backend: a compiled function up to the gradients, then the sum and the update.
 
-A computation that calls back into Python takes JAX's slow path, its arrays are copied, and each rank updates all weights: so a
-step of a million parameters takes three times as long.
+A computation that calls back into Python takes JAX's slow path: its arrays are copied, and each rank updates all weights. A step
+of a million parameters would take three times as long.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["JaxStep"]
 
 @final
 class JaxStep:
-    """A function of (state, batch), as the one that Keras compiles of `train_step`; its state holds Keras's variables' arrays."""
+    """A function of (state, batch), as Keras compiles it of `train_step`; its state holds the arrays of Keras's variables."""
 
     def __init__(self, model: Any) -> None:
         import jax
@@ -33,7 +33,7 @@ class JaxStep:
 
     @classmethod
     def of(cls, model: Any) -> JaxStep | None:
-        """Return the step of a model; None where Keras's own must serve: a `train_step` of the program's, or one without jit."""
+        """Return a model's step; None for Keras's own, which a `train_step` of the program, or one without jit, needs."""
         if keras.backend.backend() != "jax" or model.mpistrat.size == 1 or keras.config.is_nnx_enabled():
             return None
         own = type(model).train_step is not keras.Model.train_step
@@ -41,7 +41,7 @@ class JaxStep:
         return cls(model) if compiled and not own and isinstance(model.optimizer, DistributedOptimizer) else None
 
     def __call__(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Do a step. Collective."""
+        """Take a step. Collective."""
         weights, others, slots, metrics = state
         logs, others, metrics, gradients = self._compute(weights, others, slots, metrics, data)
         if self._update is None:
@@ -112,10 +112,10 @@ class _PushAndPull:
 
 @final
 class _Update:
-    """A fused update of the arrays of Keras's state. Those of the slots have the node's memory, and stay the same arrays."""
+    """A fused update of the arrays of Keras's state. Those of the slots are in the node's memory, and stay the same arrays."""
 
     def __init__(self, optimizer: Any) -> None:
-        """Collective."""
+        """Allocate shared memory. Collective."""
         import jax
 
         fused = self._fused = FusedUpdate(optimizer.mpistrat, optimizer)
@@ -138,12 +138,12 @@ class _Update:
     def __call__(self, weights: Any, slots: Any, gradients: Sequence[np.ndarray]) -> tuple[Any, Any]:
         slots = list(slots)
         for place, alias in self._aliases.items():
-            if slots[place] is not alias:  # of a file or another rank: the same numbers on all ranks
+            if slots[place] is not alias:  # of a file or another rank: equal values on all ranks
                 np.copyto(self._memory[place], np.asarray(slots[place]))
                 slots[place] = alias
         done = int(slots[self._iterations])
         rate = slots[self._rate] if self._schedule is None else self._schedule(slots[self._iterations])
         self._fused.step(gradients, self._all, list(map(np.asarray, weights)), done, float(rate), self._weigh())
-        # Nobody writes that memory until all ranks have the next gradients, which need these weights.
+        # That memory is not written until all ranks have the next gradients, which need these weights.
         weights, slots[self._iterations] = self._made(self._flat, slots[self._iterations])
         return weights, slots

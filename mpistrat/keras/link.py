@@ -1,4 +1,4 @@
-"""What a distributed model, its optimizers and its input share: the batch of a step, the collectives, a class of their own."""
+"""ModelLink: the state that a distributed model, its optimizers and its input share, and their collectives."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ __all__ = ["ModelLink", "subclass"]
 
 @final
 class ModelLink:
-    """What ties a model and its optimizers to a strategy.
+    """The link between a model, its optimizers and a strategy.
 
     Attributes:
         strategy: the strategy. A rank computes for all of its replicas at once.
-        rank: this one, among those that divide batches: all; under a MeshStrategy those along "data".
-        size: how many these are.
-        root: whose weights, files and output are everybody's: rank 0, under parameter servers the first worker.
-        writes: whether this rank is it.
-        first: whether it computes what that rank does: under a MeshStrategy the ranks of a replica do alike.
-        served: whether parameter servers hold the weights; then ranks meet after each epoch, not in each step.
-        alone: whether it has one replica.
-        counts: whether this rank computes; a server does not in training, nor does a worker without a batch.
-        share: by what this rank's gradients of the step are multiplied before the sum: its part of the batch's rows.
-        rowless: whether this rank has no row of the batch, and computes with another one in its place.
-        some_rowless: whether a rank has none.
-        in_step: whether a step of the model runs, whose metrics are this rank's own.
-        in_epoch: whether workers step by servers, and have not met after it.
-        in_sum: whether the gradients of the update that runs are summed already.
-        joined: the optimizers that were found when they updated the model, not in its attributes.
-        left: where an update leaves its gradients, instead of taking them; None where it takes them.
-        wants_stop: whether a callback of this rank alone may have asked to stop.
-        stops: whether all ranks stop after this step.
+        rank: of this rank among those that divide batches: all; under a MeshStrategy those along "data".
+        size: the number of those ranks.
+        root: the rank whose weights, files and output count: rank 0, under parameter servers the first worker.
+        writes: True on the root.
+        first: True if this rank computes the same as the root: the ranks of a replica of a MeshStrategy do.
+        served: True if parameter servers hold the weights; then ranks meet after each epoch, not in each step.
+        alone: True if this rank has one replica.
+        counts: True if this rank computes; servers do not in training, nor do workers without a batch.
+        share: the factor of this rank's gradients before the sum: its share of the batch's rows.
+        rowless: True if this rank has no row of the batch, and computes with another one instead.
+        some_rowless: True if any rank has none.
+        in_step: True during a step of the model, whose metrics are this rank's own.
+        in_epoch: True if workers step by servers, and have not met since.
+        in_sum: True if the gradients of the current update are summed already.
+        joined: optimizers found at their update of the model, not in its attributes.
+        left: the list to which an update moves its gradients instead of applying them; None to apply them.
+        wants_stop: True if a callback of this rank alone may have asked to stop.
+        stops: True if all ranks stop after this step.
         failure: the error of a collective inside a graph, which the framework reports as one of its own.
-        current: whether all ranks have rank 0's weights.
-        steps: how many steps a call of Keras's loop does.
-        update: what sends gradients to servers, while `fit` runs under parameter servers.
+        current: True if all ranks have rank 0's weights.
+        steps: the number of steps in a call of Keras's loop.
+        update: sends gradients to servers, while `fit` runs under parameter servers.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -78,19 +78,19 @@ class ModelLink:
         self.update: Any = None
         self.alone = len(extended.replicas) == 1
         self.joined: list[Any] = []
-        # Steps of training so far, and before this loop; the last one with other parts than before; its parts, 0 if equal.
+        # Counts of training steps: all, those before this loop, and at the last change of shares; this rank's share, 0 if equal.
         self._begun = self._start = self._changed = 0
         self._parts = 0.0
         self._drawn = 0  # when the batch of the step was drawn
-        # Memory used again: new pages cost as much as the sum.
+        # Reused memory: new pages cost as much as the sum.
         self._staging: dict[tuple[np.dtype, int], np.ndarray] = {}
 
     # a step
 
     def begin_batch(self, rows: int | None, total: int, batch: Any, training: bool) -> None:
-        """Begin the step of a batch, given its rows on this rank and on all ranks; None if all ranks count equally.
+        """Start the step of a batch, given its rows on this rank and on all ranks; None if all ranks count equally.
 
-        Under parameter servers the batch, as a dataset handed it out, tells what part of the servers' step it is.
+        Under parameter servers, the batch as returned by a dataset determines its share of the servers' step.
 
         Raises:
             ValueError: on every rank, when some have no row of one of several steps in a call.
@@ -109,10 +109,10 @@ class ModelLink:
             self._begin_training_step(0 if rows is None or rows * self.size == total else total)
 
     def begin_own_batch(self, function: str, arrays: Sequence[Any]) -> None:
-        """Begin the step of a batch that the program gave to a function. Collective.
+        """Start the step of a batch that the program passed to a function. Collective.
 
         Raises:
-            BatchError: replicas have unequal parts of batches, and it cannot be told which batch this one is.
+            BatchError: replicas have unequal shares of batches, and the batch cannot be identified.
         """
         weight = self._weight_of(arrays, function)
         some_rowless = bool((self.numbers("batch", weight != 0) == 0).any())
@@ -121,7 +121,7 @@ class ModelLink:
             self._begin_training_step(0 if weight == 1 else weight)
 
     def begin_training(self) -> None:
-        """Forget the steps before: no gradient of theirs is in an update from now on."""
+        """Forget earlier steps: their gradients are in no update from now on."""
         self._start = self._begun
 
     def _begin(self, share: float, rowless: bool, some_rowless: bool) -> None:
@@ -136,14 +136,15 @@ class ModelLink:
             self._changed, self._parts = self._begun, parts
 
     def weigher(self, optimizer: Any, compiled: bool) -> Callable[[], float]:
-        """Return what returns, when gradients are summed, by what this rank's are multiplied: in a step its batch's part.
+        """Return a function that returns the factor of this rank's gradients when they are summed: in a step, its share of the
+        batch.
 
         Args:
             optimizer: updates by the gradients.
-            compiled: whether the sum is in a function that is being compiled.
+            compiled: True if the sum is in a function that is being compiled.
 
         Raises:
-            BatchError: outside of steps, when replicas have unequal parts of batches, and no batch is named.
+            BatchError: outside of steps, when replicas have unequal shares of batches, and no batch is named.
         """
         named = global_batch.is_named()
         if compiled:
@@ -155,7 +156,7 @@ class ModelLink:
         return lambda: share
 
     def share_of_step(self, optimizer: Any) -> float:
-        """Return what this rank's gradients of the step are multiplied by before the sum.
+        """Return the factor of this rank's gradients of the step before the sum.
 
         Raises:
             BatchError: they may be of several batches of different weights.
@@ -205,9 +206,9 @@ class ModelLink:
         )
 
     def sum_gradients(self, *arrays: np.ndarray, weigh: Callable[[], float]) -> list[np.ndarray]:
-        """Return the sums over all ranks of their shares of arrays, one call for each dtype. Collective; in any thread.
+        """Return the sums over all ranks of weighted arrays, one call per dtype. Collective; in any thread.
 
-        The results are valid until the next call. `weigh` returns the share.
+        The results are valid until the next call. `weigh` returns this rank's factor.
         """
         try:
             totals: list[Any] = list(arrays)
@@ -228,7 +229,7 @@ class ModelLink:
             raise
 
     def _sum_of_one_dtype(self, dtype: np.dtype, arrays: Sequence[np.ndarray], share: float) -> np.ndarray:
-        """Return the sums one after the other. One number more tells the other ranks that this one wants to stop."""
+        """Return the concatenated sums. One more number transports this rank's request to stop."""
         ends = list(itertools.accumulate(array.size for array in arrays))
         place = (dtype, ends[-1])
         if place not in self._staging:
@@ -253,15 +254,15 @@ class ModelLink:
         return np.asarray(self.strategy.reduce("SUM", mine))
 
     def step(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, metrics are this rank's own."""
+        """Use this rank's own metrics in a `with` block."""
         return self._having("in_step", True)
 
     def left_out(self) -> contextlib.AbstractContextManager[list[Any]]:
-        """Inside, updates do nothing but leave their gradients in the list."""
+        """Make updates in a `with` block only move their gradients to the list."""
         return self._having("left", [])
 
     def after_sum(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, gradients are summed already."""
+        """Make updates in a `with` block take gradients that are summed already."""
         return self._having("in_sum", True)
 
     @contextlib.contextmanager
@@ -275,7 +276,7 @@ class ModelLink:
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """Raise the error of a collective inside a graph as what it was. At the end no step runs."""
+        """Raise the error of a collective inside a graph with its own type. No step runs afterwards."""
         self.failure = None
         try:
             yield
@@ -321,7 +322,7 @@ class ModelLink:
         return gathered
 
     def broadcast(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the root's arrays, of the same shapes and dtypes everywhere. Collective, one call for all."""
+        """Return the root's arrays, with the same shapes and dtypes on all ranks. Collective, one call for all."""
         if self._group.topology.size == 1 or not arrays:
             return list(arrays)
         _settle()
@@ -339,13 +340,13 @@ class ModelLink:
         return parts
 
     def numbers(self, what: str, *mine: int) -> np.ndarray:
-        """Return integers of all ranks, a row each. Collective."""
+        """Return integers of all ranks, one row per rank. Collective."""
         _settle()
         with self._group.collective(f"keras {what}"):
             return np.asarray(self._group.all_gather_int(mine))
 
     def differ(self, arrays: Sequence[np.ndarray]) -> list[bool]:
-        """Return which arrays some ranks have other numbers of. Collective, but under parameter servers: there all may differ."""
+        """Return for each array whether ranks differ. Collective, except under parameter servers: there any may differ."""
         if self.served or not arrays:
             return [True] * len(arrays)
         table = self.numbers("state of a step", *(checksum(np.ascontiguousarray(a).reshape(-1)) for a in arrays))
@@ -377,15 +378,15 @@ class ModelLink:
         same(functools.partial(self._group.exchange, f"keras {function}"), mine, error)
 
     def stop_together(self) -> None:
-        """Let the ranks of a replica stop after the same step, whichever of them wants to. Collective over the replica."""
+        """Stop the ranks of a replica after the same step if any of them wants to. Collective over the replica."""
         if self._replica is not None:
             _settle()
-            wish = self.stops or (self.size == 1 and self.wants_stop)  # else the gradients' sum has brought it
+            wish = self.stops or (self.size == 1 and self.wants_stop)  # else the sum of gradients has transported it
             with self._replica.collective("keras stop"):
                 self.stops = bool(self._replica.agree(int(wish), "max"))
 
     def compare_weights(self, when: str, names: Sequence[str], arrays: Sequence[np.ndarray]) -> None:
-        """Check that all ranks have the same weights, but for rounding. Collective. `when` is for the error.
+        """Check that all ranks have the same weights, except for rounding. Collective. `when` is for the error.
 
         Raises:
             CollectiveMismatchError: on every rank.
@@ -407,7 +408,7 @@ class ModelLink:
             raise CollectiveMismatchError(explain("fit", "", expected=expected, got=got, remedy=remedy))
 
     def compare_replicas(self, function: str, what: str, arrays: Iterable[Any]) -> None:
-        """Check that the ranks of each replica have the same arrays. Collective, where replicas have several ranks.
+        """Check that the ranks of each replica have the same arrays. Collective, if replicas have several ranks.
 
         Raises:
             CollectiveMismatchError: on every rank.
@@ -420,13 +421,13 @@ class ModelLink:
             found = {rank: int(number) for rank, (one, number) in enumerate(table) if one == replica}
             if len(set(found.values())) > 1:
                 got = by_rank({rank: f"#{number:08x}" for rank, number in found.items()})
-                expected = f"the same {what} on the ranks of a replica, which compute alike"
+                expected = f"the same {what} on the ranks of a replica, which compute the same"
                 remedy = "Let what ranks do depend on strategy.mesh.at['data'], not on strategy.rank"
                 text = explain(function, "", expected=expected, got=got, remedy=remedy)
                 raise CollectiveMismatchError(text)
 
     def agree_on_stop(self, wanted: bool) -> bool:
-        """Return whether any rank wants to stop. Collective; where only some do, the log says which."""
+        """Return whether any rank wants to stop; if only some do, log their numbers. Collective."""
         table = self.numbers("stop", int(wanted or self.wants_stop))[:, 0]
         who = [rank for rank, wants in enumerate(table) if wants]
         if who and len(who) < len(table) and not self.stops:
@@ -435,14 +436,14 @@ class ModelLink:
 
 
 def _close(a: np.ndarray, b: np.ndarray) -> bool:
-    """Return whether arrays differ by rounding at most, as after the same steps on other processors."""
+    """Return whether arrays differ at most by rounding, as after the same steps on other processors."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     largest = np.abs(b, where=np.isfinite(b), out=np.zeros_like(b)).max(initial=0.0)
     return bool(np.allclose(a, b, rtol=1e-3, atol=1e-3 * float(largest), equal_nan=True))
 
 
 def _settle() -> None:
-    """Wait for steps that still run: only one thread of a rank may be in a collective."""
+    """Wait for running steps: only one thread of a rank may be in a collective."""
     if keras.backend.backend() == "jax":
         import jax
 
@@ -450,7 +451,7 @@ def _settle() -> None:
 
 
 def subclass(kind: type[Any], methods: type[Any]) -> type[Any]:
-    """Return a class of these methods first, then the class's own, which files and programs take for the class."""
+    """Return a class with these methods before the class's own, which files and programs take for that class."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     made = type(kind.__name__, (methods, kind), names)
     for registered in (api_export.REGISTERED_OBJS_TO_NAMES, object_registration.GLOBAL_CUSTOM_NAMES):

@@ -1,6 +1,6 @@
-"""A Keras model whose fit, evaluate and predict go over all ranks.
+"""A Keras model whose fit, evaluate and predict run over all ranks.
 
-Callbacks of a distributed fit: all ranks run them with the same logs, but those that write or show run on one rank only.
+All ranks run the callbacks of a distributed fit with the same logs; those that write or print run on one rank only.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _WRITERS = tuple(
 
 @final
 class Agreement(keras.callbacks.Callback):
-    """The last callback: what the others did on this rank alone is brought to all."""
+    """The last callback: it shares the effects of the other callbacks on this rank with all ranks."""
 
     def __init__(self, link: ModelLink) -> None:
         super().__init__()
         self._link = link
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Take over the root's weights, and its epoch: it may have read a backup. Collective."""
+        """Set the root's weights, and its epoch, which may come from a backup, on all ranks. Collective."""
         self._link.wants_stop = self._link.stops = False
         self._link.begin_training()
         self.model.take_from_root()
@@ -57,12 +57,12 @@ class Agreement(keras.callbacks.Callback):
             self._link.update.begin()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Under parameter servers, begin a pass. Collective."""
+        """Under parameter servers, start a pass. Collective."""
         if self._link.update is not None:
             self._link.update.begin_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Let `stop_training` be what all ranks have agreed on: the sum of the next step's gradients carries a wish along."""
+        """Set `stop_training` to the agreed value: the sum of the next step's gradients also transports a request to stop."""
         link = self._link
         if link.strategy.size == 1 or link.served:
             return
@@ -85,12 +85,12 @@ class Agreement(keras.callbacks.Callback):
 
     def _compare_weights(self, when: str) -> None:
         weights = self.model.trainable_weights
-        if not self._link.served:  # which have given all ranks theirs
+        if not self._link.served:  # under which all ranks have the servers' weights
             self._link.compare_weights(when, [weight.path for weight in weights], arrays_of(weights))
 
 
 def on_this_rank(link: ModelLink, callbacks: Any) -> list[Any]:
-    """Return the callbacks that this rank runs: others than the root neither write nor print.
+    """Return the callbacks of this rank: only the root's write and print.
 
     Raises:
         TypeError: a CallbackList.
@@ -108,7 +108,7 @@ def on_this_rank(link: ModelLink, callbacks: Any) -> list[Any]:
 
 
 class DistributedModel(keras.Model):
-    """What `distribute` makes of a model's class: the class itself, and these methods first."""
+    """Methods that `distribute` adds before those of a model's class, in a subclass of both."""
 
     mpistrat: ModelLink
     train_function: Any
@@ -116,7 +116,7 @@ class DistributedModel(keras.Model):
     _initial_epoch: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a plain model: clones, and those made from a configuration, belong to no strategy."""
+        """Return a plain model: clones, and models from a configuration, belong to no strategy."""
         return cls.__bases__[1](*args, **kwargs)
 
     def __reduce__(self) -> Any:
@@ -140,7 +140,7 @@ class DistributedModel(keras.Model):
         self.distribute_compiled()
 
     def distribute_compiled(self) -> None:
-        """Distribute the optimizers of a compiled model, and check what else it was compiled with."""
+        """Distribute the optimizers of a compiled model, and check its other settings."""
         _check_model(self)
         self._distribute_optimizers()
         self.mpistrat.current, self.mpistrat.steps = False, self.steps_per_execution
@@ -150,7 +150,7 @@ class DistributedModel(keras.Model):
             distribute_optimizer(self.mpistrat, optimizer)
 
     def make_train_function(self, force: bool = False) -> Any:
-        """Make what does a step."""
+        """Make the function of a training step."""
         super().make_train_function(force)
         function = self.train_function
         if not isinstance(function, KerasStep) and (step := JaxStep.of(self)) is not None:
@@ -159,7 +159,7 @@ class DistributedModel(keras.Model):
         return self.train_function
 
     def make_test_function(self, force: bool = False) -> Any:
-        """Make what does a step of an evaluation."""
+        """Make the function of an evaluation step."""
         super().make_test_function(force)
         self.test_function = KerasStep.around(self, self.test_function)
         return self.test_function
@@ -171,9 +171,9 @@ class DistributedModel(keras.Model):
     # loops
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as Keras does, each rank on its part of every batch. Collective.
+        """Train as Keras does, each rank on its share of every batch. Collective.
 
-        Arguments as Keras's. Arrays are the whole ones on every rank, and `batch_size` that of all ranks together.
+        Arguments are Keras's. Every rank passes the whole arrays; `batch_size` is that of all ranks together.
 
         Raises:
             CollectiveMismatchError: on every rank, when models, data or arguments differ.
@@ -184,7 +184,7 @@ class DistributedModel(keras.Model):
         with link.errors(), link.together("fit"):
             batches, validation = self._training_batches(given)
         with link.errors(), warnings.catch_warnings():
-            if link.served:  # how many batches a worker has is not known before
+            if link.served:  # the number of a worker's batches is not known before
                 warnings.filterwarnings("ignore", message="Your input ran out of data")
             texts = [batches.describe(), "" if validation is None else validation.describe()]
             names = ("epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq")
@@ -238,7 +238,7 @@ class DistributedModel(keras.Model):
             batches.compare_first(example)
 
     def _begin_serving(self, steps: int | None) -> int | None:
-        """Have the optimizer's variables on the servers, and return how many steps an epoch has here. Collective."""
+        """Create the optimizer's variables on the servers, and return the number of steps of an epoch here. Collective."""
         link, optimizer = self.mpistrat, self.optimizer
         with link.together("fit"):
             check_served(link, optimizer)
@@ -248,7 +248,7 @@ class DistributedModel(keras.Model):
         return None if link.strategy.is_server else steps
 
     def take_from_root(self) -> None:
-        """Take over the root's weights and slots, and its epoch. Collective."""
+        """Set the root's weights, slots and epoch on all ranks. Collective."""
         link = self.mpistrat
         take_from_root(link, self)
         epoch = -1 if self._initial_epoch is None else int(self._initial_epoch)
@@ -291,26 +291,26 @@ class DistributedModel(keras.Model):
             return _in_order(link, super().predict(batches, **self._shown(given)), batches.counts)
 
     def _shown(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of evaluate and predict, so that only rank 0 writes and prints."""
+        """Return arguments of evaluate and predict with which only rank 0 writes and prints."""
         link = self.mpistrat
         shown = on_this_rank(link, given["callbacks"])[:-1]
         return {**given, "callbacks": shown, "verbose": given["verbose"] if link.writes else 0}
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Do one step on the batches that ranks have. Collective.
+        """Take one step on a batch of each rank. Collective.
 
-        A rank's batch weighs by its rows, if a distributed dataset handed it out; others count equally.
+        A batch weighs by its rows if it comes from a distributed dataset; others count equally.
 
         Raises:
             LayoutError: under parameter servers.
-            BatchError: replicas have unequal parts of batches, and it cannot be told which batch this one is.
+            BatchError: replicas have unequal shares of batches, and the batch cannot be identified.
         """
         if self.mpistrat.served:
             raise not_in_fit("train_on_batch")
         return self._on_batch(super().train_on_batch, args, kwargs)
 
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the batches that ranks have. Collective."""
+        """Evaluate a batch of each rank. Collective."""
         return self._on_batch(super().test_on_batch, args, kwargs)
 
     def _on_batch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -339,7 +339,7 @@ class DistributedModel(keras.Model):
     # metrics
 
     def get_metrics_result(self) -> Any:
-        """Return the metrics: of all ranks, where it is called between steps. Collective then."""
+        """Return the metrics; between steps those of all ranks, collectively."""
         if self.mpistrat.in_step:
             return super().get_metrics_result()
         link, variables, statistics = self.mpistrat, self.metrics_variables, statistics_of(self)
@@ -366,7 +366,7 @@ class DistributedModel(keras.Model):
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
         link = self.mpistrat
         result = super()._get_metrics_result_or_logs(logs) if link.counts else self.get_metrics_result()
-        own = logs if result is logs and isinstance(logs, dict) else {}  # what a step of the user's own returned last
+        own = logs if result is logs and isinstance(logs, dict) else {}  # the last results of a step of the user's own
         mine = {name: np.asarray(keras.ops.convert_to_numpy(value), np.float64) for name, value in own.items()}
         if link.served:
             texts = link.exchange("logs", json.dumps({name: float(value) for name, value in mine.items()}))
@@ -378,7 +378,7 @@ class DistributedModel(keras.Model):
         return {name: total / link.size for name, total in zip(mine, totals, strict=True)}
 
     def _average_statistics(self) -> None:
-        """Let running statistics be their means over all ranks. Collective."""
+        """Set running statistics to their means over all ranks. Collective."""
         statistics = statistics_of(self)
         self._assign_means(statistics, self.mpistrat.sum(arrays_of(statistics)), self.mpistrat.size)
 
@@ -390,20 +390,20 @@ class DistributedModel(keras.Model):
     # files
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as Keras does, on rank 0, or the first worker; on others do nothing."""
+        """Save as Keras does, on rank 0 or the first worker only."""
         return super().save(*args, **kwargs) if self.mpistrat.writes else None
 
     def save_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as Keras does, on rank 0, or the first worker; on others do nothing."""
+        """Save as Keras does, on rank 0 or the first worker only."""
         return super().save_weights(*args, **kwargs) if self.mpistrat.writes else None
 
     def export(self, *args: Any, **kwargs: Any) -> Any:
-        """Export as Keras does, on rank 0, or the first worker; on others do nothing."""
+        """Export as Keras does, on rank 0 or the first worker only."""
         return super().export(*args, **kwargs) if self.mpistrat.writes else None
 
 
 def _arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """All arguments of a call by name."""
+    """Return all arguments of a call by name."""
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     bound.arguments.pop("kwargs", None)
@@ -411,7 +411,7 @@ def _arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str
 
 
 def _part(link: ModelLink, variable: Any, array: np.ndarray) -> np.ndarray:
-    """What this rank adds to a metric's variable over all ranks."""
+    """Return this rank's summand of a metric's variable over all ranks."""
     if variable.aggregation == "only_first_replica" and not link.first:
         return np.zeros_like(array)
     return array
@@ -422,7 +422,7 @@ def _symbolic(array: Any) -> Any:
 
 
 def _in_order(link: ModelLink, outputs: Any, counts: list[int]) -> Any:
-    """Return the rows of all ranks, batch by batch. A rank without a row of a batch has one that does not count."""
+    """Return the rows of all ranks, batch by batch. A rank without rows of a batch computes one that does not count."""
     leaves = [np.asarray(leaf) for leaf in keras.tree.flatten(outputs)]
     kept = np.repeat(np.array(counts) > 0, np.maximum(counts, 1))
     (table,) = link.gather([np.array([counts], np.int64)])
@@ -437,10 +437,10 @@ def _in_order(link: ModelLink, outputs: Any, counts: list[int]) -> Any:
 
 @final
 class KerasStep:
-    """Keras's function of a step, in which metrics are this rank's own.
+    """Keras's function of a step, with this rank's own metrics.
 
-    A rank without a row of the batch computes with another one, whose gradient does not count. It puts back what that has changed
-    in metrics, and in state of the model that depends on rows: what the ranks with rows have not changed in the same way.
+    A rank without rows of the batch computes with another row, whose gradient does not count. It then restores its metrics, and
+    those of the model's states that depend on rows: the ones that differ between the ranks with rows.
     """
 
     def __init__(self, model: Any, function: Callable[..., Any]) -> None:
@@ -448,14 +448,14 @@ class KerasStep:
 
     @classmethod
     def around(cls, model: Any, function: Any) -> KerasStep:
-        """Return the step of a function, which may be one already."""
+        """Return the step of a function, or the function itself if it is one."""
         return function if isinstance(function, cls) else cls(model, function)
 
     def __call__(self, *args: Any) -> Any:
-        """Do a step: of torch (batches), of TensorFlow (iterator), of JAX (state, iterator). Collective in training."""
+        """Take a step: of torch (batches), of TensorFlow (iterator), of JAX (state, iterator). Collective in training."""
         *state, source = args
         if keras.backend.backend() != "torch" and self._model.steps_per_execution == 1:
-            source = iter([next(source)])  # tells whether there is a row
+            source = iter([next(source)])  # raises if there is no row
         link = self._model.mpistrat
         if not link.counts:
             return ({}, *state) if state else {}
@@ -477,7 +477,7 @@ class KerasStep:
             return logs
         import jax.numpy as jnp
 
-        (state, source) = args  # which the step is given for its own use
+        (state, source) = args  # the step may change them
         kept = [[jnp.array(array) for array in state[index]] for index in (1, -1)]
         logs, (first, others, *slots, metrics) = self._function(state, source)
         variables = {id(variable): index for index, variable in enumerate(model.non_trainable_variables)}
@@ -490,7 +490,7 @@ class KerasStep:
 
 
 def _check_model(model: Any) -> None:
-    """Check the layers of a model, and what it was compiled with.
+    """Check a model's layers and its arguments of `compile`.
 
     Raises:
         ValueError: a setting that has no meaning, or another one, on several ranks.

@@ -1,4 +1,4 @@
-"""A Keras optimizer whose update begins with the sum of the gradients over all ranks, in one collective for each dtype."""
+"""A Keras optimizer whose update starts with the sum of the gradients over all ranks, in one collective per dtype."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["DistributedOptimizer", "distribute_optimizer", "in_graph", "not_in_f
 
 
 class DistributedOptimizer(keras.optimizers.Optimizer):
-    """What `distribute` makes of an optimizer's class: the class itself, and these methods first."""
+    """Methods that `distribute` adds before those of an optimizer's class, in a subclass of both."""
 
     mpistrat: ModelLink
-    mpistrat_update: Any  # what updates in one pass with the sum
+    mpistrat_update: Any  # updates in one pass with the sum
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a plain optimizer: copies, and those made from a configuration, belong to no strategy."""
+        """Return a plain optimizer: copies, and optimizers from a configuration, belong to no strategy."""
         return cls.__bases__[1](*args, **kwargs)
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -44,7 +44,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             super().apply(grads, variables)
 
     def _apply_by_servers(self, gradients: list[Any], variables: list[Any] | None) -> None:
-        """Push the gradients, and take over the servers' weights."""
+        """Push the gradients, and set the servers' weights."""
         update, known = self.mpistrat.update, self._trainable_variables
         if update is None:
             raise not_in_fit("Optimizer.apply")
@@ -63,7 +63,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self.iterations.assign_add(1)
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-        """Sum the gradients over all ranks, then return what Keras does. Collective."""
+        """Sum the gradients over all ranks, then return Keras's result. Collective."""
         link = self.mpistrat
         if link.in_sum:
             return super().stateless_apply(optimizer_variables, grads, trainable_variables)
@@ -81,7 +81,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
 
 def distribute_optimizer(link: ModelLink, optimizer: Any) -> None:
-    """Make an optimizer a distributed one; one that is of the strategy's stays as it is.
+    """Distribute an optimizer, unless it is one of this strategy already.
 
     Raises:
         ContextError: it was distributed in another strategy.
@@ -99,7 +99,7 @@ def distribute_optimizer(link: ModelLink, optimizer: Any) -> None:
 
 
 def not_in_fit(function: str) -> LayoutError:
-    """Return the error of a step that servers take no part in."""
+    """Return the error of a step without the servers."""
     expected, got = "a step of fit, which servers take part in", "another one"
     remedy = "Call fit on every rank, or use ms.MultiWorkerMirroredStrategy()"
     return LayoutError(explain(function, "", expected=expected, got=got, remedy=remedy))
@@ -110,13 +110,13 @@ def sum_over_ranks(
 ) -> list[Any]:
     """Return the sum over all ranks of each gradient, multiplied by this rank's share; None stays None.
 
-    The computation is collective, in the step that runs.
+    The computation is collective, in the current step.
 
     Args:
         link: of the model.
         gradients: the backend's tensors.
         weigh: returns the share, when the sum is computed.
-        variables: theirs, where known: TensorFlow's sparse gradients do not tell their shape.
+        variables: of the gradients, if known: TensorFlow's sparse gradients have no shape.
     """
     there = [index for index, gradient in enumerate(gradients) if gradient is not None]
     totals = list(gradients)
@@ -130,7 +130,7 @@ def sum_over_ranks(
 
 
 def in_graph(tensors: Iterable[Any]) -> bool:
-    """Return whether tensors are of a function that is being compiled, without numbers."""
+    """Return whether tensors are symbolic, in a function that is being compiled."""
     if keras.backend.backend() == "torch":
         import torch
 
@@ -153,7 +153,7 @@ def _torch_add(
 
 @functools.cache
 def _outside_of_torch_graphs() -> Callable[[ModelLink, list[Any], Callable[[], float]], list[Any]]:
-    """What sums tensors; torch.compile leaves its graph for it."""
+    """Return the function that sums tensors, for which torch.compile leaves its graph."""
     import torch
 
     from ..torch.tensors import array_of, tensor_of
@@ -168,7 +168,7 @@ def _outside_of_torch_graphs() -> Callable[[ModelLink, list[Any], Callable[[], f
 
 @functools.cache
 def _torch_update() -> Callable[[Any, list[Any], list[Any]], bool]:
-    """What sums and updates in one pass, and returns whether it could; torch.compile leaves its graph for it."""
+    """Return the function that sums and updates in one pass, if it can; torch.compile leaves its graph for it."""
     import torch
 
     from .fused import TorchUpdate, fits, goes_on
@@ -214,7 +214,7 @@ def _jax_add(
         for target, total in zip(totals, link.sum_gradients(*map(np.asarray, buffers), weigh=weigh), strict=True):
             np.copyto(np.asarray(target), total)
 
-    # Totals take the place of gradients. Steps are in order since each needs the weights of the one before.
+    # Totals replace gradients. Steps are in order since each needs the weights of the one before.
     places = {index: index for index in range(len(forms))}
     return list(buffer_callback(add_buffers, forms, has_side_effect=True, input_output_aliases=places)(*tensors))
 

@@ -21,14 +21,15 @@ __all__ = ["ServedUpdate", "check_served"]
 
 @final
 class ServedUpdate:
-    """The steps of one optimizer by the rule of ours that has its formula, on the servers.
+    """The steps of one optimizer on the servers, by the package's rule with its formula.
 
-    Within an epoch each worker steps for itself. Between epochs all ranks have the servers' weights, and Keras's optimizer what
-    the servers keep, as if it had updated by itself: so callbacks, evaluation and files find what they expect.
+    Within an epoch each worker steps independently. Between epochs all ranks have the servers' weights, and Keras's optimizer
+    their
+    state, as if it had updated itself: so callbacks, evaluation and files work as usual.
     """
 
     def __init__(self, link: ModelLink, optimizer: Any) -> None:
-        """Create the variables of an optimizer that was checked. Collective, servers included."""
+        """Create the variables of a checked optimizer. Collective, servers included."""
         rule = rule_of(optimizer)
         assert rule is not None
         self._form = rule
@@ -43,7 +44,7 @@ class ServedUpdate:
         kept = zip(self._weights, self._variables, strict=True)
         self._rule.exclude_from_weight_decay([v for weight, v in kept if not optimizer._use_weight_decay(weight)])
         self._slots = rule.slots_of(optimizer)
-        self._there: list[np.ndarray] = []  # the servers' weights, as this rank knows them
+        self._there: list[np.ndarray] = []  # the servers' weights, as this rank last saw them
 
     # steps, on workers
 
@@ -69,7 +70,7 @@ class ServedUpdate:
     # epochs, on all ranks
 
     def begin(self) -> None:
-        """Give the servers what Keras's optimizer keeps. Collective."""
+        """Send the state of Keras's optimizer to the servers. Collective."""
         names = [variable.name for variable in self._variables]
         slots: dict[str, dict[str, np.ndarray]] = {name: {} for name in names}
         for slot, variables in self._slots.items():
@@ -79,7 +80,7 @@ class ServedUpdate:
         self._rule.set_state({"iterations": iterations, "slots": slots if iterations and self._slots else {}})
 
     def begin_epoch(self) -> None:
-        """Give the servers the weights that have changed, and begin a pass. Collective."""
+        """Send changed weights to the servers, and start a pass. Collective."""
         link = self._link
         for name, value in self._form.numbers_of(self._optimizer).items():
             if value != getattr(self._rule, name):
@@ -99,12 +100,12 @@ class ServedUpdate:
             link.strategy.resume_pass()
 
     def leave(self) -> None:
-        """End this worker's part of an epoch; its input may go on in the next one."""
+        """End this worker's epoch; its input may continue in the next one."""
         if not self._link.strategy.is_server:
             self._link.strategy.suspend_pass()
 
     def end_epoch(self) -> None:
-        """Give Keras's variables of this rank what the servers have. Collective, when all workers have left.
+        """Set Keras's variables of this rank to the servers' values. Collective, when all workers have left.
 
         The weights on the root only.
         """
@@ -122,7 +123,7 @@ class ServedUpdate:
 
 
 def _rate_of(optimizer: Any) -> float | Callable[[int], float]:
-    """The learning rate as it is, for servers: a number, or a schedule."""
+    """Return the learning rate for servers: a number, or a schedule."""
     given = optimizer._learning_rate
     if isinstance(given, keras.optimizers.schedules.LearningRateSchedule):
         return lambda step: float(keras.ops.convert_to_numpy(given(step)))
@@ -130,7 +131,7 @@ def _rate_of(optimizer: Any) -> float | Callable[[int], float]:
 
 
 def check_served(link: ModelLink, optimizer: Any) -> None:
-    """Check that servers can apply an optimizer, which is built, in single steps.
+    """Check that servers can apply a built optimizer in single steps.
 
     Raises:
         ValueError: they cannot.

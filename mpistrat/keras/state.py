@@ -27,7 +27,7 @@ __all__ = [
 
 
 def arrays_of(variables: Sequence[Any]) -> list[np.ndarray]:
-    """Return what variables hold, copied."""
+    """Return copies of variables' values."""
     return [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
 
 
@@ -56,7 +56,8 @@ def _once(items: list[Any]) -> list[Any]:
 
 
 def describe(model: Any) -> str:
-    """Return what must be the same on every rank: shapes and dtypes of all variables, settings of layers and optimizers."""
+    """Describe the properties that must be equal on all ranks: all variables' shapes and dtypes, layers' and optimizers'
+    settings."""
     texts = []
     for variable in model.variables:
         kind = "" if variable.trainable else " not trained"
@@ -65,7 +66,7 @@ def describe(model: Any) -> str:
 
 
 def describe_optimizer(optimizer: Any) -> str:
-    """Return what must be the same of an optimizer on every rank."""
+    """Describe the properties of an optimizer that must be equal on all ranks."""
     settings = sorted((name, value) for name, value in optimizer.get_config().items() if name != "name")
     texts = [f"{type(optimizer).__name__} with {len(optimizer.variables)} variables"]
     texts += [f"{name}={_without_names(value)!r}" for name, value in settings]
@@ -81,7 +82,7 @@ def _shape(variable: Any) -> str:
 
 
 def _without_names(config: Any) -> Any:
-    """A configuration without the numbers that Keras gives to names."""
+    """Return a configuration without the names that Keras numbers."""
     if isinstance(config, dict):
         return {name: _without_names(value) for name, value in config.items() if name != "name"}
     return config
@@ -94,7 +95,7 @@ def _all(model: Any) -> list[Any]:
 
 
 def take_from_root(link: ModelLink, model: Any) -> None:
-    """Give the variables of the model and its optimizers the root's numbers, and replicas other seeds. Collective."""
+    """Set the root's values of the variables of the model and its optimizers, and another seed per replica. Collective."""
     own_arrays(model)
     rows = _states_of_rows(model)
     variables = [variable for variable in _all(model) if variable.dtype != "string" and id(variable) not in rows]
@@ -125,10 +126,10 @@ def take_from_root(link: ModelLink, model: Any) -> None:
 
 
 def own_arrays(model: Any) -> None:
-    """Give each of JAX's variables of a model and its optimizers an array of its own.
+    """Give each of JAX's variables of a model and its optimizers its own array.
 
-    An assignment from one variable to another lets both have one array, as those of averages to weights at the end of a fit.
-    A step of Keras deletes the arrays of the variables that it is called with.
+    After an assignment between variables both share an array, as averages and weights at the end of a fit. A step of Keras
+    deletes the arrays of the variables that it is called with.
     """
     if keras.backend.backend() != "jax":
         return
@@ -143,12 +144,12 @@ def own_arrays(model: Any) -> None:
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """What an array is made of, in which NaN equals itself."""
+    """Return an array's bytes, in which NaN equals itself."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _state_of_torch() -> np.ndarray:
-    """The state of torch's generator, by which Keras's dropout draws there; of other backends nothing that changes."""
+    """Return the state of torch's generator, which Keras's dropout uses there; for other backends a constant."""
     if keras.backend.backend() != "torch":
         return np.zeros(1, np.uint8)
     import torch
@@ -170,7 +171,7 @@ def statistics_of(model: Any) -> list[Any]:
 
 
 def _states_of_rows(model: Any) -> set[int]:
-    """Return the ids of the states that stateful layers keep of each row, which are each rank's own."""
+    """Return the ids of the states that stateful layers have for each row, which are each rank's own."""
     layers = [layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
     states = keras.tree.flatten([getattr(layer, "states", None) for layer in layers])
     return {id(state) for state in states if state is not None}
