@@ -1,7 +1,7 @@
-"""PyTorch: a module and its optimizer as they are, under every strategy. Needs the extra `torch`.
+"""PyTorch: your module and optimizer under every strategy. Needs the extra `torch`.
 
-`distribute` puts the parameters into the memory that a node's ranks share, has each backward pass write its gradients there,
-and makes the optimizer's step the one fused collective that sums and updates.
+`distribute` moves the parameters to memory that a node's ranks share, makes each backward pass write its gradients there, and
+makes the optimizer's step one fused collective that sums and updates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The step of an optimizer that calls a closure itself, as LBFGS does in its line search: each call is a pass of all replicas.
 
 Every rank runs the optimizer's own step on copies of the parameters. A call of the closure computes with these copies, sums the
-gradients as a step does, and returns the loss of the whole batch. So all ranks have equal numbers, and search the same way.
+gradients as a step does, and returns the loss of the whole batch. So all ranks have equal values, and search the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REMEDY = "Call optimizer.step(closure) in a function, and call that by strategy
 
 
 def step_with_closure(optimizer: Any, whole: TorchWholeRule, closure: Callable[[], Any] | None) -> Any:
-    """Take a step of a distributed optimizer; return what its own step returns. Collective.
+    """Take a step of a distributed optimizer; return the result of its own step. Collective.
 
     Args:
         optimizer: a `TorchOptimizer`.
@@ -34,8 +34,8 @@ def step_with_closure(optimizer: Any, whole: TorchWholeRule, closure: Callable[[
     Raises:
         TypeError: no closure.
         RuntimeError: several local replicas.
-        CollectiveMismatchError: on every rank, when they have computed other numbers.
-        BatchError: the loss is of several batches, of which replicas have unequal parts.
+        CollectiveMismatchError: on every rank, when ranks have computed different values.
+        BatchError: the loss is of several batches, of which replicas have unequal shares.
     """
     strategy, function = optimizer.mpistrat_strategy, f"{optimizer.mpistrat_rule.rule}.step"
     if closure is None:
@@ -47,7 +47,7 @@ def step_with_closure(optimizer: Any, whole: TorchWholeRule, closure: Callable[[
         expected, got = "one replica on each rank", f"{replicas}, which share the optimizer"
         remedy = "Start a rank for each replica, or take an optimizer without a closure"
         raise RuntimeError(explain(function, "", expected=expected, got=got, remedy=remedy))
-    optimizer.__dict__.update(_opt_called=True)  # what torch's schedulers look at, for a warning
+    optimizer.__dict__.update(_opt_called=True)  # torch's schedulers check it, for a warning
     step = optimizer.mpistrat_rule.iterations + 1
     result = whole.run(lambda: _evaluated(optimizer, whole, closure, function), step)
 
@@ -59,7 +59,7 @@ def step_with_closure(optimizer: Any, whole: TorchWholeRule, closure: Callable[[
 
 
 def _evaluated(optimizer: Any, whole: TorchWholeRule, closure: Callable[[], Any], function: str) -> Any:
-    """Return the loss of the whole batch at the copies of the parameters, which get its gradients. Collective."""
+    """Return the loss of the whole batch at the copies of the parameters, and set its gradients there. Collective."""
     module, rule, links = optimizer.mpistrat_module, optimizer.mpistrat_rule, optimizer.mpistrat_links[0]
     copies, losses = whole.parameters(), list[float]()
     try:
@@ -78,7 +78,7 @@ def _evaluated(optimizer: Any, whole: TorchWholeRule, closure: Callable[[], Any]
     def add() -> None:
         optimizer._apply()
         if loss is not None:
-            own = float(value) * weight if weight else 0.0  # the mean of no row is not a number
+            own = float(value) * weight if weight else 0.0  # the mean of no row is NaN
             losses.append(float(context.expect_replica(function).all_reduce("SUM", np.float64(own))))
 
     in_step(optimizer.mpistrat_strategy, add, function, _REMEDY)

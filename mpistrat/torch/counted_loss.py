@@ -20,8 +20,8 @@ class LossCount:
     """The count of the losses whose gradients one local replica's parameters have.
 
     Attributes:
-        value: the sum of the counts; None where no loss was counted.
-        used: whether a step has taken the gradients.
+        value: the sum of the counts; None if no loss was counted.
+        used: True if a step has taken the gradients.
     """
 
     def __init__(self) -> None:
@@ -29,18 +29,18 @@ class LossCount:
         self.used = False
 
     def clear(self) -> None:
-        """Start again, as there are no gradients."""
+        """Start again, without gradients."""
         self.value, self.used = None, False
 
     def add(self, count: int, empty: bool) -> None:
-        """Add the count of a loss whose backward pass begins.
+        """Add the count of a loss whose backward pass starts.
 
         Args:
             count: of the loss.
-            empty: whether no parameter has a gradient.
+            empty: True if no parameter has a gradient.
 
         Raises:
-            RuntimeError: gradients that a step has taken may be among those of the parameters.
+            RuntimeError: the parameters may have gradients that a step has taken.
         """
         if empty:
             self.clear()
@@ -75,10 +75,10 @@ def counted_loss(loss: torch.Tensor, count: Any, optimizer: Any) -> torch.Tensor
     Args:
         loss: a scalar, the sum over this replica's terms.
         count: the number of terms, an integer or a tensor of one.
-        optimizer: that `distribute(module, optimizer, loss="sum")` returned.
+        optimizer: of `distribute(module, optimizer, loss="sum")`.
 
     Raises:
-        TypeError: an optimizer that was not distributed; a count that is no integer.
+        TypeError: an optimizer that was not distributed; a count that is not an integer.
         ValueError: an optimizer for losses that are means; a negative count; parameter servers or local_steps.
 
     Example:

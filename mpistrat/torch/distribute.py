@@ -1,4 +1,4 @@
-"""distribute: a module, and its optimizer, put into a strategy."""
+"""distribute: put a module and its optimizer into a strategy."""
 
 from __future__ import annotations
 
@@ -70,31 +70,30 @@ def distribute(
     find_unused_parameters: bool = False,
     layouts: Mapping[str, Sequence[str | None]] | None = None,
 ) -> Any:
-    """Put a module's parameters into the current strategy, and have its optimizer step for all replicas. Collective.
+    """Put a module's parameters into the current strategy, and make its optimizer step for all replicas. Collective.
 
-    The same objects are returned: a loop of plain torch keeps its shape. The parameters get rank 0's numbers, and lie once on
-    each node; each backward pass writes the gradients into memory that is summed; `optimizer.step()` sums and updates in one
-    pass, by torch's own rule. Random numbers, as of dropout, differ from replica to replica from then on.
+    It returns the same objects, so a loop of plain torch does not change. The parameters start with rank 0's values, and are
+    stored once on each node. Each backward pass writes the gradients to memory that is summed; `optimizer.step()` sums and
+    updates in one pass, by torch's own rule. Random numbers, as of dropout, differ between replicas from then on.
 
     Args:
-        module: any, on the kind of device that the strategy has; convert its dtype before.
-        optimizer: of the module's parameters, made as usual. torch.optim's SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax,
-            RAdam, NAdam, ASGD and Rprop are divided over the ranks. Any other, also of your own, runs on whole tensors on every
-            rank, with the closure of its step if it calls one, as LBFGS does. A sequence of several, each of other parameters,
-            is returned as a list. Without it, pass
-            `ms.torch.gradients(module)` to an optimizer of `ms.optimizers`.
-        loss: what a replica differentiates: "mean", over the rows of its part of the batch; replicas are weighted by their
-            rows where the batch is a distributed dataset's, else equally. Or "sum": a part of the whole loss, as
-            `ms.nn.compute_average_loss` makes it; then gradients are summed as they are.
+        module: any, on the strategy's kind of device; convert its dtype before.
+        optimizer: of the module's parameters, created as usual. torch.optim's SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta,
+            Adamax, RAdam, NAdam, ASGD and Rprop are divided over the ranks. Any other, also of your own, runs on whole tensors on
+            every rank, with the closure of its step if it calls one, as LBFGS does. A sequence of several, each of other
+            parameters, is returned as a list. Without it, pass `ms.torch.gradients(module)` to an optimizer of `ms.optimizers`.
+        loss: the kind of loss that a replica differentiates. "mean": over its rows of the batch; replicas are weighted by their
+            rows if the batch is a distributed dataset's, else equally. "sum": a summand of the whole loss, as of
+            `ms.nn.compute_average_loss`; then gradients are summed unchanged.
         max_norm: scale the gradients down together so that their norm over all parameters, after the sum, does not exceed it.
-        sync_batch_norm: replace BatchNorm layers by ones whose statistics are of all replicas.
+        sync_batch_norm: replace BatchNorm layers by ones with the statistics of all replicas.
         overlap: on several nodes or GPUs, start to sum gradients within backward passes, as DDP does: see `Optimizer.begin`. Then
             all ranks must call backward equally often, and compute gradients of the same parameters.
         find_unused_parameters: a parameter that has a gradient on some replicas only counts as 0 on the others, as with DDP's
             option of that name; one without a gradient on any replica is not updated. Costs one small collective per step.
-        layouts: under a MeshStrategy, by name of a parameter, how the ranks of a replica divide it, as `ms.Variable`'s layout:
-            it has this rank's part, also where the module was made whole. `state_dict` and `load_state_dict` of module and
-            optimizer have it whole.
+        layouts: under a MeshStrategy, by name of a parameter, its division over the ranks of a replica, as `ms.Variable`'s
+            layout. The parameter has this rank's slice, also if the module was created whole. `state_dict` and
+            `load_state_dict` of module and optimizer have the whole.
 
     Raises:
         ContextError: outside of a strategy's scope.
@@ -103,7 +102,7 @@ def distribute(
             optimizers, or without memory, or complex; SyncBatchNorm, where workers do not step together; a layout
             that does not fit, or without a mesh.
         TypeError: an optimizer whose step fails with gradients of zeros, or that has another optimizer.
-        RuntimeError: the module was distributed already.
+        RuntimeError: the module is distributed already.
         LayoutError: a strategy with sharded_gradients.
         CollectiveMismatchError: on every rank, when their modules differ.
 
@@ -153,7 +152,7 @@ def distribute(
 
 
 def _check_several(strategy: Any, optimizers: Sequence[Any], max_norm: float | None, overlap: bool) -> None:
-    """Raise ValueError where a module cannot have these optimizers together."""
+    """Raise ValueError if a module cannot have these optimizers together."""
     held = [id(p) for each in optimizers for group in each.param_groups for p in group["params"]]
     if not optimizers or len(set(held)) < len(held):
         expected = "optimizers of other parameters each"
@@ -169,7 +168,7 @@ def _check_several(strategy: Any, optimizers: Sequence[Any], max_norm: float | N
 
 
 def _check_finding(strategy: Any, optimizer: Any, overlap: bool) -> None:
-    """Raise ValueError where it cannot be found which parameters other replicas have used."""
+    """Raise ValueError if parameters used by other replicas cannot be found."""
     remedy = "Leave find_unused_parameters out, or add 0 * parameter.sum() of each unused parameter to the loss"
     if strategy.extended.placement.store is not None:
         got = "parameter servers, whose workers send their own gradients only"
@@ -186,7 +185,7 @@ def _check_finding(strategy: Any, optimizer: Any, overlap: bool) -> None:
 
 
 def _device_of(strategy: Any) -> str:
-    """Return where modules must lie, in torch's words."""
+    """Return the device of modules, in torch's terms."""
     placement = strategy.extended.placement
     return "cuda" if placement.store is None and parse(placement.devices[0])[0] == "gpu" else "cpu"
 
@@ -195,7 +194,7 @@ def check_tensors(module: torch.nn.Module, device: str) -> None:
     """Check that parameters and buffers have memory, in this process, on a kind of device, of a dtype that variables have.
 
     Raises:
-        ValueError: one has not; it is named.
+        ValueError: names the first that has not.
     """
     function = "ms.torch.distribute"
     if torch.is_inference_mode_enabled():
@@ -244,7 +243,8 @@ def _check_in_sync(strategy: Any) -> None:
 
 
 def _seed(strategy: Any) -> None:
-    """Let replicas draw other random numbers, which repeat with the program's seed, and ranks of one the same. Collective."""
+    """Make replicas draw different random numbers, repeatable by the program's seed; ranks of a replica draw the same.
+    Collective."""
     group, served = strategy.extended.process_group, strategy.extended.placement.store is not None
     number = strategy.rank if served else strategy.extended.sync_topology.rank
     state = torch.get_rng_state().numpy()

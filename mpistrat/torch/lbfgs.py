@@ -1,4 +1,4 @@
-"""The state of torch's LBFGS as arrays of fixed shapes: its history grows up to `history_size`, and variables do not grow."""
+"""The state of torch's LBFGS as arrays of fixed shapes: its history grows up to `history_size`, and variables cannot grow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["is_lbfgs", "new_arrays", "packed", "unpacked"]
 
 _NUMBERS = ("func_evals", "n_iter", "t", "prev_loss", "H_diag")
 _VECTORS = ("d", "prev_flat_grad")
-_HISTORY = ("old_dirs", "old_stps")  # a vector for each of the last iterations, and in "ro" a number
+_HISTORY = ("old_dirs", "old_stps")  # one vector for each of the last iterations, and a number in "ro"
 
 
 def is_lbfgs(optimizer: torch.optim.Optimizer) -> bool:
@@ -22,7 +22,7 @@ def is_lbfgs(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def new_arrays(parameters: Sequence[torch.Tensor], group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the arrays before the first step, which torch keeps for the first parameter: 2 · history_size + 2 vectors."""
+    """Return the arrays before the first step, which torch has for the first parameter: 2 · history_size + 2 vectors."""
     empty = torch.cat(
         [parameter.detach().new_empty(0) for parameter in parameters]
     )  # of the dtype of their gradients together
@@ -34,7 +34,7 @@ def new_arrays(parameters: Sequence[torch.Tensor], group: Mapping[str, Any]) -> 
 
 
 def packed(state: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return new arrays with a state. "al" is left out: torch computes it anew in each iteration.
+    """Return new arrays of a state, without "al", which torch recomputes in each iteration.
 
     Args:
         state: of the first parameter, as torch has it.
@@ -61,7 +61,7 @@ def packed(state: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> dict
 
 
 def unpacked(arrays: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the state that `packed` was given, in memory of its own."""
+    """Return the state of `packed` arrays, in new memory."""
     state: dict[str, Any] = {name: int(arrays[name]) for name in ("func_evals", "n_iter")}
     if not state["n_iter"]:  # the first gradient was below the tolerance
         return state

@@ -1,6 +1,6 @@
-"""A module whose parameters are variables of a strategy: whose memory they have, how gradients come into it, and buffers.
+"""A module whose parameters share the memory of a strategy's variables: their gradients, and the module's buffers.
 
-The buffers of a distributed module: each replica writes its own, as BatchNorm its statistics; `eval` makes them equal.
+Each replica of a distributed module writes its own buffers, as BatchNorm its statistics; `eval` makes them equal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 
 class _Known(NamedTuple):
-    """A buffer of one local replica: its name in the module, and the tensor that has the variable's memory."""
+    """A buffer of one local replica: its name in the module, and the tensor with the variable's memory."""
 
     place: str
     tensor: torch.Tensor
@@ -55,10 +55,10 @@ _known: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, _Known]] = (
 
 @final
 class Buffers:
-    """The buffers of a module, of all local replicas. Making them is collective.
+    """The buffers of a module, of all local replicas. Creating them is collective.
 
     Attributes:
-        variables: by name: of statistics the mean over the replicas counts, of counters the first replica's.
+        variables: by name: the mean over the replicas for statistics, the first replica's for counters.
     """
 
     def __init__(self, strategy: Any, replicas: Sequence[torch.nn.Module]) -> None:
@@ -81,7 +81,7 @@ class Buffers:
                 _known.setdefault(layer, {})[name] = _Known(place, own)
 
     def average(self) -> None:
-        """Replace the buffers that replicas have changed differently by their means. Collective.
+        """Replace buffers that differ between replicas by their means. Collective.
 
         Raises:
             ContextError: in a step.
@@ -106,7 +106,7 @@ class Buffers:
                 variable.assign(variable.numpy())
 
     def collect(self) -> None:
-        """Copy what the program put in the places of buffers into their variables."""
+        """Copy values that the program assigned to buffers into their variables."""
         for reference in self._replicas:
             module = reference()
             for layer in module.modules() if module is not None else ():
@@ -122,7 +122,7 @@ def _layer_of(module: torch.nn.Module, place: str) -> tuple[torch.nn.Module, str
 
 @torch.compiler.disable
 def _assigned(layer: torch.nn.Module, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
-    """Return what stands in a buffer's place after an assignment: its own tensor with the value, or a value with a history."""
+    """Return a buffer's value after an assignment: its own tensor with the new value, or a value with a history."""
     known = _known[layer].get(name)
     if known is None or value is None or value is known.tensor:
         return value
@@ -140,33 +140,33 @@ def _assigned(layer: torch.nn.Module, name: str, value: torch.Tensor | None) -> 
 
 
 def _registered(layer: torch.nn.Module, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
-    """Called by torch for each buffer that is registered or assigned, of any module."""
+    """Handle each buffer of any module that is registered or assigned; called by torch."""
     return _assigned(layer, name, value) if layer in _known else None
 
 
 torch.nn.modules.module.register_module_buffer_registration_hook(_registered)
 
-# A tensor of what a server sent is never written: parameters change by steps only.
+# A tensor that a server sent is never written: parameters only change by steps.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable", module="mpistrat.torch")
 
 
 @final
 class TorchLink:
-    """What ties a parameter of one local replica to a variable: its data is the variable's memory.
+    """The link of a parameter of one local replica to a variable: its data is the variable's memory.
 
     Attributes:
         name: of the parameter in its module.
         variable: the variable.
         replicas: the links of all local replicas' parameters of that name.
-        gradient: where the variable's gradient lies; of a parameter that was frozen when it was distributed, memory of its own
-            until its first step. None before that, and where a server has the variable.
+        gradient: the memory of the variable's gradient; for a parameter that was frozen when it was distributed, private
+            memory until its first step. None before that, and if a server has the variable.
         shown: the same memory, as `parameter.grad` shows it.
-        summed: how many replicas a server sums up; it gets gradients that are divided by it. Else 1.
+        summed: the number of replicas that a server sums up; it gets gradients divided by it. Else 1.
         address: of the variable's memory; torch itself may move a tensor's, as `share_memory` does.
         replica: the local replica.
-        divided: which part of it this rank has, where the ranks of a replica divide it; else None.
-        optimized: whether an optimizer has the parameter.
-        noted: called with the link when a backward pass has completed the gradient, if anything is.
+        divided: this rank's range of it, if the ranks of a replica divide it; else None.
+        optimized: True if an optimizer has the parameter.
+        noted: called with the link when a backward pass has completed the gradient, if set.
     """
 
     __slots__ = (
@@ -193,7 +193,7 @@ class TorchLink:
         self.replicas: Sequence[TorchLink] = (self,)
         self.summed, self.replica = summed, replica
         self.optimized = False
-        self._late = False  # whether the gradient is not in the variable's memory yet
+        self._late = False  # True if the gradient is not in the variable's memory yet
         self.noted: Callable[[TorchLink], None] | None = None
         self.divided: Part | None = None
         self.gradient: torch.Tensor | None = None
@@ -214,25 +214,25 @@ class TorchLink:
         else:
             self._late = True
         if parameter.is_floating_point():
-            # torch holds its hooks where no garbage collector looks: this one must not hold the link.
+            # The garbage collector does not see torch's hooks: this one must not refer to the link.
             parameter.requires_grad_(True)  # else torch refuses the hook
             parameter.register_post_accumulate_grad_hook(functools.partial(_take, weakref.ref(self)))
             parameter.requires_grad_(trains)
 
     def _hold(self, array: Any) -> None:
-        """Keep the gradient in an array from now on."""
+        """Use an array for the gradient from now on."""
         self._present = array, self.variable
         self.gradient = tensor_of(array)
         self.shown = torch.Tensor._make_subclass(LocalGradient, self.gradient)
         self.shown.strategy = weakref.ref(self.variable.placement.strategy)
 
     def _hold_own(self, gradient: torch.Tensor) -> None:
-        """Keep the gradient in memory of its own, as that of a thawed parameter before its first step."""
+        """Use private memory for the gradient, as for a thawed parameter before its first step."""
         plain = gradient.detach()
         self._hold(array_of(plain.to_dense() if plain.is_sparse else plain.contiguous()))
 
     def _hold_late(self) -> None:
-        """Keep the gradient in the variable's memory, which a step has made since the parameter was thawed."""
+        """Use the variable's memory for the gradient, which a step has allocated since the parameter was thawed."""
         parameter, own, shown = self.parameter, self.gradient, self.shown
         self._hold(self.variable.gradient(self.replica))
         self._late = False
@@ -245,7 +245,7 @@ class TorchLink:
         """The parameter.
 
         Raises:
-            RuntimeError: the program has dropped it.
+            RuntimeError: the program has deleted it.
         """
         parameter = self._parameter()
         if parameter is None:
@@ -254,10 +254,10 @@ class TorchLink:
         return parameter
 
     def take(self, parameter: torch.nn.Parameter) -> None:
-        """Take the gradient that a backward pass has just completed. If `shown` was there, autograd has added to it already.
+        """Move the gradient of a completed backward pass into place. If `shown` was there, autograd has added to it already.
 
-        For a small module these calls, one for each parameter, take as long as a step's communication: what is not rare comes
-        first, and does not go through `torch.no_grad`.
+        For a small module these calls, one per parameter, take as long as a step's communication: the common case comes first,
+        and avoids `torch.no_grad`.
         """
         if torch.compiler.is_dynamo_compiling():  # a compiled function has called backward
             self._take_untraced(parameter)
@@ -281,15 +281,15 @@ class TorchLink:
         self.take(parameter)
 
     def whole(self) -> torch.Tensor:
-        """Return a copy of the whole parameter. Collective, where ranks divide it."""
+        """Return a copy of the whole parameter. Collective, if ranks divide it."""
         return tensor_of(self.variable.gathered()) if self.divided is not None else self.parameter.data.clone()
 
     def attach(self) -> None:
-        """Give the parameter the variable's memory; of a variable on a server, what is read of it now."""
+        """Set the parameter's data to the variable's memory; for a variable on a server, to its current value."""
         self.parameter.data = tensor_of(self.variable.array) if self.tensor is None else self.tensor
 
     def forget(self, set_to_none: bool) -> None:
-        """Forget the gradient, or make it zero if there is one."""
+        """Delete the gradient, or set an existing one to zero."""
         gradient = self.parameter.grad
         if gradient is None or set_to_none:
             self.parameter.grad = None
@@ -302,7 +302,7 @@ class TorchLink:
         """Return the gradient and the variable, as `apply_gradients` takes them.
 
         Args:
-            by_rows: whether a server may get the rows of a sparse gradient alone, and leaves the others as they are.
+            by_rows: True if a server may get only the rows of a sparse gradient, and does not change the others.
 
         Raises:
             RuntimeError: the parameter has lost the variable's memory, or is a complex one that was frozen.
@@ -344,7 +344,7 @@ class TorchLink:
             self._refuse("the memory of its variable", got, remedy)
 
     def require_gradients(self) -> None:
-        """Raise RuntimeError if a parameter has a gradient, and was thawed after `distribute`: `ms.optimizers` cannot take it."""
+        """Raise RuntimeError if a parameter thawed after `distribute` has a gradient: `ms.optimizers` cannot update it."""
         if self.tensor is not None and not self.variable.trainable and self.parameter.grad is not None:
             remedy = "Set requires_grad before ms.torch.distribute, or pass an optimizer of torch.optim to it"
             self._refuse("a parameter that was trainable when it was distributed", "a frozen one", remedy)
@@ -377,7 +377,7 @@ def link_of(parameter: Any) -> TorchLink | None:
 
 
 def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return this replica's own gradient of a parameter, as it is before the sum, to look at; None where there is none.
+    """Return this replica's own gradient of a parameter, before the sum, for inspection; None without one.
 
     Example:
         >>> ms.torch.local_gradient(module.weight).norm()  # doctest: +SKIP
@@ -390,7 +390,7 @@ def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def gradients(module: torch.nn.Module) -> list[tuple[Any, Variable]]:
-    """Return the pairs that `apply_gradients` of an optimizer of `ms.optimizers` takes; in a step, after `backward`.
+    """Return the pairs for `apply_gradients` of an optimizer of `ms.optimizers`; in a step, after `backward`.
 
     Raises:
         RuntimeError: a parameter has lost its variable's memory.
@@ -399,7 +399,7 @@ def gradients(module: torch.nn.Module) -> list[tuple[Any, Variable]]:
         >>> optimizer.apply_gradients(ms.torch.gradients(module))  # doctest: +SKIP
     """
     links = vars(module).get("mpistrat_links")
-    if links is None:  # a part of a distributed module
+    if links is None:  # a submodule of a distributed module
         links = [link for parameter in module.parameters() if (link := link_of(parameter)) is not None]
     replica = local_replica(links[0].variable.placement.strategy) if links else 0
     if "mpistrat_replicas" in vars(module):
@@ -411,16 +411,16 @@ def gradients(module: torch.nn.Module) -> list[tuple[Any, Variable]]:
 
 
 class DistributedModule(torch.nn.Module):
-    """The methods that `distribute` puts before those of a module's class.
+    """Methods that `distribute` adds before those of a module's class.
 
     Attributes:
-        mpistrat_strategy: whose variables its parameters are.
-        mpistrat_links: what ties each parameter to its variable.
+        mpistrat_strategy: the strategy of its variables.
+        mpistrat_links: the link of each parameter to its variable.
         mpistrat_frozen: those of parameters that were frozen when the module was distributed.
-        mpistrat_passes: what weighs passes by the rows of a replica's part of a batch, and reads parameters from servers.
-        mpistrat_changed: whether layers or parameters were registered since the last step.
+        mpistrat_passes: weighs passes by the rows of a replica's share of a batch, and reads parameters from servers.
+        mpistrat_changed: True if layers or parameters were registered since the last step.
         mpistrat_replicas: the modules of all local replicas; this one is the first.
-        mpistrat_buffers: the variables of the buffers; of the first local replica's module only.
+        mpistrat_buffers: the variables of the buffers; on the first local replica's module only.
     """
 
     mpistrat_strategy: Any
@@ -432,7 +432,7 @@ class DistributedModule(torch.nn.Module):
     mpistrat_buffers: Buffers | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a module of the class itself: what is made of a distributed one, such as `model[:-1]`, is a plain module."""
+        """Return a plain module of the class: modules made of a distributed one, such as `model[:-1]`, are not distributed."""
         kind: Any = cls.__mro__[2]
         return kind(*args, **kwargs)
 
@@ -459,7 +459,7 @@ class DistributedModule(torch.nn.Module):
         )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Set the mode. With `eval()` statistics that replicas have changed differently become their means: collective then."""
+        """Set the mode. With `eval()` statistics that differ between replicas become their means: collective then."""
         before, trained = self.training, any(layer.training for layer in self.modules())
         result = super().train(*args, **kwargs)
         if self.training != before:
@@ -470,9 +470,9 @@ class DistributedModule(torch.nn.Module):
         return result
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's state, as plain torch has it. Of several parameter servers none may call it.
+        """Return the module's state, as in plain torch. With several parameter servers, servers must not call it.
 
-        Collective where ranks divide parameters.
+        Collective if ranks divide parameters.
         """
         for link in self.mpistrat_links:
             if link.tensor is None:
@@ -485,10 +485,10 @@ class DistributedModule(torch.nn.Module):
         return state
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load a module's state, of plain torch too. Collective: every rank loads the same.
+        """Load a module's state, also of plain torch. Collective: every rank loads the same.
 
         Raises:
-            CollectiveMismatchError: on every rank, when they load other numbers.
+            CollectiveMismatchError: on every rank, when they load different values.
         """
         links = self.mpistrat_links
         for link in links:
@@ -533,8 +533,8 @@ def put_into(
     Args:
         strategy: the current one.
         module: any.
-        order: names of parameters, in which their variables are made: those of a group side by side.
-        weighs: whether gradients are weighted by rows.
+        order: names of parameters, in the order of their variables: those of a group are adjacent.
+        weighs: True if gradients are weighted by rows.
         layouts: of parameters that the ranks of a replica divide, by name.
     """
     replicas = [module, *(copy.deepcopy(module) for _ in strategy.extended.replicas[1:])]
@@ -572,7 +572,7 @@ def put_into(
 
 
 def divide_gradients(module: Any) -> None:
-    """Divide gradients by the number of replicas as they are computed: an optimizer of `ms.optimizers` sums them."""
+    """Divide gradients by the number of replicas when they are computed, as an optimizer of `ms.optimizers` sums them."""
     replicas = summed_replicas(module.mpistrat_strategy)
     for link in module.mpistrat_links if replicas > 1 else ():
         for each in link.replicas:
@@ -581,7 +581,7 @@ def divide_gradients(module: Any) -> None:
 
 
 def _read(links: Sequence[TorchLink]) -> None:
-    """Read parameters that servers have."""
+    """Read parameters from servers."""
     for link in links:
         link.attach()
 
@@ -590,7 +590,7 @@ _roots: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Any]] = weakref.W
 
 
 def _changed(layer: torch.nn.Module, name: str, value: Any) -> None:
-    """Called by torch for each layer and parameter that is registered, of any module."""
+    """Record a new layer or parameter of any module; called by torch."""
     reference = _roots.get(layer)
     root = None if reference is None else reference()
     if root is not None:
@@ -602,10 +602,10 @@ torch.nn.modules.module.register_module_parameter_registration_hook(_changed)
 
 
 def check_parameters(module: Any, replica: int) -> None:
-    """Check before a step that a module has the parameters that were distributed, and forget the weights of earlier passes.
+    """Check before a step that a module has its distributed parameters, and forget the weights of earlier passes.
 
     Raises:
-        RuntimeError: it has others: a layer was added or replaced.
+        RuntimeError: a layer was added or replaced.
     """
     own = module.mpistrat_replicas[replica] if replica else module
     if own.mpistrat_changed:

@@ -1,6 +1,6 @@
 """A torch.optim optimizer whose step sums over the replicas and updates in one pass; its state is divided over the ranks.
 
-Sums that start in the middle of a backward pass: buckets of parameters, for which `Optimizer.begin` is called.
+Overlap: sums that start during a backward pass, of buckets of parameters, by `Optimizer.begin`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ _BUCKET_BYTES = 25 << 20  # as DDP's
 class Overlap:
     """The buckets of a module's parameters, the last ones first, as a backward pass reaches them.
 
-    A bucket is begun when all its gradients are there and those before it were begun, so the order is the same on all ranks.
+    A bucket is started when all its gradients are complete and those before it were started, so the order is the same on all
+    ranks.
     """
 
     def __init__(self, rule: Any, strategy: Any, links: Sequence[TorchLink]) -> None:
-        """Make buckets, where sums can start early: on several nodes, or on GPUs, with one replica a rank; else none."""
+        """Make buckets if sums can start early: on several nodes, or on GPUs, with one replica per rank."""
         self._rule, self._strategy = rule, strategy
         self._buckets: list[list[TorchLink]] = []
         extended = strategy.extended
@@ -55,7 +56,7 @@ class Overlap:
         several = placement.group.num_nodes > 1 or (rule._core.begun.on_one_node and placement.group.topology.size > 1)
         if placement.store is None and len(extended.replicas) == 1 and several:
             self._fill([link for link in reversed(links) if link.gradient is not None])
-        self._versions: dict[TorchLink, int] = {}  # of what was begun
+        self._versions: dict[TorchLink, int] = {}  # of the started sums
         self._reset()
 
     def _fill(self, links: Sequence[TorchLink]) -> None:
@@ -74,7 +75,7 @@ class Overlap:
 
     @torch.compiler.disable
     def _note(self, link: TorchLink) -> None:
-        """Note that a backward pass has completed a gradient. Collective, where it is the last one of a bucket."""
+        """Record that a backward pass has completed a gradient. Collective if it is the last one of a bucket."""
         if self._next == len(self._buckets) or not self._rule._core.begun.early:
             return
         for missing in self._missing[self._next :]:
@@ -86,7 +87,7 @@ class Overlap:
             self._versions.update((each, _version(each)) for each in bucket)
 
     def settle(self) -> None:
-        """Have the step that follows take what was begun, or sum again where a gradient was changed since. Collective."""
+        """Make the next step use the started sums, or sum again if a gradient has changed since. Collective."""
         if not self._versions:
             self._reset()
             return
@@ -112,7 +113,7 @@ class Overlap:
 
 
 def _version(link: TorchLink) -> int:
-    """Return the number of changes of a gradient; -1 where the program has replaced it."""
+    """Return the number of changes of a gradient; -1 if the program has replaced it."""
     if link.gradient is None or link.parameter.grad is not link.shown:
         return -1
     return link.gradient._version
@@ -126,7 +127,7 @@ class _OptimizerState(defaultdict[Any, Any]):
         self._optimizer = weakref.ref(optimizer)
 
     def clear(self) -> None:
-        """Forget all state, as before the first step. Every rank must do it."""
+        """Delete all state, as before the first step. Every rank must do it."""
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -144,7 +145,7 @@ class _OptimizerState(defaultdict[Any, Any]):
 
 
 class TorchOptimizer(torch.optim.Optimizer):
-    """What `distribute` makes of an optimizer's class: the class itself, and these methods first."""
+    """Methods that `distribute` adds before those of an optimizer's class, in a subclass of both."""
 
     mpistrat_rule: TorchRule
     mpistrat_strategy: Any
@@ -152,24 +153,24 @@ class TorchOptimizer(torch.optim.Optimizer):
     mpistrat_links: Sequence[Sequence[TorchLink]]  # of the parameters of each local replica
     mpistrat_overlap: Overlap | None
     mpistrat_counts: Sequence[LossCount]  # of each local replica
-    mpistrat_weighs: bool  # whether losses are means, weighted by rows
+    mpistrat_weighs: bool  # True if losses are means, weighted by rows
 
     @torch.compiler.disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Sum the gradients over all replicas, and update. Collective.
 
         In replica context, or outside of `strategy.run` on ranks with one replica each. Hooks of the optimizer are called as in
-        plain torch. A closure is called once before the update, and its loss, of this replica's rows, returned. An optimizer
-        that calls it itself, such as LBFGS, gets the loss and the gradients of the whole batch in each call, and returns that.
+        plain torch. A closure is called once before the update, and its loss, of this replica's rows, returned. An optimizer that
+        calls it itself, such as LBFGS, gets the loss and the gradients of the whole batch in each call, and returns that loss.
 
         Raises:
             ContextError: outside of `strategy.run` on a rank with several local replicas.
-            RuntimeError: a parameter has lost the memory of its variable; a setting needs state that was not made.
-            CollectiveMismatchError: on every rank, when they have gradients of other parameters, or other numbers.
+            RuntimeError: a parameter has lost the memory of its variable; a setting needs state that does not exist.
+            CollectiveMismatchError: on every rank, when gradients are of different parameters, or ranks have other values.
             TypeError: no closure, for an optimizer that calls it itself.
-            BatchError: the loss that a closure returns is of several batches, of which replicas have unequal parts.
+            BatchError: the loss that a closure returns is of several batches, of which replicas have unequal shares.
         """
-        if torch.is_inference_mode_enabled():  # nothing that is kept may be made in it
+        if torch.is_inference_mode_enabled():  # tensors of that mode cannot be used later
             with torch.inference_mode(False):
                 return self.step(closure)
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _hooks_of_all():
@@ -178,7 +179,7 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     step.__dict__.update(
         hooked=True,  # as torch marks a step that calls hooks
-        _wrapped_by_lr_sched=True,  # so that a scheduler leaves it as it is
+        _wrapped_by_lr_sched=True,  # so that a scheduler does not wrap it
     )
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -189,7 +190,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.__dict__.update(_opt_called=True)  # what torch's schedulers look at, for a warning
+        self.__dict__.update(_opt_called=True)  # torch's schedulers check it, for a warning
         strategy = self.mpistrat_strategy
         check_parameters(self.mpistrat_module, local_replica(strategy))
         remedy = "Put forward, backward and step into a function, and call that by strategy.run(step, args=(batch,))"
@@ -220,7 +221,7 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients: of this replica in a step, of all local ones outside."""
+        """Delete the gradients: of this replica in a step, of all local ones outside."""
         frame = context.current()
         inside = frame.strategy is self.mpistrat_strategy and frame.replica is not None
         own = slice(first := local_replica(self.mpistrat_strategy), first + 1) if inside else slice(None)
@@ -234,7 +235,7 @@ class TorchOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: parameters that are not the distributed module's, or that a group has already.
-            RuntimeError: with parameter servers or a rule on whole tensors; a group that needs state that was not made.
+            RuntimeError: with parameter servers or a rule on whole tensors; a group that needs state that does not exist.
         """
         if "mpistrat_rule" not in vars(self):
             super().add_param_group(param_group)
@@ -267,7 +268,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         self.mpistrat_links = [(*old, *new) for old, new in zip(self.mpistrat_links, added, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain torch has it, whole, on every rank. Collective."""
+        """Return the whole state, as plain torch does, on every rank. Collective."""
         rule, state = self.mpistrat_rule, dict[int, dict[str, Any]]()
         whole = rule.on_whole_tensors
         for index, (group, parameter) in enumerate(self._parameters()):
@@ -302,10 +303,10 @@ class TorchOptimizer(torch.optim.Optimizer):
                 yield group, parameter
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Take a state of `state_dict`, or of plain torch. Every rank must load the same.
+        """Load a state of `state_dict`, or of plain torch. Every rank must load the same.
 
         Raises:
-            ValueError: the groups are others.
+            ValueError: the groups differ.
         """
         rule, taken = self.mpistrat_rule, {}
         super().load_state_dict({**state_dict, "state": {}})
@@ -349,7 +350,7 @@ def _with_hooks(optimizer: Any, closure: Callable[[], Any] | None) -> Any:
 
 
 def _give(rule: TorchRule, variable: Variable, slots: dict[str, Any]) -> None:
-    """Give a variable its slots, now or at its first step."""
+    """Set a variable's slots, now or at its first step."""
     starts = rule._core.slot_start
     slots |= {
         name: np.full(variable.shape, starts.get(name, 0.0), accumulation_dtype(variable.dtype))
@@ -407,7 +408,7 @@ def distribute_optimizer(
 
 
 def _has_begun(state: Mapping[str, Any]) -> bool:
-    """Return whether a parameter's state is of more than no steps: Adagrad has some from the beginning."""
+    """Return whether a parameter's state is of at least one step: Adagrad has some from the start."""
     if "step" in state:
         return bool(state["step"])
     return any(value is not None for value in state.values())

@@ -1,8 +1,8 @@
-"""torch's update rules on blocks of weights, as an optimizer of ours.
+"""torch's update rules on blocks of weights, as an optimizer of this package.
 
-The rules work element by element, so any block of any parameter may be updated separately, by the rank that owns it, with state
-that lies in our slots. Adam's blocks go to torch's fused kernel at once, others to torch's own optimizer, whose one parameter
-becomes each block in turn. As torch does, each parameter counts the steps in which it had a gradient.
+The rules are elementwise, so the rank that owns a block of a parameter can update it separately, with state in the package's
+slots. Adam's blocks go to torch's fused kernel directly, others to torch's own optimizer, whose single parameter becomes each
+block in turn. As in torch, each parameter counts the steps in which it had a gradient.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ __all__ = ["StepsTaken", "TorchRule", "slots_of"]
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "RAdam", "NAdam", "ASGD", "Rprop")
 _KERNELS = {"Adam": getattr(torch, "_fused_adam_", None), "AdamW": getattr(torch, "_fused_adamw_", None)}
 _OURS = {"foreach": False, "capturable": False, "differentiable": False, "fused": None}
-_WITH_SCALARS = ("NAdam", "ASGD")  # which keep numbers once for all elements
+_WITH_SCALARS = ("NAdam", "ASGD")  # have numbers that all elements share
 _UNCOMPARED = {"params", "lr", "initial_lr", "param_names"}
 _UNSAVED = {"params", "param_names", *_OURS}
 
 
 @final
 class StepsTaken:
-    """The steps that some variables of a group have taken, and what torch keeps once for all elements of each.
+    """The number of steps of some variables of a group, and their state in torch that all elements share.
 
     Attributes:
         group: the number of the group.
-        lag: how many steps of the optimizer they had no gradient in.
-        begun: whether they have state already, though they may have taken no step: it was loaded.
-        scalars: by torch's name of the state.
+        lag: the number of the optimizer's steps without a gradient of theirs.
+        begun: True if they have state already, perhaps before any step: it was loaded.
+        scalars: the shared state, by torch's name.
     """
 
     __slots__ = ("begun", "group", "lag", "next_scalars", "scalars")
@@ -63,16 +63,16 @@ class StepsTaken:
         self.scalars = self.next_scalars = dict(scalars)
 
     def copy(self) -> StepsTaken:
-        """Return a copy, for those of the variables that go on alone."""
+        """Return a copy, for those variables whose steps differ from now on."""
         return StepsTaken(self.group, self.lag, self.begun, self.scalars)
 
 
 @final
 class _BlockStep:
-    """torch's step of one group on one block after the other. A thread's own.
+    """torch's step of one group, on one block after the other. One per thread.
 
     Attributes:
-        revision: of the rule, whose numbers it has.
+        revision: of the rule, whose settings it has.
     """
 
     def __init__(self, kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype: Any, revision: int) -> None:
@@ -99,12 +99,12 @@ class _BlockStep:
             }
 
     def names(self) -> list[str]:
-        """Return the names of what torch keeps for each element: found by a step on one number."""
+        """Return the names of torch's state per element, by trying a step on one number."""
         state = self._tried(1, True, {}, 1.0)
         return [name for name, value in state.items() if torch.is_tensor(value) and value.shape == (1,)]
 
     def scalars(self, step: int, first: bool, scalars: Mapping[str, float], rate: float) -> dict[str, float]:
-        """Return what torch keeps once for all elements, as it is after a step."""
+        """Return torch's state that all elements share, after a step."""
         state = self._tried(step, first, scalars, rate)
         return {
             name: float(value)
@@ -144,8 +144,8 @@ class _BlockStep:
             block: the block.
             rate: the learning rate.
             step: the number of this step among those of the parameter, from 1.
-            first: whether torch makes its state now.
-            scalars: what torch keeps once for all elements.
+            first: True if torch creates its state now.
+            scalars: torch's state that all elements share.
         """
         weights, gradient = tensor_of(block.weights), tensor_of(block.gradient)
         slots = {name: tensor_of(slot) for name, slot in block.slots.items()}
@@ -183,13 +183,13 @@ class _BlockStep:
 
 @final
 class TorchRule(ForeignRule):
-    """torch's rule, as an optimizer of ours.
+    """torch's rule, as an optimizer of this package.
 
     Attributes:
         rule: the name of torch's class.
-        settings: the numbers of each group, which ranks compare.
-        scale: what sums of gradients are multiplied by.
-        counts: those of the local replicas' losses in the step that begins, where losses are counted.
+        settings: the settings of each group, which ranks compare.
+        scale: the factor of sums of gradients.
+        counts: the counts of the local replicas' losses in the step that starts, if losses are counted.
     """
 
     _function = "ms.torch.distribute"
@@ -218,14 +218,14 @@ class TorchRule(ForeignRule):
             self._core.begun = BegunInBackward(sums)
         self.scale = 1.0 / replicas
         self.counts: list[int] = []
-        # A step on blocks is the same with each of them; torch's own has other bits.
+        # A step on blocks is the same with each of these settings; torch's own has other bits.
         self.__uncompared = _UNCOMPARED if whole or sums is not None else _UNCOMPARED | _OURS.keys()
         self.rule, self.settings = kind.__name__, self._settings()
         self.__taken = [StepsTaken(number) for number in range(len(optimizer.param_groups))]
         self.__taken_by: dict[Any, int] = {}  # not compared: the settings have the number of each group
         self.__variables: dict[int, list[Any]] = {}  # by group
         self.__frozen: set[Any] = set()  # variables without memory for gradients
-        self.__together = False  # whether all have taken a step, and keep no numbers once for all elements
+        self.__together = False  # True if all have taken a step, and no state is shared by all elements
         self.__seen: list[dict[str, Any]] = []
         self.__served = [_read(group) for group in optimizer.param_groups]
         self.__local = threading.local()
@@ -234,15 +234,15 @@ class TorchRule(ForeignRule):
         return float(self._optimizer.param_groups[0]["lr"])
 
     def follow(self) -> None:
-        """Take over what the program, or a scheduler, has changed in the groups."""
+        """Read changes of the groups by the program or a scheduler."""
         groups = self._optimizer.param_groups
-        if groups == self.__seen:  # mostly of identities
+        if groups == self.__seen:  # mostly compares identities
             return
         settings = self._settings()
         if settings != self.settings:
             self._check_state(settings)
             self.settings = settings
-        changing = any(map(_has_tensor, groups))  # in place; then it would be equal to itself
+        changing = any(map(_has_tensor, groups))  # in place, so it would equal itself
         self.__seen = [] if changing else [dict(group) for group in groups]
 
     def _settings(self) -> list[dict[str, Any]]:
@@ -254,11 +254,11 @@ class TorchRule(ForeignRule):
             for group in groups
         ]
         for settings, group in zip(chosen[1:], groups[1:], strict=True):
-            settings["lr"] = float(group["lr"])  # that of the first group is compared as the rule's own
+            settings["lr"] = float(group["lr"])  # the first group's is compared as the rule's own
         return chosen
 
     def _check_state(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Raise RuntimeError if new settings need state that was not made when the optimizer was distributed."""
+        """Raise RuntimeError if new settings need state that was not created when the optimizer was distributed."""
         turned_on = [
             name
             for before, now in zip(self.settings, settings, strict=True)
@@ -269,7 +269,7 @@ class TorchRule(ForeignRule):
             self._require_slots(", ".join(dict.fromkeys(turned_on)))
 
     def _require_slots(self, names: str) -> None:
-        """Raise RuntimeError if the groups need state that was not made; `names` are of settings."""
+        """Raise RuntimeError if the groups need state that does not exist; `names` are of settings."""
         if self._on_wholes:
             return
         needed = set(slots_of(self.kind, self._optimizer.param_groups)[0]) - set(self.slot_names)
@@ -281,12 +281,12 @@ class TorchRule(ForeignRule):
             raise RuntimeError(explain(f"{self.rule}.step", names, expected=expected, got="set later", remedy=remedy))
 
     def get_settings(self) -> list[dict[str, Any]]:
-        """Return what each group holds but for its parameters, as JSON holds it: files and snapshots have it."""
+        """Return the settings of each group without its parameters, as JSON, for files and snapshots."""
         groups = enumerate(self._optimizer.param_groups)
         return [group_settings(group, _UNSAVED) | self._saved_steps(number) for number, group in groups]
 
     def _saved_steps(self, group: int) -> dict[str, Any]:
-        """Return what steps the variables of a group have taken, as JSON holds it."""
+        """Return the steps of the variables of a group, as JSON."""
         numbers = [self._group_of(variable) for variable in self.__variables.get(group, [])]
         known = list(dict.fromkeys(numbers))
         taken = [self.__taken[number] for number in known]
@@ -296,7 +296,7 @@ class TorchRule(ForeignRule):
         }
 
     def _restore_steps(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take what `_saved_steps` returned of each group; nothing of older files."""
+        """Restore the steps of each group that `_saved_steps` returned; older files have none."""
         found: dict[Any, StepsTaken] = {}
         for number, saved in enumerate(groups):
             steps = [StepsTaken(number, *each) for each in saved.get("steps", ())]
@@ -308,7 +308,7 @@ class TorchRule(ForeignRule):
             self.load_taken(found)
 
     def set_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Take the settings of each group, as torch's `load_state_dict` does; tensors are filled in place.
+        """Set the settings of each group, as torch's `load_state_dict` does; tensors are filled in place.
 
         Raises:
             ValueError: another number of groups.
@@ -327,7 +327,7 @@ class TorchRule(ForeignRule):
 
     @property
     def by_rows(self) -> bool:
-        """Whether numbers whose gradient is zero stay as they are, so that an update of some rows is one of all."""
+        """True if elements without a gradient do not change, so that some rows can be updated alone."""
         still = self.rule == "Adagrad" or (self.rule == "SGD" and all(not each["momentum"] for each in self.settings))
         return still and all(not each["weight_decay"] for each in self.settings)
 
@@ -337,24 +337,24 @@ class TorchRule(ForeignRule):
         return super()._update_whole(scaled, weights)
 
     def mean_loss(self, total: float) -> float:
-        """Return the loss of the whole batch, of the sum of the replicas' losses in the last step."""
+        """Return the loss of the whole batch, given the sum of the replicas' losses in the last step."""
         return total * self.scale / self._core.divisor
 
     @property
     def on_whole_tensors(self) -> TorchWholeRule | None:
-        """The rule on whole tensors, with the state of each parameter; None where the rule runs on blocks."""
+        """The rule on whole tensors, with the state of each parameter; None if the rule runs on blocks."""
         return self._whole
 
     def assign_group(self, variable: Any, group: int) -> None:
-        """Say which group a variable belongs to: one of those that the optimizer was made with."""
+        """Set the group of a variable: one of those that the optimizer was created with."""
         self.__taken_by[variable] = group
         self._note(variable, group)
 
     def add_group(self, variables: Sequence[Any]) -> None:
-        """Update some more variables by the last group of the optimizer, which was just added.
+        """Update more variables by the last group of the optimizer, which was just added.
 
         Raises:
-            RuntimeError: the group needs state that was not made when the optimizer was distributed.
+            RuntimeError: the group needs state that was not created when the optimizer was distributed.
         """
         groups = self._optimizer.param_groups
         number = len(groups) - 1
@@ -376,11 +376,11 @@ class TorchRule(ForeignRule):
         return self.__taken_by.get(variable, 0)
 
     def taken_of(self, variable: Any) -> StepsTaken:
-        """Return what steps a variable has taken."""
+        """Return the steps of a variable."""
         return self.__taken[self._group_of(variable)]
 
     def load_taken(self, taken: Mapping[Any, StepsTaken]) -> None:
-        """Take over what steps variables have taken; those that are not named have taken none."""
+        """Set the steps of variables; those that are not named have taken none."""
         self.__taken = [StepsTaken(number) for number in range(len(self._optimizer.param_groups))]
         known: dict[Any, int] = {}
         for group, variables in self.__variables.items():
@@ -406,7 +406,7 @@ class TorchRule(ForeignRule):
                 self._add_zeros(strategy, pairs_of(pairs))
             if self.__frozen:
                 self._thaw({variable for gradient, variable in pairs_of(pairs)[0] if gradient is not None})
-        if self._on_wholes or served:  # servers count for themselves
+        if self._on_wholes or served:  # servers count themselves
             super()._take_step(strategy, pairs, aggregate)
             return
         given = pairs_of(pairs)[0]
@@ -430,14 +430,14 @@ class TorchRule(ForeignRule):
                 taken.begun, taken.scalars = True, taken.next_scalars
             else:
                 taken.lag += 1
-        # Then a step in which all have gradients changes none of these numbers.
+        # Then a step in which all have gradients changes none of these counts.
         plain = self.rule not in _WITH_SCALARS
         self.__together = plain and all(taken.begun for taken in self.__taken)
 
     def begin_in_backward(self, strategy: Any, links: Sequence[TorchLink]) -> None:
         """Start to sum gradients that a backward pass has completed. Collective."""
         if isinstance(self._core.begun, BegunInBackward):
-            self._core.begun.start(links)  # where a backward pass has a thread of its own
+            self._core.begun.start(links)  # a backward pass has its own thread
             return
         remedy = "Call backward in the function that strategy.run runs"
         in_step(strategy, lambda: self.begin([link.variable for link in links]), "backward", remedy)
@@ -453,7 +453,7 @@ class TorchRule(ForeignRule):
         return TorchStep(self, state, sums, variables, left_out)
 
     def _add_zeros(self, strategy: Any, replicas: Sequence[list[tuple[Any, Any]]]) -> None:
-        """Give a replica a gradient of zeros for each parameter that has one on other replicas only. Collective."""
+        """Give a replica a gradient of zeros for each parameter that only has one on other replicas. Collective."""
         variables = list(self.__taken_by)
         known = [{variable: gradient for gradient, variable in pairs if gradient is not None} for pairs in replicas]
         group = strategy.extended.process_group
@@ -468,7 +468,7 @@ class TorchRule(ForeignRule):
             pairs[:] = [(found.get(variable), variable) for variable in variables]
 
     def _divide(self, strategy: Any) -> None:
-        """Have the step divide sums by the counts of the losses of all replicas. Collective, where losses are counted.
+        """Make the step divide sums by the counts of the losses of all replicas. Collective, if losses are counted.
 
         Raises:
             ValueError: on every rank, when all counts are 0.
@@ -488,13 +488,13 @@ class TorchRule(ForeignRule):
         self._core.divisor = float(total)
 
     def _thaw(self, given: Set[Any]) -> None:
-        """Make memory for the gradients of parameters that were frozen when they were distributed. Collective."""
+        """Allocate memory for the gradients of parameters that were frozen when they were distributed. Collective."""
         for variable in [each for each in self.__taken_by if each in self.__frozen and each in given]:
             make_trainable(variable)
             self.__frozen.remove(variable)
 
     def _check_served(self) -> None:
-        """Raise RuntimeError if the program has changed settings, which servers read of their own optimizers."""
+        """Raise RuntimeError if the program has changed settings: servers use those of their own optimizers."""
         now = [_read(group) for group in self._optimizer.param_groups]
         if now == self.__served:
             return
@@ -511,7 +511,7 @@ class TorchRule(ForeignRule):
         raise RuntimeError(explain(f"{self.rule}.step", names, expected=expected, got=got, remedy=remedy))
 
     def _stepping(self, pairs: Sequence[tuple[Any, Any]]) -> set[int]:
-        """Return the numbers of what takes this step; variables that part from others in it get one of their own."""
+        """Return the numbers of the sets of variables that take this step; sets that split in it get new numbers."""
         given = {variable for gradient, variable in pairs if gradient is not None}
         numbers = {self._group_of(variable) for variable in given}
         if len(given) == len(self.__taken_by):
@@ -539,7 +539,7 @@ class TorchRule(ForeignRule):
         self._block_step(block, group).update(block, rate, step, first, scalars)
 
     def _served_scalars(self, group: int, step: int, rate: float) -> Mapping[str, float]:
-        """Return what torch keeps once for all elements, as it is before a step on a server, which counts all steps."""
+        """Return torch's state that all elements share, before a step on a server, which counts all steps."""
         known: dict[Any, Any] = self.__local.__dict__
         taken: int
         scalars: dict[str, float]
@@ -557,14 +557,14 @@ class TorchRule(ForeignRule):
         return self._kept(key, group, tensor_of(block.weights).dtype)[0]
 
     def _trial(self, number: int) -> _BlockStep:
-        """Return the step of a group that computes what torch keeps once for all elements."""
+        """Return the step of a group that computes torch's state shared by all elements."""
         trial, new = self._kept(("trial", number), self._optimizer.param_groups[number], torch.float32)
         if new:
             trial.names()
         return trial
 
     def _kept(self, key: Any, group: Mapping[str, Any], dtype: Any) -> tuple[_BlockStep, bool]:
-        """Return this thread's step under a key, and whether it is new: settings have changed, or it is the first."""
+        """Return this thread's step under a key, and whether it is new: the first, or with changed settings."""
         known: dict[Any, Any] = self.__local.__dict__
         step = known.get(key)
         if step is not None and step.revision == self._core.revision:
@@ -591,11 +591,11 @@ def _number(value: Any) -> Any:
 
 
 def slots_of(kind: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], float]:
-    """Return what torch's rule keeps for each element, and its value before the first step."""
+    """Return the names of torch's state per element, and its value before the first step."""
     names = [name for group in groups for name in _BlockStep(kind, group, torch.float32, 0).names()]
     return tuple(dict.fromkeys(names)), float(groups[0].get("initial_accumulator_value", 0.0))
 
 
 def is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
-    """Return whether a rule is one of torch's that update each number by itself."""
+    """Return whether a rule is one of torch's elementwise rules."""
     return kind.__name__ in ELEMENTWISE and kind is getattr(torch.optim, kind.__name__, None)

@@ -1,6 +1,6 @@
-"""`python -m mpistrat.torch.run`, in the place of `torchrun` and `python -m torch.distributed.run`: the ranks start under MPI.
+"""`python -m mpistrat.torch.run`, instead of `torchrun` and `python -m torch.distributed.run`: the ranks start under MPI.
 
-It is `mpistrat run --torchrun` with the same words.
+It is `mpistrat run --torchrun` with the same arguments.
 """
 
 from __future__ import annotations

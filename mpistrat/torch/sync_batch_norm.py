@@ -1,4 +1,4 @@
-"""Batch normalization by the statistics of all replicas, which torch itself has for GPUs only."""
+"""Batch normalization by the statistics of all replicas, which torch only has for GPUs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["SyncBatchNorm", "convert"]
 class _SumOverReplicas(torch.autograd.Function):
     """The sum over replicas, differentiable any number of times. Collective.
 
-    Each replica differentiates a loss of its own, which counts by its share. The gradient of the total for this replica's input
-    is divided by the share again, since the gradients of its parameters are multiplied by it.
+    Each replica differentiates its own loss, weighted by its share. The gradient of the total for this replica's input is divided
+    by the share again, since the gradients of its parameters are multiplied by it.
     """
 
     @staticmethod
@@ -33,7 +33,7 @@ class _SumOverReplicas(torch.autograd.Function):
 
 
 class _Merge(torch.autograd.Function):
-    """The mean and variance of all replicas' rows, of the means and sums of squared deviations of each. Collective.
+    """The mean and variance of all replicas' rows, from each one's means and sums of squared deviations. Collective.
 
     Source: T. Chan, G. Golub, R. LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
     """
@@ -61,11 +61,11 @@ class _Merge(torch.autograd.Function):
 
 
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
-    """A BatchNorm layer whose statistics are those of the batches of all replicas together. In training its calls are collective.
+    """A BatchNorm layer whose statistics are those of all replicas' batches together. In training its calls are collective.
 
     Attributes:
-        strategy: whose replicas they are.
-        share: the weight of the pass that runs: what multiplies this replica's gradients.
+        strategy: the strategy of the replicas.
+        share: the weight of the current pass, a factor of this replica's gradients.
         place: the name of the layer in its module.
 
     Source: S. Ioffe, C. Szegedy, Batch Normalization, 2015; torch.nn.SyncBatchNorm.
@@ -76,11 +76,11 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     place = ""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: one of a plain module is of no strategy."""
+        """Return the state of a copy: in a plain module it has no strategy."""
         return {name: value for name, value in vars(self).items() if name not in ("strategy", "share")}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a copy that is of the same strategy."""
+        """Return a copy of the same strategy."""
         import copy
 
         made = type(self).__new__(type(self))
@@ -117,14 +117,14 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         """Normalize. Collective in training.
 
         Raises:
-            ValueError: on every rank, for fewer than two values a channel over all replicas.
+            ValueError: on every rank, for fewer than two values per channel over all replicas.
         """
         self._check_input_dim(input)
         if not self.training:
             return super().forward(input)
         axes, shape = [0, *range(2, input.dim())], [1, input.shape[1], *([1] * (input.dim() - 2))]
         wide = input.double()
-        own = wide if self.share else wide[:0]  # rows that stand for none do not count
+        own = wide if self.share else wide[:0]  # placeholder rows do not count
         count = own.numel() // max(input.shape[1], 1)
         if count:
             shift = (
@@ -151,7 +151,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
 
 
 def convert(module: torch.nn.Module) -> None:
-    """Replace a module's BatchNorm layers by SyncBatchNorm; parameters and buffers are kept."""
+    """Replace a module's BatchNorm layers by SyncBatchNorm, with the same parameters and buffers."""
     for name, child in module.named_children():
         if isinstance(child, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(child, SyncBatchNorm):
             layer = SyncBatchNorm(

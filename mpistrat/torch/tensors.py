@@ -1,4 +1,4 @@
-"""Tensors and arrays of the same memory; the tensor that stands for a gradient which is not summed yet."""
+"""Tensors and arrays of the same memory; the tensor that shows a gradient before its sum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LocalGradient", "array_of", "copy_of", "slices_of", "tensor_of"]
 
 
 def tensor_of(array: Any) -> torch.Tensor:
-    """Return a tensor that has the memory of a NumPy or CuPy array, of any dtype that torch knows."""
+    """Return a tensor that shares the memory of a NumPy or CuPy array, of any dtype that torch knows."""
     if type(array) is np.ndarray and array.dtype.kind == "f":
         return torch.from_numpy(array)
     if is_gpu(array):
@@ -33,17 +33,17 @@ def copy_of(array: Any) -> torch.Tensor:
 
 
 def array_of(tensor: torch.Tensor) -> Any:
-    """Return an array that has the memory of a tensor, without its history."""
+    """Return an array that shares the memory of a tensor, without its history."""
     return as_array(tensor, "mpistrat.torch", "tensor")
 
 
 def slices_of(tensor: torch.Tensor) -> IndexedSlices:
-    """Return the rows of a sparse tensor, as those of an embedding's gradient are."""
+    """Return the rows of a sparse tensor, such as an embedding's gradient."""
     tensor = tensor.detach().coalesce()
     return IndexedSlices(array_of(tensor.values()), array_of(tensor.indices()[0]), tuple(tensor.shape))
 
 
-# What may be done with a gradient of one replica: look at what it is, and `zero_grad(set_to_none=False)`.
+# Allowed on the gradient of one replica: reading its properties, and `zero_grad(set_to_none=False)`.
 _ALLOWED = {
     *("__get__", "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "data_ptr", "storage_offset"),
     *("is_contiguous", "is_floating_point", "is_complex", "__len__", "__hash__"),
@@ -54,10 +54,10 @@ _ALLOWED = {
 
 @final
 class LocalGradient(torch.Tensor):
-    """What `parameter.grad` is between `backward` and `zero_grad`: this replica's own gradient, in memory that is summed later.
+    """The value of `parameter.grad` between `backward` and `zero_grad`: this replica's gradient, in memory that is summed later.
 
-    Functions that compute with it raise an error: clipping by the norm of one replica's gradient, or a step of an optimizer
-    that was not distributed, would make the ranks' weights differ. `local_gradient` gives the plain tensor.
+    Functions that compute with it raise an error: clipping by the norm of one replica's gradient, or a step of a plain optimizer,
+    would make the ranks' weights differ. `local_gradient` returns the plain tensor.
 
     Attributes:
         strategy: a weak reference to the strategy whose replicas' gradients are summed.
@@ -67,10 +67,10 @@ class LocalGradient(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do what is harmless, and what a GradScaler does. Collective, of a GradScaler.
+        """Call a harmless function, or one of a GradScaler, collectively.
 
         Raises:
-            RuntimeError: for all else that computes.
+            RuntimeError: for all other functions that compute.
         """
         name = getattr(function, "__name__", str(function))
         if name == "_amp_foreach_non_finite_check_and_unscale_":
@@ -84,7 +84,7 @@ class LocalGradient(torch.Tensor):
 
 
 def _unscale(gradients: Sequence[LocalGradient], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """Multiply gradients by a number, and note whether those of any replica have an infinity or NaN. Collective.
+    """Multiply gradients by a number, and record whether those of any replica have an infinity or NaN. Collective.
 
     Raises:
         RuntimeError: on a rank with several local replicas, whose threads share the GradScaler.
@@ -98,7 +98,7 @@ def _unscale(gradients: Sequence[LocalGradient], found_inf: torch.Tensor, invers
     with torch._C.DisableTorchFunctionSubclass():
         torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found_inf, inverse_scale)
         for gradient in gradients:
-            torch.autograd.graph.increment_version(gradient)  # which torch's function does not, and `Overlap` looks at
+            torch.autograd.graph.increment_version(gradient)  # which torch's function does not, and `Overlap` needs
     group = strategy.extended.process_group
     with group.collective("GradScaler.unscale_"):
         found = group.agree(int(bool(found_inf)), "max")

@@ -1,6 +1,6 @@
-"""A step by PyTorch's own parts: its NCCL sums the gradients, and the program's optimizer updates the parameters, fused or not.
+"""A step by PyTorch itself: its NCCL sums the gradients, and the program's optimizer updates the parameters, fused or not.
 
-The state of the optimizer is tensors in the memory of the slots, so files, snapshots and `state_dict` have it as on CPUs.
+The optimizer's state is tensors in the memory of the slots, so files, snapshots and `state_dict` have it as on CPUs.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _sums: weakref.WeakKeyDictionary[Any, GradientSums] = weakref.WeakKeyDictionary(
 
 
 def goes_by_torch(placement: Any) -> bool:
-    """Return True if variables lie on devices where steps go by PyTorch's own parts: on GPUs."""
+    """Return True if variables are on devices where PyTorch itself runs steps: on GPUs."""
     return bool(placement.arenas.on_gpu)
 
 
 def sums_of(strategy: Any, device: torch.device) -> GradientSums | None:
-    """Return what sums gradients by a process group of torch.distributed; None where steps go by the package's own parts.
+    """Return the sums of gradients by a process group of torch.distributed; None if the package itself runs steps.
 
-    These are steps on CPUs, of parameter servers, of a mesh, of several replicas on a rank, of slots that are divided over nodes,
-    and of an algorithm for sums that the program has chosen. Collective, the first time for a strategy.
+    It does on CPUs, with parameter servers, a mesh, several replicas on a rank, slots divided over nodes, or an algorithm for
+    sums that the program has chosen. Collective, the first time for a strategy.
 
     Args:
         strategy: the strategy.
-        device: where its gradients are.
+        device: of its gradients.
     """
     extended = strategy.extended
     placement = extended.placement
@@ -68,9 +68,9 @@ def sums_of(strategy: Any, device: torch.device) -> GradientSums | None:
 
 
 def steps_by_torch(variables: Sequence[Variable]) -> bool:
-    """Return True if PyTorch can update variables as it would its own: whole on each rank, of 32 or 64 bits.
+    """Return True if PyTorch can update variables like its own: whole on each rank, of 32 or 64 bits.
 
-    The package keeps the state of parameters of 16 bits in 32. All ranks call it.
+    The package stores the state of 16-bit parameters in 32 bits. All ranks call it.
     """
     return all(
         variable.arena is not None
@@ -98,10 +98,10 @@ class GradientSums:
         store, _, _ = store_of(topology.comm, topology.intra, limit, _NAME)
         self.group = over(topology.comm, store, limit, _NAME)
         ranks.attach(self)
-        self.group.allreduce([torch.zeros(1, device=device)]).wait()  # here, not in a step, NCCL is found or not
+        self.group.allreduce([torch.zeros(1, device=device)]).wait()  # a missing NCCL raises here, not in a step
 
     def start(self, flat: torch.Tensor) -> list[Any]:
-        """Start to replace a flat tensor by its sum over all ranks, in buckets. Return what waits for them. Collective."""
+        """Start to replace a flat tensor by its sum over all ranks, in buckets. Return the works to wait for. Collective."""
         if self.group is None:
             return []
         length = max(1, _BUCKET_BYTES // flat.element_size())
@@ -113,16 +113,16 @@ class GradientSums:
             self.group.shutdown()
 
     def leave(self) -> None:
-        """Nothing: the strategy's group shows the others that this rank leaves."""
+        """Do nothing: the strategy's group shows other ranks that this one leaves."""
 
     def abandon(self) -> None:
-        """End the process group without the others, of whom some were lost. Local."""
+        """End the process group without the other ranks, some of which are gone. Local."""
         if self.group is not None:
             self.group.abort()
 
 
 class _Range(NamedTuple):
-    """Neighbours in an arena: their elements, without a gap, and the variables."""
+    """A contiguous range of an arena, and its variables."""
 
     arena: Arena
     low: int
@@ -131,7 +131,7 @@ class _Range(NamedTuple):
 
 
 class _Sum(NamedTuple):
-    """The gradients of a range of variables in memory of its own, and what waits for their sum."""
+    """The gradients of a range of variables in separate memory, and the works of their sum."""
 
     range: _Range
     flat: torch.Tensor
@@ -139,7 +139,7 @@ class _Sum(NamedTuple):
 
 
 def _ranges_of(variables: Sequence[Variable]) -> list[_Range]:
-    """Return the ranges in which variables lie, in an order that all ranks have."""
+    """Return the ranges of variables, in the same order on all ranks."""
     return [
         _Range(arena, low, high, [variable for variable in some if low <= variable.offset < high])
         for arena, some in by_arena(variables).items()
@@ -148,30 +148,30 @@ def _ranges_of(variables: Sequence[Variable]) -> list[_Range]:
 
 
 def _parts(found: _Range, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return the part of each variable of a range in a flat tensor of it."""
+    """Return views of a range's flat tensor, one per variable."""
     starts = [variable.offset - found.low for variable in found.variables]
     return [flat[low : low + v.size].view(v.shape) for low, v in zip(starts, found.variables, strict=True)]
 
 
 @final
 class BegunInBackward:
-    """The sums that backward passes have started since the last step: see `Begun`, in whose place it is.
+    """The sums that backward passes have started since the last step, with the methods of `Begun`.
 
     Attributes:
-        words: what ranks compare in the step: the names, in order.
-        early, able, on_one_node: that sums start early, on one node, too.
+        words: names in order, which ranks compare in the step.
+        early, able, on_one_node: True: sums start early, also on one node.
     """
 
     early = able = on_one_node = True
 
     def __init__(self, sums: GradientSums) -> None:
         self._sums, self._started = sums, list[_Sum]()
-        self._used = False  # with overlap=True only
+        self._used = False  # only with overlap=True
         self.words = ""
 
     @torch.no_grad()
     def start(self, links: Sequence[Any]) -> None:
-        """Start to sum gradients that are complete. Collective; in the thread of a backward pass, where CuPy has no device."""
+        """Start to sum complete gradients. Collective; in the thread of a backward pass, where CuPy has no device."""
         gradients = {link.variable: link.gradient for link in links if link.gradient is not None}
         if not steps_by_torch([*gradients]):
             return
@@ -184,7 +184,7 @@ class BegunInBackward:
         self.words += f", begun: {', '.join(variable.name for variable in gradients)}"
 
     def take(self) -> list[_Sum]:
-        """Return what was started, and forget it."""
+        """Return the started sums, and forget them."""
         started, self._started = self._started, []
         for each in started:
             if each.flat.is_cuda:  # memory of the stream of the backward pass
@@ -192,12 +192,12 @@ class BegunInBackward:
         return started
 
     def check(self, *_: Any) -> None:
-        """Nothing: `Overlap` has found gradients that are not final."""
+        """Do nothing: `Overlap` has found gradients that are not final."""
 
     note_step = check
 
     def refuse(self, ranks: ProcessGroup, error: BaseException) -> None:
-        """Refuse the next collectives after an error of the step: sums may be under way that other ranks have not started."""
+        """Refuse further collectives after an error of the step: sums may be pending that other ranks have not started."""
         if not self._used:
             return
         self._started.clear()
@@ -205,7 +205,7 @@ class BegunInBackward:
         self._sums.abandon()
 
     def forget(self) -> None:
-        """Forget what was started. Every rank does it."""
+        """Discard the started sums. Every rank does it."""
         for each in self.take():
             for work in each.works:
                 work.wait()
@@ -214,7 +214,7 @@ class BegunInBackward:
 
 @final
 class TorchStep(UpdateRun):
-    """The step of one optimizer on one set of parameters, of which each rank has all in memory of its own."""
+    """The step of one optimizer on one set of parameters, which each rank has completely in its own memory."""
 
     def __init__(
         self, rule: Any, state: OwnState, sums: GradientSums, variables: Sequence[Variable], left_out: Sequence[str]
@@ -238,14 +238,14 @@ class TorchStep(UpdateRun):
         self.describe()
 
     def describe(self) -> None:
-        """Describe anew what the ranks compare, after the optimizer's numbers have changed."""
+        """Update the text that ranks compare, after the optimizer's settings have changed."""
         names = ", ".join(variable.name for variable in self._variables)
         absent = f", not {', '.join(self._left_out)}" if self._left_out else ""
         which = "" if self._number is None else f", the scope's optimizer {self._number}"
         self._detail = f"of {names}{absent} by {self._core.describe()}{which}"
 
     def load(self, replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
-        """Copy the gradients into the arenas where they are not there."""
+        """Copy the gradients into the arenas unless they are there."""
         load_gradients(replicas, key)
 
     def run(self, aggregate: bool) -> None:
@@ -258,7 +258,7 @@ class TorchStep(UpdateRun):
             self._state.step(dict(itertools.chain.from_iterable(pairs)))
 
     def _compare(self, aggregate: bool) -> None:
-        """Raise CollectiveMismatchError if ranks take other steps, or now and then if their weights differ. Collective."""
+        """Raise CollectiveMismatchError if ranks take different steps, or, periodically, if their weights differ. Collective."""
         core, group = self._core, self._group
         number = core.calls + 1
         detail = (self._detail if aggregate else f"{self._detail}, without aggregation") + core.begun.words
@@ -272,14 +272,14 @@ class TorchStep(UpdateRun):
                     if error is not None:
                         raise error
                 elif group.num_nodes > 1:
-                    group.agree(0)  # NCCL would wait without a word for a rank that is elsewhere
+                    group.agree(0)  # NCCL would wait silently for a rank that is elsewhere
         except BaseException as error:
             if isinstance(core.begun, BegunInBackward):
                 core.begun.refuse(group, error)
             raise
 
     def _digests(self) -> list[int]:
-        """Return numbers that a change of any weight changes, one of each range."""
+        """Return a number for each range that changes with any of its weights."""
         found = []
         for arena, low, high, _ in self._ranges:
             bits = torch.int32 if arena.dtype.itemsize == 4 else torch.int64
@@ -287,7 +287,7 @@ class TorchStep(UpdateRun):
         return torch.stack(found).tolist() if found else []
 
     def _sum(self, aggregate: bool) -> list[_Sum]:
-        """Return the sums of the gradients, in memory of their own: arenas have the replica's own still. Collective."""
+        """Return the sums of the gradients, in separate memory: arenas still have the replica's own. Collective."""
         begun = self._core.begun
         sums: list[_Sum] = begun.take() if isinstance(begun, BegunInBackward) else []
         ranges = self._ranges
@@ -304,7 +304,7 @@ class TorchStep(UpdateRun):
         return sums
 
     def _scale(self, sums: Sequence[torch.Tensor]) -> None:
-        """Make of sums the gradients of the loss, clipped by their norm. No number is read from a device."""
+        """Convert sums to the gradients of the loss, clipped by their norm. Reads no value from a device."""
         factor: Any = self._rule.scale / self._core.divisor
         limit = self._rule.global_clipnorm  # of sums over the counts of losses
         if limit is not None:
@@ -326,7 +326,7 @@ class OwnState:
     """The state of a program's optimizer, in the memory of its slots, and its own step on the parameters.
 
     Args:
-        rule: what counts the steps, and has the slots.
+        rule: counts the steps, and has the slots.
         optimizer: the program's.
     """
 
@@ -337,10 +337,10 @@ class OwnState:
         self._at_once = bool(kind([torch.nn.Parameter(torch.zeros(1, device="cpu"))], lr=1.0).state)  # Adagrad's
         self._state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         self._slots: dict[Any, dict[str, torch.Tensor]] = {}  # by parameter
-        self._counted: dict[Any, tuple[Any, int]] = {}  # what counts its steps, and the number of the last one
+        self._counted: dict[Any, tuple[Any, int]] = {}  # the counter of its steps, and the number of the last one
 
     def step(self, gradients: Mapping[Variable, torch.Tensor]) -> None:
-        """Update the parameters that have a gradient, by the optimizer itself."""
+        """Update the parameters that have a gradient, with the optimizer itself."""
         optimizer: Any = self._optimizer
         stepping = {}
         for group in optimizer.param_groups:
@@ -356,7 +356,7 @@ class OwnState:
 
     @contextlib.contextmanager
     def _shown(self, optimizer: Any, gradients: Mapping[Any, torch.Tensor]) -> Iterator[None]:
-        """Give an optimizer its state, and its parameters their summed gradients, for a block."""
+        """Give an optimizer its state, and its parameters their summed gradients, in a `with` block."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         before, state = [parameter.grad for parameter in parameters], optimizer.state
         try:
@@ -370,12 +370,12 @@ class OwnState:
                 parameter.grad = gradient
 
     def _prepare(self, parameter: Any, variable: Variable, group: Mapping[str, Any]) -> None:
-        """Have the state of a parameter as it is before its next step; none where the optimizer makes it in that step."""
+        """Set the state of a parameter before its next step, unless the optimizer creates it in that step."""
         taken = self._rule.taken_of(variable)
         number = self._rule.iterations + 1 - taken.lag
         known, self._counted[parameter] = self._counted.get(parameter), (taken, number)
         if known is not None and known[0] is taken and known[1] == number - 1:
-            return  # the optimizer has made it in the last step
+            return  # created by the optimizer in the last step
         arena, low = variable.arena, variable.offset
         slots = {} if arena is None else self._rule._core.slots.of(arena).of_range(low, low + variable.size)
         found = {name: tensor_of(array).view(variable.shape) for name, array in slots.items()}
@@ -391,7 +391,7 @@ class OwnState:
             state[name] = torch.tensor(float(value), dtype=torch.float32, device=device)
 
     def _keep(self, parameter: Any) -> None:
-        """Have what the optimizer has made anew in the memory of the slots."""
+        """Move state that the optimizer has newly created to the memory of the slots."""
         state = self._state[parameter]
         for name, slot in self._slots[parameter].items():
             value = state.get(name)

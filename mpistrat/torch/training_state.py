@@ -1,7 +1,7 @@
 """The state of a module and its optimizers, as `ms.train.Checkpoints` saves it in a program of torch.distributed.
 
-PyTorch's `get_state_dict` names the tensors, of DDP's modules, of those of `fully_shard` and of plain ones. They become the
-arrays of a checkpoint, of which each rank writes its shards, or a share of what all ranks have.
+PyTorch's `get_state_dict` names the tensors of plain modules, and of those of DDP and `fully_shard`. They become the arrays of a
+checkpoint: each rank writes its shards, or a share of the tensors that all ranks have.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SHOWN = 5  # names in an error
 
 @final
 class TrainingState:
-    """A module and its optimizers, which `ms.train.Checkpoints` takes in the place of a strategy.
+    """A module and its optimizers, as an argument of `ms.train.Checkpoints` instead of a strategy.
 
     The module is one of DistributedDataParallel, one that `fully_shard` or `parallelize_module` has been applied to, or a plain
     one that is equal on all ranks. A file has the whole tensors, by the names of PyTorch's `get_state_dict`: it can be restored
@@ -59,7 +59,7 @@ class TrainingState:
     Attributes:
         process_group: the ranks.
         nodes_differ: False: see `Strategy.nodes_differ`.
-        takes_snapshots: whether `mpistrat run --restarts` started the job, whose state may be kept in memory.
+        takes_snapshots: True if `mpistrat run --restarts` started the job, so that its state may be cached in memory.
     """
 
     nodes_differ = False
@@ -70,10 +70,10 @@ class TrainingState:
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         group: Any = None,
     ) -> None:
-        """Take a module. Collective over the group.
+        """Set a module and its optimizers. Collective over the group.
 
         Args:
-            model: the module; make it first, then its optimizers.
+            model: the module; create it first, then its optimizers.
             optimizers: of its parameters.
             group: a process group of the backend "mpi" or "mpistrat"; default the default group.
 
@@ -117,8 +117,7 @@ class TrainingState:
     def should_stop(self) -> bool:
         """Return whether to stop here: some rank got SIGUSR1 or SIGTERM, or its time is nearly over. Collective.
 
-        Call it after each step. From the first call on the two signals do nothing else, until the program ends. See
-        `Strategy.should_stop`.
+        Call it after each step. From the first call on the two signals have no other effect. See `Strategy.should_stop`.
 
         Example:
             >>> TrainingState(torch.nn.Linear(2, 1)).should_stop()
@@ -131,7 +130,7 @@ class TrainingState:
     # what is saved
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
-        """Write all tensors and settings, and what the program adds, to one HDF5 file. Collective. See `Strategy.save`.
+        """Write all tensors and settings, and the program's `extra`, to one HDF5 file. Collective. See `Strategy.save`.
 
         Raises:
             OSError: on every rank, when it cannot be written.
@@ -148,23 +147,23 @@ class TrainingState:
         *,
         then: Callable[[], None] | None = None,
     ) -> Saving:
-        """Begin to write what `save` writes, while the program goes on. Collective. See `Strategy.begin_save`."""
+        """Start to write what `save` writes, in the background. Collective. See `Strategy.begin_save`."""
         extra = self._collected(extra)
         return self._in_order("begin_save", lambda: self._checkpoint.begin(path, extra, then))
 
     def prepare_save(self) -> None:
-        """Have memory for the copies of `begin_save`. Collective. See `Strategy.prepare_save`."""
+        """Allocate memory for the copies of `begin_save`. Collective. See `Strategy.prepare_save`."""
         self._collected(None)
         self._in_order("prepare_save", self._checkpoint.prepare)
 
     def take_snapshot(self, step: int, extra: Mapping[str, Any], run: str = "") -> None:
-        """Keep all of it in memory of each node that outlives its ranks. Collective. See `Strategy.take_snapshot`.
+        """Copy the state to memory of each node that outlives its ranks. Collective. See `Strategy.take_snapshot`.
 
-        Shards that no rank of a node has are sent to it: each node can restore the job without the others.
+        A node receives the shards that none of its ranks has, so each node can restore the job alone.
 
         Raises:
-            ContextError: the job is not started again.
-            SharedMemoryError: on every rank, where the memory of a node is too small for two copies of all tensors.
+            ContextError: the job has no restarts.
+            SharedMemoryError: on every rank, when the memory of a node is too small for two copies of all tensors.
             CollectiveMismatchError, ValueError: as `save`.
         """
         check_restarts(self.process_group, "TrainingState.take_snapshot")
@@ -176,28 +175,28 @@ class TrainingState:
         self._checkpoint.reach(step)
 
     def note_saved(self, step: int, run: str = "") -> None:
-        """Note that there is a complete file of a step. Local. See `Strategy.note_saved`."""
+        """Record that there is a complete file of a step. Local. See `Strategy.note_saved`."""
         self._checkpoint.note_saved(run, step)
 
     # what is restored
 
     def restore(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Read all tensors and settings from a file that `save` wrote; return its `extra`. Collective.
+        """Read all tensors and settings from a file of `save`; return its `extra`. Collective.
 
         Raises:
             ValueError: on every rank, when the file has other tensors than the module and its optimizers.
-            OSError: on every rank, when it cannot be read, or is not as it was saved.
+            OSError: on every rank, when it cannot be read, or has changed since it was saved.
         """
         self._collected(None)
         return self._restored(self._in_order("restore", lambda: self._checkpoint.restore(path, {}, True)))
 
     def newest_snapshot(self, run: str = "") -> Snapshot | None:
-        """Return the newest state that a node still has whole. Collective. See `Strategy.newest_snapshot`."""
+        """Return the newest state that some node still has completely. Collective. See `Strategy.newest_snapshot`."""
         check_restarts(self.process_group, "TrainingState.newest_snapshot")
         return self._in_order("newest_snapshot", lambda: self._checkpoint.newest_snapshot(run))
 
     def restore_snapshot(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Restore what `newest_snapshot` has found; return its `extra`. Collective. Raises as `restore`."""
+        """Restore a result of `newest_snapshot`; return its `extra`. Collective. Raises as `restore`."""
         self._collected(None)
         return self._restored(self._in_order("restore_snapshot", lambda: self._checkpoint.restore_snapshot(snapshot)))
 
@@ -205,9 +204,9 @@ class TrainingState:
         return self.process_group.in_order(f"TrainingState.{function}", call)
 
     def _collected(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Have PyTorch name the tensors of now; return the program's addition with what optimizers keep besides tensors.
+        """Update the names of the tensors by PyTorch; return the program's `extra` with the optimizers' values besides tensors.
 
-        It is done before the collectives of a checkpoint: PyTorch may make collectives of its own for it.
+        Call it before the collectives of a checkpoint: PyTorch may use its own for it.
         """
         model, optimizers = get_state_dict(self._model, self._optimizers, options=_OPTIONS)
         buffers = {f"model.{name}" for name in model.keys() - self._names_of_parameters()}
@@ -223,7 +222,7 @@ class TrainingState:
         return {".".join(word for word in name.split(".") if word not in wrappers) for name in names} | set(names)
 
     def _restored(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Give PyTorch the tensors and values that were read; return the program's addition."""
+        """Load the tensors and values that were read into PyTorch; return the program's `extra`."""
         values = saved.pop(_VALUES, {})
         states: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
         own = {**self._tensors.named, **self._values}
@@ -250,18 +249,18 @@ class _Tensors:
         self._buffers: set[str] = set()
 
     def replace(self, named: Mapping[str, torch.Tensor], buffers: Iterable[str]) -> None:
-        """Take other tensors, of which buffers are those of rank 0, as in DistributedDataParallel."""
+        """Set new tensors; buffers are saved as rank 0 has them, as in DistributedDataParallel."""
         self.named, self._buffers = dict(sorted(named.items())), set(buffers)
 
     def optimizers(self) -> list[dict[str, Any]]:
-        """None: their tensors are among the arrays."""
+        """Return nothing: optimizers' tensors are among the arrays."""
         return []
 
     def check(self) -> None:
-        """Nothing: all tensors are in a file."""
+        """Do nothing: all tensors are in a file."""
 
     def arrays(self, ranks: Sequence[int], each_node: bool) -> tuple[dict[str, Form], list[Slice]]:
-        """Return the forms of all arrays, and what this rank writes of them. Collective."""
+        """Return the forms of all arrays, and the slices that this rank writes. Collective."""
         self._compare()
         writers = Writers(self._group, None, ranks, each_node)
         own = [self._entry(name, tensor) for name, tensor in self.named.items()]
@@ -270,7 +269,7 @@ class _Tensors:
         return slices_of(itertools.chain(whole, divided), writers)
 
     def _entry(self, name: str, tensor: torch.Tensor) -> Entry:
-        """Return the elements that this rank has of a tensor; of buffers rank 0 has them."""
+        """Return this rank's elements of a tensor; rank 0 has those of buffers."""
         key, dtype = f"variables/{key_of(name)}", parse_dtype(dtype_name(tensor.dtype))
         if isinstance(tensor, DTensor):
             local, box, everywhere, has = tensor.to_local(), _box(name, tensor), False, True
@@ -280,7 +279,7 @@ class _Tensors:
         return Entry(key, dtype, box, [(0, _flat(local, dtype))] if has and local.numel() else [], everywhere)
 
     def _compare(self) -> None:
-        """Raise CollectiveMismatchError unless the ranks have tensors of one form, and equal ones where all have them whole."""
+        """Raise CollectiveMismatchError unless tensors have the same form on all ranks, and whole ones are equal."""
         table = {}
         for name, tensor in self.named.items():
             table[name] = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
@@ -302,7 +301,7 @@ class _Tensors:
     def restore(
         self, path: str, opening: Callable[[], SnapshotFile] | None, root: int, names: Mapping[str, str], strict: bool
     ) -> dict[str, Any]:
-        """Read all tensors; return the program's addition. Collective."""
+        """Read all tensors; return the program's `extra`. Collective."""
         wanted = {name: Form(tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in self.named.items()}
         with OpenState(self._group, path, opening, root) as opened:
             found = opened.look(wanted)
@@ -321,7 +320,7 @@ class _Tensors:
         return dict(read_extra(extra or {}))
 
     def _room(self, name: str, tensor: torch.Tensor) -> tuple[np.ndarray, Receiver]:
-        """Return memory for this rank's elements of a tensor, and what fills it from the whole."""
+        """Return memory for this rank's elements of a tensor, and a receiver that fills it from the whole."""
         whole = not isinstance(tensor, DTensor)
         local, box = (tensor, Box(tensor.shape)) if whole else (tensor.to_local(), _box(name, tensor))
         array = np.empty(tuple(local.shape), parse_dtype(dtype_name(tensor.dtype)))
@@ -333,10 +332,10 @@ def _flat(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
 
 
 def _box(name: str, tensor: DTensor) -> Box:
-    """Return the part of a tensor that this rank has.
+    """Return this rank's range of a tensor.
 
     Raises:
-        ValueError: it is no box.
+        ValueError: the range is not a box.
     """
     if not all(type(placement) in (Shard, Replicate) for placement in tensor.placements):
         expected, got = "placements Shard and Replicate", ", ".join(map(repr, tensor.placements))

@@ -1,9 +1,8 @@
-"""The weight of a pass as part of its graph: while a module computes, its parameters are tensors whose gradients are multiplied.
+"""The weight of a pass in its graph: while a module computes, the gradients of its parameters are multiplied.
 
-A replica differentiates the mean over its own rows. Where replicas have unequal parts of a batch, that gradient counts by the
-rows. The factor stands between the parameters and the graph of the pass, so it holds for all that is computed of the pass, in
-any order and any number of backward passes: outputs, tensors that the module keeps, gradients of gradients. Where parts are
-equal nothing is done.
+A replica differentiates the mean over its own rows. If replicas have unequal shares of a batch, that gradient is weighted by the
+rows. The factor is between the parameters and the graph of the pass, so it applies to all results of the pass, in any order and
+any number of backward passes: outputs, tensors that the module stores, gradients of gradients. Equal shares need no factor.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class _Weigh(torch.autograd.Function):
             raise weight
         if weight == 1:
             return gradient, None
-        return gradient * weight if weight else torch.zeros_like(gradient), None  # the mean of no row is not a number
+        return gradient * weight if weight else torch.zeros_like(gradient), None  # the mean of no row is NaN
 
 
 @final
@@ -65,24 +64,24 @@ class ModulePasses:
         strategy: the strategy.
         module: the module.
         replica: the local replica.
-        weighs: whether losses are means over a replica's rows.
-        read: called before each pass: it reads parameters that servers have. None where parameters have their memory here.
+        weighs: True if losses are means over a replica's rows.
+        read: reads parameters from servers, before each pass. None if parameters have their memory here.
 
     Attributes:
-        idle: whether nothing is to be done, since all parts of batches were equal so far.
+        idle: True if passes need no action, since all shares of batches were equal so far.
     """
 
     def __init__(
         self, strategy: Any, module: torch.nn.Module, replica: int, weighs: bool, read: Callable[[], None] | None
     ) -> None:
         self.idle = True
-        self._strategy, self._root = weakref.ref(strategy), weakref.ref(module)  # layers find it without holding them
+        self._strategy, self._root = weakref.ref(strategy), weakref.ref(module)  # layers refer to this object
         self._name, self._replica, self._weighs, self._read = type(module).__name__, replica, weighs, read
-        self._now: Any = None  # the weight of the pass that runs
-        self._active: set[int] = set()  # the ids of the modules of the pass that runs
+        self._now: Any = None  # the weight of the current pass
+        self._active: set[int] = set()  # the ids of the modules of the current pass
         self._open: list[
             Callable[[], Any] | None
-        ] = []  # ends each call that runs, and returns its weight; None in a pass
+        ] = []  # for each running call, a function that ends it and returns its weight; None in a pass
         self._recent: set[float] = set()  # the weights of passes since the last step
         self._alone = len(strategy.extended.replicas) == 1
         if read is not None or not self._alone:
@@ -91,7 +90,7 @@ class ModulePasses:
             strategy.extended.batches.watch(self._begin)
 
     def _begin(self) -> None:
-        """Watch calls of layers from now on: parts are unequal, servers have parameters, or a rank has several replicas."""
+        """Watch calls of layers from now on: shares are unequal, servers have parameters, or a rank has several replicas."""
         root = self._root()
         if root is None or not self.idle:
             return
@@ -105,7 +104,7 @@ class ModulePasses:
     def call(
         self, module: torch.nn.Module, function: Callable[..., Any], args: Any, kwargs: Any, method: bool = False
     ) -> Any:
-        """Call a function of the module, which may begin a pass. A method whose inputs tell no batch begins none."""
+        """Call a function of the module, which may start a pass. A method without tensors of a batch starts none."""
         depth, output = len(self._open), None
         try:
             self.enter(module, (args, kwargs), method)
@@ -119,7 +118,7 @@ class ModulePasses:
 
     @torch.compiler.disable
     def _without_rows(self, inputs: Any) -> bool:
-        """Return whether an input is empty, and this replica's part of the batch that the inputs belong to has no row."""
+        """Return whether an input is empty, and this replica's share of its batch has no row."""
         if not any(map(_is_empty, _tensors(inputs))):
             return False
         if self._active or not self._weighs:
@@ -131,10 +130,10 @@ class ModulePasses:
 
     @torch.compiler.disable
     def enter(self, module: torch.nn.Module, inputs: Any, method: bool = False) -> None:
-        """Begin a call of the module or of one of its layers; each is followed by `leave`.
+        """Start a call of the module or of one of its layers; each is followed by `leave`.
 
         Raises:
-            BatchError: parts are unequal, and it cannot be told which batch the inputs belong to.
+            BatchError: shares are unequal, and the batch of the inputs cannot be identified.
             RuntimeError: the layer belongs to another local replica.
         """
         self._open.append(None)
@@ -180,14 +179,14 @@ class ModulePasses:
                 _note_weight(output, weight)
 
     def weight_of_loss(self, loss: Any) -> float:
-        """Return what multiplies a loss before the mean over the replicas: the weight of the passes that computed it.
+        """Return the factor of a loss before the sum over the replicas: the weight of the passes that computed it.
 
         Raises:
             BatchError: passes of several weights.
         """
         if self.idle or not self._weighs:
             return 1.0
-        weights = _weights_before([loss]) or set(self._recent)  # of a number, of all passes since the last step
+        weights = _weights_before([loss]) or set(self._recent)  # for a number, of all passes since the last step
         errors = [weight for weight in weights if isinstance(weight, BatchError)]
         if errors:
             raise errors[0]
@@ -199,13 +198,13 @@ class ModulePasses:
         return float(weights.pop()) if weights else 1.0
 
     def forget(self) -> None:
-        """Forget the weights of earlier passes, whose step is taken, and calls that an interrupt has left."""
+        """Forget the weights of earlier passes, whose step is taken, and calls that an interrupt has left open."""
         self._recent.clear()
         self.leave(0)
 
     def _weight(self, module: torch.nn.Module, inputs: Any, method: bool) -> Any:
-        """Return the weight of a pass, an error that its backward pass raises, or None for a pass that needs none."""
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint computes again what its pass had computed
+        """Return the weight of a pass, an error for its backward pass to raise, or None for a pass without a weight."""
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint recomputes its pass
             if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # for the saved tensors only
                 return None
             if len(self._recent) == 1:
@@ -233,10 +232,10 @@ def _is_empty(tensor: Any) -> bool:
 
 
 def _run_without_rows(module: torch.nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return what a function of a module computes of inputs of zero rows.
+    """Return the result of a function of a module for inputs of zero rows.
 
-    One that fails with zero rows, as `x.view(x.size(0), -1)` does, gets one row of ones instead. Then that row is cut off its
-    outputs, and numbers are NaN, as means of no row are. Running statistics stay.
+    If it fails with zero rows, as `x.view(x.size(0), -1)` does, it gets one row of ones instead. Then that row is removed from
+    its outputs, and numbers are NaN, as means of no row are. Running statistics do not change.
     """
     layers = list(module.modules())
     norms = [x for x in layers if isinstance(x, torch.nn.modules.batchnorm._NormBase)]
@@ -255,11 +254,11 @@ def _run_without_rows(module: torch.nn.Module, function: Callable[..., Any], arg
         return tree_map(functools.partial(_cut, axis), function(*given, **options))
     finally:
         for buffer, value in before:
-            buffer.data.copy_(value)  # unseen by autograd, which has saved it
+            buffer.data.copy_(value)  # hidden from autograd, which has saved it
 
 
 def _filled(value: Any) -> Any:
-    """Return a tensor of zero rows with one row of ones, whose gradients are those of no row."""
+    """Replace zero rows of a tensor by one row of ones, whose gradients are those of no row."""
     if not _is_empty(value):
         return value
     shape = [1, *value.shape[1:]] if not value.shape[0] else [size or 1 for size in value.shape]
@@ -268,7 +267,7 @@ def _filled(value: Any) -> Any:
 
 
 def _cut(axis: int, value: Any) -> Any:
-    """Return a tensor without the row that stood for none: along its first axis, else along that of the inputs' rows."""
+    """Remove the placeholder row from a tensor: along its first axis, else along that of the inputs' rows."""
     if not isinstance(value, torch.Tensor):
         return value
     if not value.dim() and value.is_floating_point():
@@ -281,7 +280,7 @@ def _cut(axis: int, value: Any) -> Any:
 
 def _enter(layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
     passes = _passes.get(layer)
-    if passes is not None:  # None of a copy
+    if passes is not None:  # None for a copy
         passes.enter(layer, (args, kwargs))
 
 
@@ -292,7 +291,7 @@ def _leave(layer: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
 
 
 def _weigh_parameters(layers: list[torch.nn.Module], weight: Any) -> list[tuple[Any, Any, Any]]:
-    """Put tensors that weigh in the places of layers' parameters; return what undoes it.
+    """Replace layers' parameters by tensors with a weight; return how to undo it.
 
     Raises:
         BatchError: a layer whose parameters cannot be replaced.
@@ -337,7 +336,7 @@ def _holds(held: Any) -> bool:
 
 
 def _replaced(value: Any, weighed: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a parameter that weighs, or a nest with those."""
+    """Replace a parameter, or those in a nest, by tensors with a weight."""
     if isinstance(value, torch.Tensor):
         return weighed(value) if value.requires_grad else value
     if type(value) is dict:
@@ -346,7 +345,7 @@ def _replaced(value: Any, weighed: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 
 def _note_weight(output: Any, weight: float) -> None:
-    """Note the weight of a pass at what it computed, where passes that go on with it find it at once."""
+    """Record the weight of a pass at its outputs, where passes that use them find it directly."""
     for tensor in _tensors(output):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             tensor.grad_fn.metadata[_Weigh] = weight
@@ -373,7 +372,7 @@ def _weights_before(tensors: list[Any]) -> set[Any]:
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[Any]:
-    """Yield the tensors and arrays in a nest, and in objects that hold some; those that `vmap` and the like wrap."""
+    """Yield the tensors and arrays in a nest and in objects with attributes, and those wrapped by `vmap` and the like."""
     if isinstance(value, torch.Tensor):
         while torch._C._functorch.is_functorch_wrapped_tensor(value):
             value = torch._C._functorch.get_unwrapped(value)
@@ -396,7 +395,7 @@ def _tensors(value: Any, depth: int = 4) -> Iterator[Any]:
 
 
 def with_passes(kind: type[torch.nn.Module]) -> dict[str, Any]:
-    """Return methods that stand for a module class's own: a call of one whose inputs tell a batch is a pass of the module."""
+    """Return methods that replace a module class's own: a call with tensors of a batch is a pass of the module."""
     methods: dict[str, Any] = {}
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] == "torch":
@@ -424,7 +423,7 @@ def _as_pass(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plain_copy(module: torch.nn.Module) -> None:
-    """Remove from a copy of a module what watches calls of its layers."""
+    """Remove the hooks on calls of layers from a copy of a module."""
     for layer in module.modules():
         for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
             for number, hook in list(hooks.items()):

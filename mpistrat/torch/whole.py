@@ -1,7 +1,7 @@
 """A rule of torch on whole tensors, such as Adafactor or Muon: every rank runs it on copies of the parameters, after the sum.
 
-Its state lies in variables, so files have it. The groups of the program's optimizer are read before each step, and get what the
-rule writes there. A rule that calls a closure itself, such as LBFGS, takes its step by `run`: see `closure.py`.
+Its state is in variables, and so in files. Before each step it reads the groups of the program's optimizer, and writes them back
+afterwards. A rule that calls a closure itself, such as LBFGS, takes its step by `run`: see `closure.py`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _FUNCTION = "ms.torch.distribute"
 
 @final
 class TorchWholeRule(WholeRule):
-    """A copy of an optimizer, of torch or a subclass of the program, with parameters of its own.
+    """A copy of an optimizer, of torch or a subclass of the program, with its own parameters.
 
     Attributes:
-        calls_closure: whether its step calls a closure itself.
+        calls_closure: True if its step calls a closure itself.
     """
 
     calls_closure = False
@@ -49,7 +49,7 @@ class TorchWholeRule(WholeRule):
         self._seed = sum(map(ord, self.title))
 
     def begin(self, variables: Sequence[Variable]) -> None:
-        """Copy the optimizer, and make the variables of its state. Collective.
+        """Copy the optimizer, and create the variables of its state. Collective.
 
         Raises:
             TypeError: the step fails.
@@ -76,7 +76,7 @@ class TorchWholeRule(WholeRule):
         with group.collective(_FUNCTION, "threads of PyTorch"):
             self._threads = int(group.all_gather_int([torch.get_num_threads()]).min())
         self._variables = list(variables)
-        self._samples: dict[str, dict[str, Any]] = {}  # of the state, whose types the values have
+        self._samples: dict[str, dict[str, Any]] = {}  # samples of the state, for the types of its values
         self._begun: dict[str, StateArray] = {}
         self._state: dict[str, dict[str, StateArray]] = {}
         for name, found in self._try().items():
@@ -105,7 +105,7 @@ class TorchWholeRule(WholeRule):
     def update(self, gradients: Mapping[str, Any], weights: Mapping[str, Any], step: int) -> Mapping[str, Any]:
         """Return new weights by name of variable; all arrays are whole. `store` writes the state.
 
-        While `run` calls a closure, the weights stay, and the copies of the parameters get the gradients.
+        While `run` calls a closure, weights do not change, and the copies of the parameters get the gradients.
         """
         if not self.calls_closure:
             self._read_groups()
@@ -124,10 +124,10 @@ class TorchWholeRule(WholeRule):
         return {name: array_of(self._parameters[name].detach()) for name in gradients}
 
     def run(self, closure: Callable[[], Any], step: int) -> Any:
-        """Call the optimizer's own step, on copies of the parameters; return what it returns. `assign` writes the result.
+        """Call the optimizer's own step, on copies of the parameters, and return its result. `assign` writes the new weights.
 
         Args:
-            closure: returns the loss of `parameters()` as they are then, and has their gradients set.
+            closure: returns the loss at the current `parameters()`, and sets their gradients.
             step: the number of the step.
         """
         self._read_groups()
@@ -153,7 +153,7 @@ class TorchWholeRule(WholeRule):
         """Write the weights and the state after `run` into variables. Collective; in cross-replica context.
 
         Raises:
-            CollectiveMismatchError: on every rank, when they have computed other numbers.
+            CollectiveMismatchError: on every rank, when ranks have computed different values.
         """
         try:
             for variable, parameter in zip(self._variables, self._parameters.values(), strict=True):
@@ -183,10 +183,10 @@ class TorchWholeRule(WholeRule):
 
     @contextlib.contextmanager
     def _alike(self, step: int) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-        """Have all ranks compute the same bits in a step: with the same number of threads, and the same random numbers.
+        """Make all ranks compute the same bits in a step: with the same number of threads, and the same random numbers.
 
         Yields:
-            What gives the program, in a closure, the threads and random numbers of this rank again.
+            A function that restores this rank's threads and random numbers for the program, in a closure.
         """
         own, drawn = torch.get_num_threads(), torch.get_rng_state()
 
@@ -213,7 +213,7 @@ class TorchWholeRule(WholeRule):
             _set_threads(own)
 
     def _load(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Give the copy of a parameter the state that its variables have."""
+        """Set the state of the copy of a parameter from its variables."""
         new, state = self.state_of(name), self._own.state[parameter]
         state.clear()
         state.update(new)
@@ -230,7 +230,7 @@ class TorchWholeRule(WholeRule):
                 yield self._begun[name], np.ones((), np.uint8)
 
     def _arrays_of(self, name: str, state: Mapping[str, Any]) -> Iterator[tuple[StateArray, np.ndarray]]:
-        """Yield the arrays of the state of a parameter, with the values of a state as torch has it."""
+        """Yield the arrays of a parameter's state, with the values of a state of torch."""
         arrays = self._state[name]
         if arrays and is_lbfgs(self._own):
             state = packed(state, {key: tensor_of(array.variable.array) for key, array in arrays.items()})
@@ -239,7 +239,7 @@ class TorchWholeRule(WholeRule):
                 yield array, _checked(self.title, key, state[key])
 
     def state_of(self, name: str) -> dict[str, Any]:
-        """Return the state of a parameter as torch has it; {} before its first step."""
+        """Return the state of a parameter in torch's form; {} before its first step."""
         if not self._begun[name].variable.array:
             return {}
         rest, samples = self._own.state.get(self._parameters[name], {}), self._samples[name]
@@ -249,7 +249,7 @@ class TorchWholeRule(WholeRule):
         return {**rest, **{key: _like(array, rest.get(key, samples[key])) for key, array in found.items()}}
 
     def load(self, name: str, state: Mapping[str, Any]) -> None:
-        """Take the state of a parameter, as torch has it. Collective: every rank gives the same."""
+        """Set the state of a parameter from torch's form. Collective: every rank passes the same."""
         self._begun[name].variable.assign(np.asarray(bool(state), np.uint8))
         own = self._own.state[self._parameters[name]]
         own.clear()
@@ -265,7 +265,7 @@ def tried(optimizer: torch.optim.Optimizer) -> tuple[bool, list[Mapping[str, Any
         Whether the step calls a closure itself, and the state of each parameter after it.
 
     Raises:
-        TypeError: the step fails, or the optimizer has another.
+        TypeError: the step fails, or the optimizer has another optimizer.
         ValueError: the step calls a closure, and a parameter has 16 bits.
     """
     kind = type(optimizer)
@@ -299,7 +299,7 @@ def _states_after(optimizer: torch.optim.Optimizer, with_closure: bool) -> list[
     """Return the state of each parameter after a step of a copy with gradients of zeros."""
     kind = type(optimizer)
     trial: Any = object.__new__(kind)
-    trial.__dict__.update(copy.deepcopy(vars(optimizer)))  # copy.deepcopy of an optimizer leaves its own attributes out
+    trial.__dict__.update(copy.deepcopy(vars(optimizer)))  # copy.deepcopy of an optimizer omits its own attributes
     parameters = [parameter for group in trial.param_groups for parameter in group["params"]]
 
     def closure() -> torch.Tensor:
@@ -314,13 +314,13 @@ def _states_after(optimizer: torch.optim.Optimizer, with_closure: bool) -> list[
 
 
 def _set_threads(number: int) -> None:
-    """Have torch compute with a number of threads; without a call where it does, which would end the others."""
+    """Set torch's number of threads; without a call if it is that already, which would end the other threads."""
     if torch.get_num_threads() != number:
         torch.set_num_threads(number)
 
 
 def _array(value: Any) -> np.ndarray | None:
-    """Return a tensor or number as an array that a variable may have; None for another thing."""
+    """Return a tensor or number as an array for a variable; None for other values."""
     if torch.is_tensor(value):
         return np.array(to_host(array_of(value.detach())))
     return np.asarray(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
@@ -335,7 +335,7 @@ def _checked(optimizer: str, key: str, value: Any) -> np.ndarray:
 
 
 def _like(array: np.ndarray, value: Any) -> Any:
-    """Return an array as what a state has: a number if it had one, else a tensor."""
+    """Return an array in the form of a state: a number if it was one, else a tensor."""
     if isinstance(value, (int, float)):
         return type(value)(array)
     tensor = tensor_of(array)

@@ -1,4 +1,4 @@
-"""Arrival of the ranks that make a group, in PyTorch's store: a wait within MPI for a rank that never comes would not end."""
+"""Arrival of the ranks that create a group, in PyTorch's store: within MPI, waiting for an absent rank would not end."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _ALL = "all"
 
 
 def arrive(store: Any, name: str, members: Sequence[int], index: int, value: int, timeout: timedelta) -> list[int]:
-    """Return the values of all ranks that make a group, by rank, after all have come. Collective over these.
+    """Return the values of all ranks that create a group, by rank, after all have arrived. Collective over these.
 
-    Ranks agree on whether all came in time: either all return or all raise, also those that come later.
+    Ranks agree on whether all arrived in time: either all return or all raise, also late ones.
 
     Args:
         store: the store of the group.
         name: the name of the group.
         members: its ranks, by their numbers in the default group.
-        index: the place of this rank among them.
-        value: what this rank has to say.
+        index: the index of this rank among them.
+        value: this rank's value.
         timeout: how long it waits for the others.
 
     Raises:
-        CollectiveTimeoutError: on every rank, if one did not come in time.
+        CollectiveTimeoutError: on every rank, if one did not arrive in time.
     """
     start = f"mpistrat/{name}/{store.add(f'mpistrat/{name}/turn of {index}', 1)}"  # a store may serve several times
     keys = [f"{start}/{each}" for each in range(len(members))]

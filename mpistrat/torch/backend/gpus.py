@@ -1,4 +1,4 @@
-"""Tensors on GPUs in a group of ours: by PyTorch's own NCCL group inside it, or through host memory where NCCL cannot run."""
+"""Tensors on GPUs in a group of this package: by PyTorch's NCCL group inside it, or through host memory without NCCL."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LONG_KNOWN = {
     "all_to_all_single": "alltoall_base",
 }
 
-# What PyTorch's Python has of a ProcessGroup only, not of the backend inside.
+# PyTorch's Python only has these of a ProcessGroup, not of the backend inside.
 _ONE_BY_ONE = {
     "allgather_into_tensor_coalesced": "_allgather_base",
     "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
@@ -50,12 +50,12 @@ def gpus_here() -> bool:
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor lies on a GPU."""
+    """Return whether a tensor is on a GPU."""
     return tensor.is_cuda
 
 
 def by_nccl(method: F) -> F:
-    """Have NCCL do an operation of a group whose tensors lie on GPUs, if the group can use NCCL, and NCCL knows the operation."""
+    """Run an operation on tensors on GPUs by NCCL, if the group can use it, and it has the operation."""
     name = _LONG_KNOWN.get(method.__name__, method.__name__)
 
     @functools.wraps(method)
@@ -81,7 +81,7 @@ def _call(inner: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _nccl_knows(tensor: torch.Tensor, args: Any) -> bool:
-    """Return whether NCCL has what a call asks for: a dense tensor of its types, and no bitwise operation."""
+    """Return whether NCCL supports a call: a dense tensor of its types, and no bitwise operation."""
     if tensor.is_sparse or tensor.dtype in _UNKNOWN_TO_NCCL:
         return False
     ops = [getattr(each, "reduceOp", each) for each in args]
@@ -97,7 +97,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def queued(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """Return events after which the work that the caller has queued on the GPUs of some tensors is done."""
+    """Return events after which the caller's queued work on the GPUs of some tensors is done."""
     events = []
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         event = torch.cuda.Event()
@@ -108,15 +108,15 @@ def queued(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 @final
 class GpuGroup:
-    """Whether a group uses NCCL, which is decided at its first collective call with tensors on GPUs.
+    """The use of NCCL by a group, decided at its first collective call with tensors on GPUs.
 
     Args:
         ranks: the ranks of the group.
-        store: its store, over which NCCL meets.
+        store: its store, over which NCCL connects.
         timeout: the time limit of NCCL's operations.
 
     Attributes:
-        inner: PyTorch's group of NCCL; None where it is not used, or nothing is decided yet.
+        inner: PyTorch's group of NCCL; None if it is not used, or not decided yet.
     """
 
     def __init__(self, ranks: ProcessGroup, store: Any, timeout: timedelta) -> None:
@@ -161,13 +161,13 @@ class GpuGroup:
             _first_of(inner, "shutdown", "_shutdown")()
 
     def abort(self) -> None:
-        """End NCCL without waiting for other ranks, where PyTorch can."""
+        """End NCCL without waiting for other ranks, if PyTorch can."""
         inner, self.inner = self.inner, None
         if inner is not None:
             _first_of(inner, "abort", "_abort", "_shutdown")()
 
     def _why_not(self, device: torch.device, seconds: float) -> str:
-        """Return why NCCL cannot be used, in words; "" where it can. Collective; the same on every rank."""
+        """Return the reason why NCCL cannot be used; "" if it can. Collective; the same on every rank."""
         with self._ranks.collective(_DECISION, timeout=seconds):
             rows = self._ranks.all_gather_int([int(dist.is_nccl_available()), *_number_of(device)]).tolist()
         without = [rank for rank, row in enumerate(rows) if not row[0]]
@@ -184,7 +184,7 @@ def _first_of(inner: Any, *names: str) -> Callable[..., Any]:
 
 
 def inner_group(timeout: timedelta) -> tuple[Callable[[Any, int, int], Any], Any]:
-    """Return what makes PyTorch's group of NCCL from store, rank and size; and its kind."""
+    """Return a function that makes PyTorch's group of NCCL from store, rank and size; and its kind."""
     kind: Any = c10d
     options = kind.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -196,7 +196,7 @@ def inner_group(timeout: timedelta) -> tuple[Callable[[Any, int, int], Any], Any
 
 
 def _number_of(device: torch.device) -> tuple[int, int]:
-    """Return two numbers by which a node tells its GPUs apart. Instances of one GPU (MIG) have the same: NCCL refuses them."""
+    """Return two numbers that identify a GPU on its node. Instances of one GPU (MIG) have the same: NCCL refuses them."""
     about = torch.cuda.get_device_properties(device)
     if hasattr(about, "pci_bus_id"):
         return int(about.pci_domain_id) << 16 | int(about.pci_bus_id) << 8 | int(about.pci_device_id), 0

@@ -1,7 +1,7 @@
 """A process group of torch.distributed on the ranks of an MPI communicator.
 
-Each operation runs inside the contract of `comm.ProcessGroup`: ranks compare their calls before data moves. On a node data moves
-through shared memory, between nodes by MPI.
+Each operation runs inside the contract of `comm.ProcessGroup`: ranks compare their calls before data moves. Data moves through
+shared memory on a node, and by MPI between nodes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def create(opts: Any, options: Any = None) -> MpiProcessGroup:
-    """Return the group that torch.distributed asks a backend for. Collective over its members, which alone call it.
+    """Return the group that torch.distributed requests from a backend. Collective over its members.
 
     `Backend.register_backend(name, create, extended_api=True, devices=["cpu"])` registers it.
 
@@ -80,7 +80,7 @@ def create(opts: Any, options: Any = None) -> MpiProcessGroup:
     Raises:
         ValueError: `options` is not None.
         ClusterError: a process of the group is not a rank of this MPI program.
-        CollectiveTimeoutError: a rank did not come in time.
+        CollectiveTimeoutError: a rank did not arrive in time.
     """
     function = "dist.init_process_group"
     if options is not None:
@@ -89,7 +89,7 @@ def create(opts: Any, options: Any = None) -> MpiProcessGroup:
     world = mpi.COMM_WORLD
     store, size, name = opts.store, opts.group_size, str(opts.group_id)
     members = list(opts.global_ranks_in_group) or list(range(size))
-    # A rank of torch need not have the number that it has in MPI.
+    # A rank of torch may have another number in MPI.
     numbers = arrive(store, name, members, opts.group_rank, world.rank, opts.timeout)
     if len(set(numbers)) != size:
         expected = f"{size} ranks of one MPI program"
@@ -111,12 +111,12 @@ def over(comm: Any, store: Any, timeout: timedelta, name: str) -> MpiProcessGrou
     Args:
         comm: an intracommunicator of mpi4py.
         store: the group's store of torch.distributed.
-        timeout: the time limit of each operation that has none of its own.
+        timeout: the default time limit of operations.
         name: the group's name, the same on all ranks.
 
     Raises:
         LayoutError: MPI has no more communicators.
-        CollectiveTimeoutError: a rank did not come.
+        CollectiveTimeoutError: a rank did not arrive.
     """
     mpi = running_mpi("dist.new_group")
     environment, world = Environment.read(), mpi.COMM_WORLD
@@ -136,7 +136,7 @@ def over(comm: Any, store: Any, timeout: timedelta, name: str) -> MpiProcessGrou
 
 
 def _members(comm: Any, world: Any) -> str:
-    """Return the ranks of a communicator, by their numbers in the world, in words."""
+    """Describe the ranks of a communicator by their numbers in the world."""
     own, everyone = comm.Get_group(), world.Get_group()
     numbers = type(own).Translate_ranks(own, range(own.size), everyone)
     own.Free()
@@ -146,18 +146,18 @@ def _members(comm: Any, world: Any) -> str:
 
 @final
 class MpiProcessGroup(dist.ProcessGroup):
-    """A process group of torch.distributed. Make it with `create` or `over` (collective).
+    """A process group of torch.distributed. Create it with `create` or `over` (collective).
 
     torch calls its methods, under the names of c10d. Each takes tensors on the CPU, or on GPUs: see `gpus`.
 
     Args:
         ranks: the group of ranks, which this object frees.
         store: the group's store.
-        timeout: the time limit of each operation that has none of its own.
+        timeout: the default time limit of operations.
         name: the group's name.
 
     Attributes:
-        gpus: what decides how tensors on GPUs move; None without a GPU.
+        gpus: decides how tensors on GPUs move; None without a GPU.
         members: the ranks, for a monitor, a timeline and checkpoints.
     """
 
@@ -178,10 +178,10 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._sequence, self._monitored, self._closed = 0, 0, False
         self._group_name, self._group_desc = name, "undefined"
         self.members = GroupRanks(ranks, f"torch.distributed, backend {NAME}{ranks.label and f', {ranks.label}'}")
-        own = weakref.ref(self)  # the ranks do not keep the group alive
+        own = weakref.ref(self)  # the ranks do not own the group
         ranks.lane = lambda function, call: _owner(own, function)._in_order(function, call)
 
-    # names and settings: C++ keeps them in its own backends, of which this group has none
+    # names and settings: C++ stores them in its own backends, of which this group has none
 
     def getBackendName(self) -> str:
         """Return the name of the backend."""
@@ -221,7 +221,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     @property
     def bound_device_id(self) -> None:
-        """None: the group is bound to no device."""
+        """None: the group is not bound to a device."""
         return None
 
     @bound_device_id.setter
@@ -233,7 +233,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return [torch.device("cpu")] + ([] if self.gpus is None else [torch.device("cuda")])
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time limit of operations that have none of their own."""
+        """Set the default time limit of operations."""
         self._timeout = timeout
         if self.gpus is not None:
             self.gpus.set_timeout(timeout)
@@ -253,7 +253,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         pass
 
     def _start_coalescing(self, device: Any) -> None:
-        """Note the works of this thread's next calls, for `_end_coalescing`. NCCL begins its own together."""
+        """Collect the works of this thread's next calls, for `_end_coalescing`. NCCL starts its own together."""
         self._coalesced.inner = inner = self._inner_of(device)
         self._coalesced.works = list[Any]()
         if inner is not None:
@@ -269,18 +269,18 @@ class MpiProcessGroup(dist.ProcessGroup):
         return works[0] if len(works) == 1 else WorkOfSeveral(works)
 
     def noted(self, work: Any) -> Any:
-        """Return a work, which `_end_coalescing` of this thread waits for."""
+        """Return a work; `_end_coalescing` of this thread waits for it."""
         works = getattr(self._coalesced, "works", None)
         if works is not None:
             works.append(work)
         return work
 
     def _inner_of(self, device: Any) -> Any:
-        """Return PyTorch's group of NCCL where that moves tensors on a device; else None."""
+        """Return PyTorch's group of NCCL if it moves tensors on a device; else None."""
         return None if self.gpus is None or device is None or device.type != "cuda" else self.gpus.inner
 
     def shutdown(self) -> None:
-        """End the lane, and leave memory and communicators to be freed when these ranks make their next group. Local."""
+        """End the lane; memory and communicators are freed when these ranks create their next group. Local."""
         if not self._closed:
             self._closed = True
             self._lane.close()
@@ -292,7 +292,7 @@ class MpiProcessGroup(dist.ProcessGroup):
                 self._ranks.drop()
 
     def abort(self) -> None:
-        """Leave the group as `shutdown` does, without the operations that wait."""
+        """Leave the group as `shutdown` does, without the pending operations."""
         self._closed = True
         if self.gpus is not None:
             self.gpus.abort()
@@ -304,7 +304,7 @@ class MpiProcessGroup(dist.ProcessGroup):
                 self.gpus.abort()  # other ranks may be anywhere
             self.shutdown()
 
-    # how an operation runs
+    # running an operation
 
     def _run(
         self,
@@ -336,11 +336,11 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._lane.run(work, run, waits)
 
     def run_now(self, function: str, operation: Callable[[float], None]) -> None:
-        """Run an operation, a function of its time limit, after those that were called before, and wait for it."""
+        """Run an operation, a function of its time limit, after those called before, and wait for it."""
         self._run(function, [], None, (), operation, waits=True).wait()
 
     def _in_order(self, function: str, call: Callable[[], Any]) -> Any:
-        """Return what a call returns, which is made as an operation. See `ProcessGroup.in_order`."""
+        """Make a call as an operation, and return its result. See `ProcessGroup.in_order`."""
         results = []
         self.run_now(function, lambda seconds: results.append(call()))
         return results[0]
@@ -357,7 +357,7 @@ class MpiProcessGroup(dist.ProcessGroup):
                 )
 
     def _rooted(self, function: str, kind: type[Any], opts: Any) -> tuple[Any, int]:
-        """Return the options of a call with a root, which may be given as the root's number or not at all, and the root.
+        """Return the options of a call with a root, and the root; they may be passed as the root's number or omitted.
 
         Raises:
             ValueError: no rank of the group has this number.
@@ -390,9 +390,9 @@ class MpiProcessGroup(dist.ProcessGroup):
     # reductions
 
     def _reduced(self, function: str, flat: torch.Tensor, op: Any, seconds: float, detail: str = "") -> torch.Tensor:
-        """Return the reduction over all ranks of a contiguous tensor: its own memory where the dtype allows. Collective.
+        """Return the reduction over all ranks of a contiguous tensor: its own memory if the dtype allows. Collective.
 
-        Of truth values a sum is True where any is, a product where all are.
+        For bool a sum is True if any value is, a product if all are.
         """
         name = _name_of(function, op, flat.dtype)
         if flat.dtype == torch.bool and name != "BXOR":
@@ -489,7 +489,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     @by_nccl
     def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> OperationWork:
-        """Reduce tensors over all ranks, in place on the root; the others' keep their values. Collective."""
+        """Reduce tensors over all ranks, in place on the root; those of other ranks do not change. Collective."""
         opts, root = self._rooted("dist.reduce", c10d.ReduceOptions, opts)
         if more:
             opts.reduceOp = more[0]
@@ -527,7 +527,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     def _reduce_scatter(
         self, function: str, output: torch.Tensor, flat: torch.Tensor, counts: Sequence[int], op: Any, seconds: float
     ) -> None:
-        """Reduce a flat tensor of one part for each rank, and write this rank's into a tensor."""
+        """Reduce a flat tensor of one slice per rank, and write this rank's to a tensor."""
         name = _name_of(function, op, flat.dtype)
         if name in _BITWISE or name == "PREMUL_SUM" or flat.dtype == torch.bool or len(set(counts)) > 1:
             sizes = "" if len(set(counts)) == 1 else f"sizes {counts}"
@@ -548,7 +548,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     @by_nccl
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> OperationWork:
-        """Reduce a tensor of one part for each rank; each rank receives its own. Collective."""
+        """Reduce a tensor of one slice per rank; each rank receives its own. Collective."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     @by_nccl
@@ -729,7 +729,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         come: Sequence[np.ndarray],
         seconds: float,
     ) -> None:
-        """Send each rank some bytes, of which no message is larger than a tensor. Collective."""
+        """Send each rank some bytes; no message is larger than a tensor. Collective."""
         largest = like.numel() * like.element_size()
         staged = exchange.staged(self._ranks, largest) and largest > 0
         with self._call(function, like, detail, seconds, synchronize=not staged) as call:
@@ -746,7 +746,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
     ) -> OperationWork:
-        """Send each rank a part of a tensor, cut along its first dimension, and write what comes into another. Collective."""
+        """Send each rank a slice of a tensor along its first dimension, and write the received slices to another. Collective."""
         opts, function = _options(c10d.AllToAllOptions, opts, None), "dist.all_to_all_single"
         coming = _splits(function, "output", output, output_split_sizes, self._size)
         going = _splits(function, "input", input, input_split_sizes, self._size)
@@ -770,7 +770,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     @by_nccl
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> OperationWork:
-        """Send each rank a tensor, and write what comes into tensors. Collective."""
+        """Send each rank a tensor, and write the received ones to tensors. Collective."""
         opts, function = _options(c10d.AllToAllOptions, opts, None), "dist.all_to_all"
         outputs, inputs = list(output_tensors), list(input_tensors)
         self._check_list(function, "output_tensor_list", outputs)
@@ -793,7 +793,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         come: Sequence[np.ndarray],
         seconds: float,
     ) -> None:
-        """Send each rank some bytes, after the ranks have compared how many. Collective."""
+        """Send each rank some bytes, after the ranks have compared their numbers. Collective."""
         dtype = dtype_name(like.dtype)
         with self._ranks.collective(function, "", dtype, None, "splits of any sizes", timeout=seconds) as call:
             table = np.array([[part.size, max(each.size for each in to)] for part in to], np.int64)
@@ -813,7 +813,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     # barriers
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> OperationWork:
-        """Wait until all ranks are here. Collective."""
+        """Wait until all ranks arrive. Collective."""
         opts = opts or c10d.BarrierOptions()
         if timeout is not None:
             opts.timeout = timeout
@@ -826,7 +826,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         )
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks are here; rank 0 names those that are not. Collective. The group is of use after an error."""
+        """Wait until all ranks arrive; rank 0 names the missing ones. Collective. The group remains usable after an error."""
         seconds = seconds_of(timeout)
         if seconds is None:
             seconds = 0.0 if timeout is not None else self._seconds(None)
@@ -887,10 +887,10 @@ def _leaves(function: str, array: np.ndarray, dtype: torch.dtype, name: str, det
 
 
 def _name_of(function: str, op: Any, dtype: torch.dtype) -> str:
-    """Return the name of a reduction. torch's members are equal to it only where it stands on the left.
+    """Return the name of a reduction. torch's members equal it only if it is on the left.
 
     Raises:
-        ValueError: it is none of those that there are, or not one for tensors of this dtype.
+        ValueError: an unknown reduction, or one that this dtype does not have.
     """
     for name in (*_REDUCTIONS, *_BITWISE):
         if op == getattr(TorchOp, name):
@@ -905,7 +905,7 @@ def _name_of(function: str, op: Any, dtype: torch.dtype) -> str:
 
 
 def _options(kind: type[Any], opts: Any, timeout: Any) -> Any:
-    """Return the options of a call, which may be given as a reduction, or not at all."""
+    """Return the options of a call; they may be passed as a reduction, or omitted."""
     if opts is None:
         opts = kind()
     elif not isinstance(opts, kind) and isinstance(opts, (TorchOp, TorchOp.RedOpType)):
@@ -929,7 +929,7 @@ def _forms(function: str, argument: str, like: torch.Tensor, tensor: torch.Tenso
 
 
 def _splits(function: str, which: str, tensor: torch.Tensor, sizes: Sequence[int] | None, count: int) -> list[int]:
-    """Return how many bytes of a tensor belong to each rank."""
+    """Return the number of bytes of a tensor for each rank."""
     rows = tensor.shape[0] if tensor.dim() else 1
     row = tensor.numel() // rows * tensor.element_size() if rows else 0
     if not sizes:
@@ -948,7 +948,7 @@ def _cut(data: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
 
 
 def _line_of_call() -> str:
-    """Return `file:line` of the user's code in this thread; "" where there is none, as in a thread of autograd."""
+    """Return `file:line` of the user's code in this thread; "" without one, as in a thread of autograd."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if is_user_code(frame.f_code.co_filename):
@@ -959,7 +959,7 @@ def _line_of_call() -> str:
 
 @contextlib.contextmanager
 def _profiled(function: str) -> Iterator[None]:
-    """Show an operation in torch's profiler, where that runs."""
+    """Show an operation in torch's profiler, if it runs."""
     if not torch.autograd._profiler_enabled():
         yield
         return

@@ -1,4 +1,4 @@
-"""A lane: one thread of a group that runs the group's operations in the order of their calls."""
+"""Lane: one thread of a group that runs the group's operations in the order of their calls."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ __all__ = ["Lane"]
 
 @final
 class Lane:
-    """Runs operations in the order of their calls, one at a time.
+    """A queue that runs operations in the order of their calls, one at a time.
 
-    Each group has a lane of its own, so groups may be used in another order on each rank. A call that waits anyway runs in its
-    own thread if the lane is empty, which saves two changes of thread. A call from a callback of a future that the lane has
-    filled runs at once: before the waiting calls, which is the same position on every rank, and without a deadlock. So does a
-    call that an operation makes.
+    Each group has its own lane, so ranks may use groups in different orders. A call that waits anyway runs in its own thread if
+    the lane is empty, which saves two changes of thread. A call from a callback of a future that the lane has set runs at once:
+    before the waiting calls, which is the same position on every rank, and cannot deadlock. So does a call within an operation.
 
     Args:
         name: the name of the thread.
-        threads: False to run every operation in the calling thread, where MPI allows no calls of several threads at a time.
+        threads: False to run every operation in the calling thread, if MPI does not allow concurrent calls of threads.
     """
 
     def __init__(self, name: str, threads: bool) -> None:
@@ -31,17 +30,17 @@ class Lane:
         self._queue: queue.SimpleQueue[tuple[OperationWork, Callable[[], None]] | None] = queue.SimpleQueue()
         self._running = threading.RLock()  # held by the thread that runs an operation
         self._posting = threading.Lock()
-        self._waiting = 0  # operations in the queue, and the one of it that runs
+        self._waiting = 0  # operations in the queue, and the running one
         self._inside = 0  # the thread of a waiting call that runs in its own thread
         self._thread: threading.Thread | None = None
 
     def run(self, work: OperationWork, operation: Callable[[], None], waits: bool) -> OperationWork:
-        """Run an operation, or put it into the queue. Return its work.
+        """Run or queue an operation. Return its work.
 
         Args:
             work: the work to finish after the operation.
-            operation: the function that does it.
-            waits: whether the caller waits for the work at once.
+            operation: the function of the operation.
+            waits: True if the caller waits for the work at once.
         """
         if threading.current_thread() is self._thread or threading.get_ident() == self._inside:
             _do(work, operation)
@@ -78,7 +77,7 @@ class Lane:
             del item  # or its tensors live until the next one
 
     def close(self) -> None:
-        """End the thread after the operations that wait in the queue. Call it once."""
+        """End the thread after the queued operations. Call it once."""
         thread = self._thread
         if thread is not None:
             self._queue.put(None)

@@ -12,13 +12,13 @@ __all__ = ["GroupRanks"]
 
 @final
 class GroupRanks:
-    """The ranks of a process group of torch.distributed, with the calls that a monitor makes of a strategy.
+    """The ranks of a process group of torch.distributed, with the methods of a strategy that a monitor calls.
 
-    Collectives are made in the order of the group's own, of which some run in a thread.
+    Collectives are in order with the group's own, some of which run in a thread.
 
     Args:
         ranks: the group of ranks.
-        text: the group in words.
+        text: a description of the group.
 
     Attributes:
         process_group: the group of ranks.
@@ -33,7 +33,7 @@ class GroupRanks:
         self._collectives = Collectives(ranks, "GroupRanks")
 
     def barrier(self, timeout: float | None = None, name: str | None = None) -> None:
-        """Wait until every rank of the group is here. Collective. See `Strategy.barrier`."""
+        """Wait until every rank of the group arrives. Collective. See `Strategy.barrier`."""
         self.process_group.in_order("barrier", lambda: self._collectives.barrier(timeout, name))
 
     def broadcast_object(self, obj: Any = None, *, root: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""torch's monitored barrier: rank 0 receives a message from each rank, names those that did not come, and answers the others."""
+"""torch's monitored barrier: rank 0 receives a message from each rank, names the missing ones, and answers the others."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ...comm.process_group import ProcessGroup
 __all__ = ["monitored_barrier"]
 
 _GRACE = 5.0  # seconds after the time limit in which rank 0, which knows more, may raise first
-_abandoned: list[Any] = []  # requests that never ended, and what MPI may still write to or read
+_abandoned: list[Any] = []  # requests that never ended, and the memory that MPI may still use
 
 
 def monitored_barrier(ranks: ProcessGroup, number: int, seconds: float, wait_all_ranks: bool) -> None:
-    """Wait until all ranks are here. Collective. After an error the group is of use as before.
+    """Wait until all ranks arrive. Collective. After an error the group remains usable.
 
     Args:
         ranks: the group.
-        number: of this barrier among those of the group: a rank that came too late has sent an old one.
+        number: of this barrier in the group: a late rank has sent an old one.
         seconds: the time limit of rank 0.
-        wait_all_ranks: whether rank 0 waits for all ranks before it raises, and names all that did not come, not the first.
+        wait_all_ranks: True if rank 0 waits for all ranks before it raises, and names all missing ones, not the first.
 
     Raises:
-        RuntimeError: on every rank that is here, where one is not.
+        RuntimeError: on every rank that has arrived, if one has not.
     """
     from mpi4py import MPI
 
@@ -68,7 +68,7 @@ def _send(comm: Any, target: int, tag: int, number: int, failed: bool) -> None:
 
 
 def _receive(comm: Any, source: int, tag: int, number: int, seconds: float) -> bool | None:
-    """Return what a rank sent for this barrier: whether it failed; None where nothing came in time."""
+    """Return a rank's message for this barrier: True if it failed; None if nothing arrived in time."""
     deadline, note = Deadline(seconds), np.zeros(2, np.int64)
     while wait_until(lambda: comm.Iprobe(source, tag), deadline.left):
         comm.Recv(note, source, tag)

@@ -1,6 +1,6 @@
-"""Functions that torch.distributed calls by way of the entry point `_mpistrat_torch`, which registers them.
+"""Functions that torch.distributed calls; the entry point `_mpistrat_torch` registers them.
 
-PyTorch makes the groups of "mpi" without timeout, name and store. `create_mpi` reads them from the calling function of PyTorch.
+PyTorch creates the groups of "mpi" without timeout, name and store. `create_mpi` reads them from PyTorch's calling function.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["create", "create_mpi", "monitored_barrier", "refuse_torchrun", "rend
 
 
 def create(opts: Any, options: Any) -> Any:
-    """Make a group of "mpistrat", for `Backend.register_backend`. Collective over the members of the group.
+    """Create a group of "mpistrat", for `Backend.register_backend`. Collective over the members of the group.
 
     Args:
         opts: PyTorch's description of the group: store, rank, size, ranks, timeout, name.
@@ -49,13 +49,13 @@ def create(opts: Any, options: Any) -> Any:
 
 
 def create_mpi(ranks: Sequence[int]) -> Any:
-    """Make a group of "mpi", in the place of `ProcessGroupMPI.create`. Collective over the members of the group.
+    """Create a group of "mpi", instead of `ProcessGroupMPI.create`. Collective over the members of the group.
 
     Args:
         ranks: the members, numbered as in the default group; none for the default group.
 
     Raises:
-        CollectiveTimeoutError: a rank did not come in time.
+        CollectiveTimeoutError: a rank did not arrive in time.
     """
     group: Any = importlib.import_module(".group", __package__)
     caller = sys._getframe(2).f_locals  # PyTorch's _new_process_group_helper
@@ -78,7 +78,7 @@ def create_mpi(ranks: Sequence[int]) -> Any:
 
 def store() -> Any:
     """Return a store of all ranks, for the default group of "mpi". Collective over the world."""
-    # PyTorch's description of a group, and dist.get_backend_config, have the devices of its backend from here.
+    # PyTorch's description of a group, and dist.get_backend_config, read the devices of its backend here.
     dist.Backend.backend_capability["mpi"] = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     module = sys.modules["torch.distributed.rendezvous"]
     timeout = sys._getframe(2).f_locals.get("timeout")  # of PyTorch's init_process_group
@@ -91,7 +91,7 @@ def rendezvous(numbers: Mapping[str, str], **kwargs: Any) -> Iterator[tuple[Any,
     """Yield store, rank and size as PyTorch's handler of env:// does. Collective over the world.
 
     Args:
-        numbers: RANK and WORLD_SIZE, if the program or its environment gives them.
+        numbers: RANK and WORLD_SIZE, if the program or its environment sets them.
         **kwargs: those of PyTorch's handlers; `timeout` is used.
     """
     yield meet(numbers, kwargs.get("timeout", default_pg_timeout))
@@ -100,14 +100,14 @@ def rendezvous(numbers: Mapping[str, str], **kwargs: Any) -> Iterator[tuple[Any,
 def monitored_barrier(
     theirs: Callable[..., Any], group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
 ) -> Any:
-    """Wait until all ranks of a group are here, for `dist.monitored_barrier`, which PyTorch has for gloo alone. Collective.
+    """Wait until all ranks of a group arrive, for `dist.monitored_barrier`, which PyTorch only has for gloo. Collective.
 
     Args:
         theirs: PyTorch's function, for groups of other backends.
         group, timeout, wait_all_ranks: those of PyTorch's function.
 
     Raises:
-        RuntimeError: a rank did not come; rank 0 names it.
+        RuntimeError: a rank did not arrive; rank 0 names it.
     """
     own = _own_group(group)
     if own is None:

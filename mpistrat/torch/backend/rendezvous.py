@@ -1,7 +1,7 @@
 """Rendezvous of torch.distributed over MPI: the ranks of the world, a store on a free port of rank 0, and the variables.
 
-Rank 0 starts a TCPStore on a port that the system chooses, and MPI sends its address to the others: no two jobs can take the
-same port. On several nodes an address is used that every node has connected to.
+Rank 0 starts a TCPStore on a port that the system chooses, and MPI sends its address to the others, so two jobs cannot take the
+same port. On several nodes every node has connected to the address that is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .work import torch_error
 __all__ = ["meet", "store_of", "use", "world"]
 
 _FUNCTION = "init_process_group"
-_comm: Any = None  # given to `use`
+_comm: Any = None  # of `use`
 _server: Any = (
     None  # rank 0's store, kept until the next rendezvous: other ranks may still use it when rank 0 has left the group
 )
@@ -35,15 +35,15 @@ _server: Any = (
 def use(comm: Any = None) -> None:
     """Make the ranks of a communicator the world of torch.distributed, for the next `init_process_group`.
 
-    Local: the members call it, and other ranks do not. It also registers the backends in programs in which PyTorch has not
-    done so, such as those that no launcher started.
+    Local: its members call it, other ranks do not. It also registers the backends in programs where PyTorch has not, such as
+    those started without a launcher.
 
     Args:
         comm: an intracommunicator of mpi4py; default the ranks of the job, or those of this rank's color in MPISTRAT_COLORS.
 
     Raises:
         ContextError: a default process group exists.
-        LayoutError: `comm` is no intracommunicator, or this rank is not a member.
+        LayoutError: `comm` is not an intracommunicator, or this rank is not a member.
 
     Example:
         >>> from mpi4py import MPI
@@ -75,12 +75,12 @@ def meet(numbers: Mapping[str, str], timeout: timedelta) -> tuple[Any, int, int]
     Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Args:
-        numbers: RANK and WORLD_SIZE as the program or its environment gives them; they must be MPI's.
+        numbers: RANK and WORLD_SIZE of the program or its environment; they must be MPI's.
         timeout: of the store, and of the wait for the ranks.
 
     Raises:
         ClusterError: on every rank, if a rank has other numbers than MPI's, or no address of rank 0 is reachable.
-        CollectiveTimeoutError: a rank did not come in time.
+        CollectiveTimeoutError: a rank did not arrive in time.
     """
     global _server
     given = world(_FUNCTION)

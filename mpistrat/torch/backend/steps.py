@@ -1,6 +1,6 @@
-"""Steps of optimizers as events of the recorder, so that `mpistrat top` and a run's page know a program's steps.
+"""Steps of optimizers as events of the recorder, so that `mpistrat top` and a run's page show a program's steps.
 
-PyTorch calls a hook after the step of any optimizer. An event begins there and ends after the next step.
+PyTorch calls a hook after the step of any optimizer. An event starts there and ends after the next step.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ...comm.recorder import RECORDER
 
 __all__ = ["note_steps"]
 
-_counted: weakref.ref[Optimizer] | None = None  # of several optimizers that take turns one counts
-_other: weakref.ref[Optimizer] | None = None  # another one that has taken a step since the last one of that
+_counted: weakref.ref[Optimizer] | None = None  # of several optimizers that alternate one counts
+_other: weakref.ref[Optimizer] | None = None  # another one that has taken a step since that one's last
 _event = -1
 _noting = False
 
@@ -37,6 +37,6 @@ def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _other = weakref.ref(optimizer)
         return
     _other = None
-    if _event >= 0:  # an event that never ends would have all later ones inside
+    if _event >= 0:  # an unfinished event would enclose all later ones
         RECORDER.end(_event)
     _event = RECORDER.begin(RECORDER.name("r", "step"))

@@ -1,12 +1,12 @@
 """Messages between two ranks of a group: send, recv, and recv from any rank.
 
-A receive is not posted to MPI: the group keeps its receives in the order of their calls and probes for their messages. So length
-and dtype of each are compared: a message ends with the number of its dtype, and one of more than 64 KB follows a head that has
-both, and can then be received in place. Messages from any source need the probes: MPICH 5.0.2 loses them between several hosts
-where the receive was posted.
+A receive is not posted to MPI: the group stores its receives in the order of their calls and probes for their messages. So
+lengths and dtypes are compared: a message ends with the number of its dtype. One of more than 64 KB follows a header with both,
+and is received in place. Messages from any source need the probes: MPICH 5.0.2 loses them between several hosts if the receive
+was posted.
 
-A large message moves only while both ranks look for it. So a rank that waits for one transfer moves all, and a thread moves those
-that nobody waits for, as where a program calls a collective between `irecv` and `wait`.
+A large message only moves while both ranks look for it. So a rank that waits for one transfer moves all, and a thread moves the
+others, as when a program calls a collective between `irecv` and `wait`.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from .work import OperationWork, seconds_of, torch_error
 
 __all__ = ["Transfers", "array_of", "bytes_of", "copy_back", "dense", "form_of"]
 
-_SHORT = 1 << 16  # bytes of the longest message that needs no head
-_HEAD_BYTES = 9  # of a head: the number of bytes that follow, and the number of their dtype
-_FOLLOWS = 1 << 7  # added to the number of a dtype in a head
+_SHORT = 1 << 16  # bytes of the longest message without a header
+_HEAD_BYTES = 9  # of a header: the number of bytes that follow, and the number of their dtype
+_FOLLOWS = 1 << 7  # added to the number of a dtype in a header
 _LAST_MESSAGES = 0.2  # seconds for messages of a rank that has left
 _UNDISTURBED, _LONGEST_PAUSE = (
     0.005,
     0.05,
-)  # seconds before the thread looks for a transfer, and at most between two looks
+)  # seconds until the thread looks for a transfer, and at most between two looks
 
 
 @functools.cache
 def _codes() -> dict[torch.dtype, int]:
-    """Return the number of each dtype, by which messages name it."""
+    """Return the number of each dtype in messages."""
     dtypes = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
     return {dtype: code for code, dtype in enumerate(dict.fromkeys(dtypes))}
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor without history and contiguous, on the CPU: its own memory where it is that already."""
+    """Return the tensor without history and contiguous, on the CPU: its own memory if it is that already."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if plain.is_cpu:
         return plain
     host = torch.empty(
         plain.shape, dtype=plain.dtype, device="cpu", pin_memory=True
-    )  # kept by PyTorch for the next one
+    )  # cached by PyTorch for the next one
     return host.copy_(plain)
 
 
 @final
 class _Memory:
-    """The memory of a tensor, for NumPy. `Tensor.numpy` would take the tensor's right to change its size, which FSDP needs."""
+    """The memory of a tensor, for NumPy. `Tensor.numpy` would prevent the tensor from changing its size, which FSDP needs."""
 
     def __init__(self, tensor: torch.Tensor, dtype: np.dtype[Any]) -> None:
-        self._tensor = tensor  # which lives as long as arrays of this memory
+        self._tensor = tensor  # which must live as long as arrays of this memory
         self.__array_interface__ = {
             "data": (tensor.data_ptr(), False), "shape": tuple(tensor.shape), "typestr": dtype.str, "version": 3,
         }  # fmt: skip
@@ -93,14 +93,14 @@ def bytes_of(flat: torch.Tensor) -> np.ndarray:
 
 
 def copy_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy a result into a tensor, unless it is the tensor's memory; wait for the copy where that lies on a GPU."""
+    """Copy a result into a tensor, unless it is the tensor's memory; wait for a copy to a GPU."""
     if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
         with torch.no_grad():
             tensor.detach().copy_(flat)
 
 
 def form_of(tensor: torch.Tensor) -> str:
-    """Return dtype and shape of a tensor in words.
+    """Describe dtype and shape of a tensor.
 
     Example:
         >>> form_of(torch.zeros(2, 3))
@@ -124,9 +124,9 @@ class Transfers:
     """The messages of one group. Any thread may call it.
 
     Args:
-        ranks: the group, whose communicator carries the messages.
-        threads: whether several threads may call MPI.
-        unreceived: receives what no rank has received.
+        ranks: the group, whose communicator transports the messages.
+        threads: True if several threads may call MPI.
+        unreceived: receives messages that no rank has received.
     """
 
     def __init__(self, ranks: ProcessGroup, threads: bool, unreceived: Unreceived) -> None:
@@ -145,7 +145,7 @@ class Transfers:
         data, code = bytes_of(flat), _codes()[flat.dtype]
         messages = [np.append(data, np.uint8(code))] if data.size <= _SHORT else [_head(data.size, code), data]
         self._unreceived.sent = True
-        with self._lock:  # or another message comes between
+        with self._lock:  # prevents another message in between
             requests = [self.comm.Isend([message, _byte()], target, tag) for message in messages]
         what = f"dist.send of {form_of(tensor)} to rank {target}"
         work = SendWork(self, what, [tensor], requests, messages, target, seconds, line)
@@ -154,7 +154,7 @@ class Transfers:
         return work
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int, seconds: float, line: str) -> ReceiveWork:
-        """Start to receive a tensor, from any rank where `source` is None."""
+        """Start to receive a tensor, from any rank if `source` is None."""
         self._check("dist.recv", source, tag)
         sender = "any rank" if source is None else f"rank {source}"
         work = ReceiveWork(self, f"dist.recv of {form_of(tensor)} from {sender}", tensor, source, tag, seconds, line)
@@ -165,7 +165,7 @@ class Transfers:
         return work
 
     def _watch(self, work: _Transfer) -> None:
-        """Have the thread move a transfer that nobody waits for soon."""
+        """Make the thread move a transfer if no rank waits for it soon."""
         if not self._threads:
             return
         with self._changed:
@@ -178,7 +178,7 @@ class Transfers:
             self._changed.notify()
 
     def move(self) -> bool:
-        """Move what is under way; return True while there is more."""
+        """Move pending transfers; return True while there are more."""
         with self._changed:
             unfinished = list(self._unfinished)
         over = self.ranks.closed
@@ -188,7 +188,7 @@ class Transfers:
             return bool(self._unfinished)
 
     def has_work(self) -> bool:
-        """Return True if transfers are under way."""
+        """Return True if transfers are pending."""
         return bool(self._unfinished)
 
     def _check(self, function: str, peer: int | None, tag: int) -> None:
@@ -212,7 +212,7 @@ class Transfers:
         self.ranks.contacts.discard(topology.rank)
 
     def forget(self, work: ReceiveWork) -> None:
-        """Take a receive that failed out of the order."""
+        """Remove a failed receive from the order."""
         with self._lock:
             if work in self._receives:
                 self._receives.remove(work)
@@ -223,7 +223,7 @@ class Transfers:
 
         with self._lock:
             for work in list(self._receives):
-                if work.matched:  # by a message that was found for a later one
+                if work.matched:  # by a message found for a later one
                     continue
                 status = MPI.Status()
                 source = MPI.ANY_SOURCE if work.sender is None else work.sender
@@ -236,7 +236,7 @@ class Transfers:
 
 
 def _head(nbytes: int, code: int) -> np.ndarray:
-    """Return the message that goes before a long one."""
+    """Return the header of a long message."""
     return np.append(np.array([nbytes], np.int64).view(np.uint8), np.uint8(_FOLLOWS + code))
 
 
@@ -268,10 +268,10 @@ def _serve(reference: weakref.ref[Transfers], changed: threading.Condition) -> N
 
 
 class _Transfer(OperationWork):
-    """A message that is under way. MPI moves it while a thread tests it.
+    """A message that is being transferred. MPI moves it while a thread tests it.
 
     Attributes:
-        over: True once MPI no longer uses its memory. A wait that was too long does not end it.
+        over: True once MPI no longer uses its memory. A wait that timed out does not end it.
     """
 
     def __init__(
@@ -285,12 +285,12 @@ class _Transfer(OperationWork):
         raise NotImplementedError
 
     def ended(self) -> bool:
-        """Return True where MPI does not use its memory, or no longer; move it."""
+        """Move the message; return True if MPI does not use its memory, or no longer does."""
         with self._testing:
             if not self.over:
                 try:
                     self.over = self._arrived()
-                except Exception:  # of the message, which is here
+                except Exception:  # of the message, which has arrived
                     self.over = True
             return self.over
 
@@ -364,7 +364,7 @@ class SendWork(_Transfer):
     def _arrived(self) -> bool:
         if all(request.Test() for request in self._requests):
             return True
-        self._transfers.progress()  # or two ranks that send before they receive wait for each other
+        self._transfers.progress()  # else two ranks that send before they receive wait for each other
         return False
 
 
@@ -373,9 +373,9 @@ class ReceiveWork(_Transfer):
     """A receive.
 
     Attributes:
-        sender: the rank that it waits for; None for any.
+        sender: the expected sender; None for any rank.
         tag: the tag of the message.
-        matched: whether its message was found.
+        matched: True if its message was found.
     """
 
     def __init__(
@@ -395,16 +395,16 @@ class ReceiveWork(_Transfer):
         self._tensor, self._flat = tensor, dense(tensor)
         self._request: Any = None
         self._data = np.empty(0, np.uint8)
-        self._code: int | None = None  # of the dtype, where a head has it
+        self._code: int | None = None  # of the dtype, if a header has it
 
     def accepts(self, source: int, tag: int) -> bool:
-        """Return True if a message of a rank with a tag is this receive's."""
+        """Return True if a message of a rank with a tag is for this receive."""
         return not self.matched and self.tag == tag and self.sender in (None, source)
 
     def start(self, message: Any, source: int, length: int) -> None:
-        """Start to receive a found message of `length` bytes, or the one that follows it."""
+        """Start to receive a found message of `length` bytes, or the one after it."""
         self._data = np.empty(length, np.uint8)
-        if length == _HEAD_BYTES:  # MPI sends so few bytes at once, so they are here
+        if length == _HEAD_BYTES:  # MPI sends so few bytes at once, so they have arrived
             message.Recv([self._data, _byte()])
             if self._data[-1] >= _FOLLOWS:
                 self._start_long(source)
@@ -414,7 +414,7 @@ class ReceiveWork(_Transfer):
         self.matched = True  # last: another thread may look
 
     def _start_long(self, source: int) -> None:
-        """Start to receive what follows a head: into the tensor's memory if it fits."""
+        """Start to receive the data after a header: into the tensor's memory if it fits."""
         self._code, length = int(self._data[-1]) - _FOLLOWS, int(self._data[:8].view(np.int64)[0])
         own = bytes_of(self._flat)
         fits = length == own.size and self._code == _codes()[self._flat.dtype]
@@ -437,7 +437,7 @@ class ReceiveWork(_Transfer):
         return True
 
     def ended(self) -> bool:
-        """As of every transfer; a receive without a message has nothing that MPI could use."""
+        """See `_Transfer.ended`; MPI uses no memory of a receive without a message."""
         return not self.matched or super().ended()
 
     def _other_form(self, expected: int, length: int, code: int) -> CollectiveMismatchError:

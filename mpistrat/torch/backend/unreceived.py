@@ -1,7 +1,7 @@
 """Messages of a group that no rank has received when the group is freed.
 
-MPI gives the number of a freed communicator to a later one, and its messages with it (seen with MPICH 5.0.2): a receive in a new
-group would take a message of an old one.
+MPI gives a freed communicator's number, and its messages, to a later one (seen with MPICH 5.0.2): a receive in a new group would
+take a message of an old one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ...comm.process_group import ProcessGroup
 
 __all__ = ["Moving", "Unreceived"]
 
-_FEW = 16  # transfers, among which none is looked for that has ended
+_FEW = 16  # transfers up to which ended ones are not removed
 _PAUSE = 1e-4  # seconds
 
 
 class Moving(Protocol):
-    """A message that is under way.
+    """A message that is being transferred.
 
     Attributes:
         over: True once MPI no longer uses its memory.
@@ -30,18 +30,18 @@ class Moving(Protocol):
     over: bool
 
     def ended(self) -> bool:
-        """Return True where MPI does not use its memory, or no longer; move it."""
+        """Move the message; return True if MPI does not use its memory, or no longer does."""
 
 
 @final
 class Unreceived:
-    """Receives such messages before the communicator of a group is freed. It is an attachment of the group.
+    """An attachment of a group that receives such messages before the group's communicator is freed.
 
     Args:
         ranks: the group.
 
     Attributes:
-        sent: True if this rank has sent messages; the sender sets it.
+        sent: True if this rank has sent messages; set by the sender.
     """
 
     def __init__(self, ranks: ProcessGroup) -> None:
@@ -59,7 +59,7 @@ class Unreceived:
                 self._most = 2 * len(self._moving) + _FEW
 
     def close(self) -> None:
-        """Receive what no rank has received. Collective; where no rank has sent anything, nothing but that is exchanged."""
+        """Receive pending messages. Collective; if no rank has sent any, ranks exchange nothing else."""
         from mpi4py import MPI
 
         if not self._ranks.agree(int(self.sent), "max"):
@@ -69,7 +69,7 @@ class Unreceived:
         others = [rank for rank in range(comm.size) if rank != comm.rank]
         requests = [comm.Isend([b"", MPI.BYTE], rank, last) for rank in others]
         for rank in others:
-            while True:  # messages of a rank are found in the order in which it sent them
+            while True:  # messages of a rank are found in the order of sending
                 message = comm.Mprobe(rank, MPI.ANY_TAG, status)
                 message.Recv([np.empty(status.Get_count(MPI.BYTE), np.uint8), MPI.BYTE])
                 if status.Get_tag() == last:

@@ -26,7 +26,7 @@ def seconds_of(timeout: timedelta | float | None) -> float | None:
 
 
 def torch_error(error: Exception, line: str) -> Exception:
-    """Return an error of the package as one that is a RuntimeError, too, as torch's own are, with the user's line in its text."""
+    """Return an error of the package as a RuntimeError, too, as torch's own are, with the user's line in its text."""
     if not isinstance(error, MpistratError):
         return error
     first, newline, rest = str(error).partition("\n")
@@ -86,7 +86,7 @@ class OperationWork(dist.Work):
         """Wait until the operation has ended, and raise its error if it has failed.
 
         Raises:
-            RuntimeError: the operation takes longer than `timeout`. It continues.
+                    RuntimeError: the operation takes longer than `timeout`; it continues.
         """
         if not self._event.wait(seconds_of(timeout)):
             text = f"{self.what}: Timed out waiting {timeout} for the operation, which continues"
@@ -122,10 +122,10 @@ class OperationWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
-        """Return the future that the operation fills: with its tensors, or with its error.
+        """Return the future that the operation sets: to its tensors, or to its error.
 
-        Its error is that of a callback: `Future.set_exception` would give C++ the exception in the place of tensors. In the
-        backward pass of DistributedDataParallel that ends the process by SIGSEGV.
+        The error is that of a callback: `Future.set_exception` would give C++ the exception instead of tensors. In the backward
+        pass of DistributedDataParallel that ends the process by SIGSEGV.
         """
         with self._lock:
             if self._future is None:
