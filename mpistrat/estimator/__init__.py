@@ -1,7 +1,7 @@
-"""tf.estimator's shape on our steps: a model function, a folder, and train_and_evaluate with an evaluator of its own.
+"""tf.estimator's interface for this package: a model function, a folder, and train_and_evaluate, perhaps with an evaluator.
 
-Names, arguments and defaults are TensorFlow's (https://www.tensorflow.org/api_docs/python/tf/estimator); where one is not, its
-docstring says why. Beneath is `ms.train.Trainer`.
+Names, arguments and defaults are TensorFlow's (https://www.tensorflow.org/api_docs/python/tf/estimator); docstrings say why
+others differ. `ms.train.Trainer` runs the steps.
 """
 
 from __future__ import annotations

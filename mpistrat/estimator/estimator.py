@@ -1,6 +1,6 @@
-"""Estimator: a model function and a folder, in which training goes on, and from which the model is evaluated and used.
+"""Estimator: a model function and a folder, where training resumes, and from which the model is evaluated and used.
 
-Which ranks train and which one evaluates, and the communicator of each.
+EvaluatorSplit: the division of ranks into those that train and the evaluator, with a communicator for each.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class EvaluatorSplit(NamedTuple):
 
     Attributes:
         comm: of the ranks with this one's role.
-        is_evaluator: whether this rank evaluates.
-        has_evaluator: whether a rank of this job does.
-        world: all of them.
+        is_evaluator: True if this rank evaluates.
+        has_evaluator: True if a rank of this job does.
+        world: all ranks.
     """
 
     comm: MPI.Intracomm
@@ -57,20 +57,20 @@ class EvaluatorSplit(NamedTuple):
 
 
 def split_evaluator(comm: MPI.Intracomm | None = None) -> EvaluatorSplit:
-    """Return the communicators of those that train and of the evaluator. Collective over `comm`.
+    """Return communicators of the training ranks and of the evaluator. Collective over `comm`.
 
-    A rank evaluates when its task in TF_CONFIG is evaluator, as in several programs under one mpiexec; or when it is the last one
-    and `mpistrat run --evaluator` (MPISTRAT_EVALUATOR=1) has started it. `train_and_evaluate` calls it; a program with a loop of
-    its own makes its strategy over the result's `comm`, and lets the evaluator follow `ms.train.checkpoints_iterator`.
+    A rank evaluates if its task in TF_CONFIG is evaluator, as in several programs under one mpiexec; or if it is the last one,
+    and `mpistrat run --evaluator` (MPISTRAT_EVALUATOR=1) started it. `train_and_evaluate` calls it. A loop of your own creates
+    its strategy over the result's `comm`, and its evaluator follows `ms.train.checkpoints_iterator`.
 
     Args:
         comm: default COMM_WORLD.
 
     Raises:
-        ClusterError: on every rank: there are several evaluators, or nobody trains.
-        CollectiveMismatchError: on every rank: some make a strategy instead.
-        CollectiveTimeoutError: a rank did not come within MPISTRAT_ABORT_AFTER seconds.
-        ContextError: a rank serves a coordinator, and cannot come.
+        ClusterError: on every rank: there are several evaluators, or no training rank.
+        CollectiveMismatchError: on every rank: some ranks create a strategy instead.
+        CollectiveTimeoutError: a rank did not arrive within MPISTRAT_ABORT_AFTER seconds.
+        ContextError: a rank serves a coordinator, and cannot take part.
 
     Example:
         >>> split = ms.estimator.split_evaluator()
@@ -102,12 +102,12 @@ _MODEL_ARGUMENTS = ("features", "labels", "mode", "params", "config")
 
 @final
 class Estimator:
-    """A model that is trained, evaluated and used by its folder: what was trained is in its newest checkpoint.
+    """A model that is trained, evaluated and used through its folder: the newest checkpoint has the trained state.
 
     Attributes:
         config: the RunConfig.
         model_dir: the folder.
-        params: what the model function gets.
+        params: passed to the model function.
     """
 
     def __init__(
@@ -117,19 +117,19 @@ class Estimator:
         config: RunConfig | None = None,
         params: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take a model function; nothing is made yet.
+        """Set a model function; it is called later.
 
         Args:
-            model_fn: returns an EstimatorSpec. It is called with those it takes of features, labels, mode, params and config,
-                once, in the strategy's scope, when the first data are there. As in a graph features and labels are no numbers:
-                they are the `ArraySpec`s of a replica's rows. What the returned steps need of one another is made in it.
-            model_dir: precedes the one of config.
+            model_fn: returns an EstimatorSpec. It is called once, in the strategy's scope, with the first data, with those of
+                features, labels, mode, params and config that it takes. As in a graph features and labels are not arrays but the
+                `ArraySpec`s of a replica's rows. Create objects that the steps share in it.
+            model_dir: takes precedence over config's.
             config: default RunConfig().
             params: passed to model_fn and to input functions.
 
         Raises:
             ValueError: there is no model_dir.
-            TypeError: model_fn takes something else.
+            TypeError: model_fn has another argument.
 
         Example:
             >>> import tempfile
@@ -163,11 +163,11 @@ class Estimator:
         self._spec: EstimatorSpec | None = None
         self._checkpoints: Checkpoints | None = None
 
-    # what it consists of
+    # components
 
     @property
     def split(self) -> EvaluatorSplit:
-        """Who trains and who evaluates. Collective the first time."""
+        """The division into training ranks and evaluator. Collective the first time."""
         if self._split is None:
             self._split = split_evaluator()
         return self._split
@@ -194,17 +194,17 @@ class Estimator:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """Its files. Collective the first time."""
+        """The folder's checkpoints. Collective the first time."""
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(self.strategy, self.model_dir, keep=self.config.keep_checkpoint_max)
         return self._checkpoints
 
     def latest_checkpoint(self) -> Path | None:
-        """Return the newest file of the folder; None where there is none. Local, after the first collective call."""
+        """Return the newest file of the folder; None without files. Local, after the first collective call."""
         return self.checkpoints.latest()
 
     def make_trainer(self, data: DistributedDataset, mode: str, hooks: Sequence[Callback] = ()) -> Trainer:
-        """Return a Trainer of the model, which is made the first time. Collective."""
+        """Return a Trainer of the model, which is created the first time. Collective."""
         spec = self._made(data, mode)
         return Trainer(
             self.strategy, spec.train_step, spec.test_step, spec.predict_step,
@@ -229,7 +229,7 @@ class Estimator:
         return self._spec
 
     def input(self, input_fn: Callable[..., Any], mode: str, repeat: bool = False) -> tuple[DistributedDataset, int]:
-        """Return an input function's data, distributed, and the number of steps in them, negative where unknown. Collective."""
+        """Return an input function's data, distributed, and the number of its steps, negative if unknown. Collective."""
         takes = _names("Estimator", "input_fn", input_fn, _INPUT_ARGUMENTS)
         given = {"mode": mode, "params": dict(self.params), "config": self.config}
         chosen = {name: given[name] for name in takes if name in given}
@@ -252,11 +252,11 @@ class Estimator:
         return (strategy.distribute_dataset(dataset.repeat()) if repeat and steps > 0 else data), steps
 
     def _length(self, data: DistributedDataset) -> int:
-        """Return the number of steps in the data as the first rank that reads them knows it. Collective."""
+        """Return the number of steps in the data, as the first rank that reads them knows it. Collective."""
         strategy = self.strategy
         return int(strategy.broadcast_object(data.cardinality(), root=Loop(strategy).first))
 
-    # what it does
+    # actions
 
     def train(
         self,
@@ -265,22 +265,22 @@ class Estimator:
         steps: int | None = None,
         max_steps: int | None = None,
     ) -> Estimator:
-        """Train from the newest checkpoint on, with one after each `save_checkpoints_steps`, and at the end. Collective.
+        """Train from the newest checkpoint on, and save one every `save_checkpoints_steps` steps and at the end. Collective.
 
-        It ends after `steps`, at step `max_steps`, or when the data end, whichever is first; or when a hook says so, or
-        `should_stop`. The data go on where the checkpoint was saved.
+        It ends after `steps`, at step `max_steps`, or at the end of the data, whichever is first; or by a hook, or `should_stop`.
+        The data continue at the checkpoint's position.
 
         Args:
             input_fn: returns a dataset; it may take mode, params, config and input_context.
             hooks: callbacks; their `on_epoch_end` is called before each checkpoint, with the results since the one before.
-            steps: how many steps.
-            max_steps: with which step to end, counted over all runs. With parameter servers the steps are those of each worker.
+            steps: the number of steps.
+            max_steps: the last step, counted over all runs. With parameter servers the steps are those of each worker.
 
         Returns:
             Itself.
 
         Raises:
-            ValueError: steps and max_steps are both given; data of an unknown length end before the next checkpoint.
+            ValueError: both steps and max_steps; data of unknown length end before the next checkpoint.
         """
         if steps is not None and max_steps is not None:
             expected, got = "steps or max_steps", "both"
@@ -310,12 +310,12 @@ class Estimator:
 
         Args:
             input_fn: as of `train`.
-            steps: how many batches; None for all.
+            steps: the number of batches; None for all.
             checkpoint_path: the file; default the newest.
             name: of this evaluation.
 
         Raises:
-            ValueError: there is no checkpoint; data without an end, and no steps.
+            ValueError: there is no checkpoint; endless data without steps.
         """
         data, length = self.input(input_fn, ModeKeys.EVAL)
         trainer = self.make_trainer(data, ModeKeys.EVAL)
@@ -325,7 +325,7 @@ class Estimator:
     def results(
         self, trainer: Trainer, data: DistributedDataset, length: int, steps: int | None, step: int, name: str | None
     ) -> dict[str, Any]:
-        """Evaluate the model as it is now, and write the results of a step down. Collective."""
+        """Evaluate the current model, and record the results of a step. Collective."""
         if steps is None and length == -1:
             got = "None, and data without an end"
             raise ValueError(explain("Estimator.evaluate", "steps", expected="a number of batches", got=got))
@@ -349,7 +349,7 @@ class Estimator:
         return trainer.predict(data)
 
     def restore(self, checkpoint_path: str | os.PathLike[str] | None = None) -> int:
-        """Read the newest checkpoint, or another one, into the model; return its step. Collective."""
+        """Restore the model from the newest checkpoint, or another one; return its step. Collective."""
         self.checkpoints.wait()
         strategy = self.strategy
         newest = self.checkpoints.latest() if strategy.rank == 0 else None
@@ -359,11 +359,11 @@ class Estimator:
             raise ValueError(
                 explain("Estimator", str(self.model_dir), expected=expected, got=got, remedy="Train first")
             )
-        # Its optimizer is of no use to a model that was made to be evaluated.
+        # A model for evaluation does not need the file's optimizer.
         return int(strategy.restore(path, strict=self._spec is not None and self._spec.mode == ModeKeys.TRAIN)["step"])
 
     def export(self, path: str | os.PathLike[str]) -> Path:
-        """Write the variables as they are now as safetensors, for other programs. Collective. See `Strategy.export`."""
+        """Write the current variables as safetensors, for other programs. Collective. See `Strategy.export`."""
         self.strategy.export(path)
         return Path(path)
 
@@ -376,7 +376,7 @@ class Estimator:
         """Return a variable from the newest checkpoint, as this rank sees it. Local.
 
         Raises:
-            ValueError: there is none of that name, or no checkpoint.
+            ValueError: no checkpoint, or no such variable.
         """
         with self._file() as file:
             key = f"variables/{key_of(name)}"
@@ -393,17 +393,17 @@ class Estimator:
         return CheckpointFile(path)
 
     def close(self) -> None:
-        """Close the strategy that it has made. Collective over the ranks of this role."""
+        """Close the strategy that it has created. Collective over the ranks of this role."""
         given = self.config.train_distribute, self.config.eval_distribute
         if self._strategy is not None and self._strategy not in given:
             self._strategy.close()
 
 
 def _names(function: str, argument: str, called: Callable[..., Any], known: Sequence[str]) -> list[str]:
-    """Return which of some arguments a function takes.
+    """Return those of some arguments that a function takes.
 
     Raises:
-        TypeError: it wants another one.
+        TypeError: it requires another one.
     """
     parameters = inspect.signature(called).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -415,14 +415,14 @@ def _names(function: str, argument: str, called: Callable[..., Any], known: Sequ
 
 
 def _append(path: Path, results: Mapping[str, Any]) -> None:
-    """Write a line of results; lines of later steps, which an interrupted run has left, are removed."""
+    """Write a line of results; lines of later steps, from an interrupted run, are removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             if json.loads(line)["global_step"] < results["global_step"]:
                 kept.append(line)
-        except (ValueError, KeyError):  # cut off
+        except (ValueError, KeyError):  # an incomplete line
             continue
     kept.append(json.dumps({name: plain_array(value, "evaluate", name).tolist() for name, value in results.items()}))
     path.write_text("\n".join(kept) + "\n")

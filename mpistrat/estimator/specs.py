@@ -1,6 +1,6 @@
-"""What an Estimator is told: how to run, what to train with, what to evaluate; and what its model function returns.
+"""Settings of an Estimator: how to run, train and evaluate; and the result of its model function.
 
-Exporters: which of the evaluated models are written as files for other programs, and which of them stay.
+Exporters: they write some of the evaluated models as files for other programs, and remove old ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 @final
 class ModeKeys:
-    """What a model function is called for: TRAIN, EVAL or PREDICT, with TensorFlow's texts."""
+    """The purpose of a call of a model function: TRAIN, EVAL or PREDICT, with TensorFlow's texts."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -42,16 +42,16 @@ class ModeKeys:
 @final
 @dataclass(frozen=True)
 class EstimatorSpec:
-    """What a model function returns: the steps of a model, and what they update.
+    """The result of a model function: the steps of a model, and the objects that they update.
 
     TensorFlow's has tensors of a graph; here are the functions that compute them, as `ms.train.Trainer` takes them.
 
     Attributes:
-        mode: the one that the model function was called with.
+        mode: the mode of the model function's call.
         train_step: called with features and labels of this replica's rows, in replica context.
         test_step: the same, for evaluation; it updates metrics.
         predict_step: returns a row for each row of its batch.
-        optimizer: whose learning rate hooks may change.
+        optimizer: its learning rate may be changed by hooks.
         metrics: of `ms.train`, updated by the steps.
     """
 
@@ -66,14 +66,14 @@ class EstimatorSpec:
 @final
 @dataclass(frozen=True)
 class RunConfig:
-    """How and where an Estimator runs.
+    """Settings of an Estimator's runs.
 
     Attributes:
         model_dir: the folder of checkpoints, results and exports, on a file system that all ranks see.
-        save_checkpoints_steps: after so many steps there is a file, and an evaluation where it is due. TensorFlow's default
-            counts seconds, which differ between ranks.
-        keep_checkpoint_max: how many files stay; 0 for all.
-        train_distribute: makes the strategy for the communicator of the ranks that train: `lambda comm:
+        save_checkpoints_steps: the number of steps between files, each with an evaluation if due. TensorFlow's default counts
+            seconds, which differ between ranks.
+        keep_checkpoint_max: the number of files to keep; 0 for all.
+        train_distribute: creates the strategy for the communicator of the training ranks: `lambda comm:
             ms.MirroredStrategy(comm=comm)`; or a strategy, in a job without an evaluator. Default:
             `ms.strategy_from_environment`.
         eval_distribute: the same for the evaluator; default OneDeviceStrategy.
@@ -96,11 +96,11 @@ class RunConfig:
 @final
 @dataclass(frozen=True)
 class TrainSpec:
-    """What `train_and_evaluate` trains with.
+    """Settings of training for `train_and_evaluate`.
 
     Attributes:
         input_fn: returns a dataset of global batches; it may take mode, params, config and input_context.
-        max_steps: with which training ends, counted over all runs; None until the data or a hook end it.
+        max_steps: the last step, counted over all runs; None to train until the data or a hook end it.
         hooks: callbacks of the loop; their `on_epoch_end` is called before each checkpoint with the training results.
 
     Raises:
@@ -119,16 +119,16 @@ class TrainSpec:
 @final
 @dataclass(frozen=True)
 class EvalSpec:
-    """What `train_and_evaluate` evaluates, and when.
+    """Settings of evaluations for `train_and_evaluate`.
 
     Attributes:
         input_fn: as of `TrainSpec`.
-        steps: how many batches; None for all.
-        name: of this evaluation, where there are several; its results are in the folder `eval_NAME`.
+        steps: the number of batches; None for all.
+        name: of this evaluation, if there are several; its results are in the folder `eval_NAME`.
         hooks: callbacks whose `on_epoch_end` gets the results of each evaluation: `EarlyStopping` here ends training,
-            but not from an evaluator of its own.
+            but not from a separate evaluator.
         exporters: called after each evaluation.
-        start_delay_secs: an evaluator of its own waits so long at first.
+        start_delay_secs: the time before a separate evaluator starts.
         throttle_secs: least time between two evaluations; the last checkpoint is evaluated in any case.
 
     Raises:
@@ -159,7 +159,7 @@ _BEST = "best.json"
 
 
 class Exporter(ABC):
-    """Decides after an evaluation whether the model is exported.
+    """Base of exporters, which may export the model after an evaluation.
 
     Attributes:
         name: of its folder, `export/NAME` in the model's.
@@ -179,23 +179,23 @@ class Exporter(ABC):
         eval_result: Mapping[str, Any],
         is_the_final_export: bool,
     ) -> Path | None:
-        """Export the model as it is now, or not. Collective over the ranks that evaluate.
+        """Export the current model, or skip it. Collective over the ranks that evaluate.
 
         Args:
             estimator: the Estimator; call its `export`.
             export_path: the folder.
-            checkpoint_path: the file that was evaluated; in place it may be written still.
-            eval_result: the results, with "global_step"; the same on all ranks.
-            is_the_final_export: whether training has ended.
+            checkpoint_path: the evaluated file; if training ranks evaluate, it may not be complete yet.
+            eval_result: the results, with "global_step"; equal on all ranks.
+            is_the_final_export: True if training has ended.
 
         Returns:
-            The file; None where none was written.
+            The file; None if none was written.
         """
 
 
 @final
 class FinalExporter(Exporter):
-    """Exports once, when training has ended."""
+    """An exporter that exports once, when training has ended."""
 
     def __init__(self, name: str = "final") -> None:
         super().__init__(name)
@@ -213,7 +213,7 @@ class FinalExporter(Exporter):
 
 @final
 class LatestExporter(Exporter):
-    """Exports after each evaluation, and keeps the newest files."""
+    """An exporter that exports after each evaluation, and keeps the newest files."""
 
     def __init__(self, name: str = "latest", exports_to_keep: int = 5) -> None:
         super().__init__(name)
@@ -232,7 +232,7 @@ class LatestExporter(Exporter):
 
 @final
 class BestExporter(Exporter):
-    """Exports after an evaluation that is better than all before, in earlier runs, too."""
+    """An exporter that exports after an evaluation that is better than all before, also in earlier runs."""
 
     def __init__(
         self,
@@ -240,12 +240,12 @@ class BestExporter(Exporter):
         compare_fn: Callable[[Mapping[str, Any], Mapping[str, Any]], bool] | None = None,
         exports_to_keep: int = 5,
     ) -> None:
-        """Compare.
+        """Create an exporter.
 
         Args:
             name: of its folder.
-            compare_fn: whether the second results, of now, are better than the first, the best ones; default: a smaller "loss".
-            exports_to_keep: how many of the best stay; 0 for all.
+            compare_fn: returns True if the second results, the new ones, are better than the first; default: a smaller "loss".
+            exports_to_keep: the number of best files to keep; 0 for all.
         """
         super().__init__(name)
         self._better, self._keep = compare_fn or _smaller_loss, exports_to_keep

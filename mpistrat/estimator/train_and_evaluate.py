@@ -1,4 +1,4 @@
-"""train_and_evaluate: some ranks train; each checkpoint is evaluated by them, or beside by a rank of its own."""
+"""train_and_evaluate: ranks train, and evaluate each checkpoint, or a separate evaluator does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["train_and_evaluate"]
 
 _POLL_SECONDS = 1.0
 _START = "train_and_evaluate"
-_ENDED = "ended.json"  # how far training came, once it has ended
+_ENDED = "ended.json"  # the last step, written once training has ended
 
 
 def train_and_evaluate(
@@ -27,20 +27,21 @@ def train_and_evaluate(
 ) -> tuple[dict[str, Any] | None, list[Path]]:
     """Train, and evaluate each checkpoint when it is due. Collective over the job.
 
-    The ranks that train evaluate, too, in place; unless a rank of this job is the evaluator (`mpistrat run --evaluator`, or its
-    task in TF_CONFIG), or the cluster of TF_CONFIG has one. An evaluator follows the folder's checkpoints beside training, which
-    it never keeps waiting and never stops, not even where it fails: an error is logged, and the next checkpoint taken. It ends
-    when training has ended and the last checkpoint is evaluated. It may be a job of its own, started with the same folder.
+    The training ranks evaluate, unless a rank of this job is the evaluator (`mpistrat run --evaluator`, or its task in
+    TF_CONFIG), or the cluster of TF_CONFIG has one. An evaluator follows the folder's checkpoints; training never waits for it,
+    and it never
+    stops training: it logs an error, and continues with the next checkpoint. It ends when training has ended and the last
+    checkpoint is evaluated. It may be a separate job, started with the same folder.
 
-    After a stop (`estimator.strategy.should_stop()`) end the program; started again it goes on.
+    After a stop (`estimator.strategy.should_stop()`) end the program; a restarted one resumes.
 
     Args:
         estimator: the model.
-        train_spec: what to train with.
-        eval_spec: what to evaluate, and when.
+        train_spec: settings of training.
+        eval_spec: settings of evaluations.
 
     Returns:
-        On ranks that evaluate the last results, with "global_step", and the files that were exported then; else (None, []).
+        On ranks that evaluate, the last results, with "global_step", and the files exported then; else (None, []).
 
     Example:
         >>> ms.estimator.train_and_evaluate(  # doctest: +SKIP
@@ -80,7 +81,7 @@ def _mark_ended(estimator: Estimator, finished: bool) -> None:
 
 
 class _Evaluation:
-    """An evaluation that is done again and again: its data, its hooks, its exporters."""
+    """A repeated evaluation: its data, its hooks, its exporters."""
 
     def __init__(self, estimator: Estimator, spec: EvalSpec) -> None:
         self._estimator, self._spec = estimator, spec
@@ -97,7 +98,7 @@ class _Evaluation:
         return self._trainer
 
     def __call__(self, loop: Loop, step: int, final: bool) -> None:
-        """Evaluate the model as it is now. Collective."""
+        """Evaluate the current model. Collective."""
         estimator, spec = self._estimator, self._spec
         self.results = estimator.results(self.trainer, self._data, self._length, spec.steps, step, spec.name)
         for hook in spec.hooks:
@@ -118,7 +119,7 @@ class _Evaluation:
 
 @final
 class _InPlace(Callback):
-    """Evaluates before a checkpoint, on all ranks that train, where it is due by the first one's clock."""
+    """A callback that evaluates before a checkpoint, on all training ranks, if due by the first rank's clock."""
 
     def __init__(self, estimator: Estimator, spec: EvalSpec) -> None:
         self._estimator, self._spec = estimator, spec
@@ -144,7 +145,7 @@ class _InPlace(Callback):
             hook.load(kept)
 
     def last(self, finished: bool) -> tuple[dict[str, Any] | None, list[Path]]:
-        """Evaluate what training ended with, unless that is done, and return results and exports. Collective."""
+        """Evaluate the final model, unless that is done, and return results and exports. Collective."""
         evaluation = self._evaluation
         assert evaluation is not None
         step = self._loop.strategy.broadcast_object(self._loop.step, root=self._loop.first)
@@ -158,13 +159,13 @@ class _InPlace(Callback):
 
 @final
 class _Evaluator:
-    """The rank that follows the checkpoints of others."""
+    """The rank that evaluates the checkpoints of other ranks."""
 
     def __init__(self, estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> None:
         self._estimator, self._spec, self._max_steps = estimator, eval_spec, train_spec.max_steps
         self._together = estimator.split.has_evaluator and estimator.split.world.size > 1
         self._began = time.monotonic()
-        self._old = None if self._together else self._read_mark()  # of an earlier run, perhaps
+        self._old = None if self._together else self._read_mark()  # perhaps of an earlier run
         self._evaluation: _Evaluation | None = None
 
     def run(self) -> tuple[dict[str, Any] | None, list[Path]]:
@@ -172,7 +173,7 @@ class _Evaluator:
         stops = [hook for hook in self._spec.hooks if isinstance(hook, EarlyStopping)]
         if stops:
             logger.warning(
-                "train_and_evaluate: an evaluator of its own stops nobody: EarlyStopping there has no effect"
+                "train_and_evaluate: an evaluator of its own cannot stop training: EarlyStopping there has no effect"
             )
         tried: Path | None = None
         due = self._began + self._spec.start_delay_secs
@@ -192,11 +193,11 @@ class _Evaluator:
         return evaluation.results, evaluation.exports
 
     def _try(self, path: Path, ended: bool) -> None:
-        """Evaluate a file; an error is told, and training goes on without it."""
+        """Evaluate a file; log an error, and leave training alone."""
         try:
             if self._evaluation is None:
                 self._evaluation = _Evaluation(self._estimator, self._spec)
-            loop = self._evaluation.trainer.loop  # the model is made by now
+            loop = self._evaluation.trainer.loop  # the model is created by now
             loop.step = step = self._estimator.restore(path)
             final = ended or (self._max_steps is not None and step >= self._max_steps)
             self._evaluation(loop, step, final)
@@ -205,14 +206,14 @@ class _Evaluator:
             if isinstance(error, OSError) and not path.exists():
                 logger.info("train_and_evaluate: %s was removed before it was evaluated", path)
             else:
-                logger.exception("train_and_evaluate: the evaluator goes on without %s", path)
+                logger.exception("train_and_evaluate: the evaluator skips %s", path)
 
     def _reached(self) -> bool:
         results = None if self._evaluation is None else self._evaluation.results
         return results is not None and self._max_steps is not None and results["global_step"] >= self._max_steps
 
     def _ended(self) -> bool:
-        """Return whether training has ended, in this job or with all it had to do."""
+        """Return whether training has ended, in this job or for good."""
         mark = self._read_mark()
         if mark is None:
             return False
