@@ -31,7 +31,7 @@ class _ReplicaStep:
     """The gradients of one replica in a step; a leaf of nested structures.
 
     Attributes:
-        made: the arrays that the parameters have after it.
+        made: the parameters' arrays after the step.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class _ReplicaStep:
 
 @final
 class _Made:
-    """New arrays of parameters; a leaf of nested structures, the same for all local replicas."""
+    """New arrays of parameters; a leaf of nested structures, equal for all local replicas."""
 
     def __init__(self, arrays: list[Any]) -> None:
         self.arrays = arrays
@@ -88,17 +88,17 @@ def apply(optimizer: Optimizer, grads: Any, params: Any, of: Any = None, **extra
     """Sum gradients over all replicas, update the parameters in one pass, and return them. Collective.
 
     In a step of `strategy.run`, or outside on ranks with one replica each. `params` is consumed: a later use of its arrays
-    raises an error. All that computes with them is waited for first.
+    raises an error. It first waits for all computations with them.
 
-    Gradients that `ms.jax.value_and_grad` computed are weighted already. Others are weighted by the batch `of`, or by the one
-    that `strategy.batch` names. Where all replicas have equal parts of batches, none of these is needed.
+    Gradients of `ms.jax.value_and_grad` are weighted already. Others are weighted by the batch `of`, or by the one that
+    `strategy.batch` names. With equal shares of batches on all replicas, none of these is needed.
 
     Args:
         optimizer: one of `ms.optimizers`.
-        grads: the gradients of this replica, a tree like `params`. None where a parameter shall stay as it is, on all ranks.
-        params: what `distribute` or the last `apply` returned, or a part of it.
-        of: the batch that the gradients were computed from, or an array of it, as the dataset handed it out.
-        extra: arguments of optax's update, as `value=` of `optax.contrib.reduce_on_plateau`, the same on all ranks.
+        grads: the gradients of this replica, a tree like `params`. None for a parameter that must not change, on all ranks.
+        params: the result of `distribute` or the last `apply`, or a subtree of it.
+        of: the batch of the gradients, or an array of it, as the dataset returned it.
+        extra: arguments of optax's update, as `value=` of `optax.contrib.reduce_on_plateau`, equal on all ranks.
 
     Returns:
         The tree `params` with its arrays after the update.
@@ -106,10 +106,10 @@ def apply(optimizer: Optimizer, grads: Any, params: Any, of: Any = None, **extra
     Raises:
         ContextError: outside of `strategy.run` on a rank with several local replicas, or with servers.
         ValueError: other structures, shapes or dtypes than the parameters'; an optimizer of another strategy.
-        TypeError: no optimizer of `ms.optimizers`; values of a traced function.
-        RuntimeError: arrays that are no parameters, were consumed, or donated.
-        BatchError: replicas have unequal parts of batches, and it is unknown which batch the gradients belong to.
-        CollectiveMismatchError: on every rank, when they update other parameters, or with other numbers.
+        TypeError: not an optimizer of `ms.optimizers`; values of a traced function.
+        RuntimeError: arrays that are not parameters, were consumed, or donated.
+        BatchError: replicas have unequal shares of batches, and the batch of the gradients is unknown.
+        CollectiveMismatchError: on every rank, when ranks update different parameters, or with different settings.
 
     Example:
         >>> loss, grads = ms.jax.value_and_grad(loss_of)(params, batch)  # doctest: +SKIP
@@ -152,10 +152,10 @@ def apply(optimizer: Optimizer, grads: Any, params: Any, of: Any = None, **extra
 
 
 def _shares(strategy: Any, links: Sequence[JaxLink], gradients: Sequence[Any], of: Any, replica: int) -> list[float]:
-    """Return what multiplies each gradient before it is summed.
+    """Return the factor of each gradient before the sum.
 
     Raises:
-        BatchError: the batch of a gradient is unknown, or it is weighted already and a batch is given.
+        BatchError: the batch of a gradient is unknown, or a weighted gradient gets a batch.
     """
     equal, weight = 1 / summed_replicas(strategy), None
     shares = []
@@ -183,7 +183,7 @@ def _shares(strategy: Any, links: Sequence[JaxLink], gradients: Sequence[Any], o
 
 
 def _weight(strategy: Any, of: Any, name: str) -> float:
-    """Return the weight of gradients of the batch `of`, or of the one that `strategy.batch` names, or of equal parts."""
+    """Return the weight of gradients of the batch `of`, of the one that `strategy.batch` names, or of equal shares."""
     if of is None and strategy.extended.batches.uneven and not global_batch.is_named():
         raise BatchError(
             f"{_FUNCTION}: {name}: this gradient has no weight: the replicas have unequal parts of batches, and a gradient does "
@@ -196,7 +196,7 @@ def _weight(strategy: Any, of: Any, name: str) -> float:
 
 
 def _checked(leaf: Any, gradient: Any, link: JaxLink | None, name: str) -> JaxLink:
-    """Return the link of a leaf, which has a gradient that fits."""
+    """Return the link of a leaf, after checking its gradient."""
     if isinstance(leaf, jax.core.Tracer) or isinstance(gradient, jax.core.Tracer):
         remedy = "Return the gradients of the jitted function, and call ms.jax.apply outside of it"
         raise TypeError(explain(_FUNCTION, name, expected="arrays", got="values of a traced function", remedy=remedy))

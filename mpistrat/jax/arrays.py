@@ -1,6 +1,6 @@
-"""Trees of JAX, and arrays that have the memory of variables: made, known again, and given up before the memory is written.
+"""Trees of JAX, and arrays that share the memory of variables: creating, recognizing and releasing them before a write.
 
-assign: other weights into a distributed tree.
+assign: write new weights into a distributed tree.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ __all__ = [
 ]
 
 
-_PATIENCE = 10.0  # seconds from the end of all computations until what still refers to an array must be something else
+_PATIENCE = 10.0  # seconds after the last computation until a remaining reference to an array cannot be a computation's
 
 
 @final
 class ByIdentity:
-    """Values of arrays that live, which cannot be hashed."""
+    """Values by array, for arrays that exist, which cannot be hashed."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
     def set(self, array: Any, value: Any) -> None:
-        """Give an array a value, as long as it lives."""
+        """Set the value of an array, until the array is deleted."""
         key, known = id(array), self._known
         known[key] = weakref.ref(array, lambda _: known.pop(key, None)), value
 
     def get(self, array: Any) -> Any:
-        """Return the value of an array, None if it has none."""
+        """Return the value of an array; None without one."""
         reference, value = self._known.get(id(array), (None, None))
         return value if reference is not None and reference() is array else None
 
@@ -66,14 +66,14 @@ _links = ByIdentity()
 
 @final
 class JaxLink:
-    """What ties a leaf of a tree to a variable: at any time one array has the variable's memory.
+    """The link of a leaf of a tree to a variable: one array at a time has the variable's memory.
 
     Attributes:
-        name: where the leaf is in its tree.
+        name: of the leaf in its tree.
         variable: the variable.
-        mean: whether a replica differentiates the mean over its own rows.
-        weighted: by local replica, True where `value_and_grad` has differentiated the leaf since the last `apply`, False where it
-            did before.
+        mean: True if a replica differentiates the mean over its own rows.
+        weighted: by local replica, True if `value_and_grad` has differentiated the leaf since the last `apply`, False if it did
+            before.
     """
 
     __slots__ = ("__weakref__", "_array", "_lent", "mean", "name", "variable", "weighted")
@@ -82,22 +82,20 @@ class JaxLink:
         self.name, self.variable, self.mean = name, variable, mean
         self.weighted: dict[int, bool] = {}
         self._array: weakref.ref[Any] | None = None
-        self._lent: list[
-            weakref.ref[Any]
-        ] = []  # of each array that was made; they die when JAX has let go of its memory
+        self._lent: list[weakref.ref[Any]] = []  # one per array; they die when JAX has released its memory
 
     @property
     def array(self) -> Any:
-        """The array of the leaf, None where nothing refers to it any more."""
+        """The array of the leaf; None without references to it."""
         return None if self._array is None else self._array()
 
     @property
     def lent(self) -> bool:
-        """Whether JAX has the variable's memory: of an array that lives, or for a computation that still reads a deleted one."""
+        """True if JAX uses the variable's memory: in an existing array, or in a computation that still reads a deleted one."""
         return any(reference() is not None for reference in self._lent)
 
     def make(self) -> Any:
-        """Return a new array of the variable: of its memory, or of what is read now where a server has it."""
+        """Return a new array of the variable: of its memory, or of the current value on a server."""
         variable = self.variable
         if variable.placement.store is not None:
             array = jax.numpy.array(variable.array)
@@ -109,22 +107,22 @@ class JaxLink:
         return array
 
     def delete(self) -> None:
-        """Delete the array that the leaf has: later uses of it raise an error."""
+        """Delete the leaf's array: later uses of it raise an error."""
         array = self.array
         if array is not None:
             array.delete()
 
 
 def link_of(array: Any) -> JaxLink | None:
-    """Return the link of an array that was made for a leaf, deleted ones too; None for any other thing."""
+    """Return the link of an array of a leaf, also of a deleted one; None for other values."""
     link: JaxLink | None = _links.get(array)
     return link
 
 
 def _alias(memory: np.ndarray, name: str) -> tuple[Any, weakref.ref[Any]]:
-    """Return a JAX array that has the memory, and a reference that dies when JAX has let go of it.
+    """Return a JAX array that shares the memory, and a reference that dies when JAX has released it.
 
-    JAX lets go when the array is deleted or dead and every computation that reads it is over.
+    JAX releases it when the array is deleted or dead and every computation that reads it has ended.
     """
     if is_gpu(memory):
         lent, reference = lend(memory)
@@ -143,12 +141,12 @@ def _check_pointer(array: Any, pointer: int, name: str) -> None:
 
 
 def of_memory(array: Any) -> Any:
-    """Return what a computation of JAX takes for an array of NumPy, which is itself, or of CuPy: its memory, without a copy."""
+    """Return an array as an argument of JAX: NumPy's unchanged, CuPy's as a JAX array of its memory, without a copy."""
     return jax.dlpack.from_dlpack(array) if is_gpu(array) else array
 
 
 def memory_of(array: Any, like: Any) -> Any:
-    """Return an array of JAX, or what stands for one, as an array of NumPy or CuPy where `like` lies; waits until it is there."""
+    """Wait for an array of JAX, or a substitute, and return it as an array of NumPy or CuPy, as `like`."""
     if type(like) is np.ndarray:
         return np.asarray(array)
     return move_like(as_array(jax.block_until_ready(array)), like)
@@ -156,15 +154,15 @@ def memory_of(array: Any, like: Any) -> Any:
 
 @functools.cache
 def _from_dlpack() -> Callable[[Any], Any]:
-    """Return `jax.dlpack.from_dlpack` without a copy, or what it calls in the end, where that does the same.
+    """Return `jax.dlpack.from_dlpack` without a copy, or the function that it finally calls, if that does the same.
 
-    It takes 80 µs an array, most of them for a stream, which CPUs do not have, and for dtypes, which are checked; a tree has
-    hundreds.
+    The public one takes 80 µs per array, mostly for a stream, which CPUs do not have, and for dtypes, which are checked; a tree
+    has hundreds.
     """
     probe = np.zeros(64, np.float32)
     probe = probe[-probe.ctypes.data % 64 // probe.itemsize :][:16]
     device, on_cpu = jax.devices("cpu")[0], 1
-    try:  # not public: other versions of JAX have it elsewhere, or with other arguments
+    try:  # not public: other versions of JAX may differ
         from jaxlib import _jax
 
         read = _jax.dlpack_managed_tensor_to_buffer
@@ -177,7 +175,7 @@ def _from_dlpack() -> Callable[[Any], Any]:
 
 @final
 class _Bfloat16Capsule:
-    """Hands 16-bit integers to DLPack as bfloat16, which NumPy itself doesn't."""
+    """16-bit integers for DLPack as bfloat16, which NumPy itself does not support."""
 
     def __init__(self, integers: np.ndarray) -> None:
         self._integers = integers
@@ -198,7 +196,7 @@ def release(links: Sequence[JaxLink]) -> None:
     """Delete the arrays of leaves, and wait until no computation of this rank reads their memory.
 
     Raises:
-        RuntimeError: something else than a computation keeps the memory.
+        RuntimeError: another reference keeps the memory.
     """
     for link in links:
         link.delete()
@@ -211,21 +209,20 @@ def release(links: Sequence[JaxLink]) -> None:
                 raise RuntimeError(explain("ms.jax.apply", kept[0], expected=expected, got=got, remedy=remedy))
             deadline = Deadline(_PATIENCE)
         backoff.pause()
-    if links and links[0].variable.placement.arenas.on_gpu:  # where JAX has streams of its own
+    if links and links[0].variable.placement.arenas.on_gpu:  # JAX has its own streams there
         import_cupy("ms.jax.apply").cuda.Device(links[0].variable.storage().device.id).synchronize()
 
 
 def _computing() -> bool:
-    """Whether the result of a computation is not there yet."""
+    """Return whether a computation is still running."""
     return any(not array.is_deleted() and not array.is_ready() for array in jax.live_arrays())
 
 
 def current(params: Any) -> Any:
-    """Return a tree with the arrays that its parameters have now.
+    """Return a tree with the current arrays of its parameters.
 
-    For a tree that `apply` has consumed before it raised an error; and, where servers have the variables, after they have
-    changed otherwise, as by `strategy.restore`: then in a step or outside, on every worker. Leaves that are no parameters of
-    a strategy stay.
+    For a tree that `apply` has consumed before it raised an error; and, if servers have the variables, after another change, as
+    by `strategy.restore`: then in a step or outside, on every worker. Leaves that are not parameters of a strategy do not change.
 
     Example:
         >>> params = ms.jax.current(params)  # doctest: +SKIP
@@ -261,7 +258,7 @@ def _word(key: Any) -> str:
 
 
 def is_array(leaf: Any) -> bool:
-    """Return whether a leaf is an array of numbers, of JAX or NumPy; keys of random numbers are none."""
+    """Return whether a leaf is an array of numbers, of JAX or NumPy; random keys are not."""
     return isinstance(leaf, (np.ndarray, np.generic)) or (
         isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
     )
@@ -276,14 +273,15 @@ _FUNCTION = "ms.jax.assign"
 
 
 def assign(params: Any, values: Any) -> Any:
-    """Write other weights, of a checkpoint or a pretrained model, into a distributed tree, and return it. Collective.
+    """Write new weights, of a checkpoint or a pretrained model, into a distributed tree, and return it. Collective.
 
-    Outside of steps, with the same numbers on every rank. `params` is consumed, as by `apply`. What an optimizer keeps stays.
+    Outside of steps, with the same values on every rank. `params` is consumed, as by `apply`. An optimizer's state does not
+    change.
 
     Args:
-        params: what `distribute` or the last `apply` returned, or a part of it; the arrays may be consumed ones.
-        values: a tree like it, of arrays of the same shapes; where ranks divide a leaf, of the whole or of this rank's part.
-            They are rounded to the parameters' dtypes. Leaves that are no parameters are taken as they are.
+        params: the result of `distribute` or the last `apply`, or a subtree of it; the arrays may be consumed ones.
+        values: a tree like it, of arrays of the same shapes; for a leaf that ranks divide, the whole or this rank's slice. They
+            are rounded to the parameters' dtypes. Leaves that are not parameters are used unchanged.
 
     Returns:
         The tree `params` with its arrays after the change.
@@ -291,7 +289,7 @@ def assign(params: Any, values: Any) -> Any:
     Raises:
         ContextError: in a step.
         ValueError: another structure or shape; no parameter of a strategy.
-        CollectiveMismatchError: on every rank, when they give other numbers.
+        CollectiveMismatchError: on every rank, when ranks pass different values.
 
     Example:
         >>> params = ms.jax.assign(params, pretrained)  # doctest: +SKIP
@@ -328,7 +326,7 @@ def assign(params: Any, values: Any) -> Any:
 
 
 def _fitting(value: Any, variable: Any, name: str) -> np.ndarray:
-    """Return a value as an array of a variable's shape and dtype."""
+    """Convert a value to an array of a variable's shape and dtype."""
     if not is_parameter(value):
         got = type(value).__name__ if not is_array(value) else f"{value.dtype}{value.shape}"
         raise ValueError(explain(_FUNCTION, name, expected="a floating array", got=got))

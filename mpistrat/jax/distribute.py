@@ -1,4 +1,4 @@
-"""distribute: a tree of parameters, put into a strategy."""
+"""distribute: put a tree of parameters into a strategy."""
 
 from __future__ import annotations
 
@@ -50,28 +50,28 @@ def distribute(
 ) -> Any:
     """Put a tree of parameters into the current strategy. Collective.
 
-    A tree of the same structure is returned. Its floating arrays have rank 0's numbers, and lie once on each node; they are
-    read as any JAX array is, and `apply` consumes them. Other arrays get rank 0's numbers and are not trained; what is no
-    array stays as it is.
+    It returns a tree of the same structure. Its floating arrays have rank 0's values, and are stored once on each node; they are
+    read like any JAX array, and `apply` consumes them. Other arrays get rank 0's values and are not trained; other leaves do not
+    change.
 
     Args:
         tree: any pytree: of dicts, of flax or equinox, a NamedTuple.
-        optimizer: a transformation of optax. Then an optimizer is returned, too, which `apply` takes. If it treats each number by
-            itself, its state is divided over the ranks of a node; any other runs whole on every rank, after the sum.
-        loss: what a replica differentiates: "mean", over the rows of its part of the batch; replicas are weighted by their
-            rows where the batch is a distributed dataset's, else equally. Or "sum": a part of the whole loss, as
-            `ms.nn.compute_average_loss` makes it; then gradients are summed as they are.
+        optimizer: a transformation of optax. Then the result has an optimizer for `apply`, too. If it is elementwise, its state
+            is divided over the ranks of a node; any other runs whole on every rank, after the sum.
+        loss: the kind of loss that a replica differentiates. "mean": over its rows of the batch; replicas are weighted by their
+            rows if the batch is a distributed dataset's, else equally. "sum": a summand of the whole loss, as of
+            `ms.nn.compute_average_loss`; then gradients are summed unchanged.
         max_norm: scale the gradients down together so that their norm over all parameters, after the sum, does not exceed it.
-        layouts: under a MeshStrategy, by name of a leaf, as "first/w" of {"first": {"w": …}}, how the ranks of a replica divide
-            it, as `ms.Variable`'s layout: the leaf of the tree that is returned is this rank's part.
+        layouts: under a MeshStrategy, by name of a leaf, as "first/w" of {"first": {"w": …}}, its division over the ranks of a
+            replica, as `ms.Variable`'s layout: the result has this rank's slice.
 
     Raises:
         ContextError: outside of a strategy's scope.
         ValueError: an argument is wrong; no floating array; max_norm where servers sum the gradients of workers; a layout that
-            does not fit, or without a mesh; an optimizer that looks at several numbers together, with parameter servers,
-            layouts that divide parameters, or local steps.
-        TypeError: float64 where JAX has it not enabled; complex numbers; no optimizer of optax.
-        RuntimeError: the tree was distributed already.
+            does not fit, or without a mesh; an optimizer that is not elementwise, with parameter servers, layouts that divide
+            parameters, or local steps.
+        TypeError: float64 without JAX's setting for it; complex numbers; not an optimizer of optax.
+        RuntimeError: the tree is distributed already.
         DeviceError: JAX computes on another kind of device than the strategy's; several GPUs on a rank.
         LayoutError: a strategy with sharded_gradients.
         CollectiveMismatchError: on every rank, when their trees differ.

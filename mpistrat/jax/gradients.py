@@ -1,4 +1,4 @@
-"""value_and_grad and grad: gradients of a replica's rows, weighted by the batch that these belong to."""
+"""value_and_grad and grad: gradients of a replica's rows, weighted by their batch."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ from .arrays import ByIdentity, JaxLink, is_array, is_parameter, link_of
 
 __all__ = ["grad", "is_weighted", "value_and_grad"]
 
-_weighted = ByIdentity()  # True of gradients that are
+_weighted = ByIdentity()  # True for weighted gradients
 
 
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Return a function like `jax.value_and_grad(fun)`, whose gradients are weighted by the batch of its arguments.
+    """Return a function like `jax.value_and_grad(fun)`, whose gradients are weighted by the batch of its arguments. Local.
 
     The gradient of the mean over this replica's rows is multiplied by its share of the batch. The mean over the replicas, which
-    `apply` forms, is then the gradient of the mean over the global batch; sums of such gradients are right, too. The batch is
-    the one that the other arguments belong to, or that `strategy.batch` names. `apply` does not weight these gradients again.
-    Local.
+    `apply` computes, is then the gradient of the mean over the global batch; sums of such gradients are right, too. The batch is
+    that of the other arguments, or the one that `strategy.batch` names. `apply` does not weight these gradients again.
 
     Call it outside of functions that `jax.jit` traces; `fun` may be traced, and if it is the result of `jax.jit`, loss and
     gradients are compiled together.
 
     Args:
         fun: a function that returns a loss, the mean over its rows.
-        argnums: which positional arguments to differentiate; those are parameters of `distribute`.
-        has_aux: whether `fun` returns a pair, of the loss and of anything else.
+        argnums: the positional arguments to differentiate: parameters of `distribute`.
+        has_aux: True if `fun` returns a pair, of the loss and of anything else.
 
     Raises:
-        BatchError: replicas have unequal parts of batches, and the arguments do not show which batch it is.
+        BatchError: replicas have unequal shares of batches, and the arguments do not identify the batch.
         TypeError: a call in a traced function.
         ValueError: no parameter of `distribute` among the arguments that are differentiated.
 
@@ -111,7 +110,7 @@ def _function(name: str, fun: Callable[..., Any], argnums: int | Sequence[int], 
 
 @final
 class _Compiled:
-    """A function of a compiled one, compiled with it, if that can be."""
+    """A function of a compiled one, compiled together with it, if possible."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -130,7 +129,7 @@ class _Compiled:
             TypeError,
             ValueError,
             jax.errors.JAXTypeError,
-        ):  # an argument that has to be static, or the function's own error
+        ):  # an argument that must be static, or the function's own error
             result = self._function(*args, **kwargs)
         self._jitted = None
         return result
@@ -143,7 +142,7 @@ class _Compiled:
 
 
 def _scaled(leaves: list[Any], chosen: Sequence[bool], weight: float) -> list[Any]:
-    """Return gradients times a weight; zeros where it is 0, as the mean of no row is not a number."""
+    """Return gradients times a weight; zeros for weight 0, as the mean of no row is NaN."""
     return [
         _times(leaf, weight) if own and is_parameter(leaf) else leaf for leaf, own in zip(leaves, chosen, strict=True)
     ]
@@ -162,8 +161,8 @@ def _times(leaf: Any, weight: float) -> Any:
 def is_weighted(gradient: Any, link: JaxLink, replica: int) -> bool | None:
     """Return whether a gradient of a leaf is weighted; None if that is unknown.
 
-    It is if `value_and_grad` returned it, or has differentiated the leaf since the last `apply`: then it may be a sum. It is
-    not if `value_and_grad` has never done so.
+    True if `value_and_grad` returned it, or has differentiated the leaf since the last `apply`: then it may be a sum. False if
+    `value_and_grad` has never differentiated the leaf.
     """
     if _weighted.get(gradient):
         return True

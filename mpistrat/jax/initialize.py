@@ -34,20 +34,20 @@ def initialize(comm: Any = None) -> None:
     communicate by JAX's own collectives: NCCL on GPUs, gloo on CPUs unless `jax_cpu_collectives_implementation` names
     another. Process `i` of JAX is rank `i` of `comm`.
 
-    Where the ranks of a node see the same GPUs, each takes the one of its number on the node. A rank that is alone on its
-    node takes all, and so does one to which CUDA_VISIBLE_DEVICES shows one. JAX_LOCAL_DEVICE_IDS overrides this.
+    If the ranks of a node see the same GPUs, each takes the one of its number on the node. The only rank of a node takes all it
+    sees, and so does a rank that sees only one in CUDA_VISIBLE_DEVICES. JAX_LOCAL_DEVICE_IDS overrides this.
 
     Args:
         comm: an intracommunicator of mpi4py; default the ranks of the job, or those of this rank's color in MPISTRAT_COLORS.
 
     Raises:
-        ContextError: on every rank, if a rank has called it before, or has computed, made an array or listed devices with JAX.
+        ContextError: on every rank, if a rank has called it before, or has computed, created an array or listed devices with JAX.
         ClusterError: no launcher started this process; MPI does not find the ranks that the launcher started; on every rank,
             if no address of rank 0 is reachable from all nodes.
         DeviceError: on every rank, if a node has fewer GPUs than ranks.
-        LayoutError: `comm` is no intracommunicator, or this rank is not a member.
-        CollectiveMismatchError: on every rank, if other ranks make a strategy instead.
-        CollectiveTimeoutError: a rank did not come within MPISTRAT_ABORT_AFTER seconds.
+        LayoutError: `comm` is not an intracommunicator, or this rank is not a member.
+        CollectiveMismatchError: on every rank, if other ranks create a strategy instead.
+        CollectiveTimeoutError: a rank did not arrive within MPISTRAT_ABORT_AFTER seconds.
 
     Example:
         >>> ms.jax.initialize()  # doctest: +SKIP
@@ -87,7 +87,7 @@ def _start(comm: Any, node: Any) -> None:
 
 
 def _check_start(rank: int) -> None:
-    """Raise `ContextError` if jax.distributed cannot start in this process any more."""
+    """Raise `ContextError` if jax.distributed can no longer start in this process."""
     if jax.distributed.is_initialized():
         expected, got = "one call in a process", "a second one, or one after jax.distributed.initialize()"
         remedy = "Leave the other call out: jax.distributed starts once"
@@ -100,7 +100,7 @@ def _check_start(rank: int) -> None:
 
 
 def _has_devices() -> bool:
-    """Return whether JAX has set its devices up; False where this version does not show it, and JAX itself raises an error."""
+    """Return whether JAX has set its devices up; False if this version does not show it: then JAX itself raises an error."""
     try:  # not public
         from jax._src import xla_bridge
 
@@ -110,7 +110,7 @@ def _has_devices() -> bool:
 
 
 def _visible_gpus() -> int:
-    """Return the number of NVIDIA GPUs that this process sees; 0 if JAX computes on CPUs, without asking its devices."""
+    """Return the number of NVIDIA GPUs that this process sees, without asking JAX; 0 if JAX computes on CPUs."""
     platforms = jax.config.jax_platforms or "cuda"
     plugins = any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
     if not plugins or not {"cuda", "gpu"} & set(platforms.split(",")):
@@ -122,7 +122,7 @@ def _visible_gpus() -> int:
 
 
 def _local_devices(gpus: int, local_rank: int, local_size: int, rank: int) -> list[int] | None:
-    """Return the numbers of the GPUs that a rank takes of those that it sees; [] for all, None where a variable has them.
+    """Return the numbers of the visible GPUs that a rank takes; [] for all, None if a variable sets them.
 
     Raises:
         DeviceError: there are too few.
@@ -156,9 +156,9 @@ def _check_name(rank: int) -> None:
 
 @contextmanager
 def _free_port(comm: Any, node: Any) -> Iterator[tuple[str, int]]:
-    """Give an address of rank 0 and a port that no other program takes in the `with` block. Collective over `comm`.
+    """Yield an address of rank 0 and a port that is reserved in the `with` block. Collective over `comm`.
 
-    A socket that does not listen keeps the port; the service of JAX shares it (SO_REUSEPORT).
+    A socket that does not listen reserves the port; the service of JAX shares it (SO_REUSEPORT).
     """
     port, several = np.zeros(1, np.int64), node.size < comm.size
     kept: socket.socket | None = None
@@ -178,7 +178,7 @@ def _free_port(comm: Any, node: Any) -> Iterator[tuple[str, int]]:
 
 
 def _bound(everywhere: bool, port: int) -> socket.socket:
-    """Return a socket that has a port of this machine, at all its addresses or at the loopback address."""
+    """Return a socket bound to a port of this machine, at all its addresses or at the loopback address."""
     both = everywhere and socket.has_dualstack_ipv6()
     made = socket.socket(socket.AF_INET6 if both else socket.AF_INET, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -190,7 +190,7 @@ def _bound(everywhere: bool, port: int) -> socket.socket:
 
 @contextmanager
 def _answering(port: int) -> Iterator[None]:
-    """Accept the connections of all nodes, whose number may exceed what the system lets wait."""
+    """Accept the connections of all nodes, whose number may exceed the system's backlog."""
 
     def accept() -> None:
         with suppress(OSError):
@@ -210,7 +210,7 @@ def _answering(port: int) -> Iterator[None]:
 
 @contextmanager
 def _without_proxies() -> Iterator[None]:
-    """Hide the proxies of the environment, by which JAX's processes would try to reach each other."""
+    """Hide the environment's proxies: JAX's processes would connect to each other through them."""
     hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.lower().endswith("_proxy")}
     try:
         yield

@@ -14,8 +14,7 @@ __all__ = ["key"]
 def key(seed: int) -> Any:
     """Return a key of `jax.random` that differs between the replicas of the current strategy, and repeats with the seed.
 
-    In a step it is this replica's, outside that of the first local one. A key that is the same everywhere is
-    `jax.random.key(seed)`.
+    In a step it is this replica's, outside that of the first local one. For the same key everywhere use `jax.random.key(seed)`.
 
     Example:
         >>> dropout = jax.random.fold_in(ms.jax.key(0), step)  # doctest: +SKIP
@@ -25,9 +24,7 @@ def key(seed: int) -> Any:
     replica = strategy.extended.sync_topology.replica_offset
     if frame.replica is not None:
         replica = frame.replica.replica_id_in_sync_group
-    if (
-        strategy.extended.placement.store is not None
-    ):  # workers of parameter servers count their replicas each for itself
+    if strategy.extended.placement.store is not None:  # workers of parameter servers number their own replicas
         workers = (strategy.worker_index or 0) // strategy.workers_in_sync
         replica += workers * strategy.num_replicas_in_sync
     return jax.random.fold_in(jax.random.key(seed), replica)

@@ -1,10 +1,10 @@
-"""Read what a transformation of optax does to each number, from its jaxpr on the tree that it updates.
+"""Reading of a transformation of optax: its computation for each element, from its jaxpr on the tree that it updates.
 
-`read` follows every value from the parameters, gradients and state to the results. Each is one of three kinds: free, which is
-computed from no element of a leaf, as a count or a rate; uniform, a free number broadcast to a leaf's shape; or an array of
-elements of one leaf, each of which depends on the elements with the same index alone. If all values are, the rule of a leaf is a
-small program that gives the same numbers on any range of its elements: masks, labels and schedules are in it as they were found
-on the whole tree. Otherwise `Mixes` says through which operation elements meet.
+`read` follows every value from the parameters, gradients and state to the results. There are three kinds: free values, computed
+from no element of a leaf, as a count or a rate; uniform ones, a free number broadcast to a leaf's shape; and arrays of elements
+of one leaf, where each element only depends on elements with the same index. If all values are such, the rule of a leaf is a
+small program with the same results on any range of its elements: it contains masks, labels and schedules as found on the whole
+tree. Otherwise `Mixes` names the operation that mixes elements.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ _numbers = itertools.count()
 
 
 class Mixes(Exception):
-    """A rule in which an element's update depends on others; the text says through what."""
+    """A rule in which an element's update depends on others; the text names the operation."""
 
 
 @final
 class _Value:
-    """A value of a program, and how it is computed.
+    """A value of a program, and its computation.
 
     Attributes:
-        kind, leaf: what it is, and the leaf of an array of elements.
+        kind, leaf: its kind, and the leaf of an array of elements.
         shape, dtype: in the tree.
-        role: the name of an input; "" for what is computed.
+        role: the name of an input; "" for a computed value.
         value: of a constant.
-        primitive, params, inputs, index: the operation, and which of its results the value is.
+        primitive, params, inputs, index: the operation, and the index of the value among its results.
         source: equal for the results of one operation.
     """
 
@@ -90,7 +90,7 @@ class _Value:
 
 @final
 class Program:
-    """What computes some values from inputs with roles. Equal texts mean equal programs."""
+    """A computation of some values from inputs with roles. Equal texts mean equal programs."""
 
     def __init__(self, results: Sequence[_Value]) -> None:
         self._results = list(results)
@@ -106,7 +106,7 @@ class Program:
         self.text = self._text()
 
     def __call__(self, inputs: Mapping[str, Any], size: int | None = None) -> list[Any]:
-        """Return the results; those of elements as flat arrays of a size, as the inputs are. To be traced by `jax.jit`."""
+        """Return the results; those of elements as flat arrays of a size, like the inputs. To be traced by `jax.jit`."""
         known: dict[int, Any] = {}
         several: dict[int, Any] = {}
         for node in self._nodes:
@@ -130,7 +130,7 @@ class Program:
         return results
 
     def constant(self) -> float | None:
-        """Return the number that all elements of its one result are; None where they depend on inputs."""
+        """Return the number that all elements of its single result have; None if they depend on inputs."""
         return None if self.roles else float(self({}, 1)[0][0])
 
     def _text(self) -> str:
@@ -154,7 +154,7 @@ def _materialized(value: Any, node: _Value) -> Any:
 
 
 def _bind(node: _Value, arrays: Sequence[Any], several: dict[int, Any]) -> Any:
-    """Return a result of a free operation, as it is in the jaxpr."""
+    """Return a result of a free operation, as in the jaxpr."""
     primitive, key = node.primitive, id(node.source)
     if key not in several:
         params = primitive.get_bind_params(dict(node.params))
@@ -167,7 +167,7 @@ def _bind(node: _Value, arrays: Sequence[Any], several: dict[int, Any]) -> Any:
 
 
 def _apply(node: _Value, values: list[Any], size: int | None) -> Any:
-    """Return an operation's result on flat arrays of elements; of uniform values a number for all elements."""
+    """Return an operation's result on flat arrays of elements; for uniform values one number for all elements."""
     name = node.primitive.name
     if name in _RESHAPES:
         return values[0]
@@ -187,7 +187,7 @@ def _params(node: _Value) -> str:
 
 
 def word(value: Any) -> str:
-    """Return a text of a parameter or a constant that is the same in every process."""
+    """Return a text of a parameter or a constant, equal in every process."""
     if hasattr(value, "jaxpr") and hasattr(value, "consts"):
         return _jaxpr_text(value.jaxpr) + "".join(map(word, value.consts))
     if hasattr(value, "eqns"):
@@ -226,23 +226,23 @@ def _jaxpr_text(jaxpr: Any) -> str:
 
 
 def digest(*texts: str) -> str:
-    """Return a short text that differs between texts, and is the same in every process."""
+    """Return a short digest of texts, equal in every process."""
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 @final
 class Reading:
-    """An element-wise rule.
+    """An elementwise rule.
 
     Attributes:
-        kept: the names and dtypes of the arrays that are kept for each element of each leaf.
+        kept: the names and dtypes of each leaf's state per element.
         programs: of each leaf: from "weights", "gradient", its slots, the free state and extra arguments ("extra 0", …) to the
             weights and slots after a step.
-        free_state: the roles of the free state; its `first` program computes it, `next_free` what it is after a step.
+        free_state: the roles of the free state; its `first` program computes it, `next_free` its value after a step.
         first, next_free: the programs.
         free_forms: their shapes and dtypes.
-        starts: by leaf and slot the value of all its elements before the first step; None where they differ.
-        initial: by leaf and slot what computes it of the weights.
+        starts: by leaf and slot the value of all its elements before the first step; None if they differ.
+        initial: by leaf and slot the program that computes it from the weights.
         text: of all.
     """
 
@@ -264,7 +264,7 @@ class Reading:
 
 
 def read(init: Any, update: Any, params: Any, extra: Sequence[Any] = ()) -> Reading:
-    """Return the rule of a transformation whose update of each element depends on that element alone.
+    """Return the rule of a transformation whose update of each element only depends on that element.
 
     Args:
         init, update: the transformation's; `update` takes the numbers of `extra` after its usual arguments.
@@ -272,8 +272,8 @@ def read(init: Any, update: Any, params: Any, extra: Sequence[Any] = ()) -> Read
         extra: numbers or arrays.
 
     Raises:
-        Mixes: elements meet.
-        Exception: what the transformation raises on the tree, or JAX where it cannot be traced.
+        Mixes: the update mixes elements.
+        Exception: an error of the transformation on the tree, or of JAX if it cannot be traced.
     """
 
     def step(params: Any, grads: Any, state: Any, numbers: Sequence[Any]) -> tuple[Any, Any]:
@@ -322,7 +322,7 @@ def read(init: Any, update: Any, params: Any, extra: Sequence[Any] = ()) -> Read
 
 
 def _places(leaves: Sequence[Any], kept: Sequence[Any]) -> list[tuple[int, str] | None]:
-    """Return for each array of the state which leaf it has a number for each element of, and a name; None for others."""
+    """Return, for each array of the state with a number per element of a leaf, that leaf and a name; None for others."""
     by_path = {path: (index, x) for index, (path, x) in enumerate(leaves)}
     found: list[tuple[int, str] | None] = []
     for path, x in kept:
@@ -340,7 +340,7 @@ def _places(leaves: Sequence[Any], kept: Sequence[Any]) -> list[tuple[int, str] 
 
 
 def _fits(dtype: Any, slot: Any) -> bool:
-    """Return whether a slot of a dtype holds numbers of another one exactly."""
+    """Return whether a slot of a dtype represents numbers of another one exactly."""
     floating = jax.dtypes.issubdtype(dtype, np.floating)
     return bool(floating and (dtype == slot or jnp.finfo(dtype).bits < jnp.finfo(slot).bits))
 
@@ -367,7 +367,7 @@ def _of_leaf(node: _Value, leaf: int) -> _Value:
 
 @final
 class _Reader:
-    """Walks a jaxpr, and makes nodes of its values."""
+    """A walk over a jaxpr that creates nodes of its values."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self._shapes = shapes
@@ -440,7 +440,7 @@ class _Reader:
         return self._made(eqn, nodes, "element", leaf)
 
     def _cond(self, eqn: Any, nodes: list[_Value]) -> list[_Value]:
-        """Return both branches, computed, and one of them selected."""
+        """Return the computed results of both branches, and a selection of one of them."""
         index, *operands = nodes
         if index.kind == "element":
             raise Mixes("a condition on elements")

@@ -1,7 +1,7 @@
-"""optax's rules as optimizers of ours.
+"""optax's rules as optimizers of this package.
 
-A rule that treats each number by itself runs on blocks, by the rank that owns them, with state in our slots: see `reading`. Any
-other rule runs whole on each rank after the sum, with state in variables of the strategy.
+An elementwise rule runs on blocks, on the rank that owns them, with state in the package's slots: see `reading`. Any other rule
+runs whole on each rank after the sum, with state in variables of the strategy.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _SMALLEST = 1024  # elements of a block: each size is compiled once, so sizes ar
 
 @final
 class JaxRule(ForeignRule):
-    """optax's rule, as an optimizer of ours.
+    """optax's rule, as an optimizer of this package.
 
     Attributes:
-        digest: of all that the rule computes, which ranks compare, since a transformation does not show its settings.
+        digest: of the rule's computation, which ranks compare, since a transformation does not show its settings.
     """
 
     _function = "ms.jax.distribute"
@@ -46,10 +46,10 @@ class JaxRule(ForeignRule):
     _whole: JaxWholeRule | None
 
     def __init__(self, transformation: Any, tree: Any, limit: float | None) -> None:
-        """Read the rule on a tree whose leaves that are no parameters are left out.
+        """Read the rule on a tree without the leaves that are not parameters.
 
         Raises:
-            Exception: what the transformation raises on the tree.
+            Exception: an error of the transformation on the tree.
         """
         leaves, structure = flatten(tree)
         forms = [
@@ -62,7 +62,7 @@ class JaxRule(ForeignRule):
         self.__variables: list[Variable] = []
         try:
             self.__blocks = _Blocks(transformation, structure.unflatten(forms))
-        except Exception as error:  # of foreign code: what is wrong with it, plain optax says
+        except Exception as error:  # of foreign code: plain optax reports what is wrong with it
             self._whole = JaxWholeRule(transformation, structure, forms, error)
         known = self.__blocks or self._whole
         assert known is not None
@@ -77,14 +77,14 @@ class JaxRule(ForeignRule):
         self.extra = ""  # a digest of the extra arguments of the step, which ranks compare
 
     def get_settings(self) -> list[dict[str, Any]]:
-        """Return one group without settings: the transformation is code, so a file must not replace what was read of it."""
+        """Return one group without settings: the transformation is code, which a file must not replace."""
         return [{}]
 
     def take_extra(self, extra: Mapping[str, Any]) -> None:
-        """Take the extra arguments of the next update.
+        """Set the extra arguments of the next update.
 
         Raises:
-            TypeError: the rule takes none, or keeps what depends on them without needing them; servers update parameters.
+            TypeError: the rule takes none, or has state that depends on optional ones; servers update parameters.
         """
         if self.__blocks is not None and not self.__blocks.take_extra(extra):
             extra = {}  # which the rule does not read
@@ -102,7 +102,7 @@ class JaxRule(ForeignRule):
             self.extra = words
 
     def serve(self, variables: Sequence[Variable]) -> None:
-        """Begin to update the variables of the tree's parameters, in their order. Collective.
+        """Start to update the variables of the tree's parameters, in their order. Collective.
 
         Raises:
             ValueError: a rule that runs whole, and variables that are not whole on each node.
@@ -116,7 +116,7 @@ class JaxRule(ForeignRule):
 
     @Optimizer.learning_rate.setter  # type: ignore[attr-defined]
     def learning_rate(self, value: Any) -> None:
-        if value != 1:  # what nothing is multiplied by
+        if value != 1:  # the neutral factor
             expected, got = "a schedule of optax in the transformation", f"learning_rate = {value!r}"
             remedy = "Or give ms.jax.apply one of ms.optimizers, whose rate may be set"
             raise ValueError(explain(self._function, "optimizer", expected=expected, got=got, remedy=remedy))
@@ -147,11 +147,11 @@ class JaxRule(ForeignRule):
             for variable in new:
                 core.slots.pending.pop(variable.name, None)
             raise
-        core.updated_first = list(dict.fromkeys([*core.updated_first, *new]))  # which a step that fails forgets
+        core.updated_first = list(dict.fromkeys([*core.updated_first, *new]))  # reset when a step fails
         return step
 
     def _on_restart(self, variables: Collection[Variable]) -> None:
-        """Give slots whose first values depend on weights those of the next step's weights."""
+        """Reset slots whose first values depend on weights to those of the next step's weights."""
         if self.__blocks is None or not self.__blocks.unequal:
             return
         core, chosen = self._core, set(map(id, variables))
@@ -160,15 +160,15 @@ class JaxRule(ForeignRule):
         core.steps.clear()
 
     def get_state(self) -> dict[str, Any]:
-        """Return what `Optimizer.get_state` returns, with the state of a rule that runs whole under "whole". Collective."""
+        """Return `Optimizer.get_state`, with the state of a rule that runs whole under "whole". Collective."""
         state = super().get_state()
         return state if self._whole is None else {**state, "whole": self._whole.get_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take what `get_state` returned. Every rank must call it.
+        """Set the result of `get_state`. Every rank must call it.
 
         Raises:
-            ValueError: the state of a rule that runs whole for one that does not, or the other way round.
+            ValueError: the state of a rule that runs whole for one that does not, or vice versa.
         """
         if state["slots"] if self._on_wholes else "whole" in state:
             kinds = "the whole tree", "each number by itself"
@@ -179,7 +179,7 @@ class JaxRule(ForeignRule):
             self._whole.set_state(state["whole"])
 
     def __begin(self, blocks: _Blocks, variables: Sequence[Variable]) -> None:
-        """Give variables slots that do not begin with the same number everywhere. Collective."""
+        """Create slots whose first values differ between elements. Collective."""
         for variable in variables:
             place = self.__places[variable.name]
             if place in blocks.unequal:
@@ -207,9 +207,9 @@ class _Blocks:
 
     Attributes:
         groups: the number of each parameter's program.
-        starts: what slots are before the first step, by name.
-        unequal: the parameters with slots that begin otherwise.
-        digest: of all that is computed.
+        starts: the slots' values before the first step, by name.
+        unequal: the parameters with slots that start otherwise.
+        digest: of the whole computation.
     """
 
     def __init__(self, transformation: Any, tree: Any) -> None:
@@ -244,10 +244,10 @@ class _Blocks:
         self._free: dict[int, list[Any]] = {}  # by the step that it is for
 
     def take_extra(self, extra: Mapping[str, Any]) -> bool:
-        """Take the extra arguments of the next update; return whether it reads any.
+        """Set the extra arguments of the next update; return whether it reads any.
 
         Raises:
-            TypeError: the rule takes no such arguments, or elements meet through them.
+            TypeError: the rule does not take these arguments, or they mix elements.
         """
         leaves, structure = jax.tree.flatten(dict(extra))
         numbers = [leaf for leaf in leaves if _is_number(leaf)]
@@ -265,7 +265,7 @@ class _Blocks:
         return reads
 
     def _read_with(self, structure: Any, leaves: Sequence[Any], names: str) -> list[Any]:
-        """Return the updates of all programs with extra arguments; the known ones, where these are not read."""
+        """Return the updates of all programs with extra arguments; the known ones, if these are not read."""
 
         def update(grads: Any, state: Any, params: Any, *numbers: Any) -> Any:
             left = iter(numbers)
@@ -295,7 +295,7 @@ class _Blocks:
         return [jax.jit(self._update_of(programs[group], kept)) for group, (_, kept) in enumerate(self._programs)]
 
     def begin(self, place: int, weights: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the slots of a parameter before its first step, all of the rule's."""
+        """Return all slots of a parameter before its first step."""
         found = {name: np.full(weights.shape, start, weights.dtype) for name, start in self.starts.items()}
         for name, program in self._initial[place].items():
             found[name] = np.asarray(program({"weights": jnp.asarray(weights)}, weights.size)[0]).astype(weights.dtype)
@@ -308,7 +308,7 @@ class _Blocks:
         padded = size if on_gpu else min(BLOCK, max(_SMALLEST, 1 << (size - 1).bit_length()))
         slots = [block.slots[name] for name in self._programs[block.group][1]]
         arrays = [block.weights, block.gradient, *slots]
-        if padded != size:  # by the last element, of which the rule computes no NaN that jax_debug_nans would report
+        if padded != size:  # with the last element, for which the rule computes no NaN that jax_debug_nans would report
             arrays = [np.concatenate([array, np.full(padded - size, array[-1], array.dtype)]) for array in arrays]
         if on_gpu:
             arrays = list(map(of_memory, arrays))
@@ -329,7 +329,7 @@ class _Blocks:
         return update
 
     def _free_of(self, step: int) -> list[Any]:
-        """Return what the rule keeps once for all elements, as it is before a step."""
+        """Return the rule's state that all elements share, before a step."""
         known = self._free
         if step not in known:
             first = step - 1 if step - 1 in known else 1
@@ -346,12 +346,12 @@ class _Blocks:
 
 
 def _is_number(leaf: Any) -> bool:
-    """Return whether an extra argument is one of a traced function; a function is none."""
+    """Return whether an extra argument is an array or a number, and so an argument of a traced function."""
     return is_array(leaf) or type(leaf) in (int, float)
 
 
 def _strong(value: Any, form: Any) -> Any:
-    """Return an array of a form, whose dtype is its own."""
+    """Return an array of a form, with that form's dtype."""
     if jax.dtypes.issubdtype(form.dtype, jax.dtypes.extended):
         return value
     return jnp.broadcast_to(jnp.asarray(value, form.dtype), form.shape)
@@ -362,7 +362,7 @@ class JaxWholeRule(WholeRule):
     """A rule on the whole tree.
 
     Attributes:
-        digest: of all that is computed; "" where that cannot be traced.
+        digest: of the whole computation; "" if it cannot be traced.
         extra: the extra arguments of the next update.
     """
 
@@ -391,9 +391,9 @@ class JaxWholeRule(WholeRule):
             if jax.tree.structure(after) != jax.tree.structure(state):
                 self._forms = None
             self._update = jax.jit(self._step)
-        except Exception:  # it may run where it is not traced: plain optax decides
+        except Exception:  # it may run without tracing: plain optax decides
             zeros = structure.unflatten([None if form is None else jnp.zeros(form.shape, form.dtype) for form in forms])
-            with jax.debug_nans(False), jax.debug_infs(False):  # zeros are no gradients of the user's
+            with jax.debug_nans(False), jax.debug_infs(False):  # zeros are not the user's gradients
                 self._step(zeros, zeros, transformation.init(zeros))
 
     def _step(self, params: Any, grads: Any, state: Any, **extra: Any) -> tuple[Any, Any]:
@@ -408,7 +408,7 @@ class JaxWholeRule(WholeRule):
         return self._tree.unflatten(leaves)
 
     def begin(self, variables: Sequence[Variable]) -> None:
-        """Make the variables of the state. Collective."""
+        """Create the variables of the state. Collective."""
         self._variables = list(variables)
         state = self._transformation.init(self._of_parameters(list(map(_wide, variables))))
         leaves, self._structure = jax.tree.flatten(state)
@@ -426,7 +426,7 @@ class JaxWholeRule(WholeRule):
         )
         extra, state = self.extra, self._structure.unflatten([each.read() for each in self._state])
         traced = all(isinstance(leaf, bool) or _is_number(leaf) for leaf in jax.tree.leaves(extra))
-        update = self._update if traced else self._step  # a function is no argument of a traced one
+        update = self._update if traced else self._step  # a function cannot be an argument of a traced one
         params, state = jax.block_until_ready(update(params, grads, state, **extra))
         self._then, structure = jax.tree.flatten(state)
         if structure != self._structure:
@@ -456,7 +456,7 @@ class JaxWholeRule(WholeRule):
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason why a rule does not run on blocks, given the error of reading it."""
+    """Return why a rule does not run on blocks, given the error of reading it."""
     if _needs_extra(error):
         return "an update with arguments of its own"
     if isinstance(error, Mixes):
@@ -475,10 +475,10 @@ def _names(tree: Any) -> list[str]:
 
 @final
 class _StateLeaf:
-    """A leaf of a rule's state: an array of numbers in a variable, so that files have it; any other value stays here.
+    """A leaf of a rule's state: an array of numbers in a variable, and so in files; any other value stays in this object.
 
     Attributes:
-        array: None for a value that is no array of numbers.
+        array: None for a value that is not an array of numbers.
         value: that value.
     """
 
@@ -502,5 +502,5 @@ class _StateLeaf:
         return value if self._kind is None else jax.random.wrap_key_data(value, impl=self._kind)
 
     def numbers_of(self, value: Any) -> np.ndarray:
-        """Return a new value of the leaf as an array of numbers."""
+        """Convert a new value of the leaf to an array of numbers."""
         return np.asarray(value if self._kind is None else jax.random.key_data(value))
