@@ -1,7 +1,7 @@
 """Horovod's calls for PyTorch, on MPI alone: programs with `import horovod.torch as hvd` run unchanged.
 
-`mpistrat run --horovod train.py`, or `mpistrat.horovod.install()` before the import, lets `horovod.torch` be
-`mpistrat.horovod.torch`. This package has no module of the name `horovod` of its own.
+`mpistrat run --horovod train.py`, or `mpistrat.horovod.install()` before the import, makes `horovod.torch` an alias of
+`mpistrat.horovod.torch`. This package has no module named `horovod` of its own.
 """
 
 from __future__ import annotations

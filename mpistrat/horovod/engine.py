@@ -1,10 +1,10 @@
-"""The engine of each rank agrees with the others which calls run, and runs them: in a thread of its own, or in one that waits.
+"""The engine of each rank: it agrees with the others on the calls to run, and runs them, in its own thread or a waiting one.
 
-It has a communicator of its own for the negotiation, and a process group of PyTorch for each process set, all of whose
-collectives it makes. So they are in the same order on every rank, and inside the contract of `comm.ProcessGroup`. A thread of the
-program that waits for a call does the engine's work meanwhile, which saves two changes of thread; else the engine's own does.
+It has a communicator for the negotiation, and a process group of PyTorch for each process set, and makes all of their
+collectives. So they are in the same order on every rank, and inside the contract of `comm.ProcessGroup`. A thread of the program
+that waits for a call does the engine's work meanwhile, which saves two changes of thread; else the engine's own thread does.
 
-Calls are sent together: when a thread waits for one, when they make a megabyte, or when no call has followed for some
+Calls are sent together: when a thread waits for one, when their tensors have a megabyte, or when no call has followed for some
 milliseconds. So the gradients of a small step are one message, one decision and one sum.
 """
 
@@ -45,23 +45,23 @@ from .timeline import TensorTimeline
 __all__ = ["Engine", "Prepared"]
 
 _TO_COORDINATOR, _TO_RANKS = 1, 2  # tags
-_CYCLE = 10e-3  # seconds without another call after which calls are sent that no thread waits for
+_CYCLE = 10e-3  # seconds without another call until calls are sent that no thread waits for
 _TOGETHER = 1 << 20  # bytes of tensors that are sent before that
-_POLL = 1e-3  # seconds between the thread's polls for messages while calls are on the way
+_POLL = 1e-3  # seconds between the thread's polls for messages while calls are pending
 _IDLE = 5e-3  # and while none are, or a thread of the program polls
 _WHILE = 1.0  # seconds after the last call in which rank 0 expects calls of process sets
-_PLANS = 64  # decisions whose order is kept
-_ALONE = 1 << 22  # bytes from which on a tensor is not copied into a message with others
+_PLANS = 64  # cached orders of decisions
+_ALONE = 1 << 22  # least bytes of a tensor that is not copied into a message with others
 _FUSED = 128 << 20  # bytes of the largest message of several tensors
 _LAST_MESSAGES = 1.0  # seconds that a rank waits at the end until its messages are read
-_LEAVE = 30.0  # seconds that `shutdown` waits for the other ranks' calls, and again for the one that runs
+_LEAVE = 30.0  # seconds that `shutdown` waits for the other ranks' calls, and again for the running one
 
 
-_unread: list[Any] = []  # requests of messages that no rank reads any more, with their memory
+_unread: list[Any] = []  # requests of messages that no rank will read, with their memory
 
 
 class Prepared(NamedTuple):
-    """A call as ranks compare it. A named one can be submitted again and again.
+    """A call as ranks compare it. A named one can be submitted repeatedly.
 
     Attributes:
         key: the process set and the name.
@@ -110,7 +110,7 @@ class Engine:
     Attributes:
         rank, size, local_rank, local_size, cross_rank, cross_size: numbers of this rank in the job, on its node, and among the
             ranks with its number on all nodes.
-        homogeneous: whether all nodes have equally many ranks.
+        homogeneous: True if all nodes have the same number of ranks.
         sets: the process sets by number.
         ended: True after this rank or another has shut down, or after an error of MPI.
         timeline: the timeline, on rank 0 while there is one.
@@ -132,7 +132,7 @@ class Engine:
         self.rank, self.size = self._comm.rank, self._comm.size
         self._environment = Environment.read()
         self._time_limit = timedelta(seconds=self._environment.abort_after)
-        self._store: Any = None  # over which NCCL meets
+        self._store: Any = None  # over which NCCL connects
         self._place(mpi)
         cycle = number_in(os.environ, "HOROVOD_CYCLE_TIME", 1e3 * _CYCLE) * 1e-3
         fused = int(number_in(os.environ, "HOROVOD_FUSION_THRESHOLD", _FUSED))
@@ -143,7 +143,7 @@ class Engine:
         self._numbers = 0
         self._lock, self._working, self._wake = threading.Lock(), threading.Lock(), threading.Event()
         self._fresh = list[tuple[Key, Form]]()  # calls that were not sent
-        self._fresh_bytes, self._polled = 0, False  # of their tensors; whether the program asks if they have ended
+        self._fresh_bytes, self._polled = 0, False  # of their tensors; True if the program polls for their end
         self._calls: dict[Key, _Waiting] = {}
         self._handles: dict[int, _Waiting] = {}
         self._handle, self._waiting, self._last_call = 0, 0, 0.0
@@ -183,7 +183,7 @@ class Engine:
         return self.sets[number].ranks if number in self.sets else None
 
     def _register(self, process_set: RankSet) -> None:
-        """Give a process set a number and, on its ranks, a group. Collective over its ranks."""
+        """Set the number of a process set and, on its ranks, its group. Collective over its ranks."""
         number, group = self._numbers, None
         self._numbers += 1
         if self.rank in process_set.ranks:
@@ -208,19 +208,19 @@ class Engine:
         finish: Callable[[Any], Any],
         **more: Any,
     ) -> int:
-        """Ask for a call, and return its handle.
+        """Request a call, and return its handle.
 
         Args:
             kind: the operation.
-            process_set: whose ranks make it.
+            process_set: the ranks of the call.
             tensors: without history; those of reductions and broadcasts are overwritten.
-            name: that all ranks use; None for a number that all ranks count.
+            name: the same on all ranks; None for a number that all ranks count.
             prefix: of the name.
-            finish: makes the result for the caller of what the operation returns.
+            finish: converts the operation's result for the caller.
             **more: of the form of the call.
 
         Raises:
-            ValueError: the process set is not registered, a call of this name has not ended, or the tensors lie on another GPU
+            ValueError: the process set is not registered, a call of this name has not ended, or the tensors are on another GPU
                 than before.
             HorovodInternalError: Horovod was shut down, or this rank does not belong to the process set.
         """
@@ -261,7 +261,7 @@ class Engine:
         return Prepared((number, f"{prefix}.{name}"), form, prefix)
 
     def submit(self, prepared: Prepared, tensors: Sequence[torch.Tensor], finish: Callable[[Any], Any]) -> int:
-        """Ask for a call, and return its handle. See `ask`."""
+        """Request a call, and return its handle. See `ask`."""
         key, form, prefix = prepared
         call = _Waiting(key, form["kind"], tensors, finish)
         with self._lock:
@@ -373,7 +373,7 @@ class Engine:
                 active = time.monotonic()
                 continue
             on_the_way = len(self._calls) > len(self._fresh)
-            if self.rank == 0 and len(self.sets) > 1:  # of which it may decide calls that it does not make
+            if self.rank == 0 and len(self.sets) > 1:  # it may decide on calls of sets without it
                 on_the_way |= time.monotonic() - max(active, self._last_call) < _WHILE
             self._wake.wait(_POLL if on_the_way and not self._waiting else _IDLE)
             self._wake.clear()
@@ -387,7 +387,7 @@ class Engine:
                 backoff.pause()
 
     def _work(self, seconds: float) -> bool:
-        """Do one cycle, after another thread's, for which it waits `seconds`. Return False if there was nothing to do."""
+        """Do one cycle, after waiting at most `seconds` for another thread's. Return False if there was nothing to do."""
         if not self._working.acquire(timeout=seconds):
             return False
         try:
@@ -445,7 +445,7 @@ class Engine:
             return fresh, leaves
 
     def _plan(self, data: bytes) -> list[_Bundle]:
-        """Return a decision's calls in their order, those together that run as one. Decisions by numbers alone repeat."""
+        """Return a decision's calls in order, in bundles that run as one. Decisions by numbers alone repeat, and are cached."""
         found = self._plans.get(data)
         if found is None:
             changes = self._mine.changes
@@ -464,7 +464,7 @@ class Engine:
             self._coordinator.take(0, data)
 
     def _decide(self) -> tuple[int, bytes] | None:
-        """Rank 0: take the messages of all ranks, and send the decision to its ranks."""
+        """Take the messages of all ranks, and send the decision to its ranks; on rank 0."""
         coordinator = self._coordinator
         assert coordinator is not None
         while self.size > 1 and (found := self._receive(None, _TO_COORDINATOR)) is not None:
@@ -497,7 +497,7 @@ class Engine:
     def _end(self, left: int, why: str) -> None:
         from mpi4py import MPI
 
-        # A large message to rank 0 is never read where that has ended before: MPI keeps its memory then.
+        # If rank 0 has ended, a large message to it is never read: MPI keeps its memory then.
         if not wait_until(lambda: MPI.Request.Testall([request for request, _ in self._sending]), _LAST_MESSAGES):
             _unread.extend(self._sending)
         who = "this rank" if left == self.rank else f"rank {left}"
@@ -534,7 +534,7 @@ class Engine:
                 call.done = True
 
     def _bundles(self, decisions: Sequence[Decision]) -> list[_Bundle]:
-        """Return the decisions in bundles, of which those of small reductions of one kind have several."""
+        """Return the decisions in bundles; small reductions of one kind share one."""
         found, open_ones = list[_Bundle](), dict[Any, tuple[_Bundle, int]]()
         for each in decisions:
             form, alone = each.form, _Bundle()
@@ -555,7 +555,7 @@ class Engine:
         return found
 
     def _run_in_order(self, of: RankSet, bundle: _Bundle, calls: Sequence[_Waiting | None]) -> list[Any]:
-        """Return what the calls return; on a GPU in the order of its streams. Collective."""
+        """Return the results of the calls; on a GPU in the order of its streams. Collective."""
         if bundle.decisions[0].form.get("device") != "gpu":
             return self._run_bundle(of, bundle, calls)
         own = [call for call in calls if call is not None]
@@ -569,7 +569,7 @@ class Engine:
         return results
 
     def _run_bundle(self, of: RankSet, bundle: _Bundle, calls: Sequence[_Waiting | None]) -> list[Any]:
-        """Return what the calls return. Collective."""
+        """Return the results of the calls. Collective."""
         form, call = bundle.decisions[0].form, calls[0]
         kind, group = form["kind"], of.group
         if kind == "allreduce":
@@ -580,7 +580,7 @@ class Engine:
             with self._lock:
                 self._unnamed.clear()  # ranks that joined early have made fewer calls
             return [form["last"]]
-        if kind == "barrier":  # that all are here is the decision
+        if kind == "barrier":  # the decision shows that all have arrived
             return [None]
         assert call is not None
         return [self._run_one(of, bundle.decisions[0], call)]
@@ -631,7 +631,7 @@ class Engine:
         return made
 
     def adopt(self, process_set: RankSet, made: RankSet) -> RankSet:
-        """Let the program's object be a process set that was made, and return it."""
+        """Make the program's object the process set that was created, and return it."""
         assert made.process_set_id is not None
         process_set.register(made.process_set_id, self.rank, made.group)
         self.sets[made.process_set_id] = process_set
@@ -646,7 +646,7 @@ class Engine:
 
 
 def _end_group(group: Any) -> None:
-    """End a process group, if this rank has one. Local: other ranks may end theirs later, so NCCL is not asked to meet."""
+    """End a process group, if this rank has one. Local: other ranks may end theirs later, so NCCL is not ended collectively."""
     if group is not None:
         if group.gpus is not None:
             group.gpus.abort()
@@ -654,7 +654,7 @@ def _end_group(group: Any) -> None:
 
 
 def _by_dtype(form: Form, tensors: Sequence[torch.Tensor] | None) -> list[Any]:
-    """Return a grouped reduction as one for each dtype."""
+    """Split a grouped reduction into one for each dtype."""
     found = []
     for dtype in dict.fromkeys(form["dtypes"]):
         numbers = [number for number, each in enumerate(form["dtypes"]) if each == dtype]

@@ -6,11 +6,11 @@ __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective failed. Its text names the tensor and the ranks; its cause is the error of this package, if there is one."""
+    """A failed collective. Its text names the tensor and the ranks; its cause is the error of this package, if there is one."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The hosts of the job changed. A program may raise it in a function of `elastic.run`, which then starts it again.
+    """A change of the job's hosts. A program may raise it in a function of `elastic.run`, which then restarts the function.
 
     Args:
         skip_sync: True if the ranks have equal states.

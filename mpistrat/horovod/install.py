@@ -30,10 +30,10 @@ _COMMON = {"exceptions": "errors", "process_sets": "torch", "elastic": "torch.el
 
 
 def install() -> None:
-    """Let `import horovod.torch` import `mpistrat.horovod.torch`. A second call has no effect. Local.
+    """Make `import horovod.torch` import `mpistrat.horovod.torch`. A second call has no effect. Local.
 
-    Call it before the import. `mpistrat run --horovod train.py` does so for a program that does not. If another Horovod is
-    installed, the log says that it is not used.
+    Call it before the import, or start the program with `mpistrat run --horovod train.py`. If another Horovod is installed, the
+    log says that it is not used.
 
     Raises:
         ContextError: another Horovod was imported before.

@@ -1,7 +1,7 @@
 """Negotiation: the calls that all ranks of a process set have made, matched by name, and the order in which they run.
 
-Each rank sends rank 0 the calls that it has made. Rank 0 answers with a decision, the calls that all their ranks have made, and
-every rank runs these in the order of the decision. While no rank calls anything, nothing is sent.
+Each rank sends its calls to rank 0. Rank 0 answers with a decision, the calls that all their ranks have made, and every rank runs
+these in the order of the decision. Without calls, nothing is sent.
 
 The first decision about a name gives it a number. From then on a message has one bit for each number, and text only for calls
 that are new or that differ from the last ones of their names: other rows of an all-gather, for instance.
@@ -26,8 +26,8 @@ __all__ = ["Coordinator", "Decision", "Form", "Key", "RankCalls", "has_text", "l
 Key = tuple[int, str]  # number of a process set, name of a call
 Form = dict[str, Any]  # of a call: kind, dtypes, shapes and more, as JSON has it
 
-_NUMBERS = 8192  # names that have a number; others travel as text
-_KEPT = 256  # messages by numbers alone that are packed, unpacked and decided once
+_NUMBERS = 8192  # names that have a number; others are sent as text
+_KEPT = 256  # cached messages by numbers alone, packed, unpacked and decided
 _SHOWN = "shapes", "dtypes", "device", "op", "root", "pre", "post", "members", "number"
 _WITH_JOIN = "allreduce", "barrier"
 
@@ -38,7 +38,7 @@ class Decision(NamedTuple):
     Attributes:
         key: the process set and the name.
         form: the call of the lowest rank; with "rows" or "splits" of each rank, in the order of the set.
-        error: why it fails; "" if it runs.
+            error: the reason of a failure; "" if it runs.
     """
 
     key: Key
@@ -87,7 +87,7 @@ def has_text(data: bytes) -> bool:
 
 
 def left_in(data: bytes) -> tuple[int, str] | None:
-    """Return the rank that has left and why, if a decision says that all ranks end; "" for a shutdown."""
+    """Return the rank that has left and the reason, "" for a shutdown, if a decision ends all ranks."""
     left = _unpacked(data)[1].get("left") if has_text(data) else None
     return None if left is None else (int(left[0]), str(left[1]))
 
@@ -97,7 +97,7 @@ class RankCalls:
     """One rank's side: its calls as messages for rank 0, and the decisions of rank 0.
 
     Attributes:
-        changes: how often a number has got another meaning.
+        changes: how often a number has changed its meaning.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class RankCalls:
 
         Args:
             calls: keys and forms.
-            leaves: why this rank makes no more calls, "" for a shutdown; None if it goes on.
+            leaves: the reason why this rank makes no more calls, "" for a shutdown; None if it continues.
         """
         numbers, texts = [], []
         for key, form in calls:
@@ -128,7 +128,7 @@ class RankCalls:
         return _packed(numbers, content)
 
     def decisions(self, data: bytes) -> list[Decision]:
-        """Return the calls of a decision in the order in which they run. Names that this rank does not know are left out."""
+        """Return the calls of a decision in the order in which they run, without names that this rank does not know."""
         numbers, content = _unpacked(data)
         found = [self._decided[number] for number in numbers if number in self._decided]
         for number, name_of_set, name, form, error in content.get("decided", ()):
@@ -144,13 +144,13 @@ class RankCalls:
 
 @final
 class Coordinator:
-    """Rank 0's side: who has asked for what, and what is decided.
+    """Rank 0's side: the calls of all ranks, and the decisions.
 
     Args:
         size: the number of ranks.
-        ranks_of: returns the ranks of a process set by its number, None where there is no such set.
-        warn_after: seconds after which a call that ranks lack is reported; 0 for never.
-        limit: seconds after which it fails.
+        ranks_of: returns the ranks of a process set by its number, None if there is no such set.
+        warn_after: seconds until a call missing on some ranks is reported; 0 for never.
+        limit: seconds until it fails.
         warn: prints a text.
     """
 
@@ -168,17 +168,17 @@ class Coordinator:
         self._last: list[dict[Key, Form]] = [{} for _ in range(size)]
         self._keys = list[Key]()  # by number
         self._numbers: dict[Key, int] = {}
-        self._changed = set[Key]()  # of which a text has come since the last decision
+        self._changed = set[Key]()  # with a text since the last decision
         self._ready: dict[Key, str] = {}  # and the error, or ""
         self._joined: list[int] = []
         self._warned = set[Key]()
         self._left: tuple[int, str] | None = None
         self._latest = [b""] * size  # message of each rank
-        self._repeated = set[bytes]()  # messages that were the decision when all ranks had sent them
-        self._held: dict[int, float] = {}  # when ranks sent such a message, the same one, while nothing else was asked
+        self._repeated = set[bytes]()  # messages that equal the decision after all ranks have sent them
+        self._held: dict[int, float] = {}  # times of ranks that sent the same such message, without other pending calls
 
     def take(self, rank: int, data: bytes) -> None:
-        """Take the message of a rank. One that all ranks repeat is held, unread, until all have sent it."""
+        """Take the message of a rank. A repeated one is held unread until all ranks have sent it."""
         now = time.monotonic()
         alone = not self._asked and rank not in self._held
         if alone and data in self._repeated and all(self._latest[other] == data for other in self._held):
@@ -189,7 +189,7 @@ class Coordinator:
         self._read(rank, data, now)
 
     def _read_held(self) -> None:
-        """Read the messages that were held: not all ranks have sent the same."""
+        """Read the held messages: not all ranks have sent the same."""
         held, self._held = self._held, {}
         for rank, since in held.items():
             self._read(rank, self._latest[rank], since)
@@ -222,7 +222,7 @@ class Coordinator:
             self._look(key)
 
     def _look(self, key: Key) -> None:
-        """Note a call that is complete."""
+        """Record a call that is complete."""
         asked, ranks = self._asked[key], self._ranks_of(key[0])
         if ranks is None:
             self._ready[key] = f"{key[1]}: its process set was removed"
@@ -292,7 +292,7 @@ class Coordinator:
         return form
 
     def look_for_stalls(self) -> None:
-        """Report calls that some ranks lack for long, and make those fail that they lack for too long."""
+        """Report calls that are missing on some ranks for long, and fail those missing for too long."""
         self._read_held()
         now = time.monotonic()
         for key, since in self._since.items():
@@ -312,7 +312,7 @@ class Coordinator:
 
 
 def _difference(name: str, asked: dict[int, Form], ranks: Sequence[int]) -> str:
-    """Return how the calls of one name differ, "" if they fit."""
+    """Describe the difference between the calls of one name; "" if they fit."""
     kinds = {rank: form["kind"] for rank, form in sorted(asked.items())}
     if len(set(kinds.values())) > 1:
         return f"{name}: the ranks call different operations: {by_rank(kinds)}"
@@ -337,7 +337,7 @@ _WORDS = {
 
 
 def _compared(kind: str, word: str, value: Any) -> Any:
-    """Return what ranks must have equal: of a gather or all-to-all all but the first dimension."""
+    """Return the values that ranks must have equal: for a gather or all-to-all, all but the first dimension."""
     if word == "shapes" and kind in ("allgather", "alltoall"):
         return [["any", *shape[1:]] if shape else [] for shape in value]
     return value

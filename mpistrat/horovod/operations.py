@@ -1,4 +1,4 @@
-"""The data of Horovod's calls: what a decided call does with the tensors of this rank, on a process group of PyTorch."""
+"""The data of Horovod's calls: the operation of a decided call on this rank's tensors, on a process group of PyTorch."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def dtype_of(name: str) -> torch.dtype:
 
 @final
 class FusionBuffers:
-    """Memory in which small tensors travel together: one buffer for each dtype and device, kept for the next reduction."""
+    """Memory for the messages of several small tensors: one buffer per dtype and device, reused by the next reduction."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def room(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a flat tensor of at least some elements, whose values are those of the last reduction.
+        """Return a flat tensor of at least the given size, with the values of the last reduction.
 
         Example:
             >>> FusionBuffers().room(3, torch.float64, torch.device("cpu")).shape
@@ -60,11 +60,11 @@ class FusionBuffers:
 
 @final
 class FusedReduction:
-    """Reductions of one operation and dtype that travel as one message.
+    """Reductions of one operation and dtype in one message.
 
     Args:
         forms: of the calls.
-        buffers: memory for tensors that travel together.
+        buffers: memory for messages of several tensors.
     """
 
     def __init__(self, forms: Sequence[Form], buffers: FusionBuffers) -> None:
@@ -78,15 +78,15 @@ class FusedReduction:
         self._opts = c10d.AllreduceOptions()
         self._opts.reduceOp, self._opts.asyncOp = _reduction(self._op, self._dtype), False
         self._room: torch.Tensor | None = None
-        self._parts: list[torch.Tensor] = []  # of the room, with the shapes of the tensors
+        self._parts: list[torch.Tensor] = []  # of the message, in the tensors' shapes
 
     def __call__(self, group: Any, tensors: Sequence[Sequence[torch.Tensor] | None], device: torch.device) -> None:
         """Reduce the tensors of the calls in place. Collective.
 
         Args:
             group: the process group.
-            tensors: those of each call; None where this rank has joined, and takes part with neutral numbers.
-            device: on which the tensors lie.
+            tensors: those of each call; None if this rank has joined, and takes part with neutral values.
+            device: of the tensors.
         """
         own: list[torch.Tensor | None] = []
         for count, given in zip(self._counts, tensors, strict=True):
@@ -109,7 +109,7 @@ class FusedReduction:
         _copy(self._parts if total is flat else self._cut(total), own)
 
     def _reduced(self, group: Any, flat: torch.Tensor) -> torch.Tensor:
-        """Return the reduction, scaled before and after: the same tensor where no factor is given."""
+        """Return the reduction, scaled before and after: the same tensor if there is no factor."""
         total = _scaled(flat, self._pre)
         group.allreduce([total], self._opts).wait()
         return _scaled(_divided(total, self._op, group.size()), self._post)
@@ -120,7 +120,7 @@ class FusedReduction:
 
 
 def _copy(sources: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]) -> None:
-    """Copy tensors to those of the same places, unless one of both is None."""
+    """Copy tensors pairwise, unless one of a pair is None."""
     pairs = [(source, to) for source, to in zip(sources, targets, strict=True) if source is not None and to is not None]
     if pairs:
         torch._foreach_copy_([to for _, to in pairs], [source for source, _ in pairs])
@@ -132,14 +132,14 @@ def _reduction(op: str, dtype: torch.dtype) -> Any:
 
 
 def _divided(total: torch.Tensor, op: str, size: int) -> torch.Tensor:
-    """Return the average of integers of their sum, rounded towards zero; other reductions as they are."""
+    """Return the average of integers, rounded towards zero, from their sum; other reductions unchanged."""
     if op != "Average" or total.is_floating_point():
         return total
     return torch.div(total, size, rounding_mode="trunc")
 
 
 def _neutral(op: str, dtype: torch.dtype) -> float:
-    """Return the number that changes no reduction."""
+    """Return the neutral value of a reduction."""
     if op in ("Min", "Max"):
         limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
         return limits.max if op == "Min" else limits.min
@@ -161,7 +161,7 @@ def adasum(group: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
     Pairs of ranks at distances 1, 2, 4, … combine a and b to (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b, in float64.
 
     Raises:
-        ValueError: the number of ranks is no power of two.
+            ValueError: the number of ranks is not a power of two.
 
     Source: S. Maleki et al., Scaling Distributed Training with Adaptive Summation, 2020.
     """
@@ -205,12 +205,12 @@ def broadcast(group: Any, tensor: torch.Tensor, root: int) -> None:
 
 
 def alltoall(group: Any, tensor: torch.Tensor, table: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows that the ranks sent to this one, and how many came from each. Collective.
+    """Return the rows that the ranks sent to this one, and their number by rank. Collective.
 
     Args:
         group: the process group.
         tensor: this rank's rows.
-        table: how many rows each rank sends to each.
+        table: the number of rows that each rank sends to each.
     """
     rank = group.rank()
     going, coming = list(table[rank]), [row[rank] for row in table]

@@ -1,4 +1,4 @@
-"""Process sets: some of the ranks, which make collectives of their own."""
+"""Process sets: subsets of the ranks, with their own collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["RankSet", "global_process_set"]
 
 
 class RankSet:
-    """Some of the ranks; `hvd.ProcessSet`. It is of use after `hvd.init(process_sets=…)` or `hvd.add_process_set`.
+    """A subset of the ranks; `hvd.ProcessSet`. Usable after `hvd.init(process_sets=…)` or `hvd.add_process_set`.
 
     Args:
         ranks_or_comm: the ranks, or a communicator of mpi4py with them.
@@ -24,7 +24,7 @@ class RankSet:
         group: the ranks as a process group of PyTorch; None on other ranks.
 
     Raises:
-        ValueError: a rank is no number, or twice in the list.
+        ValueError: a rank is not a number, or twice in the list.
 
     Example:
         >>> even = RankSet([2, 0])
@@ -57,7 +57,7 @@ class RankSet:
         self.process_set_id, self.own_rank, self.group = number, rank, group
 
     def forget(self) -> Any:
-        """Make the set one that is not registered. Return its group."""
+        """Mark the set as not registered. Return its group."""
         group, self.group = self.group, None
         self.process_set_id = self.own_rank = None
         return group

@@ -1,8 +1,8 @@
 """The order of work on GPUs around Horovod's calls.
 
-The engine's operations run on a stream of its own. A call waits there for the work that its caller had queued on the caller's
-current stream. The thread that takes the result lets its own current stream wait for the call. No thread of the program waits for
-a GPU, unless data moves through host memory.
+The engine's operations run on its own stream. A call waits there for work that its caller queued on the caller's current stream.
+The thread that takes the result makes its own current stream wait for the call. No thread of the program waits for a GPU, unless
+data moves through host memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EngineStreams:
         Args:
             device: the GPU.
             events: of the callers' streams, before the work.
-            tensors: that the work uses, whose memory must not be used again before.
+            tensors: used by the work; their memory must not be reused before.
         """
         stream = self._streams.get(device)
         if stream is None:
@@ -50,14 +50,14 @@ class EngineStreams:
 
 
 def show(event: Any, device: torch.device, result: Any) -> None:
-    """Let this thread's current stream wait for an event after which a result is there."""
+    """Make this thread's current stream wait for an event after which a result is complete."""
     current = torch.cuda.current_stream(device)
     current.wait_event(event)
     _keep(result if isinstance(result, (list, tuple)) else (), current)
 
 
 def _keep(values: Iterable[Any], stream: Any) -> None:
-    """Keep the memory of tensors on GPUs until a stream has used it."""
+    """Prevent reuse of the memory of tensors on GPUs until a stream has used it."""
     for value in values:
         if isinstance(value, torch.Tensor) and value.is_cuda:
             value.record_stream(stream)

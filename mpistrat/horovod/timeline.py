@@ -12,11 +12,11 @@ __all__ = ["TensorTimeline"]
 
 @final
 class TensorTimeline:
-    """A file of events. Open `chrome://tracing` or https://ui.perfetto.dev to look at it. Any thread.
+    """A file of events. Open it in `chrome://tracing` or https://ui.perfetto.dev. Any thread.
 
     Args:
         path: the file, which is replaced.
-        cycles: whether each cycle of the negotiation is an event, too.
+        cycles: True to make each cycle of the negotiation an event, too.
     """
 
     def __init__(self, path: str, cycles: bool) -> None:

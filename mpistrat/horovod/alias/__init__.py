@@ -1,1 +1,1 @@
-"""A folder for PYTHONPATH, in which Python finds a module `horovod`; `mpistrat run --horovod` puts it there."""
+"""A folder for PYTHONPATH with a module `horovod`; `mpistrat run --horovod` adds it."""

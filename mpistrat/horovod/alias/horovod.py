@@ -1,4 +1,4 @@
-"""The module that `import horovod` finds under `mpistrat run --horovod`. Those of `mpistrat.horovod` take its place."""
+"""The module that `import horovod` finds under `mpistrat run --horovod`. It installs those of `mpistrat.horovod` instead."""
 
 from mpistrat.horovod import install
 

@@ -42,12 +42,12 @@ def init(comm: Any = None, process_sets: Sequence[RankSet] | str | None = None) 
     """Start Horovod's calls on all ranks. A second call has no effect. Collective over the ranks.
 
     Args:
-        comm: an mpi4py communicator or a list of ranks, whose members alone call this; default all ranks of the job.
+        comm: an mpi4py communicator or a list of ranks; only its members call this. Default all ranks of the job.
         process_sets: process sets to register; "dynamic", as in Horovod, for none: sets can be added at any time.
 
     Raises:
         ClusterError: MPI does not allow calls of several threads at a time, or does not see the launcher's ranks.
-        LayoutError: MPI is not running, or `comm` is no intracommunicator.
+        LayoutError: MPI is not running, or `comm` is not an intracommunicator.
         ValueError: two process sets have the same ranks, or one has all.
 
     Example:
@@ -83,7 +83,7 @@ def init(comm: Any = None, process_sets: Sequence[RankSet] | str | None = None) 
 
 
 def shutdown() -> None:
-    """End Horovod's calls on this rank. Other ranks' calls that wait for this one raise HorovodInternalError. Local."""
+    """End Horovod's calls on this rank. Other ranks' calls that wait for it raise HorovodInternalError. Local."""
     global _engine
     if _engine is not None and os.getpid() == _process:
         _engine.shut_down()
@@ -131,7 +131,7 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return True if all nodes have equally many ranks."""
+    """Return True if all nodes have the same number of ranks."""
     return engine("is_homogeneous").homogeneous
 
 
@@ -142,37 +142,37 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return True: MPI carries all calls."""
+    """Return True: all calls use MPI."""
     return True
 
 
 def mpi_built() -> bool:
-    """Return True: MPI carries all calls."""
+    """Return True: all calls use MPI."""
     return True
 
 
 def gloo_enabled() -> bool:
-    """Return False: MPI carries all calls."""
+    """Return False: all calls use MPI."""
     return False
 
 
 def gloo_built() -> bool:
-    """Return False: MPI carries all calls."""
+    """Return False: all calls use MPI."""
     return False
 
 
 def nccl_built() -> int:
-    """Return 0, the version of Horovod's NCCL. Tensors on GPUs go by PyTorch's where that can run."""
+    """Return 0, the version of Horovod's NCCL. Tensors on GPUs use PyTorch's if it can run."""
     return 0
 
 
 def ddl_built() -> bool:
-    """Return False: MPI carries all calls."""
+    """Return False: all calls use MPI."""
     return False
 
 
 def ccl_built() -> bool:
-    """Return False: MPI carries all calls."""
+    """Return False: all calls use MPI."""
     return False
 
 
@@ -182,7 +182,7 @@ def cuda_built() -> bool:
 
 
 def rocm_built() -> bool:
-    """Return False: MPI carries all calls."""
+    """Return False: all calls use MPI."""
     return False
 
 
@@ -241,11 +241,11 @@ def remove_process_set(process_set: RankSet) -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write the times of all later calls into a file of Chrome's trace format, on rank 0.
+    """Write the times of all later calls to a file of Chrome's trace format, on rank 0.
 
     Args:
         file_path: the file, which is replaced.
-        mark_cycles: whether each cycle of the negotiation is an event, too.
+        mark_cycles: True to make each cycle of the negotiation an event, too.
 
     Raises:
         ContextError: the file cannot be written.

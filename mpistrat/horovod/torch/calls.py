@@ -1,7 +1,7 @@
-"""Horovod's collectives: in place or not, waited for or not, of one tensor or of several, with gradients.
+"""Horovod's collectives: in place or not, blocking or not, of one tensor or of several, with gradients.
 
-A call is matched with the other ranks' calls of the same name, in any order. Without a name it is matched with their call of
-the same number among unnamed calls of its operation. All tensors of a call are on the CPU, or on one GPU.
+A call is matched with the other ranks' calls of the same name, in any order. Without a name it is matched by its number among the
+unnamed calls of its operation. All tensors of a call are on the CPU, or on one GPU.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _checked(function: str, tensors: Sequence[torch.Tensor], *, summed: bool = F
     """Return the tensors without history.
 
     Raises:
-        ValueError: a tensor is sparse, neither on the CPU nor on a GPU, on another device than the first, or of a dtype that is
-            not summed.
+        ValueError: a tensor is sparse, neither on the CPU nor on a GPU, on another device than the first, or of a dtype that
+            cannot be summed.
     """
     for tensor in tensors:
         got = f"one of {tensor.dtype}" if summed and tensor.dtype not in _SUMMED else ""
@@ -74,7 +74,7 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def synchronize(handle: int | None) -> Any:
-    """Wait for an asynchronous call, and return its result; None for a handle whose result was taken already.
+    """Wait for an asynchronous call, and return its result; None if the handle's result was taken already.
 
     Raises:
         HorovodInternalError: the call failed. The text names the tensor and the ranks.
@@ -84,7 +84,7 @@ def synchronize(handle: int | None) -> Any:
 
 
 def poll(handle: int) -> bool:
-    """Return True if an asynchronous call has ended, and `synchronize` does not wait."""
+    """Return True if an asynchronous call has ended, so that `synchronize` does not wait."""
     return engine("poll").ready(handle)
 
 
@@ -100,7 +100,7 @@ def _operation(function: str, op: ReductionName | None, average: bool | None) ->
 
 
 class _Reduction(NamedTuple):
-    """What the calls of a reduction share."""
+    """The common arguments of the calls of a reduction."""
 
     function: str
     name: str | None
@@ -126,7 +126,7 @@ class _Reduction(NamedTuple):
 
 
 class RepeatedReduction:
-    """`grouped_allreduce_async_` under one name, again and again: tensors like the last ones are not looked at again.
+    """Repeated `grouped_allreduce_async_` under one name: tensors with the same forms as the last ones are not checked again.
 
     Args:
         name, op, prescale_factor, postscale_factor, process_set: as of that function.
@@ -138,7 +138,7 @@ class RepeatedReduction:
         function = "grouped_allreduce_async_"
         self._call = _Reduction(function, name, op, prescale_factor, postscale_factor, process_set)
         self._prepared: Prepared | None = None
-        self._like: Any = None  # of the tensors that it was prepared for
+        self._like: Any = None  # the forms of the tensors that it was prepared for
         self._running: Any = lambda: None  # the engine
 
     def start(self, tensors: Sequence[torch.Tensor]) -> int:
@@ -217,13 +217,13 @@ def allreduce(
         tensor: of numbers, the same shape and dtype on all ranks.
         average: as in older versions of Horovod: False for `Sum`.
         name: matches the calls of the ranks.
-        compression: of the tensor on the way.
+            compression: of the sent tensor.
         op: `Average` (default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
         prescale_factor, postscale_factor: multiply the tensor before, and the result after. Integers are rounded towards zero.
-        process_set: whose ranks take part.
+            process_set: the ranks that take part.
 
     Raises:
-        HorovodInternalError: on every rank, if shapes, dtypes or options differ, or ranks do not come in time.
+            HorovodInternalError: on every rank, if shapes, dtypes or options differ, or ranks do not arrive in time.
         ValueError: a tensor that cannot be reduced, or a name whose last call has not ended.
 
     Example:
@@ -326,13 +326,13 @@ def grouped_allreduce_(
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: ReductionName, process_set: RankSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Start the sum or average of sparse tensors. Return a function that waits for it and returns it. Collective.
+    """Start the sum or average of sparse tensors. Return a function that waits for the result and returns it. Collective.
 
     Args:
-        tensor: a sparse tensor in coordinate form. Ranks may have entries at different places.
+        tensor: a sparse tensor in coordinate form. Ranks may have entries at different indices.
         name: matches the calls of the ranks.
         op: `Average` or `Sum`.
-        process_set: whose ranks take part.
+        process_set: the ranks that take part.
 
     Raises:
         ValueError: another reduction, or a tensor that is not sparse.
@@ -403,10 +403,10 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: RankSe
     Args:
         tensor: ranks may have different numbers of rows. One without dimensions counts as one row.
         name: matches the calls of the ranks.
-        process_set: whose ranks take part.
+            process_set: the ranks that take part.
 
     Raises:
-        HorovodInternalError: on every rank, if dtypes or the other dimensions differ, or ranks do not come in time.
+            HorovodInternalError: on every rank, if dtypes or the other dimensions differ, or ranks do not arrive in time.
 
     Example:
         >>> import mpistrat.horovod.torch as hvd
@@ -477,10 +477,10 @@ def broadcast(
         tensor: the same shape and dtype on all ranks.
         root_rank: the number of the rank in the job.
         name: matches the calls of the ranks.
-        process_set: whose ranks take part.
+            process_set: the ranks that take part.
 
     Raises:
-        HorovodInternalError: on every rank, if shapes, dtypes or roots differ, or ranks do not come in time.
+            HorovodInternalError: on every rank, if shapes, dtypes or roots differ, or ranks do not arrive in time.
         ValueError: the process set has no such rank.
 
     Example:
@@ -509,11 +509,11 @@ def alltoall_async(
     name: str | None = None,
     process_set: RankSet = global_process_set,
 ) -> int:
-    """Start `alltoall`. Return a handle, whose result is the rows and how many came from each rank. Collective."""
+    """Start `alltoall`. Return a handle, whose result is the rows and their number by rank. Collective."""
     own = _checked("alltoall_async", _copies([tensor]))
     count = len(process_set.ranks)
     rows = tensor.shape[0] if tensor.dim() else 0
-    function, remedy = "hvd.alltoall", "Pass splits, how many rows go to each rank"
+    function, remedy = "hvd.alltoall", "Pass splits, the number of rows for each rank"
     if splits is None:
         if rows % count or not tensor.dim():
             expected = f"a number of rows that {count} ranks divide"
@@ -550,19 +550,19 @@ def alltoall(
     name: str | None = None,
     process_set: RankSet = global_process_set,
 ) -> Any:
-    """Send each rank some rows of a tensor, and return those that came. Collective over the process set.
+    """Send each rank some rows of a tensor, and return the received rows. Collective over the process set.
 
     Args:
         tensor: of at least one dimension.
-        splits: how many rows go to each rank, of int32; default equal parts.
+        splits: the number of rows for each rank, of int32; default equal.
         name: matches the calls of the ranks.
-        process_set: whose ranks take part.
+        process_set: the ranks that take part.
 
     Returns:
         The rows in the order of the ranks; with `splits` also a tensor with the number of rows from each rank.
 
     Raises:
-        HorovodInternalError: on every rank, if dtypes or the other dimensions differ, or ranks do not come in time.
+        HorovodInternalError: on every rank, if dtypes or the other dimensions differ, or ranks do not arrive in time.
         ValueError: the rows cannot be divided, or `splits` do not fit them.
     """
     found, counts = _Alltoall.apply(tensor, splits, name, process_set)
@@ -636,7 +636,7 @@ def reducescatter(
 ) -> torch.Tensor:
     """Return this rank's rows of the reduction of a tensor. Collective over the process set.
 
-    The first ranks have one row more where the rows cannot be divided equally. Options: see `allreduce`.
+    The first ranks have one row more if the rows cannot be divided equally. Options: see `allreduce`.
 
     Example:
         >>> import mpistrat.horovod.torch as hvd
@@ -669,12 +669,12 @@ def grouped_reducescatter(
 
 
 def join(device: int = -1) -> int:
-    """Wait for all ranks, and take part in their reductions with neutral numbers meanwhile. Collective over all ranks.
+    """Wait for all ranks, and take part in their reductions with neutral values meanwhile. Collective over all ranks.
 
     A rank without batches calls it, so that ranks may have different numbers of batches.
 
     Args:
-        device: the number of the GPU on which this rank takes part in reductions; default that of its last call.
+        device: the number of this rank's GPU for reductions; default that of its last call.
 
     Returns:
         The last rank that called it.
@@ -685,10 +685,10 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: RankSet = global_process_set) -> None:
-    """Wait until all ranks are here. Collective over the process set.
+    """Wait until all ranks arrive. Collective over the process set.
 
     Raises:
-        HorovodInternalError: ranks do not come in time.
+        HorovodInternalError: ranks do not arrive in time.
     """
     running = engine("barrier")
     running.wait(running.ask("barrier", process_set, (), None, "barrier", bool))

@@ -1,4 +1,4 @@
-"""Compression of gradients on the way: none, or to 16 bits."""
+"""Compression of gradients for sending: none, or to 16 bits."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ __all__ = ["Compression", "Compressor"]
 
 
 class Compressor:
-    """Base of compressions, and the one that changes nothing. Subclasses override both methods."""
+    """Base of compressions, without an effect. Subclasses override both methods."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor to send, and what `decompress` needs."""
+        """Return the tensor to send, and an argument for `decompress`."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return a received tensor in its first form."""
+        """Return a received tensor in its original form."""
         return tensor
 
 
 class HalfCompressor(Compressor):
-    """Sends floating-point numbers as float16. They are summed in float32 and rounded once.
+    """Compression of floating-point numbers to float16. They are summed in float32 and rounded once.
 
     Example:
         >>> sent, dtype = HalfCompressor.compress(torch.ones(2))
@@ -34,21 +34,21 @@ class HalfCompressor(Compressor):
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor as float16, and its dtype; integers as they are."""
+        """Return the tensor as float16, and its dtype; integers unchanged."""
         return (tensor.to(torch.float16) if tensor.dtype.is_floating_point else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return a received tensor in its first dtype."""
+        """Return a received tensor in its original dtype."""
         return tensor.to(ctx)
 
 
 class Compression:
-    """The compressions that `hvd.allreduce` and `hvd.DistributedOptimizer` take.
+    """The compressions for `hvd.allreduce` and `hvd.DistributedOptimizer`.
 
     Attributes:
         none: no compression.
-        fp16: floating-point numbers travel as float16.
+        fp16: floating-point numbers are sent as float16.
     """
 
     none = Compressor

@@ -1,7 +1,7 @@
-"""Elastic training: a state that is committed, and a function that starts again from it when ranks were lost.
+"""Elastic training: a state with commits, and a function that restarts from the last commit when ranks were lost.
 
-Under `mpistrat run --survive` (Open MPI) the ranks that are left continue in place. Under `mpistrat run --restarts N` all ranks
-start again and find the last commit in the memory of their nodes.
+Under `mpistrat run --survive` (Open MPI) the remaining ranks continue in place. Under `mpistrat run --restarts N` all ranks
+restart and find the last commit in the memory of their nodes.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _ATTEMPTS = 3  # in a row without a commit
 
 
 class ElasticState:
-    """Base of states that `run` takes; `hvd.elastic.State`. Subclasses define `save`, `restore`, `sync_from` and `content`."""
+    """Base of states for `run`; `hvd.elastic.State`. Subclasses define `save`, `restore`, `sync_from` and `content`."""
 
     def __init__(self) -> None:
         self.commits = 0
         self._callbacks = list[Callable[[], None]]()
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Have functions called when the ranks have changed: to scale a learning rate, for instance."""
+        """Register functions to call when the ranks have changed: to scale a learning rate, for instance."""
         self._callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -51,12 +51,12 @@ class ElasticState:
             callback()
 
     def reset(self) -> None:
-        """Do what other ranks need. The method of a subclass is called when the ranks have changed."""
+        """Adapt to other ranks; overridden by subclasses, called when the ranks have changed."""
 
     def commit(self) -> None:
-        """Save the state in memory, from which `restore` takes it. All ranks call it after the same step.
+        """Save the state in memory, for `restore`. All ranks call it after the same step.
 
-        With `mpistrat run --restarts` it also goes into the memory of the node, where the next ranks find it.
+        With `mpistrat run --restarts` it is also copied to the memory of the node, for restarted ranks.
         """
         self.commits += 1
         self.save()
@@ -74,7 +74,7 @@ class ElasticState:
         """Do nothing: no host joins a running job of MPI."""
 
     def save(self) -> None:
-        """Keep a copy of the state."""
+        """Copy the state."""
         raise NotImplementedError
 
     def restore(self) -> None:
@@ -82,19 +82,19 @@ class ElasticState:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Take rank 0's state on all ranks. Collective."""
+        """Set rank 0's state on all ranks. Collective."""
         self.sync_from(0)
 
     def sync_from(self, root: int) -> None:
-        """Take the state of one rank on all. Collective."""
+        """Set the state of one rank on all. Collective."""
         raise NotImplementedError
 
     def content(self) -> Any:
-        """Return the last copy, as `load` takes it."""
+        """Return the last copy, for `load`."""
         raise NotImplementedError
 
     def load(self, content: Any) -> None:
-        """Take a state that `content` returned."""
+        """Load a result of `content`."""
         raise NotImplementedError
 
 
@@ -119,7 +119,7 @@ class ObjectState(ElasticState):
             setattr(self, name, copy.deepcopy(value))
 
     def save(self) -> None:
-        """Keep a copy of the attributes."""
+        """Copy the attributes."""
         self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._saved}
 
     def restore(self) -> None:
@@ -127,7 +127,7 @@ class ObjectState(ElasticState):
         self._show()
 
     def sync_from(self, root: int) -> None:
-        """Take one rank's attributes on all ranks. Collective."""
+        """Set one rank's attributes on all ranks. Collective."""
         current = {name: getattr(self, name) for name in self._saved}
         self._saved, self.commits = broadcast_object((current, self.commits), root, "elastic.objects")
         self._show()
@@ -137,7 +137,7 @@ class ObjectState(ElasticState):
         return self._saved
 
     def load(self, content: Any) -> None:
-        """Take a copy."""
+        """Load a copy."""
         self._saved = {**self._saved, **content}
         self._show()
 
@@ -177,7 +177,7 @@ class TorchState(ObjectState):
         self._save_parts()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. A module, optimizer or sampler takes the place of that of its name."""
+        """Set an attribute. A module, optimizer or sampler replaces the one of its name."""
         super().__setattr__(name, value)
         if "_states" in vars(self) and name in self._parts:
             self._parts[name] = value
@@ -187,7 +187,7 @@ class TorchState(ObjectState):
         self._states = {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
 
     def save(self) -> None:
-        """Keep a copy of all parts and attributes."""
+        """Copy all modules, optimizers, samplers and attributes."""
         self._save_parts()
         super().save()
 
@@ -198,13 +198,13 @@ class TorchState(ObjectState):
         super().restore()
 
     def reset(self) -> None:
-        """Divide the rows that are left among the ranks."""
+        """Divide the remaining rows among the ranks."""
         for part in self._parts.values():
             if isinstance(part, ElasticSampler):
                 part.reset()
 
     def sync_from(self, root: int) -> None:
-        """Take one rank's state on all ranks. Collective."""
+        """Set one rank's state on all ranks. Collective."""
         for name, part in self._parts.items():
             if isinstance(part, torch.nn.Module):
                 broadcast_parameters(part.state_dict(), root)
@@ -220,7 +220,7 @@ class TorchState(ObjectState):
         return self._states, super().content()
 
     def load(self, content: Any) -> None:
-        """Take a copy."""
+        """Load a copy."""
         self._states = {**self._states, **content[0]}
         super().load(content[1])
         self.restore()
@@ -228,14 +228,14 @@ class TorchState(ObjectState):
 
 @final
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """The rows of a dataset for this rank; those that are left of an epoch are divided anew when the ranks change.
+    """The rows of a dataset for this rank; the remaining rows of an epoch are divided again when the ranks change.
 
     Pass it to a `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of each epoch. Rows are
-    repeated so that all ranks have equally many.
+    repeated so that all ranks have the same number.
 
     Args:
         dataset: with a length.
-        shuffle: whether the rows are shuffled, in another order in each epoch.
+        shuffle: True to shuffle the rows, in another order in each epoch.
         seed: of the shuffle, the same on all ranks.
 
     Attributes:
@@ -259,7 +259,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, of which nothing is processed."""
+        """Start an epoch without processed rows."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
@@ -272,12 +272,12 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Take a state, and divide the rows that are left."""
+        """Load a state, and divide the remaining rows."""
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Divide the rows that are left of the epoch among the ranks that there are."""
+        """Divide the remaining rows of the epoch among the current ranks."""
         self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
@@ -297,12 +297,12 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
-    """Return a training function as one that continues when ranks are lost. A decorator.
+    """Return a training function as one that continues when ranks were lost. A decorator.
 
-    The function is called with a state that is the same on all ranks. When ranks were lost, those that are left return
-    to the last commit, take rank 0's state, and call it again: under `mpistrat run --survive`. Under `--restarts` a new start
-    of the program does so with the newest commit that a rank finds. Another HorovodInternalError of all ranks does the same
-    without a change of ranks, at most three times without a commit.
+    The function is called with a state that is the same on all ranks. When ranks were lost, under `mpistrat run --survive`, the
+    remaining ones return to the last commit, take rank 0's state, and call it again. Under `--restarts` a restarted program does
+    so with the newest commit that a rank finds. Another HorovodInternalError of all ranks has the same effect without a change of
+    ranks, at most three times without a commit.
 
     Args:
         func: a function whose first argument is an `hvd.elastic.State`.
@@ -345,7 +345,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
 
 def _attempts(func: Callable[..., T], state: ElasticState, *args: Any, **kwargs: Any) -> T:
-    """Return what the function returns, calling it again after errors that all ranks have."""
+    """Return the function's result, calling it again after errors that all ranks have."""
     failed, commits = 0, state.commits
     while True:
         synchronize = True
@@ -372,7 +372,7 @@ def _path(job: str) -> Any:
 
 
 def _find_commit(state: ElasticState) -> None:
-    """Take the newest commit of the job's earlier ranks, or rank 0's state. Collective."""
+    """Load the newest commit of the job's earlier ranks, or rank 0's state. Collective."""
     if not is_initialized():
         init()
     environment, commits, content = Environment.read(), 0, None

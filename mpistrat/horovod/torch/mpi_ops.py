@@ -1,4 +1,4 @@
-"""The names of Horovod's module of this name: the collectives, and the start and end of them."""
+"""The names of Horovod's module of this name: the collectives, and their start and end."""
 
 from __future__ import annotations
 

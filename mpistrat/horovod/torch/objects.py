@@ -39,14 +39,14 @@ def broadcast_object(
     """Return the object of one rank on all. Collective over the process set.
 
     Args:
-        obj: what pickle takes; of other ranks than the root nothing is used.
+        obj: an object that pickle supports; only the root's is used.
         root_rank: the number of the rank in the job.
         name: matches the calls of the ranks.
-        process_set: whose ranks take part.
+        process_set: the ranks that take part.
 
     Raises:
         TypeError: the object cannot be pickled. Other ranks wait for the root's next call of this name.
-        HorovodInternalError: ranks do not come in time.
+        HorovodInternalError: ranks do not arrive in time.
 
     Example:
         >>> import mpistrat.horovod.torch as hvd
@@ -87,13 +87,13 @@ def broadcast_parameters(
     """Overwrite tensors with those of one rank. Collective over the process set.
 
     Args:
-        params: `module.state_dict()`, or names and tensors as `module.named_parameters()`, or tensors. Other values are left out.
+        params: `module.state_dict()`, or names and tensors as `module.named_parameters()`, or tensors. Other values are skipped.
         root_rank: the number of the rank in the job.
-        process_set: whose ranks take part.
+        process_set: the ranks that take part.
 
     Raises:
-        ValueError: `params` has something else.
-        HorovodInternalError: shapes or dtypes differ, or ranks do not come in time.
+        ValueError: `params` is something else.
+        HorovodInternalError: shapes or dtypes differ, or ranks do not arrive in time.
     """
     listed = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     pairs = [each if isinstance(each, tuple) else (f"{number}", each) for number, each in enumerate(listed)]
@@ -114,17 +114,17 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None, process_set: RankSet = global_process_set
 ) -> None:
-    """Give every rank the options and the state of one rank's optimizer. Collective over the process set.
+    """Set the options and the state of one rank's optimizer on every rank. Collective over the process set.
 
     Args:
-        optimizer: of any class but LBFGS, whose state is not the same for all.
+        optimizer: of any class but LBFGS, whose state differs between ranks.
         root_rank: the number of the rank in the job.
         model: as in Horovod; not used.
-        process_set: whose ranks take part.
+        process_set: the ranks that take part.
 
     Raises:
         ValueError: an LBFGS optimizer.
-        HorovodInternalError: ranks do not come in time.
+        HorovodInternalError: ranks do not arrive in time.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         text = explain("hvd.broadcast_optimizer_state", "optimizer", expected="any but LBFGS", got="LBFGS")

@@ -62,7 +62,7 @@ def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Any]] | 
 
 
 class _Sent:
-    """Gradients on the way: of a parameter, or of a group of parameters."""
+    """Pending gradients: of a parameter, or of a group of parameters."""
 
     __slots__ = ("finish",)
 
@@ -71,7 +71,7 @@ class _Sent:
 
 
 class _Averaging:
-    """The methods that a distributed optimizer has before those of its class. `DistributedOptimizer` adds them."""
+    """Methods that `DistributedOptimizer` adds before those of an optimizer's class."""
 
     param_groups: list[dict[str, Any]]
 
@@ -93,7 +93,7 @@ class _Averaging:
         # By the id of a parameter, or of the first one of a call: PyTorch hashes tensors in Python.
         self._sent: dict[int, _Sent] = {}
         self._reductions: dict[int, RepeatedReduction] = {}
-        self._arrived: dict[int, int] = {}  # gradients of a group that wait for the others
+        self._arrived: dict[int, int] = {}  # gradients of a group that wait for its others
         self._synchronized, self._waits = False, True
         self._group_of = self._grouped(groups)
         if process_set.included() and (size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"):
@@ -123,12 +123,12 @@ class _Averaging:
         return found
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set after how many backward passes gradients are sent."""
+        """Set the number of backward passes after which gradients are sent."""
         self.backward_passes_per_step = passes
         self._left = dict.fromkeys(self._trained, passes)
 
     def _add(self, tensor: torch.Tensor) -> None:
-        """Note that a gradient was computed, and send it after the last pass."""
+        """Record that a gradient was computed, and send it after the last pass."""
         if id(tensor) in self._sent:
             remedy = "Increase backward_passes_per_step to accumulate gradients, or call step() before the next pass"
             expected = f"at most {self.backward_passes_per_step} backward passes before step()"
@@ -229,10 +229,10 @@ class _Averaging:
         return super().step(closure)  # type: ignore[misc]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Make the gradients zero. Not between `backward` and `step`, while they are on the way.
+        """Set the gradients to zero; not between `backward` and `step`, while they are pending.
 
         Raises:
-            AssertionError: they are on the way.
+            AssertionError: they are pending.
         """
         if self._sent:
             expected, got = "step() or synchronize() before it", "gradients on the way"
@@ -240,7 +240,7 @@ class _Averaging:
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load a state. Gradients on the way are waited for, and dropped."""
+        """Load a state. Pending gradients are waited for, and discarded."""
         sent, self._sent = list(dict.fromkeys(self._sent.values())), {}
         for each in sent:
             each.finish()
@@ -250,7 +250,7 @@ class _Averaging:
 
 
 class _CombiningDeltas:
-    """The methods of an optimizer with Adasum: each rank makes its own step, and the changes are combined."""
+    """Methods of an optimizer with Adasum: each rank takes its own step, and the changes are combined."""
 
     param_groups: list[dict[str, Any]]
 
@@ -265,14 +265,14 @@ class _CombiningDeltas:
                     tensor.grad = torch.zeros_like(tensor)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set how many backward passes come before a step. Gradients are accumulated in place, so that it changes nothing."""
+        """Set the number of backward passes before a step. It has no effect: gradients are accumulated in place."""
         self.backward_passes_per_step = passes
 
     def synchronize(self) -> None:
         """Do nothing: `step` combines changes of parameters, not gradients."""
 
     def skip_synchronize(self) -> NoReturn:
-        """Raise AssertionError: `step` cannot do without the other ranks' changes."""
+        """Raise AssertionError: `step` needs the other ranks' changes."""
         raise AssertionError(explain("optimizer.skip_synchronize", "op", expected="another than Adasum", got="Adasum"))
 
     def step(self, closure: Any = None) -> Any:
@@ -323,14 +323,14 @@ def DistributedOptimizer(
     Args:
         optimizer: an optimizer of PyTorch.
         named_parameters: names of the parameters, the same on all ranks, as `model.named_parameters()`.
-        compression: of gradients on the way: `hvd.Compression.none` or `fp16`.
-        backward_passes_per_step: after so many passes gradients are sent.
-        op: `hvd.Average`, `Sum`, or `Adasum`, with which ranks make steps of their own and combine the changes.
+        compression: of sent gradients: `hvd.Compression.none` or `fp16`.
+        backward_passes_per_step: the number of passes after which gradients are sent.
+        op: `hvd.Average`, `Sum`, or `Adasum`, with which ranks take their own steps and combine the changes.
         gradient_predivide_factor: with `Average`, divides gradients before the sum, and multiplies them after.
-        num_groups: into so many groups gradients are put, each of which is one call; 0 for a call for each.
+        num_groups: the number of groups of gradients, each of which is one call; 0 for one call per gradient.
         groups: their number, or a list of parameters for each group.
-        sparse_as_dense: whether sparse gradients are sent as dense ones.
-        process_set: whose ranks take part.
+        sparse_as_dense: True to send sparse gradients as dense ones.
+        process_set: the ranks that take part.
 
     Raises:
         ValueError: an option or a name is wrong.
