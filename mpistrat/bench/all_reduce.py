@@ -16,9 +16,9 @@ __all__ = ["ARENA", "OWN", "RAW", "measure", "operations"]
 
 RAW, OWN, ARENA = "raw MPI_Allreduce", "mpistrat, own arrays", "mpistrat, arenas"
 SIZES = {"4 KB": 1 << 10, "64 KB": 1 << 14, "1 MB": 1 << 18, "16.8 MB": 1 << 22, "67 MB": 1 << 24}
-COPIES = 6  # of the buffer, that a rank holds
-_ALLOCATIONS = 2  # where the pages of a buffer lie makes up to a factor of 2
-_TIMES = 7 * _ALLOCATIONS  # that each operation is done, at least
+COPIES = 6  # of the buffer, in a rank's memory
+_ALLOCATIONS = 2  # the pages of a buffer change times by a factor of up to 2
+_TIMES = 7 * _ALLOCATIONS  # least repetitions of each operation
 
 
 def operations(strategy: Any, count: int) -> dict[str, Operation]:

@@ -1,8 +1,8 @@
-"""What a step is made of, one by one: the constants from which `mpistrat plan` predicts steps on other layouts.
+"""The constants of a step, from which `mpistrat plan` predicts steps on other layouts.
 
-A step begins when each rank has just written its gradients, as a backward pass does, so that they lie in its core's caches
-or in memory, and ends when all have the new weights. All constants are steps, of strategies of one rank, of two, or of all,
-less the same on few parameters. They are taken on parts of several sizes, as caches hold small ones.
+A step starts when each rank has just written its gradients, as a backward pass does, so that they are in its core's caches or in
+memory, and ends when all have the new weights. All constants are times of steps, of strategies of one rank, of two, or of all,
+minus those on few parameters. They are measured for several sizes per core, since small ones fit into caches.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ FIXED = "a step on 1,024 parameters"
 STEP = "a step"
 PING = "8 bytes to a node and from one"
 MILLION = 1_000_000
-# Parameters for each core: close to each other, as where the caches end a few times more take many times as long.
+# Parameters per core, in small steps: just above the size of the caches, slightly more parameters take much longer.
 PARTS = {
     "393 K": 3 << 17, "786 K": 3 << 18, "1.6 M": 3 << 19, "3.1 M": 3 << 20, "6.3 M": 3 << 21, "12.6 M": 3 << 22, "25 M": 3 << 23,
 }  # fmt: skip
-CROWDED = {"262 K": 1 << 18, "1 M": 1 << 20, "4.2 M": 1 << 22}  # of each rank, of more ranks than cores
-NETWORK_PART = {"2.1 M": 1 << 21}  # of those of several nodes: then rounds of messages follow each other for long
+CROWDED = {"262 K": 1 << 18, "1 M": 1 << 20, "4.2 M": 1 << 22}  # of each rank, with more ranks than cores
+NETWORK_PART = {"2.1 M": 1 << 21}  # per core, on several nodes: then there are many rounds of messages
 COLUMNS = ("a rank", "least", "most")  # the median, and quartiles
-_COPIES = 8  # of a part, that a rank holds
+_COPIES = 8  # of the parameters, in a rank's memory
 _SMALL = 1024
 _TAG = 7
 
@@ -57,7 +57,7 @@ MakeStrategy = Callable[[], Any]
 
 
 def name_of(what: str, part: str) -> str:
-    """Return the name of a constant on parts of a size."""
+    """Return the name of a constant for a size."""
     return f"{what}; parts of {part}"
 
 
@@ -90,7 +90,7 @@ def measure(setting: Setting) -> Result:
 
 
 def step_seconds(comm: Any, count: int, seconds: float) -> Spread:
-    """Return the seconds of a step on so many parameters, whose gradients all ranks have just written. Collective."""
+    """Return the seconds of a step on `count` parameters, whose gradients all ranks have just written. Collective."""
     strategy = MultiWorkerMirroredStrategy(comm=comm)
     write, step = written_and_taken(strategy, count)
     found = spread(strategy.comm, step, seconds, before=write)
@@ -99,18 +99,18 @@ def step_seconds(comm: Any, count: int, seconds: float) -> Spread:
 
 
 def _fitting(setting: Setting, parts: dict[str, int]) -> dict[str, int]:
-    """Return the sizes of parts for which a rank has the memory, at least the smallest; with `quick` that one."""
+    """Return the sizes that fit into a rank's memory, at least the smallest; with `quick` only that one."""
     fitting = [label for label, size in parts.items() if 4 * _COPIES * size <= setting.memory]
     return {label: parts[label] for label in list(parts)[: 1 if setting.quick else max(len(fitting), 1)]}
 
 
 def _sum_and_update(comm: Any, local_rank: int, parts: dict[str, int], seconds: float) -> dict[str, Spread]:
-    """Return the seconds of a million parameters by part: of one rank of each node, of all, of a gradient more. Collective."""
+    """Return the seconds per million parameters by size: of one rank of each node, of all, of a further gradient. Collective."""
     from mpi4py import MPI
 
     own = loops.threads()
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    # Each as if it were a node: gradients of all ranks of a node may be too many.
+    # Each pair as if it were a node: the gradients of all ranks of a node may be too many.
     pairs = node.Split(local_rank // 2)
 
     def alone() -> Any:
@@ -140,14 +140,14 @@ def _sum_and_update(comm: Any, local_rank: int, parts: dict[str, int], seconds: 
 
 
 def _step_of_part(comm: Any, make: MakeStrategy | None, threads: int, size: int, seconds: float) -> tuple[Spread, int]:
-    """Return the seconds of a step on so many parameters for each core, or on few for 0, and those of each rank. Collective.
+    """Return the seconds of a step on `size` parameters per core, or on few for 0, and the parameters of each rank. Collective.
 
     Args:
         comm: all ranks.
-        make: a strategy, whose collectives are not those of `comm`; None where this rank leaves its core to others. One for each
-            size: what else is in an arena changes how ranks divide it.
-        threads: of the loops of each rank; 0 for those that the strategy sets, where the other ranks of a node do nothing.
-        size: of a part.
+        make: a strategy with other collectives than `comm`; None if this rank leaves its core to others. One for each size:
+            other contents of an arena change its division over ranks.
+        threads: of the loops of each rank; 0 for those that the strategy sets, if the other ranks of a node are idle.
+        size: parameters per core.
         seconds: for all repetitions.
     """
     strategy = None if make is None else make()
@@ -163,13 +163,13 @@ def _step_of_part(comm: Any, make: MakeStrategy | None, threads: int, size: int,
 
 
 def _difference(more: Spread, less: Spread, count: int) -> Spread:
-    """Return how much longer the first takes, for each of so many; what is quick of one is with what is quick of the other."""
+    """Return the difference per unit of `count`; minima are compared with minima, and maxima with maxima."""
     median, least, most = (max(long - short, 0.0) / count for long, short in zip(more, less, strict=True))
     return median, min(least, median), max(most, median)
 
 
 def _ping(inter: Any) -> Operation:
-    """Return what sends eight bytes to the next node, and receives as many from the one before; nothing where `inter` is None."""
+    """Return an operation that exchanges eight bytes with the neighbouring nodes; without `inter` it does nothing."""
     given, taken = np.zeros(8, np.uint8), np.empty(8, np.uint8)
 
     def exchange() -> None:

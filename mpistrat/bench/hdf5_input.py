@@ -1,4 +1,4 @@
-"""Batches out of HDF5 files in the page cache: contiguous and compressed, in order and shuffled."""
+"""Batches from HDF5 files in the page cache: contiguous and compressed, in order and shuffled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES = {  # storage -> label -> order
 
 @dataclass(frozen=True)
 class Case:
-    """What is read: storage, number of files, order and size of the rows, and whether each has a label of 8 bytes."""
+    """The files of a case: storage, number, order and size of the rows, and whether each row has a label of 8 bytes."""
 
     layout: str
     files: int
@@ -64,12 +64,12 @@ class Case:
 
 @contextlib.contextmanager
 def files(comm: Any, case: Case, megabytes: int, folder: str) -> Iterator[tuple[list[Path], int]]:
-    """While the context lasts there are a case's files, on every node: give their paths and rows. Collective.
+    """Yield the paths of a case's files, on every node, and their rows, in a `with` block. Collective.
 
     Rank 0 writes them, and one rank of each node that does not see its folder.
 
     Raises:
-        ShardError: on every rank, where one cannot write.
+        ShardError: on every rank, if one cannot write.
     """
     from mpi4py import MPI
 
@@ -106,7 +106,7 @@ def _write(folder: Path, case: Case, megabytes: int) -> int:
     for number in range(case.files):
         with h5py.File(folder / f"part-{number:03d}.h5", "w", libver="latest") as file:
             data = rng.integers(0, 16, (rows, case.row_bytes), np.uint8)  # four bits of eight
-            if case.layout == "lzf":  # which finds repetitions only
+            if case.layout == "lzf":  # which only finds repetitions
                 data[:, case.row_bytes // 2 :] = 0
             file.create_dataset("x", data=data, **storage)
             if case.labels:
@@ -115,7 +115,7 @@ def _write(folder: Path, case: Case, megabytes: int) -> int:
 
 
 def batches(case: Case, paths: Sequence[Path], comm: Any) -> Iterator[Any]:
-    """Yield this rank's batches without end, as a user's program has them. Collective."""
+    """Yield this rank's batches without end, as a user's program reads them. Collective."""
     strategy = MultiWorkerMirroredStrategy(comm=comm)
     dataset: Dataset = HDF5Dataset(list(paths), fields=("x", "y") if case.labels else "x")
     if case.order == "shuffled":
@@ -130,7 +130,7 @@ def batches(case: Case, paths: Sequence[Path], comm: Any) -> Iterator[Any]:
 
 
 def rate(comm: Any, source: Iterator[Any], seconds: float) -> float:
-    """Return bytes a second of all ranks' batches, start-up left out; the source is closed. Collective."""
+    """Return bytes per second of all ranks' batches, without start-up; close the source. Collective."""
     try:
         next(source)
         comm.Barrier()
@@ -152,7 +152,7 @@ def rate(comm: Any, source: Iterator[Any], seconds: float) -> float:
 
 
 def measure(setting: Setting) -> Result:
-    """Return bytes a second by storage and order. Collective."""
+    """Return bytes per second by storage and order. Collective."""
     comm, values = setting.comm, {}
     megabytes = 16 if setting.quick else 64
     for layout, orders in CASES.items():

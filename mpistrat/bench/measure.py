@@ -1,4 +1,4 @@
-"""How operations are timed: taking turns or alone, behind a barrier; medians of the slowest rank."""
+"""Timing of operations: in turns or alone, after a barrier; medians of the slowest rank."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def pair(
 ) -> dict[str, float]:
     """Return the seconds of each operation: `of` its repetitions, the median, on the slowest rank. Collective.
 
-    The operations take turns (A B A B …), so that a machine that drifts drifts for all. Each is done once untimed before
-    it is timed, so that it finds its own data in the caches and not its predecessor's; a barrier precedes both.
-    `seconds` bounds the whole measurement; rank 0 decides for all, and at least three rounds are made.
+    The operations take turns (A B A B …), so that a drift of the machine affects all. Each runs once untimed before it is timed,
+    so that its own data are in the caches and not its predecessor's; a barrier precedes both. `seconds` bounds the whole
+    measurement; rank 0 decides for all, and there are at least three rounds.
     """
     times: dict[str, list[float]] = {name: [] for name in operations}
     for operation in operations.values():
@@ -56,10 +56,10 @@ def spread(
 
     Args:
         comm: all ranks.
-        operation: what this rank does; None where it only waits.
-        seconds: for all repetitions; at least five are made, after one that does not count.
-        before: precedes each, untimed; a barrier of all follows it, where they do something.
-        everyone: whether all ranks do something; else those that wait leave their cores to others.
+        operation: of this rank; None if it only waits.
+        seconds: for all repetitions; there are at least five, after one that does not count.
+        before: precedes each, untimed; a barrier of all follows it, if they all have an operation.
+        everyone: True if all ranks have an operation; else the waiting ones leave their cores to others.
     """
     if not everyone:
         return _spread_of_some(comm, operation, seconds, before)
@@ -82,7 +82,7 @@ def spread(
 
 
 def _spread_of_some(comm: Any, operation: Operation | None, seconds: float, before: Operation | None) -> Spread:
-    """As `spread`, of ranks that do something, each by itself, while the others look up seldom whether they are done."""
+    """Return `spread` of ranks with an operation, each by itself, while the others rarely poll for their end."""
     meet(comm)
     times: list[float] = []
     start = time.perf_counter()
@@ -109,11 +109,11 @@ def _quartiles(times: Sequence[float]) -> Spread:
 def median_rate(
     comm: Any, operation: Operation | None, finish: Operation | None = None, *, rounds: int, seconds: float
 ) -> float:
-    """Return how often a second all ranks together do something: the median of the rounds. Collective.
+    """Return the operations per second of all ranks together: the median of the rounds. Collective.
 
     Args:
-        operation: what this rank does over and over; None for a rank that looks on, and leaves its core to others.
-        finish: waits for what `operation` began.
+        operation: repeated on this rank; None for a rank that waits, and leaves its core to others.
+        finish: waits for the effects of `operation`.
         rounds: their number; a barrier precedes each, and the slowest rank ends it.
         seconds: of one round.
     """
@@ -133,7 +133,7 @@ def median_rate(
 
 
 def meet(comm: Any, pause: float = _PAUSE) -> None:
-    """Wait for all ranks without keeping a core busy, and look every so many seconds whether they came. Collective."""
+    """Wait for all ranks without keeping a core busy, polling every `pause` seconds. Collective."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(pause)

@@ -1,20 +1,19 @@
-"""A model of a training step: from constants that `mpistrat bench` measured, its time and memory on other layouts.
+"""A model of a training step: its time and memory on other layouts, from constants that `mpistrat bench` measured.
 
-A step begins when each rank has written its gradients, and ends when all have the new weights. A node sums as many gradients
-as it has ranks, and all its cores work. Between N nodes go 2 (N - 1) / N gradients' bytes of a node. Up to 64 nodes each
-updates 1/N of the parameters, whose slots it has, in rounds of 1 MiB or more; on more nodes, and for few parameters, each
-node updates all, by all-reduces of 1 MiB, 2 log2 N messages each.
-The model knows no NUMA borders, no contention in switches and no noise: predictions are ranges.
+A step starts when each rank has written its gradients, and ends when all have the new weights. A node sums as many gradients as
+it has ranks, with all its cores. Between N nodes, each sends 2 (N - 1) / N of the gradient's bytes. On up to 64 nodes each
+updates 1/N of the parameters, whose slots it has, in rounds of 1 MiB or more. On more nodes, and for few parameters, each node
+updates all, by all-reduces of 1 MiB, 2 log2 N messages each. The model ignores NUMA borders, contention in switches and noise:
+predictions are ranges.
 
-The constants of a machine, from which `plan` predicts: those of the files of `mpistrat bench` that tell each best.
+`Machine`: the constants of a machine, each from the file of `mpistrat bench` that shows it best.
 
-What a node takes for a parameter: the sum of its gradients and its update, by ranks and by the size of a core's part.
+`NodeCosts`: a node's time per parameter, for the sum of its gradients and its update, by ranks and by parameters per core. All
+cores of a node work, whatever the number of ranks: compiled loops use those without a rank. Measured were one rank on all cores,
+in private memory, and all ranks at once, in shared memory, whose pages may be smaller. Each further gradient has just been
+written by another rank.
 
-All cores of a node work, whatever the ranks: compiled loops use those that no rank has. One rank on all of them was measured,
-in memory of its own, and all ranks at once, in memory that they share, whose pages may be smaller. Each gradient more has
-just been written by another rank.
-
-What travels between nodes in a step, and how often messages wait for each other.
+`Traffic`: bytes between nodes in a step, and the number of consecutive messages.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ __all__ = [
 
 
 class PartCost(NamedTuple):
-    """Seconds of a node for a parameter, on parts of some size.
+    """Seconds of a node per parameter, for a size.
 
     Attributes:
-        size: parameters for each core.
+        size: parameters per core.
         alone: update, by one rank, without its gradient.
         together: the same by several ranks.
         gradient: each gradient.
@@ -68,11 +67,11 @@ class PartCost(NamedTuple):
 @final
 @dataclass(frozen=True)
 class NodeCosts:
-    """What was measured on a node.
+    """The measured costs of a node.
 
     Attributes:
-        cores, ranks: a node's, when it was measured.
-        threaded: whether a rank's loops use all cores that it has, as compiled ones do.
+        cores, ranks: of the node when it was measured.
+        threaded: True if a rank's loops use all its cores, as compiled ones do.
         parts: by ascending size.
     """
 
@@ -83,10 +82,10 @@ class NodeCosts:
 
     @classmethod
     def read(cls, values: Mapping[str, Spread], cores: int, ranks: int, threaded: bool) -> NodeCosts:
-        """Return the costs that the constants of a file tell.
+        """Return the costs from the constants of a file.
 
         Raises:
-            ValueError: they are not there.
+            ValueError: the file has none.
         """
         parts = []
         for label, size in of.PARTS.items():
@@ -103,16 +102,17 @@ class NodeCosts:
         return cls(cores, ranks, threaded, parts)
 
     def seconds_a_parameter(self, parameters: float, cores: int, ranks: int, updated: float) -> Spread:
-        """Return what a node takes for a parameter.
+        """Return a node's seconds per parameter.
 
-        On as many cores as were measured it is known, but for more ranks than were measured of loops that use one core each.
-        Other cores come with another memory: where that is the limit, they are as fast, and else the faster the more there are.
+        They are known for the measured number of cores, except for more ranks than were measured, with loops that use one core
+        each. Another number of cores comes with other memory: bound by it, they are equally fast, else in proportion to their
+        number.
 
         Args:
             parameters: of the model.
             cores: of the node.
             ranks: of the node, each of which has a gradient.
-            updated: the part of the parameters that the node updates; it sums gradients of all.
+            updated: the fraction of the parameters that the node updates; it sums gradients of all.
         """
         part = parameters / (cores if self.threaded else min(ranks, cores))
         sizes = [cost.size for cost in self.parts]
@@ -132,17 +132,17 @@ class NodeCosts:
         return median * math.sqrt(ratio), least * min(ratio, 1.0), most * max(ratio, 1.0)
 
     def _update(self, cost: PartCost, cores: int, ranks: int) -> tuple[Spread, int]:
-        """Return the seconds of the update of a parameter, and by how many cores."""
+        """Return the seconds of the update of a parameter, and the number of cores."""
         if self.threaded:
             return cost.alone if ranks == 1 else cost.together, self.cores
         busy = min(ranks, cores, self.ranks)
-        # Each rank has one core. They are as fast as that many cores, until the memory bandwidth of all of them is used up.
+        # Each rank has one core. They scale with their number, up to the memory bandwidth of all of them.
         median, least, most = (max(a / busy, b) for a, b in zip(cost.alone, cost.together, strict=True))
         return (median, least, most), busy
 
 
 def _part(size: int, alone: Spread, together: Spread, gradient: Spread, ranks: int) -> PartCost:
-    """Return the costs of a node out of seconds of a million parameters: of the rank, alone, and of each of all."""
+    """Return the costs of a node from seconds per million parameters: of the rank, alone, and of each of all."""
     each = _scaled(gradient, 1 / ranks / of.MILLION)
     one, all_ = _scaled(alone, 1 / of.MILLION), _scaled(together, 1 / ranks / of.MILLION)
     return PartCost(size, _less(one, each), _less(all_, _scaled(each, min(ranks, 2))), each)
@@ -154,7 +154,7 @@ def _scaled(spread: Spread, factor: float) -> Spread:
 
 
 def _less(spread: Spread, other: Spread) -> Spread:
-    """Return what is left without the other; quartiles remain as far apart as they are together with the other's."""
+    """Return the difference; quartiles keep their distances from those of the other."""
     median, least, most = (max(one - less, 0.0) for one, less in zip(spread, other, strict=True))
     return median, least, most
 
@@ -163,12 +163,12 @@ WORD = 4  # bytes of a float32
 
 
 class Traffic(NamedTuple):
-    """What travels in a step.
+    """The messages between nodes in a step.
 
     Attributes:
-        wire: bytes that a node sends, while it receives as many.
-        rounds: that follow each other.
-        messages: of a round, one after the other, where each waits for the one before.
+        wire: bytes that a node sends, while it receives the same number.
+        rounds: consecutive rounds.
+        messages: consecutive messages of a round, each of which waits for the one before.
     """
 
     wire: float
@@ -177,12 +177,12 @@ class Traffic(NamedTuple):
 
 
 def is_divided(parameters: float, nodes: int, ranks: int) -> bool:
-    """Return whether each node updates a piece: where they are few enough, and pieces large enough."""
+    """Return whether each node updates a slice: with few enough nodes, and large enough slices."""
     return 1 < nodes <= MOST_NODES and parameters * WORD >= LEAST_PIECE * ranks * nodes
 
 
 def traffic(parameters: float, nodes: int, ranks: int) -> Traffic:
-    """Return what travels in a step between several nodes."""
+    """Return the messages between several nodes in a step."""
     divided = is_divided(parameters, nodes, ranks)
     round_bytes = round_size(nodes, np.dtype(np.float32)) * nodes * WORD if divided else NETWORK_CHUNK
     rounds = math.ceil(parameters / ranks * WORD / round_bytes)
@@ -194,17 +194,17 @@ _ASSUMED = (
     0.25,
     0.0,
     0.5,
-)  # of the time of sums and update, that ranks lose that share cores, where it was not measured
-_QUICKEST = 1e13  # bytes a second of a network that is hidden altogether
+)  # of the time of sums and update, lost by ranks that share cores, if not measured
+_QUICKEST = 1e13  # bytes per second of a network whose time is hidden completely
 
 
 class Crowded(NamedTuple):
-    """What ranks lose that share cores.
+    """The losses of ranks that share cores.
 
     Attributes:
         ranks: of the node.
         fixed: a step on few parameters.
-        steps: seconds that sums and update should have taken, and those that were lost besides; in ascending order.
+        steps: expected seconds of sums and update, and the seconds lost in addition; in ascending order.
     """
 
     ranks: int
@@ -215,18 +215,18 @@ class Crowded(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Machine:
-    """The constants of a node and of what connects nodes; seconds, bytes.
+    """The constants of a node and of its network, in seconds and bytes.
 
     Attributes:
         cores: of a node.
         memory: bytes of a node.
-        node: what sums and updates take, and on what it was measured.
-        fixed_on_a_node, fixed_over_nodes: ranks in all, and what a step takes on them without parameters.
+        node: the costs of sums and updates, and the node that they were measured on.
+        fixed_on_a_node, fixed_over_nodes: the total number of ranks, and the seconds of a step on them without parameters.
         latency: of a message between nodes.
-        network: bytes a second that a node sends while it receives as many: the median, least and most; zeros where it
-            was neither measured nor told.
-        adds: whether these are of the time that the network adds to a step, as measured; else part of it may be hidden.
-        crowded: what was measured with more ranks than cores, if it was.
+        network: bytes per second that a node sends while it receives the same number: the median, least and most; zeros if
+            neither measured nor given.
+        adds: True if the network's time is added to a step, as measured; else some of it may be hidden.
+        crowded: measurements with more ranks than cores, if any.
     """
 
     cores: int
@@ -241,13 +241,13 @@ class Machine:
 
     @classmethod
     def read(cls, documents: Sequence[Mapping[str, Any]]) -> Machine:
-        """Return the constants of what `mpistrat bench --json` has written on some layouts.
+        """Return the constants from documents of `mpistrat bench --json` on some layouts.
 
-        Costs of a node are those of the layout with the most ranks that had a core each, on one node if there is such a one;
-        the network is that of a layout of several nodes, and what ranks lose that share cores that of one with more.
+        Costs of a node are from the layout with the most ranks that had a core each, on one node if possible; the network is from
+        a layout of several nodes, and losses of ranks that share cores from one with more ranks than cores.
 
         Raises:
-            ValueError: the constants are not in a file, or in none of ranks that had a core each.
+            ValueError: the constants are missing in a file, or no file is of ranks that had a core each.
         """
         runs = [_BenchRun.of(document) for document in documents]
         fitting = [run for run in runs if run.each <= run.cores] or runs
@@ -269,7 +269,7 @@ class Machine:
         return machine.with_crowded(crowded.each, crowded.values)
 
     def with_crowded(self, ranks: int, values: Mapping[str, Spread]) -> Machine:
-        """Return this machine with the seconds that a number of ranks on one node lost in measured steps."""
+        """Return this machine with the seconds that ranks on one node lost in measured steps."""
         lost, fixed = [], values[of.FIXED]
         for label, size in of.CROWDED.items():
             step = values.get(of.name_of(of.STEP, label))
@@ -281,10 +281,10 @@ class Machine:
         return replace(self, crowded=Crowded(ranks, fixed, sorted(lost)))
 
     def lost(self, seconds: float, ranks: int) -> Spread:
-        """Return the seconds that ranks lose because they share cores, in a step whose sums and update should take `seconds`.
+        """Return the seconds lost by ranks that share cores, in a step whose sums and update would take `seconds`.
 
-        Ranks without a core wait for one, and the others for them: that grows with the step, from the largest measured one on
-        in proportion. Of other numbers of ranks than were measured, some divide better among the cores, and some worse.
+        Ranks without a core wait for one, and the others for them: the loss grows with the step, above the largest measured one
+        in proportion. Other numbers of ranks than were measured may divide better or worse among the cores.
         """
         if self.crowded is None or not self.crowded.steps:
             median, least, most = (seconds * share for share in _ASSUMED)
@@ -303,12 +303,12 @@ class Machine:
         return (median, least, most) if ranks == self.crowded.ranks else (median, 0.0, 2 * most)
 
     def seconds_a_parameter(self, parameters: float, ranks: int, updated: float) -> Spread:
-        """Return what a node takes for a parameter of a model, of whose parameters it updates a part."""
+        """Return a node's seconds per parameter of a model; it updates a fraction of the parameters."""
         return self.node.seconds_a_parameter(parameters, self.cores, ranks, updated)
 
 
 class _BenchRun(NamedTuple):
-    """What one file of `mpistrat bench` has."""
+    """The contents of one file of `mpistrat bench`."""
 
     nodes: int
     each: int  # ranks of a node
@@ -331,14 +331,14 @@ class _BenchRun(NamedTuple):
         return cls(nodes, int(about["ranks"]) // nodes, int(about["cores"]), memory, values, threaded)
 
     def costs(self) -> NodeCosts:
-        """Return what a node takes for a parameter."""
+        """Return a node's costs."""
         return NodeCosts.read(self.values, self.cores, self.each, self.threaded)
 
     def network(self) -> tuple[float, Spread]:
-        """Return the seconds of a message, and the bytes a second of a node, from how much longer a step over nodes takes.
+        """Return the seconds of a message, and a node's bytes per second, from the additional time of a step over nodes.
 
         Raises:
-            ValueError: such a step is not in the file.
+            ValueError: the file has no such step.
         """
         ping, rates = self.values[of.PING][0], []
         for label, size in of.NETWORK_PART.items():
@@ -356,7 +356,7 @@ class _BenchRun(NamedTuple):
 
 
 _SLOTS = 2  # of Adam
-_OWN = 0.08  # of what is measured, that steps differ from it by themselves
+_OWN = 0.08  # of the measured values, by which steps vary anyway
 _CLOSE = 0.15
 
 Range = tuple[float, float]
@@ -373,13 +373,13 @@ class Prediction:
         memory: the sum of gradients and the update.
         network: between nodes.
         meetings: of ranks, and Python.
-        step: all of these, and what the program computes.
-        expected: of the step, the likeliest.
-        compute: what the program computes.
+        step: all of these, and the program's computation.
+        expected: the likeliest seconds of the step.
+        compute: the program's computation.
         bytes: that a node needs for weights, gradients and slots.
         gradient_bytes: of these for gradients, of which each rank has all.
-        fits: whether it has as many.
-        doubt: why the range is wide, in words; "" where it is not.
+        fits: True if the node has this memory.
+        doubt: the reason for a wide range; "" for a narrow one.
     """
 
     nodes: int
@@ -398,12 +398,12 @@ class Prediction:
 
     @property
     def efficiency(self) -> Range:
-        """The part of a step in which the program computes: at least, at most."""
+        """The fraction of a step in which the program computes: at least, at most."""
         return self.compute / self.step[1], self.compute / self.step[0]
 
     @property
     def bottleneck(self) -> str:
-        """What takes longest: "compute", "memory", "network" or "meetings"."""
+        """The longest component: "compute", "memory", "network" or "meetings"."""
         parts = {
             "compute": self.compute,
             "memory": self.memory[1],
@@ -414,12 +414,12 @@ class Prediction:
 
 
 def predict(machine: Machine, parameters: float, compute: float, nodes: int, ranks: int) -> Prediction:
-    """Return what a step with Adam in float32 takes.
+    """Predict a step with Adam in float32.
 
     Args:
         machine: its constants.
         parameters: of the model.
-        compute: seconds that the cores of a node need for the gradients of its part of a batch.
+        compute: seconds that the cores of a node need for the gradients of its share of a batch.
         nodes: their number.
         ranks: of each node.
     """
@@ -430,7 +430,7 @@ def predict(machine: Machine, parameters: float, compute: float, nodes: int, ran
     network = _network(machine, parameters, nodes, ranks, divided)
     meetings = _meetings(machine, nodes, ranks)
     lost = _lost(machine, memory[0], network[0], nodes, ranks)
-    # A network whose speed was told: at best sums travel while a node sums and updates others, at worst its cores carry them.
+    # A network whose speed was given: at best messages overlap sums and updates, at worst the node's cores carry them.
     both = [one + other for one, other in zip(memory, network, strict=True)]
     hidden = [0.0 if machine.adds else min(one, other) for one, other in zip(memory, network, strict=True)]
     expected = compute + both[0] - hidden[0] / 2 + meetings[0] + lost[0]
@@ -454,12 +454,12 @@ def _network(machine: Machine, parameters: float, nodes: int, ranks: int, divide
     wire, rounds, messages = traffic(parameters, nodes, ranks)
     usual, slow, quick = machine.network
     latencies = rounds * messages * machine.latency
-    waited = 1 / messages if divided else 1.0  # of pieces, all messages of a round travel at once
+    waited = 1 / messages if divided else 1.0  # for slices, all messages of a round are sent at once
     return wire / usual + waited * latencies, wire / quick + waited * latencies, wire / slow + latencies
 
 
 def _meetings(machine: Machine, nodes: int, ranks: int) -> Spread:
-    """Messages that all ranks wait for: they grow with the height of a tree of ranks."""
+    """Return the time of messages that all ranks wait for: they grow with the height of a tree of ranks."""
     measured, fixed = machine.fixed_over_nodes if nodes > 1 else machine.fixed_on_a_node
     if ranks > machine.cores and nodes == 1 and machine.crowded is not None:
         return machine.crowded.fixed
@@ -469,7 +469,7 @@ def _meetings(machine: Machine, nodes: int, ranks: int) -> Spread:
 
 
 def _lost(machine: Machine, memory: float, network: float, nodes: int, ranks: int) -> Spread:
-    """What ranks lose that share cores; between nodes one computes while another waits for messages, which may be a gain."""
+    """Return the loss of ranks that share cores; between nodes one computes while another waits for messages, perhaps a gain."""
     if ranks <= machine.cores:
         return 0.0, 0.0, 0.0
     lost = machine.lost(memory, ranks)
@@ -482,13 +482,13 @@ def _doubt(machine: Machine, nodes: int, ranks: int, network: float, memory: flo
     if machine.cores != machine.node.cores:
         return "the memory of such a node was not measured"
     if nodes > 1 and network >= memory:
-        return "how fast messages are differs much"
+        return "the speed of messages varies"
     hides = nodes > 1 and not machine.adds
-    return "how much of the sums the network hides is open" if hides else "what was measured differs much"
+    return "the overlap of sums and network is unknown" if hides else "measurements vary"
 
 
 def layouts(cores: int, nodes: int) -> Iterable[tuple[int, int]]:
-    """Return nodes and ranks of each: powers of two of nodes, and so many, by ranks that divide the cores.
+    """Return numbers of nodes and ranks per node: powers of two and `nodes`, each with the divisors of `cores`.
 
     Example:
         >>> list(layouts(6, 3))[-4:]

@@ -1,4 +1,4 @@
-"""Pictures of what benchmarks found, and of what plans predict, with matplotlib where it is installed."""
+"""Pictures of the results of benchmarks and of the predictions of plans, with matplotlib if it is installed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def colour(name: str) -> str:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure, of no window system.
+    """Return an empty figure, without a window system.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -60,7 +60,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def check_ending(option: str, file: str) -> None:
-    """Raise ValueError for a picture whose name has an ending that matplotlib does not know. Without matplotlib do nothing."""
+    """Raise ValueError for a picture whose name has an ending unknown to matplotlib. Without matplotlib do nothing."""
     try:
         known = sorted(new_figure(1, 1).canvas.get_supported_filetypes())
     except ImportError:
@@ -72,7 +72,7 @@ def check_ending(option: str, file: str) -> None:
 
 
 def finish(figure: Any, heading: str, footnote: str, path: Path, top: float = 1.0) -> None:
-    """Give a figure its heading and footnote, and write it."""
+    """Add heading and footnote to a figure, and write it."""
     figure.suptitle(heading)
     figure.text(0.5, 0.005, footnote, ha="center", fontsize=7, color="#555555")
     figure.tight_layout(rect=(0, 0.03, 1, top))
@@ -84,12 +84,14 @@ def draw(path: Path, results: Mapping[str, Result], about: Mapping[str, Any]) ->
 
     Args:
         results: by name of the benchmark.
-        about: what `machine` returned.
+        about: the result of `machine`.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    results = {name: result for name, result in results.items() if result.values}  # all of one may have been left out
+    results = {
+        name: result for name, result in results.items() if result.values
+    }  # all sizes of a benchmark may be skipped
     if not results:
         raise ValueError("bench: expected a result to draw, got none: too little memory for any")
     columns = min(2, len(results))
@@ -150,11 +152,11 @@ def _short(value: float) -> str:
 
 
 def draw_plan(path: Path, found: Sequence[Prediction], parameters: float, about: Mapping[str, Any]) -> None:
-    """Draw the efficiency of predictions over nodes, a band between the least and the most for some numbers of ranks a node.
+    """Draw predicted efficiency over nodes, a band between least and most for some numbers of ranks per node.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: the file's name has an ending that is not known.
+        ValueError: the file's name has an unknown ending.
     """
     figure = new_figure(7.0, 4.2)
     axis = figure.subplots()

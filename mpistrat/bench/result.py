@@ -59,7 +59,7 @@ def machine(comm: Any, packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """Return the installed version of a package, None where it is not installed."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -67,7 +67,7 @@ def version(package: str) -> str | None:
 
 
 def layout(about: Mapping[str, Any]) -> str:
-    """Return MPI, ranks and nodes of what `machine` returned, in a few words.
+    """Describe MPI, ranks and nodes of a result of `machine`.
 
     Example:
         >>> layout({"mpi": "MPICH Version:      5.0.2", "ranks": 4, "nodes": 2})
@@ -80,7 +80,7 @@ def layout(about: Mapping[str, Any]) -> str:
 
 
 def caption(machines: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line that says on what machine, with which versions and when."""
+    """Return a line with the machine, versions and date."""
     about = machines[0]
     versions = {name: number for each in machines for name, number in each["versions"].items() if number}
     named = ", ".join(f"{name} {number}" for name, number in versions.items())
@@ -114,13 +114,13 @@ _TEXTS: Mapping[str, Callable[[float], str]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """How much a benchmark may do.
+    """The limits of a benchmark.
 
     Attributes:
         comm: all ranks.
         quick: few sizes and short measurements.
         folder: for files, which are removed at the end.
-        memory: bytes that each rank may take.
+        memory: bytes that each rank may use.
     """
 
     comm: Any
@@ -135,16 +135,16 @@ class Setting:
     def by_size(
         self, sizes: Mapping[str, int], copies: int, times: int, measure: Callable[[int], dict[str, float]]
     ) -> tuple[dict[str, dict[str, float]], str]:
-        """Return the seconds of operations by size, and which sizes are too large for this machine. Collective.
+        """Return the seconds of operations by size, and a note on sizes that are too large for this machine. Collective.
 
         Args:
-            sizes: numbers of float32 elements, by label, in ascending order; `quick` takes the first ones, up to 1 MB.
-            copies: of so many elements, that a rank holds at once.
-            times: how often each operation is done, at least.
-            measure: returns the seconds of each operation on so many elements; collective.
+            sizes: numbers of float32 elements, by label, in ascending order; `quick` uses the first ones, up to 1 MB.
+            copies: of the elements, in a rank's memory at once.
+            times: least repetitions of each operation.
+            measure: returns the seconds of each operation on a number of elements; collective.
         """
         values: dict[str, dict[str, float]] = {}
-        each = 0.0  # seconds of all operations on one element
+        each = 0.0  # seconds of all operations per element
         for label, count in sizes.items():
             if self.quick and count > _LARGE:
                 break
@@ -153,22 +153,22 @@ class Setting:
             if each * count * times > self.budget(_LONGEST):
                 return values, f"{label} and more left out: too slow here."
             values[label] = measure(count)
-            if count >= _LARGE:  # smaller ones take as long as a message
+            if count >= _LARGE:  # smaller ones take the time of a message
                 each = sum(values[label].values()) / count
         return values, ""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a benchmark found.
+    """The result of a benchmark.
 
     Attributes:
-        title: what was measured.
+        title: the measured quantity.
         unit: of the values: "seconds", "per second" or "bytes per second".
-        first_column: what the cases are.
-        values: by case, and then by who was measured; a dash stands for one that is not there.
-        against: (ours, raw): a last column shows how many times the first is faster.
-        note: how to read it.
+        first_column: the kind of the cases.
+        values: by case, and then by contender; a dash shows a missing one.
+        against: (ours, raw): a last column shows the speed-up of the first.
+        note: explains the values.
     """
 
     title: str
@@ -184,7 +184,7 @@ class Result:
         object.__setattr__(self, "columns", list(names))
 
     def header(self) -> list[str]:
-        """Return the heads of the columns of `rows`."""
+        """Return the headings of the columns of `rows`."""
         return [self.first_column, *self.columns, *(["speed-up"] if self.against else [])]
 
     def rows(self) -> list[list[str]]:
@@ -200,5 +200,5 @@ class Result:
         return lines
 
     def document(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the result for JSON."""
         return {"title": self.title, "unit": self.unit, "values": {case: dict(v) for case, v in self.values.items()}}

@@ -1,4 +1,4 @@
-"""The benchmarks by name, what they may take, and one after the other."""
+"""The benchmarks by name, their memory, and the run of several."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ BENCHMARKS: Mapping[str, Callable[[Setting], Result | str]] = {
     "window": window.measure,
     "input": hdf5_input.measure,
 }
-_MEMORY = 1 << 30  # bytes a rank, at most; and at most a quarter of what its node has left
+_MEMORY = 1 << 30  # bytes per rank, at most; and at most a quarter of its node's free memory
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one benchmark found.
+    """The report of one benchmark.
 
     Attributes:
         name: the benchmark.
-        result: its figures; None where it was left out.
-        left_out: why it was.
-        seconds: that it took.
+        result: its figures; None if it was skipped.
+        left_out: the reason for skipping it.
+        seconds: its duration.
     """
 
     name: str
@@ -43,17 +43,17 @@ class Report:
 
 
 def run(comm: Any, names: Iterable[str], *, quick: bool, folder: str, tell: Callable[[Report], None]) -> dict[str, Any]:
-    """Run benchmarks, tell each one's report as it comes, and return all for JSON. Collective.
+    """Run benchmarks, pass each one's report to `tell`, and return all for JSON. Collective.
 
     Args:
         comm: all ranks.
         names: keys of `BENCHMARKS`.
         quick: few sizes and short measurements.
         folder: for files, which are removed at the end.
-        tell: is called on every rank.
+        tell: called on every rank.
 
     Raises:
-        ShardError: on every rank, where one cannot write into `folder`.
+        ShardError: on every rank, if one cannot write to `folder`.
     """
     load = os.getloadavg()[0]
     document: dict[str, Any] = {

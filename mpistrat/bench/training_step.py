@@ -18,17 +18,17 @@ __all__ = ["OURS", "RAW", "measure", "ours", "raw", "written_and_taken"]
 OURS, RAW = "mpistrat, arenas", "raw MPI_Allreduce + NumPy Adam"
 LAYERS = 16
 SIZES = {"262 K": 1 << 18, "4.2 M": 1 << 22, "16.8 M": 1 << 24}
-COPIES = 12  # of the parameters, that a rank holds
-_TIMES = 7  # that each operation is done, at least
+COPIES = 12  # of the parameters, in a rank's memory
+_TIMES = 7  # least repetitions of each operation
 
 
 def ours(strategy: Any, count: int) -> Operation:
-    """Return a step of this package: gradients lie in `v.grad` already, then `apply_gradients`. Collective."""
+    """Return a step of this package: gradients are in `v.grad` already, then `apply_gradients`. Collective."""
     return written_and_taken(strategy, count)[1]
 
 
 def written_and_taken(strategy: Any, count: int) -> tuple[Operation, Operation]:
-    """Return what writes this rank's gradients, as a backward pass does, and a step that takes them. Collective."""
+    """Return two operations: write this rank's gradients, as a backward pass does, and take a step with them. Collective."""
     with strategy.scope():
         variables = [Variable(np.zeros(count // LAYERS, np.float32), name=f"w{i}") for i in range(LAYERS)]
         optimizer = Adam(1e-3)
@@ -67,7 +67,7 @@ def raw(comm: Any, count: int) -> Operation:
 
 
 def _adam(gradient: Any, weights: Any, momentum: Any, velocity: Any, work: Any, alpha: float) -> None:
-    """Adam by NumPy, in place: not the package's own, whose loops are compiled."""
+    """Update by Adam in NumPy, in place: not by the package's own, whose loops are compiled."""
     np.subtract(gradient, momentum, out=work)
     np.multiply(work, 0.1, out=work)
     np.add(momentum, work, out=momentum)

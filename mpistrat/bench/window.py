@@ -1,4 +1,4 @@
-"""Parameter servers' transports: reads and pushes of all workers together, a second."""
+"""Parameter servers' transports: reads and pushes per second of all workers together."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SIZES = {"4 KB": 1 << 10, "1 MB": 1 << 18}
 
 
 def measure(setting: Setting) -> Result | str:
-    """Return reads and pushes a second by transport; why not, where there are not two ranks. Collective."""
+    """Return reads and pushes per second by transport; a reason, with less than two ranks. Collective."""
     if setting.comm.size < 2:
-        return "parameter servers want two ranks: mpistrat run -n 2 -m mpistrat bench"
+        return "parameter servers need two ranks: mpistrat run -n 2 -m mpistrat bench"
     values: dict[str, dict[str, float]] = {f"{what} {size}": {} for what in ("read", "push") for size in SIZES}
     for transport in TRANSPORTS:
         for size, count in SIZES.items():
@@ -42,7 +42,7 @@ def measure(setting: Setting) -> Result | str:
 
 
 def _rates(setting: Setting, transport: str, count: int) -> tuple[float, float]:
-    """Return reads and pushes a second of one transport. Collective."""
+    """Return reads and pushes per second of one transport. Collective."""
     strategy = ParameterServerStrategy(comm=setting.comm, num_ps=1, transport=transport)
     with strategy.scope():
         variable = Variable(np.zeros(count, np.float32), name="v")
@@ -65,6 +65,6 @@ def _rates(setting: Setting, transport: str, count: int) -> tuple[float, float]:
         push()
     comm, seconds = strategy.comm, setting.budget(0.3)
     reads = median_rate(comm, read, rounds=3, seconds=seconds)
-    pushes = median_rate(comm, push, read, rounds=3, seconds=seconds)  # a read is behind this worker's pushes
+    pushes = median_rate(comm, push, read, rounds=3, seconds=seconds)  # a read follows this worker's pushes
     strategy.close()
     return reads, pushes

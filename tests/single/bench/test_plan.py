@@ -128,7 +128,7 @@ def test_parts_that_fit_into_caches_are_quicker():
 def test_quartiles_make_the_range():
     found = predict(machine(width=0.25), 1e6, 0.0, 1, 1)
     assert found.memory == pytest.approx((1.5e-3, 2.5e-3))
-    assert found.doubt == "what was measured differs much"
+    assert found.doubt == "measurements vary"
 
 
 def test_ranks_without_a_core_lose_what_was_measured():
