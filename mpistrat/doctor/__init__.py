@@ -1,1 +1,1 @@
-"""What `mpistrat doctor` looks at; each check gives findings."""
+"""The checks of `mpistrat doctor`; each returns findings."""

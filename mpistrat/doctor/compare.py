@@ -1,4 +1,4 @@
-"""What the table of all ranks shows: what differs that should not, and what is shared that should not be."""
+"""Findings from the table of all ranks: differences, and resources that ranks share by mistake."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def compare(rows: Rows) -> Iterator[Finding]:
-    """Yield what the facts of all ranks, by rank, show."""
+    """Yield findings from the facts of all ranks, by rank."""
     yield _nodes(rows)
     yield _versions(rows)
     yield from _roles(rows)
@@ -31,7 +31,7 @@ def compare(rows: Rows) -> Iterator[Finding]:
 
 
 def _nodes(rows: Rows) -> Finding:
-    """Compare the nodes of MPI with the machines."""
+    """Compare MPI's nodes with the machines."""
     name, what = "ranks", f"{len(rows)} on {counted(max(row['node'] for row in rows) + 1, 'node')}"
     on: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -73,7 +73,7 @@ def _roles(rows: Rows) -> Iterator[Finding]:
     name = "roles"
     errors = {row["rank"]: row["role_error"] for row in rows if "role_error" in row}
     if errors:
-        yield problem(name, _short(by_rank(errors)), "Set the variable alike on every rank, or not at all")
+        yield problem(name, _short(by_rank(errors)), "Set the variable to the same value on every rank, or not at all")
         return
     sources = {row["rank"]: row["role_by"] or "nothing" for row in rows}
     if len(set(sources.values())) > 1:
@@ -86,7 +86,7 @@ def _roles(rows: Rows) -> Iterator[Finding]:
     texts = {row["rank"]: _strategy(row) for row in rows}
     if len(set(texts.values())) > 1:
         remedy = "Set MPISTRAT_STRATEGY and MPISTRAT_NUM_PS once, for all ranks: mpistrat run --strategy, or in the job script"
-        yield problem(name, f"the ranks were told different roles: {_short(by_rank(texts))}", remedy)
+        yield problem(name, f"the ranks have different roles: {_short(by_rank(texts))}", remedy)
         return
     count = Counter(row["role"].split()[0] for row in rows)
     yield ok(name, ", ".join(f"{n} ps" if role == "ps" else counted(n, role) for role, n in count.items()))
@@ -141,7 +141,7 @@ def _settings(rows: Rows) -> Finding:
             return problem(
                 "settings", what, "Export it before srun or mpiexec, so that every rank has it (Open MPI: -x NAME)"
             )
-    return ok("settings", f"alike on every rank: {', '.join(names)}" if names else "none is set")
+    return ok("settings", f"equal on every rank: {', '.join(names)}" if names else "none is set")
 
 
 def _thread_level(rows: Rows) -> Finding:
@@ -149,12 +149,12 @@ def _thread_level(rows: Rows) -> Finding:
     if set(levels.values()) == {"MULTIPLE"}:
         return ok("thread level", "MPI_THREAD_MULTIPLE on every rank")
     remedy = "Use an MPI that was built with MPI_THREAD_MULTIPLE (MVAPICH: export MV2_ENABLE_AFFINITY=0)"
-    what = f"no watchdog thread, which would say who is missing in a collective that hangs: {_short(by_rank(levels))}"
+    what = f"no watchdog thread, which would report missing ranks of a collective that hangs: {_short(by_rank(levels))}"
     return warning("thread level", what, remedy)
 
 
 def _gpus(rows: Rows) -> Iterator[Finding]:
-    """Find GPUs that several ranks would take, as `default_devices` chooses, and GPUs that none takes."""
+    """Find GPUs that several ranks would take, as `default_devices` chooses, and unused ones."""
     name = "GPUs"
     if not any(row["gpus"] for row in rows):
         if count := max(row["node_gpus"] for row in rows):
@@ -184,13 +184,13 @@ def _gpus(rows: Rows) -> Iterator[Finding]:
         remedy = (
             "SLURM: --gpus-per-task=1 --gpu-bind=single:1, or --gpus-per-node and no CUDA_VISIBLE_DEVICES of your own"
         )
-        yield problem(name, f"{what}, by mistake: {there - used} of {there} GPUs there are used by nobody", remedy)
+        yield problem(name, f"{what}, by mistake: {there - used} of {there} GPUs there are unused", remedy)
     else:
         yield warning(name, f"{what}: there are more ranks than GPUs", "Start as many ranks on a node as it has GPUs")
 
 
 def _parts_of_gpus(rows: Rows) -> Finding | None:
-    """Find ranks with parts of one GPU (MIG), which have UUIDs of their own."""
+    """Find ranks with instances of one GPU (MIG), which have their own UUIDs."""
     for (node, bus), ranks in _users_of_gpus(rows, "buses").items():
         if bus and len(ranks) > 1:
             host = rows[ranks[0]]["host"]
@@ -202,7 +202,7 @@ def _parts_of_gpus(rows: Rows) -> Finding | None:
 
 
 def _bound(rows: Rows) -> Iterator[Finding]:
-    """Find ranks that the batch system keeps from the GPUs of other ranks of their node."""
+    """Find ranks that cannot access the GPUs of other ranks of their node, because of the batch system."""
     size = Counter(row["node"] for row in rows)
     bound = [row for row in rows if size[row["node"]] > 1 and 0 < (row["reachable_gpus"] or 0) < row["node_gpus"]]
     if bound:
@@ -229,7 +229,7 @@ def _users_of_gpus(rows: Rows, by: str = "gpus") -> dict[tuple[int, str], list[i
 
 
 def _cores(rows: Rows) -> Iterator[Finding]:
-    """Find sets of cores that must run more threads than they are."""
+    """Find sets of cores with more threads than cores."""
     for node in range(max(row["node"] for row in rows) + 1):
         here = [row for row in rows if row["node"] == node]
         everything = frozenset().union(*(row["core_list"] for row in here))
@@ -262,13 +262,13 @@ def _crowded(here: Rows, confined: Rows, cores: int, threads: int) -> Finding:
     return warning("cores", what, text[0].upper() + text[1:])
 
 
-_PAIRS = 8  # ranks on other nodes, from which on as many sockets are no accident
+_PAIRS = 8  # least number of ranks on other nodes at which an equal number of sockets is no coincidence
 
 
 def _open_files(rows: Rows) -> Iterator[Finding]:
-    """Compare the number of ranks with `ulimit -n`, where MPI holds a socket for each rank of the other nodes."""
+    """Compare the number of ranks with `ulimit -n`, if MPI holds a socket for each rank of the other nodes."""
     on_node = Counter(row["node"] for row in rows)
-    room: dict[int, int] = {}  # by rank: with how many ranks it would have as many files open as it may
+    room: dict[int, int] = {}  # by rank: the number of ranks with which it would reach its limit of open files
     for row in rows:
         files, others = row["files"], len(rows) - on_node[row["node"]]
         if others >= _PAIRS and files["sockets"] >= others and files["most"] >= 0:

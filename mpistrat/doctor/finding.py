@@ -1,4 +1,4 @@
-"""What the doctor finds: one thing that it looked at, how it is, and what to do about it; and all of a visit."""
+"""Findings of the doctor: the result of one check, and what to do about it; and all findings of a run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Finding:
     """One finding.
 
     Attributes:
-        name: what was looked at, the same in every version.
-        status: "OK"; "warning" for what works, but slowly, or not on every machine; "problem" for what fails, hangs, or does
-            something else than it seems to.
-        what: was found, in words.
-        remedy: what to do; "" where there is nothing to do.
+        name: of the check, the same in every version.
+        status: "OK"; "warning" if it works, but slowly, or not on every machine; "problem" if it fails, hangs, or does not do
+            what it seems to do.
+        what: the result, as text.
+        remedy: what to do; "" for nothing.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Finding:
 
 
 def ok(name: str, what: str, remedy: str = "") -> Finding:
-    """Return a finding that all is well, perhaps with a hint."""
+    """Return a finding without a problem, perhaps with a hint."""
     return Finding(name, "OK", what, remedy)
 
 
@@ -57,18 +57,18 @@ def worst(findings: Iterable[Finding]) -> Status:
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of one visit.
+    """All findings of a run.
 
     Attributes:
-        findings: in the order in which they are shown.
-        ranks: what each rank said of itself, by rank; empty on a login node.
+        findings: in the order of the output.
+        ranks: facts of each rank, by rank; empty on a login node.
     """
 
     findings: Sequence[Finding]
     ranks: Sequence[dict[str, Any]] = field(default=())
 
     def document(self) -> dict[str, Any]:
-        """Return all of it as JSON can hold it."""
+        """Return all of it for JSON."""
         return {
             "status": worst(self.findings),
             "findings": [asdict(finding) for finding in self.findings],

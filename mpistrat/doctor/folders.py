@@ -1,4 +1,4 @@
-"""The folders of a node: /dev/shm, with what MPI keeps and crashed jobs left there, and that for temporary files."""
+"""The folders of a node: /dev/shm, with files of MPI and of crashed jobs, and the one for temporary files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LISTED = 6
 
 
 def check_shared_folder(folder: Path = SHARED_FOLDER, *, clean: bool = False) -> Iterator[Finding]:
-    """Yield how /dev/shm is; with `clean` remove what this user's killed jobs left there."""
+    """Check /dev/shm; with `clean` remove files of this user's killed jobs."""
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -96,7 +96,7 @@ _TEMPORARY = "temporary folder"
 
 
 def check_temporary_folder(topology: Topology) -> Finding:
-    """Return whether every rank can write temporary files, and which nodes see each other's. Collective."""
+    """Check that every rank can write temporary files, and report which nodes share the folder. Collective."""
     comm = topology.comm
     made, failed = _make()
     try:
@@ -123,7 +123,7 @@ def check_temporary_folder(topology: Topology) -> Finding:
 
 
 def _make() -> tuple[Path | None, str]:
-    """Return a new file, or why there is none."""
+    """Return a new file, or the reason why there is none."""
     try:
         descriptor, name = tempfile.mkstemp(prefix="mpistrat-doctor-")
         os.close(descriptor)

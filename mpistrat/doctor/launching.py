@@ -1,4 +1,4 @@
-"""The launchers: is the mpiexec that a user would type that of mpi4py's MPI, and does srun speak its protocol?"""
+"""The launchers: checks that the user's mpiexec belongs to mpi4py's MPI, and that srun supports its protocol."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOO_LONG = "the lines of {library} over UCX are too long for SLURM's PMI2: MPI_I
 
 
 def check_launchers(library: MPILibrary, launchers: Sequence[Launcher] | None = None) -> Iterator[Finding]:
-    """Yield which launcher to use, and which not to, of those that are at hand; default: of all that are found."""
+    """Yield the launcher to use, and those not to use, of the given ones; default: of all that are found."""
     launchers = find_launchers(library) if launchers is None else launchers
     fitting = choose_launcher(library, launchers)
     srun = shutil.which("srun")
@@ -64,20 +64,20 @@ def _mpiexec(
 
 
 def _typed(launchers: Sequence[Launcher]) -> Launcher | None:
-    """Return what starts ranks where no path is given: the user's $MPIEXEC, else what PATH has for `mpiexec`."""
+    """Return the launcher used without a path: the user's $MPIEXEC, else `mpiexec` on PATH."""
     given = next((launcher for launcher in launchers if launcher.where == USER), None)
     path = shutil.which("mpiexec") or shutil.which("mpirun")
     if given is not None or path is None:
         return given
     file = os.path.realpath(path)
     same = [launcher for launcher in launchers if os.path.realpath(launcher.path) == file]
-    # Of several launchers in a folder that say the same of themselves only one is listed.
+    # Of several launchers in a folder with the same version only one is listed.
     beside = [one for one in launchers if os.path.dirname(os.path.realpath(one.path)) == os.path.dirname(file)]
     return next(iter(same + beside), None)
 
 
 def _srun(library: MPILibrary, fitting: Launcher | None) -> Iterator[Finding]:
-    """Yield which `--mpi=` starts this library's ranks."""
+    """Yield the `--mpi=` that starts this library's ranks."""
     offered = offered_pmis()
     if not offered:
         what = "srun is on PATH, but srun --mpi=list fails: there is no SLURM behind it"
@@ -120,5 +120,5 @@ def _srun(library: MPILibrary, fitting: Launcher | None) -> Iterator[Finding]:
 
 
 def is_root() -> bool:
-    """Return whether this is root, whom Open MPI's launcher wants to say so."""
+    """Return whether this user is root, for which Open MPI's launcher needs an option."""
     return hasattr(os, "geteuid") and os.geteuid() == 0

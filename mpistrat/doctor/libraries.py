@@ -1,4 +1,4 @@
-"""The compiled loops, HDF5, GPUs, NCCL: a probe, this module run as a program, imports them; findings about what it reported."""
+"""The compiled loops, HDF5, GPUs, NCCL: a probe, this module as a program, imports them; findings about its reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["check_gpus", "check_hdf5", "check_loops", "gpus_of_machine", "main"]
 
 
 def check_loops(outcome: Outcome) -> Iterator[Finding]:
-    """Yield whether sums and update rules are compiled."""
+    """Check that sums and update rules are compiled."""
     name, found = "compiled loops", outcome.get("loops")
     if found is None:
         remedy = "MPISTRAT_COMPILED_LOOPS=0 leaves them to NumPy; or install mpistrat again, on this machine"
@@ -33,7 +33,7 @@ def check_loops(outcome: Outcome) -> Iterator[Finding]:
 
 
 def check_hdf5(outcome: Outcome, library: MPILibrary | None, needs: Collection[str]) -> Iterator[Finding]:
-    """Yield whether h5py works and is parallel, which it must be where the user needs "parallel-hdf5"."""
+    """Check that h5py works, and is parallel if the user needs "parallel-hdf5"."""
     name, found = "HDF5", outcome.get("h5py")
     if found is None:
         yield problem(name, f"{outcome.step} {outcome.end()}", "pip install --force-reinstall h5py, or load the site's")
@@ -57,13 +57,13 @@ def _same(path: str, library: MPILibrary | None) -> bool:
 
 
 def check_gpus(outcome: Outcome, needs: Collection[str]) -> Iterator[Finding]:
-    """Yield which GPUs CuPy finds, and whether it has NCCL; of what the user needs "gpu" and "nccl" count."""
+    """Check the GPUs that CuPy finds, and its NCCL; of the user's needs "gpu" and "nccl" count."""
     gpus, reason = outcome.get("gpus"), outcome.get("no_gpu")
     if outcome.get("h5py") is not None and gpus is None:
         yield problem("GPU", f"{outcome.step} {outcome.end()}", "Install the CuPy of the driver's CUDA version")
         return
     if outcome.get("h5py") is None and gpus is None:
-        yield warning("GPU", "not looked at, because h5py did not get that far", "Mend h5py first: see its line")
+        yield warning("GPU", "not checked, because h5py failed first", "Fix h5py first: see its line")
         return
     if gpus:
         names = ", ".join(f"{model} ({uuid})" for uuid, model in gpus)
@@ -80,7 +80,9 @@ def check_gpus(outcome: Outcome, needs: Collection[str]) -> Iterator[Finding]:
     if missing is None and "nccl" in needs:
         yield problem("NCCL", f"{outcome.step} {outcome.end()}", "Install the CuPy of the driver's CUDA version")
     elif missing and "nccl" in needs:
-        yield problem("NCCL", f"not usable: {missing}", "Or train without: communication AUTO chooses what is there")
+        yield problem(
+            "NCCL", f"not usable: {missing}", "Or train without it: communication AUTO uses what is available"
+        )
     elif gpus and missing:
         yield warning("NCCL", f"not usable: {missing}", "Sums of GPUs' arrays go through host memory, which is slower")
     elif missing == "":
@@ -94,7 +96,7 @@ _FRAMEWORKS = {"PyTorch": "torch", "JAX": "jax"}
 
 
 def _same_gpus(library: str, found: list[str], of_cupy: list[str]) -> Finding:
-    """Compare the GPUs of a library, by UUID or "?", with those of CuPy: a rank gives all libraries the same number."""
+    """Compare the GPUs of a library, by UUID or "?", with those of CuPy: a rank passes the same number to all libraries."""
     name = f"GPUs of {library}"
     if not found:
         remedy = (
@@ -139,9 +141,9 @@ def amd_gpus(nodes: Path) -> list[str]:
 
 
 def reachable_gpus(files: Path = Path("/dev")) -> int | None:
-    """Return how many of NVIDIA's GPUs the files of devices let this process open; None where there are no such files.
+    """Return the number of NVIDIA's GPUs whose device files this process may open; None without such files.
 
-    A batch system that binds a task to one GPU may forbid the others by a cgroup. Then GPUs cannot reach each other's memory.
+    A batch system that binds a task to one GPU may forbid the others by a cgroup. Then GPUs cannot access each other's memory.
     """
     paths = [path for path in files.glob("nvidia*") if path.name[6:].isdigit()]
     return sum(map(_opens, paths)) if paths else None
@@ -156,7 +158,7 @@ def _opens(path: Path) -> bool:
 
 
 def main() -> None:
-    """Import the libraries, and report what they are. MPI is not started."""
+    """Import the libraries, and report their versions and properties. MPI is not started."""
     import mpi4py
 
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -185,7 +187,7 @@ def main() -> None:
 
 
 def _gpus_of(package: str) -> list[str]:
-    """Return the UUIDs of the GPUs of PyTorch or JAX, "?" where it does not say."""
+    """Return the UUIDs of the GPUs of PyTorch or JAX, "?" if unknown."""
     if package == "torch":
         import torch
 
@@ -198,7 +200,7 @@ def _gpus_of(package: str) -> list[str]:
 
 
 def _mpi_files() -> list[str]:
-    """The files of MPI libraries that this process has loaded."""
+    """Return the files of MPI libraries that this process has loaded."""
     try:
         with open("/proc/self/maps") as maps:
             paths = {line.split(maxsplit=5)[-1].strip() for line in maps}

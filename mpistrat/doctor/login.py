@@ -1,6 +1,6 @@
 """The doctor on a login node: one process, which itself starts no MPI and imports nothing that may crash.
 
-Two ranks, started once by the launcher that fits: what `mpistrat doctor --ranks` finds on them, in the visit of a machine.
+It starts two ranks with the launcher that fits, and reports the findings of `mpistrat doctor --ranks` on them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = [
 
 
 _NAME = "two ranks"
-_MEETING = 10.0  # seconds beyond the time limit of the ranks' own visit, in which it should have ended
-# What one process cannot see. Whatever else the two find, the visit of the machine says, or depends on how many ranks there are.
+_MEETING = 10.0  # seconds after the time limit of the ranks' own check within which it should have ended
+# Findings that one process cannot have. The ranks' other findings repeat its own, or depend on the number of ranks.
 _SHOWN = ("launch", "MPI start", "ranks", "all-reduce", "shared memory", "one-sided calls")
 
 
 def check_pair(library: MPILibrary, launcher: Launcher, env: Mapping[str, str], limit: float) -> Finding:
-    """Return what two ranks find in at most `limit` seconds."""
+    """Return the findings of two ranks, in at most `limit` seconds."""
     own = ["--oversubscribe", *["--allow-run-as-root"] * is_root()] if library.family == "openmpi" else []
     doctor = command("mpistrat", "doctor", "--ranks", "--json", "--time-limit", f"{limit:g}")
     words = [*launcher.command, *own, "-n", "2"]
@@ -63,12 +63,12 @@ NEEDS = ("gpu", "nccl", "cuda-aware-mpi", "parallel-hdf5")
 
 
 def check_login(needs: Collection[str], limit: float, *, clean: bool = False) -> list[Finding]:
-    """Return what is found on this machine.
+    """Return the findings on this machine.
 
     Args:
-        needs: from `NEEDS`: what is missing of it is a problem.
-        limit: seconds that each probe may take.
-        clean: remove what this user's killed jobs left in /dev/shm.
+        needs: from `NEEDS`: a missing one is a problem.
+        limit: seconds for each probe.
+        clean: remove files of this user's killed jobs from /dev/shm.
     """
     environment = alone()
     probes = {name: Probe(f"mpistrat.doctor.{name}", env=environment) for name in ("mpi", "libraries")}

@@ -1,6 +1,6 @@
 """MPI: the library, its start, its thread level, one-sided calls, shared memory, GPUs.
 
-A probe, this module run as a program, starts MPI alone and tries what a strategy needs of it.
+A probe, this module as a program, starts MPI alone and tries what a strategy needs of it.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ _STEP = ("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_TASK_PID", "SLURM
 
 
 def alone(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return an environment in which a process does not take itself for a launcher's rank."""
+    """Return an environment in which a process does not look like a launcher's rank."""
     env = os.environ if env is None else env
     return {name: value for name, value in env.items() if name.startswith(_USERS) or not name.startswith(_OWN + _STEP)}
 
 
 def check_library(library: MPILibrary) -> Iterator[Finding]:
-    """Yield which MPI mpi4py loads, and what it can do about ranks that die."""
+    """Report the MPI that mpi4py loads, and its options for ranks that die."""
     where = f" from {library.path}" if library.path else ""
     yield ok("MPI library", f"{library}{where}, loaded by mpi4py {library.mpi4py}")
-    ways = "mpistrat run --restarts 20 has the job go on"
+    ways = "mpistrat run --restarts 20 restarts the job"
     if library.survives:
-        ways += "; with --survive programs of ms.survive go on without being started again"
+        ways += "; with --survive programs of ms.survive continue without a restart"
     yield ok("death of a rank", ways)
 
 
@@ -70,7 +70,7 @@ def check_start(outcome: Outcome, library: MPILibrary, gpu_needed: bool) -> Iter
     noise = ""
     if "OSC UCX component" in outcome.stderr:
         noise = (
-            "Open MPI will print lines about OSC UCX, which mean nothing here: export OMPI_MCA_osc=^ucx silences them"
+            "Open MPI will print lines about OSC UCX, which do not matter here: export OMPI_MCA_osc=^ucx silences them"
         )
     said = f"MPI {outcome.get('standard')} started in a process alone, in {outcome.get('seconds'):.1f} s"
     yield ok("MPI start", said, noise)
@@ -99,7 +99,7 @@ def _thread_level(level: int) -> Finding:
         return ok("thread level", "MPI_THREAD_MULTIPLE")
     return warning(
         "thread level",
-        f"MPI grants MPI_THREAD_{LEVELS[level]}: no watchdog thread will say who is missing in a collective that hangs",
+        f"MPI grants MPI_THREAD_{LEVELS[level]}: no watchdog thread will report missing ranks of a collective that hangs",
         "Use an MPI that was built with MPI_THREAD_MULTIPLE (MVAPICH: export MV2_ENABLE_AFFINITY=0)",
     )
 

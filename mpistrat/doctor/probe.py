@@ -1,7 +1,7 @@
-"""Probes: programs of ours that may crash or hang, so they run in a child process, which reports how far it came.
+"""Probes: programs of this package that may crash or hang, so they run in a child process that reports its steps.
 
-A probe reports what it finds with `report`, a line of JSON behind a record separator (RFC 7464), so that nothing that a
-library prints is taken for it. Before each step that may not return it names the step: `step("MPI_Init_thread")`.
+A probe reports results with `report`, a line of JSON after a record separator (RFC 7464), so that no output of a library is
+mistaken for one. Before each step that may not return it names the step: `step("MPI_Init_thread")`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ..base.programs import program
 __all__ = ["Outcome", "Probe", "command", "last_line", "records_of", "report", "step", "without_records"]
 
 _SEPARATOR = "\x1e"
-_LONGEST = 200  # characters of a line that is quoted
-_LOOK = 0.5  # seconds between two looks whether a probe has ended without closing its pipes
-_LAST = 2.0  # seconds in which its last words come
+_LONGEST = 200  # characters of a quoted line
+_LOOK = 0.5  # seconds between polls for a probe that has ended without closing its pipes
+_LAST = 2.0  # seconds for its last output
 _START = str(Path(__file__).with_name("start_probe.py"))
 
 
 def report(**record: Any) -> None:
-    """Send a record to the parent process, in one piece: ranks may share the pipe."""
+    """Send a record to the parent process, in one write: ranks may share the pipe."""
     sys.stdout.write(f"{_SEPARATOR}{json.dumps(record)}\n")
     sys.stdout.flush()
 
 
 def step(name: str) -> None:
-    """Report to the parent process what comes next."""
+    """Report the next step to the parent process."""
     report(step=name)
 
 
@@ -44,10 +44,10 @@ class Outcome:
     """The result of a probe.
 
     Attributes:
-        records: what it reported, in order.
-        step: what it was doing last.
-        returncode: its exit status, negative for a signal; None where it had to be killed.
-        stderr: what it wrote there.
+        records: its reports, in order.
+        step: its last step.
+        returncode: its exit status, negative for a signal; None if it was killed.
+        stderr: its output there.
     """
 
     records: tuple[dict[str, Any], ...]
@@ -57,15 +57,15 @@ class Outcome:
 
     @property
     def ended_well(self) -> bool:
-        """Whether it came to its end."""
+        """True if it ran to its end."""
         return self.returncode == 0
 
     def get(self, key: str) -> Any:
-        """Return what it reported last under a key, None if nothing."""
+        """Return its last report under a key; None without one."""
         return next((record[key] for record in reversed(self.records) if key in record), None)
 
     def end(self) -> str:
-        """Return in words how it ended, with the last that it wrote."""
+        """Describe how it ended, with its last output."""
         if self.returncode is None:
             how = "did not return"
         elif self.returncode < 0:
@@ -77,7 +77,7 @@ class Outcome:
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Return the words that run a module of this package as a main program, with the folders from which this process imports."""
+    """Return the command line of a module of this package as a main program, with this process's import folders."""
     return program(_START, json.dumps(sys.path), module, *arguments)
 
 
@@ -86,7 +86,7 @@ class Probe:
     """A running probe: a module of this package as a main program."""
 
     def __init__(self, module: str, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
-        # A launcher's file descriptors are passed on: through them a rank finds the others.
+        # The child inherits a launcher's file descriptors: through them a rank finds the others.
         self._process = subprocess.Popen(
             command(module, *arguments), env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             close_fds=False, text=True, errors="replace",
@@ -110,11 +110,11 @@ class Probe:
             raise
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill it now."""
         self._process.kill()
 
     def _stop(self) -> tuple[str, str]:
-        """Kill it, and return what it wrote."""
+        """Kill it, and return its output."""
         self._process.kill()
         try:
             return self._process.communicate(timeout=_LAST)
@@ -125,7 +125,7 @@ class Probe:
 
 
 def _text(written: Any) -> str:
-    """Return what `subprocess.TimeoutExpired` has of an output: bytes, also where text was asked for."""
+    """Return an output of `subprocess.TimeoutExpired` as text: it has bytes, also if text was requested."""
     return written.decode(errors="replace") if isinstance(written, bytes) else written or ""
 
 
@@ -133,7 +133,7 @@ def records_of(out: str) -> list[dict[str, Any]]:
     """Return the records in an output."""
     records = []
     for piece in out.split(_SEPARATOR)[1:]:
-        with contextlib.suppress(ValueError):  # a line that the end cut off
+        with contextlib.suppress(ValueError):  # an incomplete line
             records.append(json.loads(piece.splitlines()[0] if piece else ""))
     return records
 
@@ -155,7 +155,7 @@ def _outcome(out: str, err: str, code: int | None) -> Outcome:
 
 
 def last_line(text: str) -> str:
-    """Return the last line that says something, shortened.
+    """Return the last line with letters or digits, shortened.
 
     Example:
         >>> last_line("one\\n  two \\n-----\\n")

@@ -1,4 +1,4 @@
-"""This process: its Python and packages, its cores and BLAS threads, and the limits that MPI runs into."""
+"""This process: its Python and packages, its cores and BLAS threads, and the limits that matter to MPI."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PACKAGES = ("numpy", "mpi4py", "h5py")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of this package, and of what it needs.
+    """Return the versions of Python, of this package, and of its dependencies.
 
     Example:
         >>> sorted(versions())
@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
 
 
 def check_interpreter() -> Iterator[Finding]:
-    """Yield which Python this is."""
+    """Report the Python in use."""
     found = versions()
     rest = ", ".join(f"{name} {found[name]}" for name in ("mpistrat", "numpy"))
     yield ok("Python", f"{found['python']} at {sys.executable}, {rest}, on {platform.system()} {platform.machine()}")
@@ -48,7 +48,7 @@ _TORCH = 2, 5  # the first PyTorch that loads backends at its import
 
 
 def check_torch() -> Iterator[Finding]:
-    """Yield whether torch.distributed takes the backends of this package; nothing without PyTorch."""
+    """Check that torch.distributed can use the backends of this package; nothing without PyTorch."""
     name = "PyTorch"
     try:
         version = importlib.metadata.version("torch")
@@ -95,7 +95,7 @@ def check_cores() -> Iterator[Finding]:
 
 
 def blas_threads() -> tuple[int, str]:
-    """Return how many threads the user asks for in each rank, and the variable that says so; (0, "") if none does."""
+    """Return the number of threads that the user sets for each rank, and the variable that sets it; (0, "") if none does."""
     said = {}
     for name in THREAD_VARIABLES:
         text = os.environ.get(name, "").split(",")[0].strip()
@@ -110,7 +110,7 @@ _CARDS = Path("/sys/class/infiniband")
 
 
 def check_limits() -> Iterator[Finding]:
-    """Yield what `ulimit` allows."""
+    """Check the limits of `ulimit`."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _below(files, _FILES):
         what = f"{files} at most (up to {most} on request): MPI needs some for each rank, a data set one for each file"
@@ -138,7 +138,7 @@ def check_limits() -> Iterator[Finding]:
 
 
 def machine() -> str:
-    """Return what ranks that can share memory have in common: a boot, a host name, and /dev/shm. "" where it is unknown."""
+    """Return the common text of ranks that can share memory: a boot, a host name, and /dev/shm. "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.uname().nodename} {os.stat('/dev/shm').st_dev}"
@@ -147,7 +147,7 @@ def machine() -> str:
 
 
 def open_files() -> dict[str, int]:
-    """Return how many files this process may have open, -1 for any number, how many it has, and how many of these are sockets."""
+    """Return the limit of open files, -1 for none, the number of open ones, and the number of sockets among these."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     kinds = []
     for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:

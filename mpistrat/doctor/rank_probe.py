@@ -68,7 +68,7 @@ def _look(limit: float, needs: Sequence[str]) -> None:
             _report(finding)
         library = imported_library()
         if library is not None and os.environ.get("SLURM_MPI_TYPE") == "pmi2" and (remedy := pmi2_remedy(library)):
-            _report(warning("srun", f"it went well this time, but {TOO_LONG.format(library=library)}", remedy))
+            _report(warning("srun", f"it succeeded this time, but {TOO_LONG.format(library=library)}", remedy))
     step("comparing clocks")
     clocks = check_clocks(topology)
     step("looking at the temporary folder")
@@ -119,7 +119,7 @@ def _try_gpus(topology: Topology, environment: Environment) -> None:
 
 
 def _segments(comm: Any) -> Finding | None:
-    """Return whether others may read what any rank has mapped of /dev/shm. Collective."""
+    """Check whether others may read files of /dev/shm that any rank has mapped. Collective."""
     mine = readable_by_others(segments_of_this_process())
     told = [text for text in gather_text(comm, "" if mine is None else json.dumps(asdict(mine))) if text]
     return Finding(**json.loads(told[0])) if told else None
@@ -131,7 +131,7 @@ def _report(finding: Finding | None) -> None:
 
 
 def facts(topology: Topology, needs: Collection[str]) -> dict[str, Any]:
-    """Return the facts about this rank, as JSON can hold them. MPI is running."""
+    """Return the facts about this rank, for JSON. MPI is running."""
     from mpi4py import MPI
 
     cores = available_cores()
@@ -167,7 +167,7 @@ def facts(topology: Topology, needs: Collection[str]) -> dict[str, Any]:
 
 
 def _role(topology: Topology) -> dict[str, Any]:
-    """Return this rank's role, and who says so."""
+    """Return this rank's role, and the variable that sets it."""
     try:
         if os.environ.get("TF_CONFIG", "").strip():
             resolver = TFConfigClusterResolver()
@@ -186,7 +186,7 @@ def _role(topology: Topology) -> dict[str, Any]:
 
 
 def _settings() -> dict[str, str]:
-    """Return the variables that this package reads and that all ranks must have alike."""
+    """Return the variables that this package reads and that must be equal on all ranks."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -196,14 +196,14 @@ def _settings() -> dict[str, str]:
 
 
 def _missing(needs: Collection[str], gpu: bool, no_gpu: str) -> dict[str, str]:
-    """Return why this rank lacks what the user needs."""
+    """Return the reasons why this rank lacks some of the user's needs."""
     found = {}
     if "gpu" in needs and not gpu:
         found["gpu"] = no_gpu or "there is none"
     if "nccl" in needs and (reason := nccl_available()):
         found["nccl"] = reason
     if "cuda-aware-mpi" in needs and not ask(amd=amd_alone()):
-        found["cuda-aware-mpi"] = "the MPI library says that it takes no memory of GPUs, or cannot be asked"
+        found["cuda-aware-mpi"] = "the MPI library reports no support for GPU memory"
     if "parallel-hdf5" in needs:
         import h5py
 

@@ -1,7 +1,7 @@
-"""The doctor on all ranks of a job: each process watches over a child that meets the others.
+"""The doctor on all ranks of a job: each process watches a child that communicates with the others.
 
-The child has the launcher's variables and file descriptors, so it is the rank; if it crashes or hangs, in MPI_Init too, this
-process, which never starts MPI, lives to tell.
+The child has the launcher's variables and file descriptors, so it is the rank. If it crashes or hangs, also in MPI_Init, this
+process, which never starts MPI, can report it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .probe import Outcome, Probe, last_line
 
 __all__ = ["check_ranks"]
 
-_GRACE = 1.0  # seconds, and half of those that went by, in which rank 0 may tell what other ranks would tell, too
+_GRACE = 1.0  # seconds, plus half of those that passed, in which rank 0 may report the same as other ranks
 
 
 def check_ranks(needs: Collection[str], limit: float) -> Summary:
-    """Return what is found on all ranks; on other processes than the launcher's first, what befell this one. Collective.
+    """Return the findings on all ranks; on processes other than the launcher's first, those about this one. Collective.
 
-    A launcher may end a job when one process of it fails. So only who has something of its own to tell fails, and all others
+    A launcher may end a job when one process of it fails. So only processes with a finding of their own fail, and all others
     wait longer than the first. All of it takes at most `limit` seconds.
     """
     start = time.monotonic()
@@ -40,7 +40,7 @@ def check_ranks(needs: Collection[str], limit: float) -> Summary:
         ended = True
         child.kill()
 
-    before = signal.signal(signal.SIGTERM, end)  # what a launcher sends when another rank has failed
+    before = signal.signal(signal.SIGTERM, end)  # a launcher sends it when another rank has failed
     try:
         outcome = child.finish(timeout)
     finally:
@@ -94,6 +94,6 @@ def _check_of(step: str) -> str:
 
 
 def _print_later(failed: Finding, delay: float) -> None:
-    """Print in one line what happened to this process, if rank 0 does not end the job first, with the same text."""
+    """Print in one line what happened to this process, unless rank 0 ends the job first, with the same text."""
     time.sleep(delay)
     print(f"mpistrat doctor: {failed.what}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What goes between ranks: an all-reduce and windows, tried and timed, and the nodes' clocks, compared by messages."""
+"""Transfers between ranks: an all-reduce and windows, tried and timed, and the nodes' clocks, compared by messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WHAT = "the doctor's trial"
 
 
 def check_all_reduce(group: ProcessGroup) -> Finding:
-    """Return what a sum over all ranks gives and takes, ours and MPI's own. Collective."""
+    """Check a sum over all ranks, and report times of this package and MPI. Collective."""
     from mpi4py import MPI
 
     name, topology = "all-reduce", group.topology
@@ -61,7 +61,7 @@ def check_all_reduce(group: ProcessGroup) -> Finding:
 
 
 def check_nccl(group: ProcessGroup) -> Finding:
-    """Return what a sum by NCCL over the GPUs that the ranks take gives and takes. Collective."""
+    """Check a sum by NCCL over the GPUs that the ranks take, and report its time. Collective."""
     name, topology = "NCCL", group.topology
     if topology.num_replicas == 1:
         return ok(name, "one GPU: nothing to sum")
@@ -75,7 +75,7 @@ def check_nccl(group: ProcessGroup) -> Finding:
     results: list[Any] = []
     try:
         took = _quickest(topology.comm, lambda: results.append(ops.reduce("SUM", value)))
-    except DeviceError as error:  # on every rank alike: ranks share a GPU
+    except DeviceError as error:  # on every rank: ranks share a GPU
         remedy = "Start one rank for each GPU; until then sums go through host memory, which is slower"
         return warning(name, str(error), remedy)
     finally:
@@ -91,7 +91,7 @@ def check_nccl(group: ProcessGroup) -> Finding:
 
 
 def check_gpu_aware(group: ProcessGroup) -> Finding | None:
-    """Return what a sum of memory of GPUs by MPI gives and takes, if MPI says that it takes it. Collective."""
+    """Check a sum of GPU memory by MPI, if MPI reports support for it. Collective."""
     from mpi4py import MPI
 
     name, topology = "CUDA-aware MPI", group.topology
@@ -105,13 +105,13 @@ def check_gpu_aware(group: ProcessGroup) -> Finding | None:
     wrong = _where(topology.comm, bool((host == rank_sum).all()))
     said = f"{host.nbytes >> 20} MiB over {topology.size} ranks: {_rate(took, host)}"
     if wrong:
-        what = f"MPI says that it takes memory of GPUs, and its sum is wrong on ranks {', '.join(map(str, wrong[:8]))}; {said}"
+        what = f"MPI reports support for GPU memory, and its sum is wrong on ranks {', '.join(map(str, wrong[:8]))}; {said}"
         return problem(name, what, "Choose NCCL or HIERARCHICAL, and report it to the site, with this text")
     return ok(name, said)
 
 
 def _arrays_on_gpus(group: ProcessGroup) -> list[Any]:
-    """Return an array on the GPU of each local replica, full of the number of the replica from 1."""
+    """Return an array on the GPU of each local replica, filled with the number of the replica from 1."""
     cupy, arrays = import_cupy("doctor"), []
     for index, gpu in enumerate(own_gpus(group)):
         with cupy.cuda.Device(gpu):
@@ -120,7 +120,7 @@ def _arrays_on_gpus(group: ProcessGroup) -> list[Any]:
 
 
 def check_windows(group: ProcessGroup) -> Iterator[Finding]:
-    """Yield what the memory that ranks reach gives, within nodes and between them. Collective."""
+    """Check memory that other ranks access, within nodes and between them. Collective."""
     topology = group.topology
     if group.environment.shared_memory and topology.intra is not None:
         sizes = [_NBYTES] * topology.intra.size
@@ -162,7 +162,7 @@ def _try_window(name: str, window: Window, comm: Any, world: Any) -> Finding:
 
 
 def _quickest(comm: Any, action: Callable[[], object]) -> float:
-    """Return the seconds of the quickest of some rounds, on the slowest rank. Collective."""
+    """Return the seconds of the fastest of some rounds, on the slowest rank. Collective."""
     from mpi4py import MPI
 
     times = np.zeros(_ROUNDS)
@@ -176,7 +176,7 @@ def _quickest(comm: Any, action: Callable[[], object]) -> float:
 
 
 def _where(comm: Any, right: bool) -> list[int]:
-    """Return the ranks on which something is not right. Collective."""
+    """Return the ranks on which a result is wrong. Collective."""
     table = np.empty(comm.size, np.int32)
     comm.Allgather(np.array([right], np.int32), table)
     return np.flatnonzero(table == 0).tolist()
@@ -187,14 +187,14 @@ def _rate(seconds: float, array: np.ndarray) -> str:
 
 
 _JOURNEYS = 20
-_CLOCKS_APART = 1.0  # seconds; programs that date files or leases misbehave beyond
+_CLOCKS_APART = 1.0  # seconds; beyond it, programs with dates of files or leases misbehave
 
 
 def check_clocks(topology: Topology) -> Finding:
-    """Return how far the ranks' clocks are from rank 0's. Collective.
+    """Compare the ranks' clocks with rank 0's. Collective.
 
-    Of several messages to a rank and back the quickest counts: its clock was read in the middle of the journey, give or
-    take half of it.
+    The fastest of several messages to a rank and back counts: its clock was read in the middle, with an error of up to half of
+    its duration.
     """
     comm = topology.comm
     offsets = np.zeros(comm.size)

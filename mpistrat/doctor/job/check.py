@@ -1,4 +1,4 @@
-"""The whole check: one item after the other, then one JSON file and one page."""
+"""The whole check: all items in turn, then one JSON file and one page."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from .steps import ItemReport, run_item
 __all__ = ["check_job", "passed"]
 
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
-# Settings of MPI, networks and this package: by these names.
+# Settings of MPI, networks and this package, by prefix.
 _PREFIXES = (
     "UCX_", "FI_", "MPICH_", "MPIR_CVAR_", "OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "I_MPI_", "PSM2_", "PSM3_", "MV2_", "NCCL_",
     "HDF5_", "MPISTRAT_", "OMP_", "SLURM_MPI_TYPE",
 )  # fmt: skip
 _LEAST = 10.0  # seconds of a step
 _LONGEST = 200  # characters of a setting
-_ENDING = 25.0  # seconds that a step may take after its limit
+_ENDING = 25.0  # seconds for a step to end after its limit
 _ENDED = 128 + signal.SIGTERM  # exit status
 
 
 def check_job(
     launcher: Sequence[str], folder: Path, seconds: float, show: Callable[[ItemReport], None]
 ) -> tuple[list[ItemReport], Path, Path]:
-    """Run all items, and return their results, the JSON file and the page. Both files are written anew after each item.
+    """Run all items, and return their results, the JSON file and the page. Both files are rewritten after each item.
 
-    An item that fails or hangs does not end the others. SIGTERM ends the check, with the launcher that runs, and removes its
-    folder. Files of other checks of the same job stay: the names then end in -2, -3, ….
+    An item that fails or hangs does not end the others. SIGTERM ends the check and its running launcher, and removes its folder.
+    Files of other checks of the same job stay: the names then end in -2, -3, ….
 
     Args:
-        launcher: the words that start the ranks of a program: `srun --mpi=pmix`.
+        launcher: the command that starts the ranks of a program: `srun --mpi=pmix`.
         folder: for the files, on a file system that all nodes see.
         seconds: for all items.
-        show: is called with each result.
+        show: called with each result.
 
     Raises:
         OSError: the folder cannot be written.
@@ -84,14 +84,14 @@ def passed(reports: Sequence[ItemReport]) -> bool:
 
 
 def _waiting(item: CheckItem) -> ItemReport:
-    """Return what is said of an item that has no result: it stays so if the check is cut off."""
+    """Return the report of an item without a result; it remains if the check is cut off."""
     what = "the check has not come to its end: it still runs, or was cut off"
     return ItemReport(item.name, item.proves, "not run", what)
 
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM raise SystemExit, once, so that what this process has begun is ended. Only the main thread may do so."""
+    """Make SIGTERM raise SystemExit, once, so that child processes are ended. Only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -109,7 +109,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_files(folder: Path) -> Iterator[tuple[Path, Path, Path]]:
-    """Give a new folder, which is removed, and the paths of the results, by the first name that no other check has taken."""
+    """Yield a new folder, which is removed, and the paths of the results, under the first name unused by other checks."""
     first = f"mpistrat-check-{_number()}"
     for count in itertools.count(1):
         name = first if count == 1 else f"{first}-{count}"

@@ -19,18 +19,18 @@ __all__ = ["MPI", "OURS", "SIZES", "CallPair", "compare", "pattern", "raw_calls"
 
 SIZES = {"8 B": 2, "4 KB": 1 << 10, "64 KB": 1 << 14, "1 MB": 1 << 18, "16 MB": 1 << 22}  # float32 of a rank
 OURS, MPI = "mpistrat", "MPI"
-_SECONDS = 0.4  # for an operation at a size
+_SECONDS = 0.4  # per operation and size
 _CALLS = 16  # of each operation, at least
 _MOST = 1 << 26  # bytes that a rank gathers
 
 
 class CallPair(NamedTuple):
-    """A collective of MPI, and what both it and ours must give.
+    """A collective of MPI, and the correct result of both it and the package's.
 
     Attributes:
         raw: calls MPI.
-        out: the array into which MPI writes.
-        expected: the right values.
+        out: MPI's output array.
+        expected: the correct values.
         mine: this rank's array.
     """
 
@@ -61,7 +61,7 @@ def sum_of_patterns(size: int, count: int) -> np.ndarray:
 
 
 def raw_calls(comm: Any, count: int) -> dict[str, CallPair]:
-    """Return MPI's calls on `count` elements of each rank, by name; those that would gather too much are left out."""
+    """Return MPI's calls on `count` elements of each rank, by name, without those that would gather too much."""
     rank, size = comm.rank, comm.size
     part = max(count // size, 1)
     mine, divided = pattern(rank, count), pattern(rank, part * size)
@@ -95,7 +95,7 @@ def _pair(call: Callable[[np.ndarray], object], out: np.ndarray, expected: np.nd
 
 
 def compare(trial: Trial, row: str, ours: Callable[[], Any], who: str, call: CallPair) -> None:
-    """Check a collective of ours and MPI's, then time both in turns, if there is time for that. Collective."""
+    """Check a collective of the package and MPI's, then time both in turns, if there is time. Collective."""
     trial.part(row)
     start = time.perf_counter()
     trial.same(f"{row}, {who}", ours(), call.expected)

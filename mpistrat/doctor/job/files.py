@@ -1,4 +1,4 @@
-"""HDF5 on the folder's file system: shards that all ranks write, the same read in order, and a checkpoint."""
+"""HDF5 on the folder's file system: shards that all ranks write, reading them in order, and a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The items of the check: each is a job step of its own, with a time limit of its own."""
+"""The items of the check: each is a job step with its own time limit."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["ITEMS", "TOTAL_SECONDS", "CheckItem"]
 
 @dataclass(frozen=True)
 class CheckItem:
-    """A part of the check.
+    """One item of the check.
 
     Attributes:
         name: for reports.
-        proves: a sentence about what has been seen when the item passes.
-        seconds: its time limit, where all together have `TOTAL_SECONDS`.
+        proves: a sentence about the result of an item that passes.
+        seconds: its time limit, if all together have `TOTAL_SECONDS`.
         module: the module in this folder whose function `run` each rank calls.
-        restarts: whether the ranks are started again when one of them is killed.
+        restarts: True if the ranks are restarted when one of them is killed.
     """
 
     name: str

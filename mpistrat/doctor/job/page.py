@@ -1,4 +1,4 @@
-"""The page of a check: one HTML file without anything beside it."""
+"""The page of a check: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .steps import ItemReport
 __all__ = ["page"]
 
 _COLOURS = {"passed": "#3c8d53", "failed": "#c0392b", "hung": "#c0392b", "skipped": "#7a6a2b", "not run": "#7a6a2b"}
-_NAMED = 3  # hosts that are named where nodes are equal
+_NAMED = 3  # hosts to name if nodes are equal
 _ORDER = ("failed", "hung", "not run", "passed", "skipped")
 
 
@@ -70,7 +70,7 @@ def _items(reports: Sequence[ItemReport]) -> str:
 
 
 def _numbers(numbers: Sequence[Sequence[Any]]) -> Iterable[str]:
-    """Yield a table for each unit: a row for each name, those of an operation together, and a column for each who."""
+    """Yield a table for each unit: a row for each name, those of an operation together, and a column for each contender."""
     operations = list(dict.fromkeys(row.split()[0] for row, *_ in numbers))
     numbers = sorted(numbers, key=lambda number: operations.index(number[0].split()[0]))
     for unit in dict.fromkeys(unit for *_, unit in numbers):

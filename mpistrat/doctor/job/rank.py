@@ -1,7 +1,7 @@
 """The program of each rank: it runs one item, and ends itself when the item's time is over.
 
-It is started as `rank.py MODULE SECONDS FOLDER`. A rank that hangs reports the part and the line where it is. If the hanging
-call holds Python's lock, a timer in C ends the process instead.
+It is started as `rank.py MODULE SECONDS FOLDER`. A rank that hangs reports its current step and line. If the hanging call holds
+Python's lock, a timer in C ends the process instead.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .trial import Skipped, Trial
 __all__ = ["main"]
 
 _OURS = str(Path(__file__).resolve().parents[2])
-_SHARE = 0.8  # of the time limit, for each collective: its error names the ranks that are late
-_OTHERS = 5.0  # seconds that the other ranks have to report, too, before the launcher ends them
+_SHARE = 0.8  # of the time limit, for each collective: its error names late ranks
+_OTHERS = 5.0  # seconds for the reports of other ranks, before the launcher ends them
 _AFTER = 10.0  # seconds until the timer in C
 
 
 def main(module: str, seconds: float, folder: str) -> None:
-    """Run the item of a module on all ranks, and report how it ended. Collective."""
+    """Run the item of a module on all ranks, and report its end. Collective."""
     begun = time.perf_counter()
     rank, (size, _) = launched_rank() or 0, launched_size() or (1, "")
     report(rank=rank, size=size, host=socket.gethostname(), part="start of MPI")
@@ -41,7 +41,7 @@ def main(module: str, seconds: float, folder: str) -> None:
         item = importlib.import_module(f"mpistrat.doctor.job.{module}")
         if hasattr(item, "prepare"):
             item.prepare(rank)
-        else:  # the item with such a function looks at the user's settings
+        else:  # an item with such a function checks the user's settings
             os.environ["MPISTRAT_ABORT_AFTER"] = str(_SHARE * seconds)
         from ...cluster.topology import Topology
 
@@ -62,7 +62,7 @@ def main(module: str, seconds: float, folder: str) -> None:
 
 
 def _end_late(rank: int, thread: int) -> None:
-    """Report where the main thread is, and end this process."""
+    """Report the main thread's position, and end this process."""
     frame, where = sys._current_frames().get(thread), ""
     while frame is not None:
         code = frame.f_code

@@ -1,4 +1,4 @@
-"""A rank is killed while it trains; the ranks that start again continue from a snapshot in memory."""
+"""A rank is killed while it trains; restarted ranks continue from a snapshot in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STEPS, _KILLED_AT, _SNAPSHOT = 80, 50, 20  # the last is the number of steps be
 def run(trial: Trial) -> None:
     """Train undisturbed, then with a kill, and compare the bits of the weights. Collective.
 
-    The first start of the ranks does the former, and begins the latter; the second start ends it.
+    The first start of the ranks does the former, and starts the latter; the second start completes it.
     """
     generation, bits = Environment.read().generation, trial.folder / "undisturbed"
     if generation == 0:
@@ -42,7 +42,7 @@ def run(trial: Trial) -> None:
 
 
 def _train(trial: Trial, name: str, kill_at: int) -> tuple[str, int]:
-    """Train, and return a digest of the weights, and the step from which it continued. Collective.
+    """Train, and return a digest of the weights, and the step at which it resumed. Collective.
 
     Args:
         trial: the ranks.

@@ -22,7 +22,7 @@ from .trial import Trial
 
 __all__ = ["cards", "file_system", "prepare", "run"]
 
-# Variables by which libraries print the transports that they choose, on rank 0.
+# Variables that make libraries print the transports they choose, on rank 0.
 _VERBOSE = {
     "UCX_LOG_LEVEL": "info", "MPIR_CVAR_DEBUG_SUMMARY": "1", "MPICH_OFI_VERBOSE": "1", "OMPI_MCA_pml_base_verbose": "10",
     "OMPI_MCA_mtl_base_verbose": "10", "OMPI_MCA_btl_base_verbose": "10",
@@ -36,7 +36,7 @@ _NAMED = 1500  # characters of the version text
 
 
 def prepare(rank: int) -> None:
-    """Have rank 0's libraries print the transports that they choose. Before MPI starts."""
+    """Make rank 0's libraries print the transports they choose. Before MPI starts."""
     if rank == 0:
         for name, value in _VERBOSE.items():
             os.environ.setdefault(name, value)
@@ -115,7 +115,7 @@ def _libraries() -> list[str]:
 
 
 def _devices() -> list[str]:
-    """Return the devices of networks and GPUs that this process has open: the proof that they are used."""
+    """Return the devices of networks and GPUs that this process has open, which proves their use."""
     found = set()
     for path in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""One item as a job step: start it, end it when its time is over, and judge by what its ranks reported."""
+"""One item as a job step: start it, end it after its time limit, and judge by its ranks' reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Ending = Literal["passed", "failed", "hung", "skipped", "not run"]
 _GRACE = 20.0  # seconds that a step has after the end of its ranks' time
 _ENDING = 10.0  # seconds between SIGTERM and SIGKILL
 _KILLING = 5.0  # seconds that SIGKILL may need
-_TAIL = 4000  # characters of output that are kept of an item that did not pass
+_TAIL = 4000  # characters of output to keep of an item that did not pass
 _SHOWN = 4  # reports of ranks in a text
 _TRANSPORT = re.compile(
     r"cfg#\d|libfabric provider|component \S+ (selected|returned success)|[Ss]elected provider|\bNIC\b|Using .*provider"
@@ -41,15 +41,15 @@ class ItemReport:
     """The result of an item.
 
     Attributes:
-        name, proves: as `CheckItem` has them.
+        name, proves: as in `CheckItem`.
         status: how it ended.
-        what: the failure in words, with ranks and hosts; or the reason why it was not run.
-        seconds: that it took.
+        what: the failure, with ranks and hosts; or the reason why it was not run.
+        seconds: its duration.
         numbers: row, column, value, unit.
         facts: by name.
-        nodes: of the item "start": what each node has.
-        findings: of the item "start": what the doctor found.
-        output: the end of what the step printed, if it did not pass.
+        nodes: of the item "start": the hardware and software of each node.
+        findings: of the item "start": the doctor's.
+        output: the end of the step's output, if it did not pass.
     """
 
     name: str
@@ -65,11 +65,11 @@ class ItemReport:
 
 
 def run_item(item: CheckItem, launcher: Sequence[str], folder: Path, seconds: float) -> ItemReport:
-    """Run an item on all ranks, in a step of its own, and return its result.
+    """Run an item on all ranks, in its own step, and return its result.
 
     Args:
         item: the item.
-        launcher: the words that start the ranks of a program.
+        launcher: the command that starts the ranks of a program.
         folder: on a file system that all ranks see.
         seconds: the time limit of each rank.
     """
@@ -97,13 +97,13 @@ def run_item(item: CheckItem, launcher: Sequence[str], folder: Path, seconds: fl
 
 
 def _run(words: Sequence[str], limit: float) -> tuple[int | None, str]:
-    """Return the exit status of a step, None if it had to be ended, and its output.
+    """Return the exit status of a step, None if it was ended, and its output.
 
-    The output goes to a file without a name: the end of a pipe comes only when the last process of the step has ended.
+    The output goes to a file without a name: a pipe would only end with the last process of the step.
     """
     status: int | None = None
     with tempfile.TemporaryFile() as file:
-        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # reports of ranks stay in one piece
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # makes reports of ranks atomic
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -114,7 +114,7 @@ def _run(words: Sequence[str], limit: float) -> tuple[int | None, str]:
         except BaseException:
             _end(process)
             raise
-        # Without a seek: a process that is still there has the same place in the file.
+        # Without a seek: a remaining process shares the position in the file.
         return status, os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
 
@@ -124,7 +124,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     end = time.monotonic() + _ENDING
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_ENDING)
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # none of its group is there
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # its group has no process
         while time.monotonic() < end:
             os.killpg(process.pid, 0)
             time.sleep(0.1)
@@ -138,8 +138,8 @@ def judge(item: CheckItem, records: Sequence[Mapping[str, Any]], status: int | N
 
     Args:
         item: the item.
-        records: reports of its ranks, in the order in which they came.
-        status: of the launcher; None if it had to be ended.
+        records: reports of its ranks, in the order of arrival.
+        status: of the launcher; None if it was ended.
         output: of the ranks and the launcher, without the reports.
 
     Example:
@@ -203,7 +203,7 @@ def judge(item: CheckItem, records: Sequence[Mapping[str, Any]], status: int | N
 
 
 def _of_last_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the reports since the ranks were started last: those before them ended because one was killed."""
+    """Return the reports since the last start of the ranks: those before it ended because one was killed."""
     begun, first = set[int](), 0
     for index, record in enumerate(records):
         if "host" in record and record["rank"] in begun:
@@ -214,7 +214,7 @@ def _of_last_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str
 
 
 def _places(records: Sequence[Mapping[str, Any]], ranks: Sequence[int], on: Callable[[int], str], size: int) -> str:
-    """Return where ranks were last, equal places together."""
+    """Describe the last positions of ranks, equal ones together."""
     parts = {record["rank"]: record["part"] for record in records if "part" in record}
     stuck = {record["rank"]: record["stuck"] for record in records if "stuck" in record}
     places: dict[str, list[int]] = {}

@@ -1,7 +1,7 @@
-"""The step of an item whose ranks are started again: `supervised.py supervise NUMBER LAUNCHER … PROGRAM …`.
+"""The step of an item whose ranks are restarted: `supervised.py supervise NUMBER LAUNCHER … PROGRAM …`.
 
-NUMBER counts the launcher's words. With `start` as the first word it starts the ranks once. Launchers may not pass on the
-environment to other nodes: `env` before the program sets what the ranks must know of the job.
+NUMBER counts the launcher's words. With `start` as the first word it starts the ranks once. Launchers may not pass the
+environment to other nodes: `env` before the program sets the variables of the job.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ...launcher.supervise import supervise
 
 __all__ = ["main"]
 
-_STARTS = 2  # again, at most
+_STARTS = 2  # restarts, at most
 
 
 def main(what: str, words: Sequence[str]) -> int:
-    """Start ranks; with "supervise" start them again when one dies, and return the exit status."""
+    """Start ranks; with "supervise" restart them when one dies, and return the exit status."""
     if what == "start":
         _start(int(words[0]), words[1:])
     again = program("mpistrat.doctor.job.supervised", "start", *words)
@@ -29,7 +29,7 @@ def main(what: str, words: Sequence[str]) -> int:
 
 
 def _start(number: int, words: Sequence[str]) -> NoReturn:
-    """Let the launcher take the place of this process, whose ranks are not its children."""
+    """Replace this process by the launcher, whose ranks are not its children."""
     settings = [f"{name}={os.environ[name]}" for name in ("MPISTRAT_JOB", "MPISTRAT_GENERATION")]
     os.execvpe(words[0], [*words[:number], "env", *settings, *words[number:]], environment_with())
 

@@ -14,7 +14,7 @@ from .trial import Skipped, Trial
 
 __all__ = ["run"]
 
-_LEAST, _MOST = 1 << 10, 1 << 18  # elements of the arrays that are tried
+_LEAST, _MOST = 1 << 10, 1 << 18  # elements of the tested arrays
 _WHO = "torch"
 
 
@@ -44,7 +44,7 @@ def run(trial: Trial) -> None:
 
 
 def _operation(torch: Any, dist: Any, name: str, mine: np.ndarray, expected: np.ndarray) -> Callable[[], np.ndarray]:
-    """Return a collective of tensors that gives a new array of the expected shape."""
+    """Return a collective of tensors that returns a new array of the expected shape."""
     given, out = torch.from_numpy(mine), torch.empty(expected.size)
     last = dist.get_world_size() - 1
 

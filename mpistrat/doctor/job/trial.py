@@ -1,4 +1,4 @@
-"""What an item has on each rank: the ranks, a folder, and reports to the process that runs the check."""
+"""The trial of an item on each rank: the ranks, a folder, and reports to the process that runs the check."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Trial:
         self._wrong = 0
 
     def part(self, name: str) -> None:
-        """Report what this rank begins now. If it hangs, the report names this part."""
+        """Report this rank's next step. If it hangs, the report names this step."""
         report(rank=self.topology.rank, part=name)
 
     def same(self, what: str, got: Any, expected: Any) -> None:
-        """Report values that differ from the expected ones. No message is sent to other ranks: the network may be at fault."""
+        """Report values that differ from the expected ones, without messages to other ranks: the network may be at fault."""
         mine, wanted = np.asarray(got), np.asarray(expected)
         if mine.shape == wanted.shape and bool((mine == wanted).all()):
             return
@@ -57,18 +57,18 @@ class Trial:
         return bool(least[0] > seconds)
 
     def number(self, row: str, column: str, value: float, unit: str) -> None:
-        """Report a figure of all ranks; rank 0 does."""
+        """Report a figure of all ranks, on rank 0."""
         if self.topology.rank == 0:
             report(number=[row, column, float(value), unit])
 
     def fact(self, **facts: Any) -> None:
-        """Report facts by name; rank 0 does."""
+        """Report facts by name, on rank 0."""
         if self.topology.rank == 0:
             report(fact=facts)
 
 
 def _difference(got: np.ndarray, expected: np.ndarray) -> str:
-    """Return the first difference of two arrays in words."""
+    """Describe the first difference of two arrays."""
     if got.shape != expected.shape:
         return f"expected the shape {expected.shape}, got {got.shape}"
     places = np.argwhere(np.atleast_1d(got != expected))

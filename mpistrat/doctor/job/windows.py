@@ -18,7 +18,7 @@ from .trial import Trial
 __all__ = ["run"]
 
 _SIZES = {"8 B": 8, "4 KB": 1 << 12, "64 KB": 1 << 16, "1 MB": 1 << 20, "16 MB": 1 << 24}  # bytes
-_HEAD = 64  # bytes before the data, of which the first are a counter
+_HEAD = 64  # bytes before the data; the first are a counter
 _SECONDS = 0.4
 _CALLS = 16  # of each operation, at least
 _WHAT = "the doctor's trial"
@@ -38,10 +38,10 @@ def run(trial: Trial) -> None:
 
 
 def _on_another_node(topology: Topology) -> int:
-    """Return the rank whose memory this rank writes: no two ranks have the same, and it is on another node.
+    """Return the rank whose memory this rank writes: another one for each rank, and on another node.
 
-    In the order of nodes the distance is the number of ranks of the largest node. Where that node has more than half of all
-    ranks, some of them have one on their own node.
+    In the order of nodes the distance is the number of ranks of the largest node. If that node has more than half of all ranks,
+    some of them get one on their own node.
     """
     ordered = [rank for node in range(topology.num_nodes) for rank in topology.ranks_of_node(node)]
     return ordered[(ordered.index(topology.rank) + max(topology.ranks_per_node)) % topology.size]
@@ -55,7 +55,7 @@ def _try(trial: Trial, where: str, window: Window, comm: Any, neighbour: int) ->
         where: for reports.
         window: of the ranks of `comm`; it is closed.
         comm: the ranks that have the window.
-        neighbour: the rank in `comm` whose memory this rank writes and reads, and no other rank does.
+        neighbour: the rank in `comm` whose memory only this rank writes and reads.
     """
     world, size = trial.comm, comm.size
     for label, nbytes in _SIZES.items():
@@ -79,7 +79,7 @@ def _try(trial: Trial, where: str, window: Window, comm: Any, neighbour: int) ->
     trial.same(f"counter {where}, before", before < size * (size + 1) // 2, True)
     world.Barrier()
     total = size * (size + 1) // 2
-    for when in ("", ", a second later"):  # which shows if an addition is lost or late
+    for when in ("", ", a second later"):  # shows whether an addition is lost or late
         found_total = window.get_word(0, 0)
         trial.same(f"counter {where}{when}", found_total, total)
         if found_total == total:

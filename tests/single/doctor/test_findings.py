@@ -171,7 +171,7 @@ class TestGpus:
 
     def test_h5py_crashes_before_anybody_asks(self):
         found = list(check_gpus(asked(step="import h5py", code=-11, h5py=None), ()))
-        assert statuses(found) == {"GPU": "warning"} and "not looked at" in found[0].what
+        assert statuses(found) == {"GPU": "warning"} and "not checked" in found[0].what
 
     @pytest.mark.parametrize(
         ("needs", "expected"), [((), {"GPU": "OK"}), (("nccl",), {"GPU": "OK", "NCCL": "problem"})]
