@@ -1,1 +1,1 @@
-"""Programs that run after `pip install`, as examples and as the package's own proof."""
+"""Programs that run after `pip install`, as examples and as a test of the installation."""

@@ -3,11 +3,11 @@
     mpiexec -n 2 python -m mpistrat.examples.digits --strategy mirrored --output digits_output
     mpiexec -n 4 python -m mpistrat.examples.digits --strategy parameter_server --num-ps 1
 
-The weights at the end are the same under every synchronous strategy and on any number of ranks, up to rounding. With
-parameter servers the batch size is that of one worker, and the weights depend on who came first.
+The final weights are the same under every synchronous strategy and on any number of ranks, up to rounding. With parameter servers
+the batch size is that of one worker, and the weights depend on the order of arrival.
 
-Told to stop by SIGUSR1, SIGTERM or the end of its time, the job saves where it is and ends with status 42. The same command goes
-on there, and ends with the same weights.
+On SIGUSR1, SIGTERM or the end of its time, the job saves its state and ends with status 42. The same command resumes it, and ends
+with the same weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .digits_model import Digits
 
 __all__ = ["main", "train"]
 
-SETTINGS = ("seed", "global_batch_size", "learning_rate", "dtype")  # which a job that goes on must have as it began
+SETTINGS = ("seed", "global_batch_size", "learning_rate", "dtype")  # which a resumed job must not change
 SAVED = "checkpoints"
 
 ALL_REDUCE: dict[str, Callable[[], Any]] = {
@@ -42,7 +42,7 @@ ALL_REDUCE: dict[str, Callable[[], Any]] = {
 
 
 def make_strategy(options: argparse.Namespace) -> Any:
-    """Return the strategy that the command line names. Collective."""
+    """Return the strategy of the command line. Collective."""
     name, ops = options.strategy, ALL_REDUCE[options.all_reduce]()
     devices = options.devices.split(",") if options.devices else None
     if name == "one_device":
@@ -59,16 +59,16 @@ def make_strategy(options: argparse.Namespace) -> Any:
 
 
 def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Train, write results, weights and the page of the run into the output folder, and return the summary. Collective.
+    """Train, write results, weights and the page of the run to the output folder, and return the summary. Collective.
 
-    Told to stop, it saves where it is, and returns None; called again it goes on there.
+    On a request to stop, it saves its state and returns None; another call resumes.
     """
     output = Path(options.output)
     wrong = ""
     if strategy.rank == 0:
         digits_data.write(output / "shards", options.dtype)
         wrong = other_settings(output / SAVED, options)
-    if wrong := strategy.broadcast_object(wrong):  # here the shards are written
+    if wrong := strategy.broadcast_object(wrong):  # before the shards are written
         raise ValueError(wrong)
     fields = ("image", "label")
     rows = ms.data.HDF5Dataset(str(output / "shards" / "train-*.h5"), fields=fields)
@@ -107,7 +107,7 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any] | None:
         if options.progress == "auto" and trainer.loop.tells:
             print(exchanged, file=sys.stderr, flush=True)
     if strategy.rank == 0:
-        shutil.rmtree(output / SAVED, ignore_errors=True)  # the same command trains anew
+        shutil.rmtree(output / SAVED, ignore_errors=True)  # the same command trains again
     rates = sorted(epoch["samples_per_second"] for epoch in watch.record.epochs)
     return {
         "strategy": options.strategy,
@@ -120,14 +120,16 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def other_settings(folder: Path, options: argparse.Namespace) -> str:
-    """Write down with which settings a job begins; return what is wrong where one that goes on has others."""
+    """Record the settings of a new job; describe the difference if a resumed job has others, "" if not."""
     settings, file = {name: getattr(options, name) for name in SETTINGS}, folder / "settings.json"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(settings))
     before = json.loads(file.read_text())
     return (
-        "" if before == settings else f"{folder}: begun with {before}, now {settings}: remove the folder to begin anew"
+        ""
+        if before == settings
+        else f"{folder}: started with {before}, now {settings}: remove the folder to start over"
     )
 
 
@@ -137,7 +139,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         prog="python -m mpistrat.examples.digits", description=(__doc__ or "").split("\n")[0]
     )
     names = ["one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server"]
-    environment = Environment.read()  # `mpistrat run --strategy` and job scripts say it there
+    environment = Environment.read()  # `mpistrat run --strategy` and job scripts set it there
     parser.add_argument(
         "--strategy",
         choices=names,
@@ -186,11 +188,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     summary = train(strategy, options)
     if summary is None:
         if tells:
-            print(f"told to stop; the same command goes on from {options.output}/{SAVED}", file=sys.stderr, flush=True)
+            print(f"stopped; the same command resumes from {options.output}/{SAVED}", file=sys.stderr, flush=True)
         strategy.close()
         sys.exit(ms.RESTART_EXIT_CODE)
     if tells:
-        print(f"{options.output}/run.html shows the run; weights.h5 is beside it", file=sys.stderr, flush=True)
+        print(f"{options.output}/run.html shows the run; weights.h5 is next to it", file=sys.stderr, flush=True)
         print(json.dumps(summary), flush=True)
     strategy.close()
     return summary

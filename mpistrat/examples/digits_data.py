@@ -1,8 +1,7 @@
 """1,797 handwritten digits of 8 x 8 pixels, as HDF5 shards.
 
-digits.npz beside this file has them: the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak,
-UCI Machine Learning Repository, 1998, CC BY 4.0), pixels 0 to 16. scikit-learn's `load_digits` gives the same ones in the
-same order.
+From digits.npz next to this file: the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, UCI
+Machine Learning Repository, 1998, CC BY 4.0), pixels 0 to 16. scikit-learn's `load_digits` returns the same in the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def load() -> tuple[np.ndarray, np.ndarray]:
 
 
 def write(folder: Path, dtype: str) -> None:
-    """Write train-*.h5 and test-*.h5 into a folder, always with the same split. One rank does it."""
+    """Write train-*.h5 and test-*.h5 to a folder, always with the same split. Call it on one rank."""
     pixels, digits = load()
     order = np.random.default_rng(2024).permutation(len(digits))
     images = (pixels[order] / 16).astype(dtype)

@@ -15,7 +15,7 @@ PIXELS, HIDDEN, CLASSES = 64, 512, 10
 
 
 class Digits:
-    """The network's variables and its two functions of a batch. Creating it is collective; make it in a strategy's scope.
+    """The network's variables and its two functions of a batch. Creating it is collective; do it in a strategy's scope.
 
     Args:
         seed: of the initial weights.
@@ -40,7 +40,7 @@ class Digits:
         return [variable for layer in self.layers for variable in layer]
 
     def forward(self, images: np.ndarray) -> list[np.ndarray]:
-        """Return the images and what each layer makes of them; the last are the classes' scores."""
+        """Return the images and each layer's output; the last is the scores of the classes."""
         values = [images]
         for index, (weights, bias) in enumerate(self.layers):
             value = values[-1] @ weights.array
@@ -51,7 +51,7 @@ class Digits:
         return values
 
     def scores_and_gradients(self, images: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        """Return the classes' scores; leave the gradients of this replica's part of the mean cross entropy in `v.grad`.
+        """Return the scores of the classes; set `v.grad` to the gradients of this replica's share of the mean cross entropy.
 
         Args:
             images: (examples, 64), labels: (examples,) integers. Zero examples give zero gradients.
