@@ -38,7 +38,7 @@ class Decision(NamedTuple):
     Attributes:
         key: the process set and the name.
         form: the call of the lowest rank; with "rows" or "splits" of each rank, in the order of the set.
-            error: the reason of a failure; "" if it runs.
+        error: the reason of a failure; "" if it runs.
     """
 
     key: Key

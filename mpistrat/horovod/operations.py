@@ -161,7 +161,7 @@ def adasum(group: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
     Pairs of ranks at distances 1, 2, 4, … combine a and b to (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b, in float64.
 
     Raises:
-            ValueError: the number of ranks is not a power of two.
+        ValueError: the number of ranks is not a power of two.
 
     Source: S. Maleki et al., Scaling Distributed Training with Adaptive Summation, 2020.
     """

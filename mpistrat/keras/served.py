@@ -24,8 +24,7 @@ class ServedUpdate:
     """The steps of one optimizer on the servers, by the package's rule with its formula.
 
     Within an epoch each worker steps independently. Between epochs all ranks have the servers' weights, and Keras's optimizer
-    their
-    state, as if it had updated itself: so callbacks, evaluation and files work as usual.
+    their state, as if it had updated itself: so callbacks, evaluation and files work as usual.
     """
 
     def __init__(self, link: ModelLink, optimizer: Any) -> None:

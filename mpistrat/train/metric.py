@@ -89,12 +89,11 @@ class Metric(abc.ABC):
 def results(metrics: Iterable[Metric]) -> dict[str, Any]:
     """Return metrics over all replicas by name, equal on every rank. Collective: one sum for all of them.
 
-    Under parameter servers all ranks call it, also servers, after the workers' passes. With a coordinator only the chief calls
-    it.
+    Under parameter servers all ranks call it, also servers, after the workers' passes. With a coordinator only the chief does.
 
     Raises:
-            ValueError: two metrics have the same name.
-            ContextError: in a step.
+        ValueError: two metrics have the same name.
+        ContextError: in a step.
 
     Example:
         >>> loss = ms.train.Mean("loss")

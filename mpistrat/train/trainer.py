@@ -278,18 +278,18 @@ class Trainer:
         Args:
             data: batches of this rank, as `strategy.distribute_dataset` returns them; iterated once an epoch.
             epochs: the number of the last epoch, counted from 1.
-                steps_per_epoch: of endless data, which are iterated only once; default all.
-                validation_data: evaluated after every validation_freq-th epoch; its results are named `val_loss` and so on.
-                validation_freq: see there.
-                initial_epoch: the first epoch, counted from 0, if no checkpoint sets another.
-                max_steps: with steps_per_epoch: the last step, counted over all epochs and runs, also within an epoch; under
-                    parameter servers, each worker's.
+            steps_per_epoch: of endless data, which are iterated only once; default all.
+            validation_data: evaluated after every validation_freq-th epoch; its results are named `val_loss` and so on.
+            validation_freq: see there.
+            initial_epoch: the first epoch, counted from 0, if no checkpoint sets another.
+            max_steps: with steps_per_epoch: the last step, counted over all epochs and runs, also within an epoch; under
+                parameter servers, each worker's.
 
         Returns:
             `history`: the results of each epoch by name, NaN where there was no validation.
 
         Raises:
-                ValueError: validation_data without test_step; data end before steps_per_epoch; max_steps without it.
+            ValueError: validation_data without test_step; data end before steps_per_epoch; max_steps without it.
         """
         if max_steps is not None and not steps_per_epoch:
             got = "None, and max_steps"

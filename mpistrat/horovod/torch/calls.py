@@ -217,13 +217,13 @@ def allreduce(
         tensor: of numbers, the same shape and dtype on all ranks.
         average: as in older versions of Horovod: False for `Sum`.
         name: matches the calls of the ranks.
-            compression: of the sent tensor.
+        compression: of the sent tensor.
         op: `Average` (default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
         prescale_factor, postscale_factor: multiply the tensor before, and the result after. Integers are rounded towards zero.
-            process_set: the ranks that take part.
+        process_set: the ranks that take part.
 
     Raises:
-            HorovodInternalError: on every rank, if shapes, dtypes or options differ, or ranks do not arrive in time.
+        HorovodInternalError: on every rank, if shapes, dtypes or options differ, or ranks do not arrive in time.
         ValueError: a tensor that cannot be reduced, or a name whose last call has not ended.
 
     Example:
@@ -403,10 +403,10 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: RankSe
     Args:
         tensor: ranks may have different numbers of rows. One without dimensions counts as one row.
         name: matches the calls of the ranks.
-            process_set: the ranks that take part.
+        process_set: the ranks that take part.
 
     Raises:
-            HorovodInternalError: on every rank, if dtypes or the other dimensions differ, or ranks do not arrive in time.
+        HorovodInternalError: on every rank, if dtypes or the other dimensions differ, or ranks do not arrive in time.
 
     Example:
         >>> import mpistrat.horovod.torch as hvd
@@ -477,10 +477,10 @@ def broadcast(
         tensor: the same shape and dtype on all ranks.
         root_rank: the number of the rank in the job.
         name: matches the calls of the ranks.
-            process_set: the ranks that take part.
+        process_set: the ranks that take part.
 
     Raises:
-            HorovodInternalError: on every rank, if shapes, dtypes or roots differ, or ranks do not arrive in time.
+        HorovodInternalError: on every rank, if shapes, dtypes or roots differ, or ranks do not arrive in time.
         ValueError: the process set has no such rank.
 
     Example:

@@ -86,7 +86,7 @@ class OperationWork(dist.Work):
         """Wait until the operation has ended, and raise its error if it has failed.
 
         Raises:
-                    RuntimeError: the operation takes longer than `timeout`; it continues.
+            RuntimeError: the operation takes longer than `timeout`; it continues.
         """
         if not self._event.wait(seconds_of(timeout)):
             text = f"{self.what}: Timed out waiting {timeout} for the operation, which continues"
