@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         TerminateOnNaN,
     )
     from .checkpoints import Checkpoints, checkpoints_iterator
+    from .loggers import Logger, MLflow, Prometheus, WandB
     from .logs import CSVLogger, JSONLogger, Progress, TensorBoard, Timeline
     from .metric import Mean, MeanOf, Metric, Sum, results
     from .metrics import (
@@ -91,7 +92,9 @@ __all__ = [
     "KLDivergence",
     "LearningRateScheduler",
     "LogCoshError",
+    "Logger",
     "Loop",
+    "MLflow",
     "Mean",
     "MeanAbsoluteError",
     "MeanAbsolutePercentageError",
@@ -108,6 +111,7 @@ __all__ = [
     "PreemptionCheckpointHandler",
     "PreemptionWatcher",
     "Progress",
+    "Prometheus",
     "R2Score",
     "Recall",
     "ReduceLROnPlateau",
@@ -125,6 +129,7 @@ __all__ = [
     "Trainer",
     "TrueNegatives",
     "TruePositives",
+    "WandB",
     "checkpoints_iterator",
     "results",
     "survive",

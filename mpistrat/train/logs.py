@@ -12,20 +12,21 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, final
 
-from ..base.errors import MissingDependencyError, MpistratError, explain
+from ..base.errors import MissingDependencyError, explain
 from ..base.files import replacing
 from ..base.global_batch import global_batch_size
 from ..base.log import logger
 from ..base.terminal import progress_bar, reaches_terminal
-from ..base.text import displayable, encoded, error_text
+from ..base.text import displayable
 from ..timeline import save
 from .callbacks import Callback, Logs, Loop, has_workers, is_number, plain
+from .loggers import Logger, named_in_utf8
+from .warn_once import WarnOnce
 
 __all__ = [
     "CSVLogger",
@@ -33,43 +34,7 @@ __all__ = [
     "Progress",
     "TensorBoard",
     "Timeline",
-    "WarnOnce",
 ]
-
-
-@final
-class WarnOnce:
-    """A context that may be entered again and again: the first error in it is logged, later ones are skipped.
-
-    Example:
-        >>> recording = WarnOnce("the log", OSError)
-        >>> for _ in range(2):
-        ...     with recording:
-        ...         raise OSError("no space left on device")
-    """
-
-    def __init__(self, what: str, *kinds: type[Exception]) -> None:
-        """Set the errors to suppress.
-
-        Args:
-            what: the record, for the warning.
-            kinds: classes of errors. Others are raised, and so are this package's, such as a collective's timeout.
-        """
-        self._what, self._kinds, self._warned = what, kinds, False
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if error is None or not isinstance(error, self._kinds) or isinstance(error, MpistratError):
-            return False
-        if not self._warned:
-            self._warned = True
-            text = "%s: %s; training continues, and later errors of it are not reported"
-            logger.warning(text, self._what, error_text(error))
-        return True
 
 
 _SPEED = "samples_per_second"  # a result of `Monitor`
@@ -141,7 +106,7 @@ class CSVLogger(_File):
         return None if first == "epoch" else int(first)
 
     def write(self, path: Path, loop: Loop, logs: Logs) -> None:
-        known, results = self._heading(path), {"epoch": loop.epoch, **_in_utf8(logs)}
+        known, results = self._heading(path), {"epoch": loop.epoch, **named_in_utf8(logs)}
         names = [*known, *(name for name in results if name not in known)]
         if known and names != known:
             self._widen(path, names)
@@ -265,12 +230,11 @@ def _word(name: str, value: Any) -> str:
 
 
 @final
-class TensorBoard(Callback):
+class TensorBoard(Logger):
     """Write results as event files of TensorBoard, on one rank. Needs the extra `tensorboard` (tensorboardX).
 
     Attributes:
         writer: tensorboardX's SummaryWriter, for images, text or histograms of your own; None on the other ranks.
-        recording: handles errors of writing.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -280,37 +244,22 @@ class TensorBoard(Callback):
             folder: one per run; TensorBoard shows all runs of a folder together.
         """
         self._folder = str(Path(folder).absolute())
+        super().__init__(f"TensorBoard: {self._folder}")
         self.writer: Any = None
-        self.recording = WarnOnce(f"TensorBoard: {self._folder}", Exception)
 
-    def on_train_begin(self, loop: Loop) -> None:
-        if not loop.tells or self.writer is not None:
-            return
+    def open(self, loop: Loop) -> None:
         # Hides what an interrupted run wrote after this step.
         self.writer = _summary_writer(self.recording)(self._folder, purge_step=loop.epoch if loop.step else None)
 
-    def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
-        self.on_train_begin(loop)
-        if self.writer is None:
-            return
-        with self.recording:
-            for name, value in _in_utf8(logs).items():
-                if is_number(value):
-                    self.writer.add_scalar(name, value, loop.epoch)
-            if (rate := loop.rate()) is not None:
-                self.writer.add_scalar("learning_rate", rate, loop.epoch)
+    def metrics(self, values: Mapping[str, float], step: int, epoch: int | None) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step if epoch is None else epoch)
+        if epoch is not None:
             self.writer.flush()
 
-    def on_train_end(self, loop: Loop) -> None:
+    def close(self, error: BaseException | None) -> None:
         writer, self.writer = self.writer, None
-        if writer is not None:
-            with self.recording:
-                writer.close()
-
-
-def _in_utf8(logs: Logs) -> dict[str, Any]:
-    """Make the names of results valid UTF-8."""
-    return {encoded(name).decode(): value for name, value in logs.items()}
+        writer.close()
 
 
 def _summary_writer(recording: WarnOnce) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import importlib
 import importlib.util
 import json
 import logging
@@ -14,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
 
@@ -28,9 +27,11 @@ from ..base.text import counted, duration, encoded
 from ..base.version import __version__
 from ..timeline import times
 from ..timeline.trace import process_group_of
-from .callbacks import Callback, Logs, Loop, has_workers, is_number, plain
-from .logs import JSONLogger, Progress, TensorBoard, WarnOnce
+from .callbacks import Callback, Logs, Loop, has_workers, plain
+from .loggers import Logger, MLflow
+from .logs import JSONLogger, Progress, TensorBoard
 from .run_page import RunRecord, page
+from .warn_once import WarnOnce
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -64,6 +65,7 @@ class Monitor(Callback):
         *,
         config: Mapping[str, Any] | None = None,
         tensorboard: bool | None = None,
+        loggers: Sequence[Logger] = (),
         mlflow: bool = False,
         progress: bool = True,
         steps: int | None = None,
@@ -77,7 +79,8 @@ class Monitor(Callback):
                 outside of scopes the default group.
             config: names and values for the page's configuration.
             tensorboard: True to require event files, False for none.
-            mlflow: True to log results to MLflow, too, which must be installed; its own variables set where.
+            loggers: trackers that get config, results, `scalar` and the page, too, such as `ms.train.WandB(project="mine")`.
+            mlflow: True for one more logger, `ms.train.MLflow`, whose run has the name of the folder.
             progress: True to print a line per epoch, and a bar on a terminal.
             steps: of an epoch, for the bar.
             plan: a file of `mpistrat plan --json`: the page compares the time of a step with the prediction for this layout.
@@ -100,15 +103,14 @@ class Monitor(Callback):
         self._config = dict(config or {})
         self.loop: Loop | None = None
         self.record = RunRecord(self.folder.resolve().name)
-        self._callbacks: list[Callback] = [JSONLogger(self.folder / "metrics.jsonl", append=True)]
-        if progress:
-            self._callbacks.append(Progress(steps))
         self._board: TensorBoard | None = None
         if _there("tensorboardX") if tensorboard is None else tensorboard:
             self._board = TensorBoard(self.folder / "tensorboard")
-            self._callbacks.append(self._board)
-        self._mlflow = _mlflow() if mlflow else None
-        self._tracking, self._paging = WarnOnce("MLflow", Exception), WarnOnce(f"the page in {self.folder}", Exception)
+        board = [] if self._board is None else [self._board]
+        self._loggers = [*board, *([MLflow(self.record.title)] if mlflow else []), *loggers]
+        lines = [JSONLogger(self.folder / "metrics.jsonl", append=True), *([Progress(steps)] if progress else [])]
+        self._callbacks: list[Callback] = [*lines, *self._loggers]
+        self._paging = WarnOnce(f"the page in {self.folder}", Exception)
         self._samples, self._rows, self._begun, self._training, self._started = 0, 0, 0.0, 0.0, False
         self._plan = [] if plan is None else _steps_of(plan)
         self._planned = ""
@@ -142,9 +144,8 @@ class Monitor(Callback):
             self._planned = _planned(self._plan, topology.ranks_per_node)
         for callback in self._callbacks:
             callback.on_train_begin(loop)
-        if self._mlflow is not None and loop.tells:
-            self._mlflow.start_run(run_name=self.record.title)
-            self._mlflow.log_params({name: str(value)[:500] for name, value in self._config.items()})
+        for tracker in self._loggers if loop.tells else ():
+            tracker.params(self._config)
         self._write()
         strategy.barrier(name="the monitor is ready")  # startup is not part of training
 
@@ -195,10 +196,6 @@ class Monitor(Callback):
         shown = {**logs, "samples_per_second": rate}
         for callback in self._callbacks:
             callback.on_epoch_end(loop, shown)
-        if self._mlflow is not None and loop.tells:
-            values = {name: float(value) for name, value in shown.items() if is_number(value)}
-            with self._tracking:
-                self._mlflow.log_metrics(values, step=loop.epoch)
         if self._pages.due():
             with self._pages, self._paging:
                 self._write()
@@ -208,15 +205,13 @@ class Monitor(Callback):
         self.record.state = "ended" if error is None else f"ended by {type(error).__name__}: {error}"[:300]
         self.record.warnings += [f"rank {loop.strategy.rank}: {text}" for text in self._warnings.take()]
         logger.removeHandler(self._warnings)
-        for callback in self._callbacks:
-            callback.on_train_end(loop)
         with self._paging:
             self._write()
-        if self._mlflow is not None and loop.tells:
-            with self._tracking:
-                self._mlflow.log_artifact(str(self.folder / "run.html"))
-            with self._tracking:
-                self._mlflow.end_run("FINISHED" if error is None else "FAILED")
+        for tracker in self._loggers if loop.tells else ():
+            with tracker.recording:
+                tracker.artifact(self.folder / "run.html")
+        for callback in self._callbacks:
+            callback.on_train_end(loop)
         self._started = False
 
     def state(self) -> dict[str, Any]:
@@ -293,19 +288,29 @@ class Monitor(Callback):
         self._add("add_image", name, array if array.ndim == 3 else array[..., None], dataformats="HWC")
 
     def scalar(self, name: str, value: float) -> None:
-        """Add a number to the event files of TensorBoard at this step. Local; only one rank writes."""
-        self._add("add_scalar", name, float(value))
+        """Record a number of this step in TensorBoard's files and all loggers; on one rank. Local.
+
+        Raises:
+            MissingDependencyError: there is neither.
+        """
+        loop = self._running("Monitor.scalar")
+        if loop.tells and not self._loggers:
+            self._refuse("Monitor.scalar")
+        for tracker in self._loggers:
+            tracker.record({encoded(name).decode(): float(value)}, loop)
 
     def _add(self, method: str, name: str, value: Any, **settings: Any) -> None:
         loop = self._running(f"Monitor.{method[4:]}")
         if not loop.tells:
             return
         if self._board is None or self._board.writer is None:
-            remedy = "pip install 'mpistrat[tensorboard]', and leave tensorboard=False out"
-            text = explain(f"Monitor.{method[4:]}", "", expected="TensorBoard's files", got="none", remedy=remedy)
-            raise MissingDependencyError(text)
+            self._refuse(f"Monitor.{method[4:]}")
         with self._board.recording:
             getattr(self._board.writer, method)(encoded(name).decode(), value, loop.step, **settings)
+
+    def _refuse(self, function: str) -> NoReturn:
+        remedy = "pip install 'mpistrat[tensorboard]', and leave tensorboard=False out"
+        raise MissingDependencyError(explain(function, "", expected="TensorBoard's files", got="none", remedy=remedy))
 
 
 @final
@@ -370,16 +375,6 @@ def _planned(steps: Sequence[Mapping[str, Any]], ranks_per_node: Sequence[int]) 
 
 def _there(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
-
-
-def _mlflow() -> Any:
-    try:
-        return importlib.import_module("mlflow")
-    except ModuleNotFoundError as error:
-        text = explain(
-            "monitor", "mlflow", expected="mlflow", got=f"no module {error.name}", remedy="pip install mlflow"
-        )
-        raise MissingDependencyError(text) from error
 
 
 def _user() -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.train.logs import WarnOnce
+from mpistrat.train.warn_once import WarnOnce
 
 t = ms.train
 
