@@ -1,4 +1,4 @@
-"""tf.estimator's interface for this package: a model function, a folder, and train_and_evaluate, perhaps with an evaluator.
+"""tf.estimator's interface: a model function, a folder, and train_and_evaluate, perhaps with an evaluator.
 
 Names, arguments and defaults are TensorFlow's (https://www.tensorflow.org/api_docs/python/tf/estimator); docstrings say why
 others differ. `ms.train.Trainer` runs the steps.

@@ -1,6 +1,6 @@
-"""Estimator: a model function and a folder, where training resumes, and from which the model is evaluated and used.
+"""Estimator: a model function and a folder from which training resumes and the model is evaluated and used.
 
-EvaluatorSplit: the division of ranks into those that train and the evaluator, with a communicator for each.
+EvaluatorSplit: communicators of the training ranks and of the evaluator.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class EvaluatorSplit(NamedTuple):
 def split_evaluator(comm: MPI.Intracomm | None = None) -> EvaluatorSplit:
     """Return communicators of the training ranks and of the evaluator. Collective over `comm`.
 
-    A rank evaluates if its task in TF_CONFIG is evaluator, as in several programs under one mpiexec; or if it is the last one,
-    and `mpistrat run --evaluator` (MPISTRAT_EVALUATOR=1) started it. `train_and_evaluate` calls it. A loop of your own creates
+    A rank evaluates if its task in TF_CONFIG is evaluator, as in several programs under one mpiexec; or as the last one, if
+    `mpistrat run --evaluator` (MPISTRAT_EVALUATOR=1) started it. `train_and_evaluate` calls it. A loop of your own creates
     its strategy over the result's `comm`, and its evaluator follows `ms.train.checkpoints_iterator`.
 
     Args:
@@ -102,7 +102,7 @@ _MODEL_ARGUMENTS = ("features", "labels", "mode", "params", "config")
 
 @final
 class Estimator:
-    """A model that is trained, evaluated and used through its folder: the newest checkpoint has the trained state.
+    """A model that is trained, evaluated and used through the checkpoints in its folder.
 
     Attributes:
         config: the RunConfig.
@@ -120,8 +120,8 @@ class Estimator:
         """Set a model function; it is called later.
 
         Args:
-            model_fn: returns an EstimatorSpec. It is called once, in the strategy's scope, with the first data, with those of
-                features, labels, mode, params and config that it takes. As in a graph features and labels are not arrays but the
+            model_fn: returns an EstimatorSpec. It is called once, in the scope, with the first data, with those of features,
+                labels, mode, params and config that it takes. As in a graph features and labels are not arrays but the
                 `ArraySpec`s of a replica's rows. Create objects that the steps share in it.
             model_dir: takes precedence over config's.
             config: default RunConfig().
@@ -252,7 +252,7 @@ class Estimator:
         return (strategy.distribute_dataset(dataset.repeat()) if repeat and steps > 0 else data), steps
 
     def _length(self, data: DistributedDataset) -> int:
-        """Return the number of steps in the data, as the first rank that reads them knows it. Collective."""
+        """Return the number of steps in the data, as the first reading rank knows it. Collective."""
         strategy = self.strategy
         return int(strategy.broadcast_object(data.cardinality(), root=Loop(strategy).first))
 
@@ -267,14 +267,14 @@ class Estimator:
     ) -> Estimator:
         """Train from the newest checkpoint on, and save one every `save_checkpoints_steps` steps and at the end. Collective.
 
-        It ends after `steps`, at step `max_steps`, or at the end of the data, whichever is first; or by a hook, or `should_stop`.
-        The data continue at the checkpoint's position.
+        It ends after `steps`, at step `max_steps`, or at the end of the data; or by a hook, or `should_stop`. The data
+        continue at the checkpoint's position.
 
         Args:
             input_fn: returns a dataset; it may take mode, params, config and input_context.
             hooks: callbacks; their `on_epoch_end` is called before each checkpoint, with the results since the one before.
             steps: the number of steps.
-            max_steps: the last step, counted over all runs. With parameter servers the steps are those of each worker.
+            max_steps: the last step, counted over all runs; with parameter servers each worker's.
 
         Returns:
             Itself.
@@ -337,7 +337,7 @@ class Estimator:
     def predict(self, input_fn: Callable[..., Any], checkpoint_path: str | os.PathLike[str] | None = None) -> Any:
         """Return the rows of `predict_step` for all rows of the data, in their order, on every rank. Collective.
 
-        They are an array, or the nest of arrays that predict_step returns, such as a dict.
+        They are an array, or a nest as predict_step returns.
 
         Raises:
             ValueError: there is no checkpoint, no predict_step, or no row.
@@ -393,7 +393,7 @@ class Estimator:
         return CheckpointFile(path)
 
     def close(self) -> None:
-        """Close the strategy that it has created. Collective over the ranks of this role."""
+        """Close its own strategy. Collective over the ranks of this role."""
         given = self.config.train_distribute, self.config.eval_distribute
         if self._strategy is not None and self._strategy not in given:
             self._strategy.close()

@@ -42,9 +42,9 @@ class ModeKeys:
 @final
 @dataclass(frozen=True)
 class EstimatorSpec:
-    """The result of a model function: the steps of a model, and the objects that they update.
+    """The result of a model function: the model's steps, and the objects that they update.
 
-    TensorFlow's has tensors of a graph; here are the functions that compute them, as `ms.train.Trainer` takes them.
+    It has functions, as `ms.train.Trainer` takes them, instead of TensorFlow's tensors of a graph.
 
     Attributes:
         mode: the mode of the model function's call.
@@ -70,8 +70,8 @@ class RunConfig:
 
     Attributes:
         model_dir: the folder of checkpoints, results and exports, on a file system that all ranks see.
-        save_checkpoints_steps: the number of steps between files, each with an evaluation if due. TensorFlow's default counts
-            seconds, which differ between ranks.
+        save_checkpoints_steps: steps between files, each with an evaluation if due. TensorFlow's default counts seconds,
+            which differ between ranks.
         keep_checkpoint_max: the number of files to keep; 0 for all.
         train_distribute: creates the strategy for the communicator of the training ranks: `lambda comm:
             ms.MirroredStrategy(comm=comm)`; or a strategy, in a job without an evaluator. Default:
@@ -101,7 +101,7 @@ class TrainSpec:
     Attributes:
         input_fn: returns a dataset of global batches; it may take mode, params, config and input_context.
         max_steps: the last step, counted over all runs; None to train until the data or a hook end it.
-        hooks: callbacks of the loop; their `on_epoch_end` is called before each checkpoint with the training results.
+        hooks: callbacks; their `on_epoch_end` is called before each checkpoint with the training results.
 
     Raises:
         ValueError: max_steps is not positive.
@@ -184,7 +184,7 @@ class Exporter(ABC):
         Args:
             estimator: the Estimator; call its `export`.
             export_path: the folder.
-            checkpoint_path: the evaluated file; if training ranks evaluate, it may not be complete yet.
+            checkpoint_path: the evaluated file, perhaps not complete yet if training ranks evaluate.
             eval_result: the results, with "global_step"; equal on all ranks.
             is_the_final_export: True if training has ended.
 
@@ -195,7 +195,7 @@ class Exporter(ABC):
 
 @final
 class FinalExporter(Exporter):
-    """An exporter that exports once, when training has ended."""
+    """An exporter at the end of training."""
 
     def __init__(self, name: str = "final") -> None:
         super().__init__(name)
@@ -213,7 +213,7 @@ class FinalExporter(Exporter):
 
 @final
 class LatestExporter(Exporter):
-    """An exporter that exports after each evaluation, and keeps the newest files."""
+    """An exporter after each evaluation, which keeps the newest files."""
 
     def __init__(self, name: str = "latest", exports_to_keep: int = 5) -> None:
         super().__init__(name)
@@ -232,7 +232,7 @@ class LatestExporter(Exporter):
 
 @final
 class BestExporter(Exporter):
-    """An exporter that exports after an evaluation that is better than all before, also in earlier runs."""
+    """An exporter after an evaluation better than all before, also in earlier runs."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class BestExporter(Exporter):
 
         Args:
             name: of its folder.
-            compare_fn: returns True if the second results, the new ones, are better than the first; default: a smaller "loss".
+            compare_fn: True if the second results, the new ones, are better than the first; default: a smaller "loss".
             exports_to_keep: the number of best files to keep; 0 for all.
         """
         super().__init__(name)

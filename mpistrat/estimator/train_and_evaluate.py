@@ -28,10 +28,9 @@ def train_and_evaluate(
     """Train, and evaluate each checkpoint when it is due. Collective over the job.
 
     The training ranks evaluate, unless a rank of this job is the evaluator (`mpistrat run --evaluator`, or its task in
-    TF_CONFIG), or the cluster of TF_CONFIG has one. An evaluator follows the folder's checkpoints; training never waits for it,
-    and it never
-    stops training: it logs an error, and continues with the next checkpoint. It ends when training has ended and the last
-    checkpoint is evaluated. It may be a separate job, started with the same folder.
+    TF_CONFIG), or TF_CONFIG's cluster has one. An evaluator follows the folder's checkpoints; training never waits for it,
+    and it never stops training: it logs an error, and continues with the next checkpoint. It ends when training has ended and
+    the last checkpoint is evaluated. It may be a separate job with the same folder.
 
     After a stop (`estimator.strategy.should_stop()`) end the program; a restarted one resumes.
 
@@ -41,7 +40,7 @@ def train_and_evaluate(
         eval_spec: settings of evaluations.
 
     Returns:
-        On ranks that evaluate, the last results, with "global_step", and the files exported then; else (None, []).
+        On evaluating ranks the last results, with "global_step", and the files exported then; else (None, []).
 
     Example:
         >>> ms.estimator.train_and_evaluate(  # doctest: +SKIP
@@ -119,7 +118,7 @@ class _Evaluation:
 
 @final
 class _InPlace(Callback):
-    """A callback that evaluates before a checkpoint, on all training ranks, if due by the first rank's clock."""
+    """An evaluation before a checkpoint, on all training ranks, if due by the first rank's clock."""
 
     def __init__(self, estimator: Estimator, spec: EvalSpec) -> None:
         self._estimator, self._spec = estimator, spec

@@ -1,7 +1,7 @@
-"""Callbacks: decisions of a training loop, such as early stopping and learning rates. Each works in a loop of your own, too.
+"""Callbacks, such as early stopping and learning rates, for a `Trainer` or a loop of your own.
 
-Names, arguments and decisions are those of Keras's callbacks (https://keras.io/api/callbacks/). Logs are equal on all ranks,
-and so are decisions; those by a clock or by chance follow the first rank at the end of the epoch (`Loop.agree`).
+Names, arguments and decisions are Keras's (https://keras.io/api/callbacks/). Logs are equal on all ranks, and so are
+decisions; those by a clock or by chance follow the first rank (`Loop.agree`).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Logs = Mapping[str, Any]
 
 
 def has_workers(strategy: Any) -> bool:
-    """Return whether a strategy's ranks are workers of parameter servers, with their own batches."""
+    """Return whether a strategy has parameter servers, whose workers have their own batches."""
     return hasattr(strategy, "workers")
 
 
 @final
 class Loop:
-    """The state of a training loop, a `Trainer`'s or your own, that callbacks read and change.
+    """The state of a training loop that callbacks read and change.
 
     Attributes:
         strategy: the strategy.
@@ -49,7 +49,7 @@ class Loop:
         tells: True on that rank, which writes and prints.
         epoch: the number of the epoch, from 0.
         step: the number of steps so far, in all epochs.
-        stop_training: set to True by a callback to stop.
+        stop_training: set by a callback to stop.
     """
 
     def __init__(self, strategy: Any, optimizer: Any = None) -> None:
@@ -66,7 +66,7 @@ class Loop:
         self.stop_training = False
 
     def agree(self) -> None:
-        """Set the first rank's `stop_training`, learning rate and step on all ranks. Collective; after an epoch's callbacks."""
+        """Use the first rank's `stop_training`, learning rate and step. Collective; after an epoch's callbacks."""
         if self.strategy.size == 1:
             return
         rate = self.rate()
@@ -76,17 +76,17 @@ class Loop:
             self.set_rate(told)
 
     def rate(self) -> float | None:
-        """Return the optimizer's learning rate, torch's of the first group; None without one or with a schedule."""
+        """Return the learning rate, torch's of the first group; None without one or with a schedule."""
         groups = getattr(self.optimizer, "param_groups", None)
         core = getattr(self.optimizer, "_core", None)
         rate = groups[0]["lr"] if groups else None if core is None else core.given_rate
         return None if rate is None or callable(rate) else float(rate)
 
     def set_rate(self, rate: float) -> None:
-        """Set the optimizer's learning rate; torch's other groups keep their ratio to the first one's.
+        """Set the learning rate; torch's other groups keep their ratio to the first.
 
         Raises:
-            ValueError: there is no optimizer, or its rate is a schedule.
+            ValueError: no optimizer, or a schedule.
         """
         before = self.rate()
         if before is None:
@@ -102,7 +102,7 @@ class Loop:
 
 
 class Callback:
-    """Base of callbacks, whose methods a loop calls on all ranks. Override those that you need."""
+    """Base of callbacks. A loop calls the methods on all ranks."""
 
     def on_train_begin(self, loop: Loop) -> None:
         """Run before the first epoch."""
@@ -124,7 +124,7 @@ class Callback:
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load a state that `state` returned when the run was saved."""
+        """Load a result of `state`."""
 
 
 @final
@@ -212,10 +212,10 @@ class EarlyStopping(Callback):
 
 @final
 class ModelCheckpoint(Callback):
-    """Save after each epoch, or after those with the best result so far: a file of `Strategy.save` for later use.
+    """Save after each epoch, or after those with the best result so far, by `Strategy.save`.
 
-    To resume an interrupted run use `Checkpoints`. Arguments are Keras's. The file's `extra` has the epoch and its results.
-    If an epoch ends between two outer steps (`local_steps`), the file has the weights after the next one.
+    To resume a run use `Checkpoints`. Arguments are Keras's. The file's `extra` has the epoch and its results. If an epoch
+    ends between two outer steps (`local_steps`), the file has the weights after the next one.
 
     Attributes:
         best: the best result.
@@ -241,7 +241,7 @@ class ModelCheckpoint(Callback):
         save_best_only: bool = False,
         mode: str = "auto",
     ) -> None:
-        """Set the file's name, which may have `{epoch}`, counted from 1, and results: "{epoch:02d}-{loss:.2f}.h5"."""
+        """Set the file's name, perhaps with `{epoch}`, counted from 1, and results: "{epoch:02d}-{loss:.2f}.h5"."""
         self._path, self._begun_in, self._best_only = os.fspath(filepath), os.getcwd(), save_best_only
         self._best = _Best("ModelCheckpoint", monitor, mode, 0.0)
         self._waiting: dict[str, dict[str, Any]] = {}  # the extra of files by path, until nodes have the same weights

@@ -1,10 +1,9 @@
-"""Checkpoints of a run in one folder: when to save, which files to keep, and the newest that can be read.
+"""Checkpoints of a run in one folder: when to save, which to keep, and the newest readable one.
 
-They include the states of random generators besides `ms.rng`: Python's, NumPy's global one, PyTorch's on the CPU.
+Also the states of random generators besides `ms.rng`: Python's, NumPy's global one, PyTorch's on the CPU.
 
-Only one run at a time writes checkpoints into a folder: rank 0 locks a file in it. The lock ends with its process in any case, so
-it does not block a restarted run. Programs that only read the folder need no claim. On a file system without locks, nothing is
-checked.
+Only one run at a time writes into a folder: rank 0 locks a file in it. The lock ends with its process, so it does not block a
+restarted run. Programs that only read the folder need no claim. On a file system without locks, nothing is checked.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _RANKS = 256  # states are saved for at most this many ranks, 5 KB each
 
 
 def gather_states(strategy: Any) -> list[dict[str, Any]]:
-    """Return the states of all ranks; none if there are very many. Collective."""
+    """Return the states of all ranks, up to a number of ranks. Collective."""
     return list(strategy.all_gather_object(get_states())) if strategy.size <= _RANKS else []
 
 
@@ -63,7 +62,7 @@ def hand_back(strategy: Any, states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def get_states() -> dict[str, Any]:
-    """Return the states of this process's generators as values for JSON: some kilobytes.
+    """Return the states of this process's generators for JSON: some kilobytes.
 
     Example:
         >>> states, number = get_states(), np.random.rand()
@@ -110,7 +109,7 @@ _claims: dict[tuple[int, int], FolderClaim] = {}  # of this process, by device a
 
 @final
 class FolderClaim:
-    """The claim of a strategy on a folder; rank 0 has the lock. As an attachment of the group of ranks it ends with the group."""
+    """The claim of a strategy on a folder; rank 0 has the lock. It ends with the group of ranks."""
 
     def __init__(self, strategy: Any, folder: Path) -> None:
         self._strategy, self._folder = strategy, folder
@@ -118,10 +117,10 @@ class FolderClaim:
         self._taken, self._descriptor, self._key = False, -1, (0, 0)
 
     def take(self) -> Path:
-        """Make the strategy the only one that writes into the folder, and create the folder if it is missing. Collective.
+        """Make the strategy the folder's only writer; create a missing folder. Collective.
 
-        Return rank 0's path of the folder: a relative path may name another folder on other ranks. A claim of another strategy of
-        this process moves to this one.
+        Return rank 0's path of the folder: a relative path may name another folder on other ranks. A claim of another
+        strategy of this process moves to this one.
 
         Raises:
             ValueError: on every rank, if another run writes into it.
@@ -173,7 +172,7 @@ class FolderClaim:
         return ""
 
     def _succeeds(self, owner: dict[str, Any]) -> bool:
-        """Return whether an owner is this job before its restart, with a process that has not ended yet."""
+        """Return whether an owner is this job before its restart, still ending."""
         environment = self._group.environment
         generation = owner.get("generation")
         same = bool(environment.job) and owner.get("job") == environment.job
@@ -219,14 +218,14 @@ _NAMES = r"step-(\d{10,})\.h5"
 
 @final
 class Checkpoints:
-    """Files of `Strategy.save` in a folder, one for each saved step.
+    """A folder with a file of `Strategy.save` for each saved step.
 
-    A file is complete or absent, and any strategy on any number of ranks restores it. Files are written in the background: a save
-    only takes the time to copy each rank's share. Given to a `Trainer`, a restarted run resumes from the newest one; in a loop of
-    your own call `step`, `wait` at the end, and `restore_latest`.
+    A file is complete or absent; any strategy on any number of ranks restores it. Files are written in the background: a save
+    only takes the time to copy each rank's share. Given to a `Trainer`, a restarted run resumes from the newest one; in a
+    loop of your own call `step`, `wait` at the end, and `restore_latest`.
 
     Attributes:
-        folder: of the files.
+        folder: the folder.
         strategy: its variables and optimizers are saved.
     """
 
@@ -251,15 +250,14 @@ class Checkpoints:
             keep: how many of the newest files stay; 0 for all.
             every_steps: `step` saves at its multiples.
             every_seconds: `step` saves when this time has passed since the last file, by rank 0's clock.
-            asynchronous: True to write files in the background, which takes memory for a copy of the saved values, divided over
-                the ranks; see `Strategy.begin_save`.
-            snapshot_seconds: under `mpistrat run --restarts`, `step` also copies the state to memory when this time has passed
-                since the last copy, and at least 100 times the time that a copy takes; see `Strategy.take_snapshot`. None for
-                never.
-            objects: objects with `state_dict` and `load_state_dict`, by names for the file, such as schedulers and GradScalers of
-                PyTorch: files and snapshots have their states, which `restore_latest` loads. They must be equal on all ranks.
-            objects_by_rank: such objects whose states differ by rank, under the same names on all ranks, as a StatefulDataLoader
-                of torchdata over this rank's rows. Each rank gets its own state back, on the same number of ranks.
+            asynchronous: True to write in the background, which needs memory for a copy, divided over the ranks; see
+                `Strategy.begin_save`.
+            snapshot_seconds: under `mpistrat run --restarts`, `step` also copies the state to memory after this time and at
+                least 100 times the time of a copy; see `Strategy.take_snapshot`. None for never.
+            objects: objects with `state_dict` and `load_state_dict`, by names for the file, such as schedulers and
+                GradScalers of PyTorch: saved and loaded with the rest. They must be equal on all ranks.
+            objects_by_rank: such objects whose states differ by rank, with equal names on all ranks, as a StatefulDataLoader
+                of torchdata over this rank's rows. The number of ranks must not change.
 
         Raises:
             ValueError: an argument is out of range; a name in both `objects` and `objects_by_rank`.
@@ -322,7 +320,7 @@ class Checkpoints:
     def steps_until_due(self, step: int) -> int | None:
         """Return the number of steps until `step` may save; None if it never does.
 
-        For a loop whose ranks step independently, and meet to call it.
+        For ranks that step independently, and meet to call it.
         """
         counts = [] if self._every is None else [self._every - step % self._every]
         counts += [max(1, period.next - step) for period in (self._period, self._snapshots) if period is not None]
@@ -352,13 +350,13 @@ class Checkpoints:
     ) -> Path | None:
         """Save after a step if a file is due. Collective; with the same step on all ranks.
 
-        If a file cannot be written, as on a full disk, it warns: earlier files stay, and training continues. While the weights of
-        nodes differ (`local_steps`), saving waits for the next outer step.
+        If a file cannot be written, as on a full disk, it warns, and training continues. While the weights of nodes differ
+        (`local_steps`), saving waits for the next outer step.
 
         Args:
             step: the number of steps so far.
             notes: the result of `restore_latest`, equal on all ranks; or a function that returns it.
-            met_after: seconds that independent ranks waited for each other: the longer, the less often they meet.
+            met_after: seconds that independent ranks waited to meet: the longer, the less often they do.
 
         Returns:
             The file; None if none is written.
@@ -406,16 +404,15 @@ class Checkpoints:
         return period
 
     def save(self, step: int, notes: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None) -> Path:
-        """Save now, and remove files older than the newest `keep`. Collective.
+        """Save now, and remove all but the newest `keep` files. Collective.
 
-        The file is complete after `wait`, with `asynchronous=False` at once. If it cannot be written, the next call warns, unless
-        `wait` has raised the error; earlier files stay.
+        The file is complete after `wait`, with `asynchronous=False` at once. If that fails, the next call warns, unless
+        `wait` has raised the error.
 
         Raises:
-            OSError: on every rank, when it cannot be written, as far as is known now.
-            TypeError: on every rank, when the notes hold something else than numbers, text, lists and dicts; the step is not an
-                integer.
-            ContextError: nodes have taken local steps since the last outer step; `postpone` waits for the next one.
+            OSError: on every rank, when it cannot be written, if known now.
+            TypeError: on every rank, when notes are not numbers, text, lists and dicts; the step is not an integer.
+            ContextError: between two outer steps; `postpone` waits for the next one.
             CollectiveMismatchError: on every rank, when step or notes differ between ranks.
             ValueError: on every rank, when another run writes into the folder; a step below 0.
         """
@@ -442,7 +439,7 @@ class Checkpoints:
         return path
 
     def postpone(self) -> None:
-        """Make `step` save after the next outer step, when all nodes have the same weights. Every rank calls it."""
+        """Make `step` save after the next outer step. Every rank calls it."""
         self._postponed = True
 
     def wait(self) -> None:
@@ -464,16 +461,16 @@ class Checkpoints:
             logger.warning("Checkpoints: files that are too old stay: %s", error)
 
     def batches(self, data: Any, epochs: int = 1, **lists: list[Any]) -> Iterator[Any]:
-        """Yield the batches of some epochs, starting at the newest checkpoint, and save as `step` does. Collective.
+        """Yield the batches of some epochs, resumed at the newest checkpoint, and save as `step` does. Collective.
 
-        For a loop of your own. A batch counts as done when the loop asks for the next one. Files and snapshots also have the
-        position in the data and the states of random generators. After `should_stop` it ends with a file of that step, or of the
-        next one after which all nodes have the same weights. At the end they do.
+        A batch counts as done when the loop asks for the next one. Files and snapshots also have the position in the data and
+        the states of random generators. After `should_stop` it ends with a file of that step, or the next one with equal
+        weights on all nodes. At the end they are equal.
 
         Args:
-            data: a distributed dataset with the same number of batches on all ranks.
+            data: a distributed dataset, with equally many batches on all ranks.
             epochs: their total number, over all runs.
-            lists: lists that the loop fills with numbers, text and lists of them, equal on all ranks, by a name in the file: they
+            lists: filled by the loop with numbers, text and lists of them, equal on all ranks, by a name in the file: they
                 are restored at the start.
 
         Raises:
@@ -530,7 +527,7 @@ class Checkpoints:
     def restore_latest(self) -> dict[str, Any] | None:
         """Restore the newest readable file, or a newer snapshot in memory. Collective.
 
-        It waits for a file that is being written. A damaged one is skipped with a warning, in favour of the one before.
+        It waits for a file that is being written. Damaged ones are skipped with a warning.
 
         Returns:
             Its notes and "step"; None without files.
@@ -602,7 +599,7 @@ class Checkpoints:
                     self._warn_of_missing(name, step)
 
     def _check_ranks(self, states: Sequence[Mapping[str, str]], step: int) -> None:
-        """Raise ValueError, on every rank, if the states of objects by rank are those of another number of ranks."""
+        """Raise ValueError, on every rank, if states of objects by rank are of another number of ranks."""
         size = self.strategy.size
         if states and self._by_rank and len(states) != size:
             expected, got = f"states of {len(states)} ranks, as step {step} was saved on so many", f"{size} ranks"
@@ -648,9 +645,10 @@ class _Period:
         self.next = 0
 
     def begin(self, step: int, cost: float = 0.0) -> None:
-        """Restart the period; a task of the given cost in seconds then takes at most a hundredth of the time.
+        """Restart the period; a task of `cost` seconds then takes at most a hundredth of the time.
 
-        The first two costs do not count, which include allocation; of the last ones the shortest does: ranks wait for each other.
+        Without the first two costs, which include allocation; of the last ones the shortest counts, as ranks wait for each
+        other.
         """
         done = 0 if self._begun is None else step - self._begun[0]
         self._begun = step, time.monotonic()
@@ -662,8 +660,8 @@ class _Period:
 
         Args:
             step: the number of steps so far.
-            cost: seconds that ranks waited to meet for this call: the longer, the less often they look at the clock, within a
-                limit, as every wait grows with a rank that is always slow.
+            cost: seconds that ranks waited to meet: the longer, the less often they look at the clock, within a limit, as a
+                slow rank makes every wait longer.
         """
         if self._begun is None:
             self.begin(step)
@@ -674,11 +672,10 @@ class _Period:
         return self.next <= step
 
     def _look(self, step: int, cost: float) -> tuple[int, int]:
-        """Return the next step to look at the clock, this one if the period has passed; and the least number of steps between
-        looks.
+        """Return the next step to look at the clock, this one if the period has passed; and the least steps between looks.
 
-        Ranks do not communicate at each step: the next look is estimated from the time of steps so far, at most three times as
-        many steps ahead.
+        Ranks do not communicate at each step: the next look is estimated from the time per step, at most three times as many
+        steps ahead.
         """
         assert self._begun is not None
         if cost:  # else no rank has waited, as at an epoch's end, where all meet in any case
@@ -698,9 +695,9 @@ def checkpoints_iterator(
     timeout: float | None = None,
     timeout_fn: Callable[[], bool] | None = None,
 ) -> Iterator[Path]:
-    """Return an iterator over the checkpoints of a folder as they appear, for a program that evaluates them. Local.
+    """Return an iterator over the checkpoints of a folder as they appear, to evaluate them. Local.
 
-    It waits for the first, and then returns the newest each time, skipping older and removed ones.
+    It returns the newest each time, skipping older and removed ones.
 
     Args:
         folder: of `Checkpoints`; it need not exist yet.

@@ -1,4 +1,4 @@
-"""Logs of a loop: files of results, event files of TensorBoard, a progress bar. One rank writes; works in loops of your own, too.
+"""Logs of a loop, also of your own: files of results, event files of TensorBoard, a progress bar. One rank writes.
 
 The first error of a log or a tracker is a warning, and training continues.
 """
@@ -129,7 +129,7 @@ class CSVLogger(_File):
 
 @final
 class JSONLogger(_File):
-    """Write one JSON object of results per epoch, on one rank, one per line, with epoch, steps so far and seconds since 1970."""
+    """Write one line of JSON per epoch, on one rank, with results, epoch, steps so far and seconds since 1970."""
 
     def epoch_of(self, line: str) -> int | None:
         return int(json.loads(line)["epoch"])
@@ -142,7 +142,7 @@ class JSONLogger(_File):
 
 @final
 class Progress(Callback):
-    """Print one line of results per epoch, on one rank; a terminal, also under mpiexec and srun, shows a bar while steps run."""
+    """Print one line of results per epoch, on one rank; a terminal, also under mpiexec and srun, shows a bar."""
 
     def __init__(self, steps: int | None = None, file: IO[str] | None = None) -> None:
         """Create the callback.
@@ -263,10 +263,10 @@ class TensorBoard(Logger):
 
 
 def _summary_writer(recording: WarnOnce) -> Any:
-    """Return tensorboardX's SummaryWriter, as a class whose writing errors `recording` handles.
+    """Return a SummaryWriter class of tensorboardX whose writing errors `recording` handles.
 
-    tensorboardX imports torch, if it is installed, for a type hint. That takes seconds on one rank, while the others wait, so it
-    is hidden from programs that have not imported it.
+    tensorboardX imports an installed torch for a type hint. That takes seconds on one rank, while others wait, so it is
+    hidden from programs that have not imported it.
     """
     hidden = "torch" not in sys.modules
     if hidden:
@@ -302,9 +302,9 @@ def _summary_writer(recording: WarnOnce) -> Any:
 
 @contextlib.contextmanager
 def _guarded(recording: WarnOnce) -> Iterator[None]:
-    """Make `recording` handle the writing errors of event files that tensorboardX creates in a `with` block.
+    """Make `recording` handle writing errors of event files created in a `with` block.
 
-    A thread of tensorboardX writes them. An error would end this thread, and with it the job.
+    An error in tensorboardX's writing thread would end the job.
     """
     from tensorboardX import event_file_writer
 
@@ -339,7 +339,7 @@ class Timeline(Callback):
 
         Args:
             path: the file.
-            step: the step, counted over all epochs. Earlier, and with parameter servers, a trace is written after each epoch.
+            step: counted over all epochs. Earlier, and with parameter servers, a trace is written after each epoch.
             ranks: which; default all, of more than 64 the first of each node.
         """
         self._path, self._step, self._ranks = Path(path).absolute(), step, ranks

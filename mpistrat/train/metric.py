@@ -1,7 +1,7 @@
-"""Metrics over all replicas: each replica adds to its own sums in a step; `result` adds them up.
+"""Metrics over all replicas: a replica adds to its own sums in a step; `result` adds them up.
 
-Sums are additive, so the result is that of all rows together, however they are divided. Names, arguments and numbers are those of
-Keras's metrics (https://keras.io/api/metrics/), in float64.
+So the result is that of all rows, however they are divided. Names, arguments and numbers are those of Keras's metrics
+(https://keras.io/api/metrics/), in float64.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UPDATE = "Metric.update_state"  # in errors
 class Metric(abc.ABC):
     """Sums of a metric, one vector per replica.
 
-    Create it in a strategy's scope. A subclass defines what a batch adds to the sums, and the result of sums.
+    Create it in a strategy's scope. A subclass defines `added` and `result_of`.
 
     Attributes:
         name: its key in the result of `results`.
@@ -63,7 +63,7 @@ class Metric(abc.ABC):
     def update_state(self, *args: Any, **kwargs: Any) -> None:
         """Add a batch: in a step, or outside on ranks with one replica.
 
-        Arguments are arrays of NumPy, CuPy, PyTorch or JAX, or values that NumPy converts to arrays.
+        Arguments are arrays of NumPy, CuPy, PyTorch or JAX, or convertible to NumPy's.
         """
         added = self.added(*args, **kwargs)
         strategy = self.sums.placement.strategy
@@ -71,13 +71,13 @@ class Metric(abc.ABC):
         in_step(strategy, lambda: self.sums.assign_add(added), f"{type(self).__name__}.update_state", remedy)
 
     def result(self) -> Any:
-        """Return the metric over all replicas, equal on every rank. Collective; in a step, return this replica's own."""
+        """Return the metric over all replicas, on every rank. Collective; in a step, this replica's own."""
         if stepping(self.sums.placement.strategy):
             return self.result_of(np.asarray(self.sums.numpy()))
         return results([self])[self.name]
 
     def reset_state(self) -> None:
-        """Set sums to zero: in a step this replica's, under a coordinator those of all workers, else all of this rank's."""
+        """Set sums to zero: in a step this replica's, under a coordinator all workers', else this rank's."""
         strategy = self.sums.placement.strategy
         if stepping(strategy) or strategy.extended.coordination.leads:
             self.sums.assign(np.zeros(self.sums.shape))
@@ -87,9 +87,9 @@ class Metric(abc.ABC):
 
 
 def results(metrics: Iterable[Metric]) -> dict[str, Any]:
-    """Return metrics over all replicas by name, equal on every rank. Collective: one sum for all of them.
+    """Return metrics over all replicas by name, on every rank. Collective: one sum for all.
 
-    Under parameter servers all ranks call it, also servers, after the workers' passes. With a coordinator only the chief does.
+    Under parameter servers all ranks call it, after the workers' passes; with a coordinator only the chief does.
 
     Raises:
         ValueError: two metrics have the same name.
@@ -124,7 +124,7 @@ def results(metrics: Iterable[Metric]) -> dict[str, Any]:
 
 @may_underflow
 def mean_of_rows(values: Any, weight: Any) -> np.ndarray:
-    """Return the weighted sum of rows' values and the sum of weights. A row's value is the mean over its other dimensions."""
+    """Return the weighted sum of rows' values, means over their other dimensions, and the sum of weights."""
     array = np.asarray(to_host(values, UPDATE, "values"), np.float64)
     if weight is None:
         array = array.reshape(array.shape or (1,))
@@ -144,7 +144,7 @@ def _mean(array: np.ndarray, first: int) -> np.ndarray:
 
 
 def same_rank(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays, dropping a last dimension of one element that only one of them has."""
+    """Return two arrays, without a last dimension of size 1 that only one has."""
     if a.ndim == b.ndim + 1 and a.shape[-1] == 1:
         return a[..., 0], b
     if b.ndim == a.ndim + 1 and b.shape[-1] == 1:
@@ -186,7 +186,7 @@ class Sum(Metric):
 
 
 class _MeanOfRows(Metric):
-    """The weighted sum of rows' values, and the sum of the weights; the result is 0 without rows."""
+    """The weighted sum of rows' values, and the sum of weights; 0 without rows."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, 2)

@@ -400,7 +400,7 @@ class Accuracy(MeanOf):
 
 @final
 class BinaryAccuracy(MeanOf):
-    """The fraction of predictions on the label's side of a threshold: above it for 1, not above it for 0."""
+    """The fraction of predictions above a threshold for label 1, and not above it for 0."""
 
     def __init__(self, name: str = "binary_accuracy", threshold: float = 0.5) -> None:
         super().__init__(name)
@@ -414,7 +414,7 @@ class BinaryAccuracy(MeanOf):
 
 @final
 class CategoricalAccuracy(MeanOf):
-    """The fraction of rows whose largest prediction is that of their class; labels one-hot."""
+    """The fraction of rows whose largest prediction is of their class; labels one-hot."""
 
     def __init__(self, name: str = "categorical_accuracy") -> None:
         super().__init__(name)
@@ -426,7 +426,7 @@ class CategoricalAccuracy(MeanOf):
 
 @final
 class SparseCategoricalAccuracy(MeanOf):
-    """The fraction of rows whose largest prediction is that of their class; labels as class numbers.
+    """The fraction of rows whose largest prediction is of their class; labels as class numbers.
 
     Example:
         >>> accuracy = ms.train.SparseCategoricalAccuracy()
@@ -585,7 +585,7 @@ def _logarithms(y_pred: np.ndarray, from_logits: bool) -> np.ndarray:
 
 
 class _Thresholds(Metric):
-    """True and false positives above each threshold, and the total weight of positive and of negative rows."""
+    """True and false positives above each threshold, and the weight of all positive and negative rows."""
 
     def __init__(self, name: str, thresholds: Sequence[float], evenly: bool) -> None:
         super().__init__(name, 2 * len(thresholds) + 2)
@@ -597,7 +597,7 @@ class _Thresholds(Metric):
     def _exceeded(self, scores: np.ndarray) -> np.ndarray:
         """Return the number of thresholds below each score; 0 for NaN.
 
-        Keras computes it for evenly distributed thresholds instead of comparing, which differs where a score equals one.
+        Like Keras, compute it for even thresholds instead of comparing: a score that equals one differs.
         """
         scores = scores.astype(np.float32, copy=False)
         if not self._evenly:
@@ -769,7 +769,7 @@ class TrueNegatives(_Count):
 
 @final
 class AUC(_Thresholds):
-    """The area under the curve of true over false positives (ROC), or of precision over recall (PR), in steps of thresholds.
+    """The area under the curve of true over false positives (ROC), or of precision over recall (PR).
 
     Areas under PR are interpolated as by Davis and Goadrich (2006), https://doi.org/10.1145/1143844.1143874.
 

@@ -44,16 +44,16 @@ _SELDOM = 200  # the least ratio of the time between two runs of a task to the t
 
 @final
 class Monitor(Callback):
-    """The folder of a run: results of each epoch, and `run.html`, one page with everything. Short name: `ms.monitor`.
+    """The folder of a run: results of each epoch, and a page, `run.html`. Short name: `ms.monitor`.
 
     A callback for `ms.train.Trainer`, or a context for a loop of your own.
 
-    One rank writes into the folder: `metrics.jsonl`, one line per epoch; event files of TensorBoard if tensorboardX is installed;
-    and `run.html`, a self-contained page that is written anew after epochs: results, samples per second, the time of each rank
+    One rank writes into the folder: `metrics.jsonl`, one line per epoch; event files of TensorBoard if tensorboardX is
+    installed; and `run.html`, a self-contained page, updated after epochs: results, samples per second, the time of each rank
     by activity, stragglers, warnings of all ranks, configuration. A terminal shows a bar, also under mpiexec and srun.
 
     Attributes:
-        folder: the run's folder.
+        folder: the folder.
         loop: in a `with` block the Loop that counts `epoch` and `step`.
         record: the contents of the page.
     """
@@ -75,19 +75,19 @@ class Monitor(Callback):
 
         Args:
             folder: of this run.
-            strategy: for a `with` block: a strategy, or a process group of torch.distributed; default the current strategy, or
-                outside of scopes the default group.
+            strategy: for a `with` block: a strategy, or a process group of torch.distributed; default the current strategy,
+                or outside of scopes the default group.
             config: names and values for the page's configuration.
             tensorboard: True to require event files, False for none.
             loggers: trackers that get config, results, `scalar` and the page, too, such as `ms.train.WandB(project="mine")`.
             mlflow: True for one more logger, `ms.train.MLflow`, whose run has the name of the folder.
             progress: True to print a line per epoch, and a bar on a terminal.
             steps: of an epoch, for the bar.
-            plan: a file of `mpistrat plan --json`: the page compares the time of a step with the prediction for this layout.
+            plan: a file of `mpistrat plan --json`: the page compares steps with its prediction for this layout.
 
         Raises:
             OSError, ValueError: the plan cannot be read.
-            MissingDependencyError: tensorboardX or mlflow is required, and not installed.
+            MissingDependencyError: a required tensorboardX or mlflow is not installed.
 
         Example:
             >>> import tempfile, pathlib
@@ -242,7 +242,7 @@ class Monitor(Callback):
         """Count a step. Local; in a `with` block.
 
         Args:
-            rows: rows of data other than a distributed dataset that this rank used, for the samples per second of all ranks.
+            rows: rows that this rank used of other data than a distributed dataset, for the samples per second.
         """
         loop = self._running("Monitor.step")
         loop.step += 1
@@ -250,7 +250,7 @@ class Monitor(Callback):
         self.on_step_end(loop)
 
     def epoch(self, logs: Logs) -> None:
-        """Record an epoch's results, equal on all ranks, and start the next epoch. Collective; in a `with` block."""
+        """Record an epoch's results, equal on all ranks, and start the next. Collective; in a `with` block."""
         loop = self._running("Monitor.epoch")
         self.on_epoch_end(loop, logs)
         loop.epoch += 1
@@ -265,7 +265,7 @@ class Monitor(Callback):
     # beyond results
 
     def histogram(self, name: str, values: Any) -> None:
-        """Add a histogram to the event files of TensorBoard at this step. Local; only one rank writes.
+        """Add a histogram to TensorBoard's files at this step. Local; one rank writes.
 
         Args:
             name: of the histogram.
@@ -274,11 +274,11 @@ class Monitor(Callback):
         self._add("add_histogram", name, plain_array(values, "Monitor.histogram", "values"))
 
     def text(self, name: str, text: str) -> None:
-        """Add a text to the event files of TensorBoard at this step. Local; only one rank writes."""
+        """Add a text to TensorBoard's files at this step. Local; one rank writes."""
         self._add("add_text", name, encoded(text).decode())
 
     def image(self, name: str, image: Any) -> None:
-        """Add an image to the event files of TensorBoard at this step. Local; only one rank writes.
+        """Add an image to TensorBoard's files at this step. Local; one rank writes.
 
         Args:
             name: of the image.
@@ -315,7 +315,7 @@ class Monitor(Callback):
 
 @final
 class _Seldom:
-    """A limit on how often a task runs, so that it costs little time. The task is a `with` block."""
+    """A limit on the time of a task, a `with` block."""
 
     def __init__(self) -> None:
         self._began = self._ended = 0.0

@@ -23,14 +23,14 @@ _STEPS_LEFT = 6  # the last file is due this many steps before the end of the gr
 
 @final
 class TerminationConfig:
-    """The signs of a job's end for a `PreemptionCheckpointHandler`, and its reaction.
+    """The signs of a job's end, and the reaction of a `PreemptionCheckpointHandler`.
 
     Args:
-        termination_watcher_fn: called every second, in a thread, until it returns True: then this rank is asked to stop, as by
-            a signal. It must not block. Signals and the time limit count in any case.
-        exit_fn: called on every rank after the last file is complete. Default: `sys.exit(ms.RESTART_EXIT_CODE)`. If it returns,
-            the program continues, and nothing more is saved.
-        grace_period: seconds from the request to the end. With more than 0 a file is saved at once, training continues, and a
+        termination_watcher_fn: called every second in a thread; True asks this rank to stop, as a signal. It must not block.
+            Signals and the time limit count in any case.
+        exit_fn: called on every rank after the last file is complete. Default: `sys.exit(ms.RESTART_EXIT_CODE)`. If it
+            returns, the program continues, and nothing more is saved.
+        grace_period: seconds from the request to the end. If more than 0, a file is saved at once, training continues, and a
             second one is saved shortly before the end. Default: 0, one file and the end.
         save_fn: called instead of `Checkpoints.save`, collectively, with the arguments of `save_checkpoint_if_preempted`.
 
@@ -68,9 +68,9 @@ class TerminationConfig:
 
 @final
 class PreemptionCheckpointHandler:
-    """A loop's handler that saves and ends the program, at one step of all ranks, when a rank is asked to stop. Collective.
+    """A handler that saves and ends the program, at one step of all ranks, when a rank is asked to stop. Collective.
 
-    Create it after variables and optimizers: it restores the newest file. Then call each step with `run`, or call
+    Create it after variables and optimizers: it restores the newest file. Call each step with `run`, or call
     `save_checkpoint_if_preempted` after each. `Strategy.should_stop` decides: signals, time limits, or a `TerminationConfig`.
     `ms.train.Trainer` and `Checkpoints.batches` do the same without this class.
 
@@ -83,7 +83,7 @@ class PreemptionCheckpointHandler:
 
     Raises:
         TypeError: `checkpoints` is something else.
-        ContextError: under parameter servers, whose workers step independently.
+        ContextError: under parameter servers.
         OSError, ValueError: as `Checkpoints.restore_latest`.
 
     Example:
@@ -158,7 +158,7 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Do nothing around a loop that calls `run`: as in TensorFlow without TPUs, `run` itself saves and exits."""
+        """Do nothing: as in TensorFlow without TPUs, `run` itself saves and exits."""
         yield
 
     def _check(self, *args: Any, **kwargs: Any) -> None:
@@ -183,7 +183,7 @@ class PreemptionCheckpointHandler:
             self._end_program()
 
     def _grace_is_over(self, end: float) -> bool:
-        """Return whether the time left on some rank only suffices for a few steps and a save. Collective."""
+        """Return whether some rank only has time for a few steps and a save. Collective."""
         now = time.monotonic()
         left = _STEPS_LEFT * (now - self._began) / self._checks + self._save_seconds
         group = self._strategy.extended.process_group
@@ -226,8 +226,7 @@ class PreemptionCheckpointHandler:
 class PreemptionWatcher:
     """A rank's view of stop requests, for a program that decides itself. Local.
 
-    It catches the stop signals from now on: see `ms.catch_stop_signals`. Ranks may differ; `Strategy.should_stop` is the same
-    on all.
+    It catches the stop signals: see `ms.catch_stop_signals`. Ranks may differ; `Strategy.should_stop` is the same on all.
 
     Example:
         >>> with ms.OneDeviceStrategy() as strategy:

@@ -43,7 +43,7 @@ class RunRecord:
         title: of the page.
         state: "runs", "ended", or the error that ended it.
         facts: names and texts: the configuration.
-        epochs: results of each epoch, by name, with "epoch", "step", "seconds" and "samples_per_second".
+        epochs: results by name, with "epoch", "step", "seconds" and "samples_per_second".
         ranks: the latest times of each rank by activity.
         warnings: texts.
     """
@@ -99,7 +99,7 @@ def _summary(record: RunRecord) -> str:
 
 
 def _charts(epochs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a chart for each result, with that of validation in the same one, and for the speed."""
+    """Return charts of the results, each with that of validation, and of the speed."""
     names = [
         name
         for name in dict.fromkeys(key for epoch in epochs for key in epoch)
@@ -167,7 +167,7 @@ def _chart(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> s
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return three to seven round numbers around a range."""
+    """Return 3 to 7 round numbers around a range."""
     if high <= low:
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
     rough = max((high - low) / 4, 1e-300)  # a quarter of the smallest number is 0
@@ -202,7 +202,7 @@ def _text(value: Any) -> str:
 
 
 def _shown(ranks: Sequence[RankTimes]) -> list[RankTimes]:
-    """Return all ranks; if there are very many, those for which others waited longest."""
+    """Return all ranks; of very many, those for which others waited longest."""
     most = sorted(ranks, key=lambda one: -one.cost)[:_MOST_RANKS]
     return sorted(most, key=lambda one: one.rank)
 

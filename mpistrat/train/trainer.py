@@ -1,7 +1,6 @@
 """Trainer: epochs of steps, evaluation and callbacks, for any step function. The loop is short enough to copy.
 
-Readers: the ranks that read a Trainer's batches. Either all ranks read the same ones, or each worker of parameter servers its
-own.
+Readers: the ranks that read its batches. All read the same ones, or each worker of parameter servers its own.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ _NOT_IN_TURN = (
 
 
 class Readers(ABC):
-    """The readers of a Trainer's batches, which are distributed among them round-robin.
+    """The readers of a Trainer's batches, distributed round-robin.
 
     Attributes:
         alone: True if each reader has its own batches and steps independently.
-        first: the index, in the list of `gather`, of the first reader that takes batches.
+        first: the first reader that takes batches, in the list of `gather`.
     """
 
     alone: bool
@@ -57,7 +56,7 @@ class Readers(ABC):
 
     @abstractmethod
     def dealt(self) -> list[int]:
-        """Return the indices, in the list of `gather`, of the readers that get batches round-robin."""
+        """Return the readers that get batches round-robin, by index in the list of `gather`."""
 
     def places(self, notes: dict[str, Any], endless: bool) -> tuple[int, int, Any]:
         """Return the position in an epoch when a checkpoint was saved.
@@ -91,7 +90,7 @@ class Readers(ABC):
 
     @abstractmethod
     def _standing(self) -> tuple[int, int, int | None]:
-        """Return the length of the list of `gather`, this rank's index in it, and in `dealt`; None for a rank without batches."""
+        """Return the length of the list of `gather`, and this rank's index in it and in `dealt`, None without batches."""
 
 
 @final
@@ -127,7 +126,7 @@ class WorkerReaders(Readers):
         self._strategy, self.first = loop.strategy, loop.first
 
     def draw(self, batches: Any, wanted: int | None) -> Generator[Any, None, int]:
-        """Yield batches of an epoch; when a checkpoint is due, all ranks leave the pass to save it together. Collective."""
+        """Yield batches of an epoch; when a checkpoint is due, all ranks leave the pass to save it. Collective."""
         loop, strategy, checkpoints = self._loop, self._strategy, self._checkpoints
         drawn, waited = 0, 0.0
         while True:
@@ -178,7 +177,7 @@ def readers_of(loop: Loop, checkpoints: Checkpoints | None, notes: Callable[[], 
 
     Args:
         loop: the loop.
-        checkpoints: the loop's checkpoints, if any.
+        checkpoints: the loop's, if any.
         notes: returns the notes of a checkpoint. Collective.
     """
     if loop.strategy.extended.placement.store is None:
@@ -203,8 +202,8 @@ def _dealt_to(index: int, count: int, batches: int) -> int:
 class Trainer:
     """A training loop under any strategy, for steps in NumPy, PyTorch or JAX; Keras has its own.
 
-    `strategy.run` calls the step function with the elements of a batch. It updates weights and metrics; its result is not used.
-    Each decision, as when to stop, is the same on all ranks.
+    `strategy.run` calls the step function with the elements of a batch. It updates weights and metrics. Each decision, as
+    when to stop, is the same on all ranks.
 
     Attributes:
         loop: the state that callbacks see.
@@ -229,13 +228,13 @@ class Trainer:
             strategy: the strategy.
             train_step: called with the elements of a batch, in replica context; None to only evaluate or predict.
             test_step: the same, for `evaluate`; it updates metrics.
-            predict_step: returns an array, or a nest of arrays such as a dict, with a row for each row of its batch.
-            optimizer: its learning rate may be changed by callbacks: one of `ms.optimizers`, or of torch.
-            metrics: of `ms.train`, created in the strategy's scope, updated by the steps; reset before each pass.
+            predict_step: returns an array, or a nest such as a dict, with a row for each row of its batch.
+            optimizer: for its learning rate: one of `ms.optimizers`, or of torch.
+            metrics: of `ms.train`, created in the scope, updated by the steps; reset before each pass.
             callbacks: called in this order.
-            checkpoints: `fit` saves to them and resumes from them. It saves as they say or, without every_steps and
-                every_seconds, after each epoch; and before it ends because of `should_stop`. Under parameter servers all ranks
-                meet to save after every n-th step of each worker.
+            checkpoints: where `fit` saves and resumes. It saves as they say or, without every_steps and every_seconds, after
+                each epoch; and after `should_stop`. Under parameter servers all ranks meet to save after n steps of each
+                worker.
 
         Example:
             >>> with ms.OneDeviceStrategy() as strategy:
@@ -271,15 +270,15 @@ class Trainer:
     ) -> dict[str, list[Any]]:
         """Train for some epochs, or until a callback or `should_stop` ends training. Collective.
 
-        With checkpoints it resumes from the newest one, also within an epoch: results, decisions and weights are those of an
-        uninterrupted run. If `strategy.should_stop()` is true afterwards, end the program. With `local_steps` it saves and stops
-        after outer steps, and ends with one.
+        With checkpoints it resumes from the newest, also within an epoch: results, decisions and weights are those of an
+        uninterrupted run. If `strategy.should_stop()` is true afterwards, end the program. With `local_steps` it saves and
+        stops after outer steps, and ends with one.
 
         Args:
             data: batches of this rank, as `strategy.distribute_dataset` returns them; iterated once an epoch.
             epochs: the number of the last epoch, counted from 1.
             steps_per_epoch: of endless data, which are iterated only once; default all.
-            validation_data: evaluated after every validation_freq-th epoch; its results are named `val_loss` and so on.
+            validation_data: evaluated every validation_freq epochs; results are named `val_loss` and so on.
             validation_freq: see there.
             initial_epoch: the first epoch, counted from 0, if no checkpoint sets another.
             max_steps: with steps_per_epoch: the last step, counted over all epochs and runs, also within an epoch; under
@@ -386,7 +385,7 @@ class Trainer:
             self._checkpoints.step(self.loop.step, partial(self._notes, next_epoch=True))
 
     def _notes(self, next_epoch: bool = False) -> dict[str, Any]:
-        """Return the loop's state for a resumed run, without variables and optimizers; equal on all ranks. Collective."""
+        """Return the loop's state for a resumed run, without variables and optimizers. Collective."""
         loop = self.loop
         inside = (self._taken or self._endless) and hasattr(self._batches, "state")
         state = self._batches.state() if inside else None
@@ -404,10 +403,10 @@ class Trainer:
         }
 
     def _go_on(self, notes: dict[str, Any]) -> tuple[int, int, Any]:
-        """Restore the loop from notes, and set `_taken`: the batches of the epoch that the first reader has taken.
+        """Restore the loop from notes, and `_taken` as the first reader's.
 
         Returns:
-            The epoch, the number of its batches that this rank has taken, and the position for `_find`.
+            The epoch, this rank's batches taken of it, and the position for `_find`.
         """
         loop = self.loop
         loop.step, self.history, loop.stop_training = notes["step"], notes["history"], notes["stopped"]
@@ -438,10 +437,10 @@ class Trainer:
     def predict(self, data: Iterable[Any], steps: int | None = None) -> Any:
         """Return predict_step's rows for all rows of the data, in their order, on every rank. Collective.
 
-        They are an array, or the nest of arrays that predict_step returns, such as a dict.
+        They are an array, or a nest as predict_step returns.
 
         Raises:
-            ContextError: under parameter servers, whose workers have their own batches.
+            ContextError: under parameter servers.
             ValueError: there is no predict_step, or no batch.
         """
         if self._readers.alone:
