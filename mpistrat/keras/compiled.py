@@ -1,10 +1,10 @@
-"""Texts that describe a model's layers and its arguments of `compile`, without the optimizer; and its losses in a step.
+"""Texts that describe a model's layers and arguments of `compile`, and its losses in a step.
 
 Ranks with equal models and settings have equal texts.
 
 Keras divides a loss with a mask by the number of valid elements, and with `reduction="mean_with_sample_weight"` by the sum of
-weights. A rank only knows those of its own rows. So in a step, each such loss is multiplied by the rank's mean of the mask or
-weights over the mean of all ranks: the mean over ranks, weighted by rows, is then the loss of the whole batch.
+weights. A rank only knows its own rows. So in a step, such a loss is multiplied by the rank's mean of the mask or weights
+over the mean of all ranks: the mean over ranks, weighted by rows, is then the loss of the whole batch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
 def describe_compiled(model: Any) -> str:
-    """Return the arguments of `compile`: losses, metrics and their settings, functions by name and code; "" if not compiled."""
+    """Return the arguments of `compile` without the optimizer; "" if not compiled."""
     if not model.compiled:
         return ""
     given = model._compile_config.config
@@ -58,7 +58,7 @@ def describe_compiled(model: Any) -> str:
 
 
 def describe_layers(model: Any) -> str:
-    """Return the classes of a model and its layers, their settings and functions, and how the layers are connected."""
+    """Return the classes of a model and its layers, their settings, functions and connections."""
     _described.set([])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a function that cannot be saved
@@ -66,7 +66,7 @@ def describe_layers(model: Any) -> str:
 
 
 def _layer(layer: Any, title: str) -> str:
-    """Return a layer's class, configuration and functions; without a configuration, numbers among its attributes."""
+    """Return a layer's class, configuration, or else numbers among its attributes, and functions."""
     kind, own, is_model = type(layer), vars(layer), isinstance(layer, keras.Model)
     parts = (types.FunctionType, keras.regularizers.Regularizer, keras.constraints.Constraint)
     # Functions of a model are its losses; Keras's own are in the configuration.
@@ -87,7 +87,7 @@ def _layer(layer: Any, title: str) -> str:
 
 
 def _without_layers(layer: Any) -> dict[str, Any]:
-    """Return the configuration of a layer or a model, which names other layers only by index and connections."""
+    """Return the configuration of a layer or a model, without other layers' configurations."""
     config = dict(layer.get_config())
     if isinstance(layer, keras.Model) and "layers" in config:
         inner = {each.name for each in layer._layers}
@@ -98,7 +98,7 @@ def _without_layers(layer: Any) -> dict[str, Any]:
 
 
 def _configuration(config: Mapping[str, Any], places: Mapping[str, int] | None = None) -> dict[str, str]:
-    """Return the settings of a configuration as text; layers of a model by index instead of name."""
+    """Return a configuration's settings as text; layers by index instead of name."""
     layers = config.get("layers")
     if isinstance(layers, list):
         places = {str(layer.get("name")): place for place, layer in enumerate(layers) if isinstance(layer, Mapping)}
@@ -120,7 +120,7 @@ def _setting(value: Any, places: Mapping[str, int]) -> str:
 
 
 def _word(value: Any, depth: int) -> str:
-    """Return a value as text: numbers and text literally, other values by class and known settings."""
+    """Return a value as text: numbers and text literally, others by class and settings."""
     inside = depth + 1
     if isinstance(value, _SIMPLE):
         return repr(value)
@@ -148,7 +148,7 @@ def _word(value: Any, depth: int) -> str:
 
 
 def _function(function: types.FunctionType, depth: int) -> str:
-    """Return a function's name, a digest of its code, and the plain values and functions that it uses."""
+    """Return a function's name, a digest of its code, and the values and functions that it uses."""
     text = f"{function.__module__}.{function.__qualname__}#{_digest(function.__code__):08x}"
     if function in _described.get():  # the functions of a module may call each other
         return text
@@ -168,7 +168,7 @@ def _function(function: types.FunctionType, depth: int) -> str:
 
 
 def _read_by(function: types.FunctionType) -> dict[str, Any]:
-    """Return the values that a function of the program reads from modules of the program and from objects in them.
+    """Return the values that a function reads from modules of the program and objects in them.
 
     Without True and False and numbers named rank, which often control printing on one rank; but a lambda computes.
     """
@@ -188,7 +188,7 @@ def _read_by(function: types.FunctionType) -> dict[str, Any]:
 
 @functools.lru_cache(1024)
 def _names(code: types.CodeType) -> tuple[tuple[str, str], ...]:
-    """Return the global names that code reads, each with the attribute of it, or "" for itself."""
+    """Return the global names that code reads, each with an attribute, or ""."""
     found: dict[tuple[str, str], None] = {}
     last = ""
     for instruction in dis.get_instructions(code):
@@ -206,7 +206,7 @@ def _names(code: types.CodeType) -> tuple[tuple[str, str], ...]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value that a function reads is compared: numbers, texts, small arrays, tuples of them, functions."""
+    """Return whether a read value is compared: numbers, texts, small arrays, tuples, functions."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(_is_plain, value))
     if isinstance(value, np.ndarray) or keras.ops.is_tensor(value):
@@ -226,7 +226,7 @@ def _digest(code: types.CodeType) -> int:
 
 
 def _object(value: Any, depth: int) -> str:
-    """Return the class of an object and its settings: its configuration, and its other attributes.
+    """Return an object's class, configuration and other attributes.
 
     Without numbers of metrics, which are counts.
     """
@@ -272,7 +272,7 @@ _sums: ContextVar[_Sums | None] = ContextVar("mpistrat_keras_losses", default=No
 
 @contextlib.contextmanager
 def over_ranks(link: ModelLink) -> Iterator[None]:
-    """Divide losses by sums over the rows of all ranks in a `with` block. Computing them is collective then."""
+    """Divide losses by sums over the rows of all ranks in a `with` block, collectively."""
     if keras_losses.reduce_weighted_values is _reduce:
         keras_losses.reduce_weighted_values = _reduced
     token = _sums.set(None if link.size == 1 or link.served else _Sums(link))
@@ -285,7 +285,7 @@ def over_ranks(link: ModelLink) -> Iterator[None]:
 def _reduced(
     values: Any, sample_weight: Any = None, mask: Any = None, reduction: str = "sum_over_batch_size", dtype: Any = None
 ) -> Any:
-    """Return a loss as Keras does; in a step, this rank's share of the loss of all ranks' rows."""
+    """Return Keras's loss; in a step, this rank's share of the loss of all ranks."""
     exact = keras.backend.standardize_dtype(dtype or keras.config.floatx()) == "float64"
     divisors, exact_dtype = mask, "float64" if exact else "float32"
     if reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
@@ -304,7 +304,7 @@ def _reduced(
 
 
 def _after(first: Any, second: Any) -> Any:
-    """Return JAX's second array, to be computed after the first: all ranks sum in the same order."""
+    """Return JAX's second array, computed after the first: ranks sum in the same order."""
     import jax
 
     if first is None or getattr(first, "_trace", None) is not getattr(second, "_trace", None):

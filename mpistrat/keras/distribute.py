@@ -1,8 +1,8 @@
 """distribute: put a Keras model into a strategy.
 
-Each Keras optimizer that updates a distributed model's variables becomes a distributed one. Those in a model's attributes are
-found before training (`state.optimizers_in`), others at their first update: `guard` wraps the two methods by which Keras's
-optimizers update, in the classes that define them.
+Each optimizer that updates a distributed model's variables becomes distributed. Those in a model's attributes are found
+before training (`state.optimizers_in`), others at their first update: `guard` wraps the two methods of Keras's optimizers
+that update.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _wrap(kind: type[Any]) -> None:
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of optimizers, to distribute the optimizer first if it updates variables of a distributed model."""
+    """Wrap an optimizer's method, to distribute the optimizer first if the model is distributed."""
 
     @functools.wraps(function)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ def _listed(grads: Any, trainable_variables: Any = None, **more: Any) -> tuple[A
 
 
 def _model_of(variables: Any, optimizer: Any) -> Any:
-    """Return the distributed model with one of the variables that an optimizer updates; else None."""
+    """Return the distributed model of an optimizer's variables; else None."""
     theirs = {id(variable) for variable in optimizer._trainable_variables if variable is not None}
     theirs |= {id(variable) for variable in variables or ()}
     for reference in _models:
@@ -126,12 +126,12 @@ M = TypeVar("M")
 
 
 def distribute(model: M) -> M:
-    """Put a Keras model into the current strategy: its fit, evaluate and predict run over all ranks. Collective.
+    """Make a Keras model's fit, evaluate and predict run over all ranks of the current strategy. Collective.
 
-    It returns the same object; compile it before or after. Each step, gradients are averaged over all ranks before Keras's
-    optimizer updates. Callbacks at an epoch's end see the metrics of all ranks; `predict` returns all rows. Weights start as
-    rank 0's; random numbers, as of dropout, differ between ranks. Rank 0 writes files, in Keras's formats. Under a MeshStrategy
-    every rank has the whole model: replicas divide batches, and the ranks of a replica compute the same.
+    It returns the same object; compile it before or after. Gradients are averaged over all ranks before Keras's optimizer
+    updates. Callbacks at an epoch's end see the metrics of all ranks; `predict` returns all rows. Weights start as rank 0's;
+    random numbers, as of dropout, differ between ranks. Rank 0 writes files, in Keras's formats. Under a MeshStrategy every
+    rank has the whole model: replicas divide batches, and the ranks of a replica compute the same.
 
     Args:
         model: a keras.Model: functional, Sequential or of your class; built or not; on the CPU.
@@ -142,7 +142,7 @@ def distribute(model: M) -> M:
         MissingDependencyError: with JAX as the backend, Keras is older than 3.15 or JAX than 0.6.
         RuntimeError: the model is distributed already.
         TypeError: not a keras.Model.
-        ValueError: it was compiled with a setting that cannot be divided over ranks.
+        ValueError: a setting of `compile` cannot be divided over ranks.
 
     Example:
         >>> with strategy.scope():  # doctest: +SKIP
@@ -175,8 +175,8 @@ def _check_layout(function: str, strategy: Any) -> None:
     """Check that a rank can compute for all of its replicas at once.
 
     Raises:
-        LayoutError: it has several GPUs, or several replicas of a worker that steps by itself; or nodes take local steps, or
-            gradients are submitted asynchronously.
+        LayoutError: it has several GPUs, or is a worker with several replicas; or nodes take local steps, or gradients are
+            submitted asynchronously.
     """
     extended = strategy.extended
     extended.placement.require_kept_gradients(function)

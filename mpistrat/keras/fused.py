@@ -1,8 +1,8 @@
-"""The update of Keras's optimizers, in one pass with the sum: each rank of a node sums and updates a slice.
+"""The update of Keras's optimizers, in one pass with the sum: each rank of a node processes a slice.
 
-Each rank has its own weights, since callbacks and layers may compute with them in place; new ones arrive through memory that the
-node shares. An optimizer's state is in that memory, once, and Keras's variables of it are views: they are always whole, and files
-and programs find them as usual. `TorchUpdate` and `JaxStep` (`jax_step.py`) connect it to Keras's loops.
+Each rank has its own weights, since callbacks and layers may change them in place; new ones arrive through memory that the
+node shares. An optimizer's state is in that memory, and Keras's variables of it are views: always whole, so files and
+programs find them as usual. `TorchUpdate` and `JaxStep` (`jax_step.py`) connect it to Keras's loops.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def rule_of(optimizer: Any) -> KerasRule | None:
 
 
 def goes_on(optimizer: Any) -> bool:
-    """Return whether an optimizer may still be updated in one pass, given the settings that can change between steps."""
+    """Return whether an optimizer may still be updated in one pass, given settings that can change."""
     return not (optimizer.use_ema or optimizer.gradient_accumulation_steps or optimizer.loss_scale_factor)
 
 
@@ -108,11 +108,11 @@ def fits(optimizer: Any) -> bool:
 
 @final
 class FusedUpdate:
-    """The steps of one optimizer on its variables, which are concatenated in flat arrays.
+    """The steps of one optimizer on its concatenated variables.
 
     Attributes:
-        slots: Keras's variables of the optimizer's state, each with its memory on the node.
-        weights: the concatenated values of the variables after a step, in the optimizer's order.
+        slots: Keras's variables of the state, each with its memory on the node.
+        weights: the concatenated variables after a step.
         spans: the range of each variable in it.
         new: views of it in the variables' shapes.
     """
@@ -220,7 +220,7 @@ class FusedUpdate:
             self._decays = [decay if decay and uses(variable) else 0.0 for variable in self._variables]
 
     def _inside(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the index of each variable with elements in [low, high), and the range of these."""
+        """Yield the index of each variable in [low, high), and its range there."""
         last = bisect_left(self._starts, min(high, self._starts[-1]))
         for index in range(bisect_right(self._starts, low) - 1, last):
             start, stop = self.spans[index]

@@ -1,4 +1,4 @@
-"""Input of a distributed model's fit, evaluate and predict: this rank's rows of each batch, as a data adapter of Keras."""
+"""Input of a distributed model: this rank's rows of each batch, as a data adapter of Keras."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _COMPARED = 64  # rows of an array that ranks compare
 
 
 class KerasBatches(data_adapter.DataAdapter):
-    """This rank's rows of each batch. Keras accepts its own data adapters unchanged; each iterator is one epoch.
+    """This rank's rows of each batch, as a data adapter of Keras. Each iterator is one epoch.
 
     Attributes:
-        counts: the number of this rank's rows in each batch of the last epoch.
+        counts: this rank's number of rows in each batch of the last epoch.
         training: True if a training step takes each batch.
     """
 
@@ -61,7 +61,7 @@ class KerasBatches(data_adapter.DataAdapter):
         """Return a batch to build a model with."""
 
     def compare_first(self, example: Any) -> None:
-        """Warn if ranks that should have different rows have the same ones. Collective.
+        """Warn if ranks that need different rows have the same ones. Collective.
 
         Args:
             example: a result of `example`.
@@ -113,7 +113,7 @@ def with_row(array: Any) -> Any:
 
 
 def _converted(batch: Any) -> Any:
-    """Convert a batch to the types that the backend's steps take. Keras takes no CuPy arrays."""
+    """Convert a batch to the backend's types. Keras takes no CuPy arrays."""
     takes_arrays = keras.backend.backend() == "jax"
 
     def converted(leaf: Any) -> Any:
@@ -199,7 +199,7 @@ class ArrayBatches(KerasBatches):
 
 
 def _weighted_arrays(adapter: Any) -> Any:
-    """Return the arrays of an adapter of Keras, with the weights that it made of its arguments."""
+    """Return the arrays of an adapter of Keras, with weights."""
     return vars(adapter)["_inputs"]
 
 
@@ -265,7 +265,7 @@ _OTHER_PART = "Give each its part: every strategy.size-th batch, from number str
 
 @final
 class OwnBatches(KerasBatches):
-    """Batches that each rank reads by itself, from any input of Keras; all count equally, in equal numbers."""
+    """Batches that each rank reads by itself, from any input of Keras; all count equally."""
 
     def __init__(self, link: ModelLink, adapter: Any, kind: str) -> None:
         super().__init__(link)
@@ -343,7 +343,7 @@ class OwnBatches(KerasBatches):
                 yield batch, None, 0
 
     def _part_of(self, batch: Any) -> BatchPart | None:
-        """Return the share of a batch that this is, if it comes from a distributed dataset with unequal shares.
+        """Return the share of a batch from a distributed dataset with unequal shares.
 
         Raises:
             BatchError: it has arrays of batches of different weights.
@@ -377,8 +377,7 @@ class OwnBatches(KerasBatches):
 
 @final
 class ServedBatches(KerasBatches):
-    """Batches for training with parameter servers: a worker has its own; a server has none, and serves until workers have
-    finished.
+    """Batches for parameter servers: a worker has its own; a server has none, and serves until workers have finished.
 
     A rank without batches gets an example that is not used.
 

@@ -1,7 +1,7 @@
-"""Keras's step on the JAX backend: a compiled function up to the gradients, then the sum and the update.
+"""Keras's step on the JAX backend: compiled up to the gradients, then the sum and the update.
 
-A computation that calls back into Python takes JAX's slow path: its arrays are copied, and each rank updates all weights. A step
-of a million parameters would take three times as long.
+A computation that calls back into Python takes JAX's slow path: its arrays are copied, and each rank updates all weights. A
+step of a million parameters would take three times as long.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["JaxStep"]
 
 @final
 class JaxStep:
-    """A function of (state, batch), as Keras compiles it of `train_step`; its state holds the arrays of Keras's variables."""
+    """A function of (state, batch), as Keras compiles of `train_step`; the state is the arrays of Keras's variables."""
 
     def __init__(self, model: Any) -> None:
         import jax
@@ -33,7 +33,7 @@ class JaxStep:
 
     @classmethod
     def of(cls, model: Any) -> JaxStep | None:
-        """Return a model's step; None for Keras's own, which a `train_step` of the program, or one without jit, needs."""
+        """Return a model's step; None if its own `train_step`, or one without jit, needs Keras's."""
         if keras.backend.backend() != "jax" or model.mpistrat.size == 1 or keras.config.is_nnx_enabled():
             return None
         own = type(model).train_step is not keras.Model.train_step
@@ -112,7 +112,7 @@ class _PushAndPull:
 
 @final
 class _Update:
-    """A fused update of the arrays of Keras's state. Those of the slots are in the node's memory, and stay the same arrays."""
+    """A fused update of the arrays of Keras's state. Those of the slots stay the same, in the node's memory."""
 
     def __init__(self, optimizer: Any) -> None:
         """Allocate shared memory. Collective."""

@@ -1,4 +1,4 @@
-"""ModelLink: the state that a distributed model, its optimizers and its input share, and their collectives."""
+"""ModelLink: the common state of a distributed model, its optimizers and its input, and their collectives."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ class ModelLink:
 
     Attributes:
         strategy: the strategy. A rank computes for all of its replicas at once.
-        rank: of this rank among those that divide batches: all; under a MeshStrategy those along "data".
+        rank: among those that divide batches: all; under a MeshStrategy along "data".
         size: the number of those ranks.
-        root: the rank whose weights, files and output count: rank 0, under parameter servers the first worker.
+        root: the source of weights, files and output: rank 0, under parameter servers the first worker.
         writes: True on the root.
-        first: True if this rank computes the same as the root: the ranks of a replica of a MeshStrategy do.
-        served: True if parameter servers hold the weights; then ranks meet after each epoch, not in each step.
+        first: True if this rank computes the same as the root, as a replica of a MeshStrategy.
+        served: True if parameter servers hold the weights; then ranks meet after epochs, not in steps.
         alone: True if this rank has one replica.
         counts: True if this rank computes; servers do not in training, nor do workers without a batch.
-        share: the factor of this rank's gradients before the sum: its share of the batch's rows.
-        rowless: True if this rank has no row of the batch, and computes with another one instead.
+        share: the factor of this rank's gradients: its share of the batch's rows.
+        rowless: True if this rank has no row of the batch, and uses another one.
         some_rowless: True if any rank has none.
         in_step: True during a step of the model, whose metrics are this rank's own.
         in_epoch: True if workers step by servers, and have not met since.
-        in_sum: True if the gradients of the current update are summed already.
+        in_sum: True if gradients are summed already.
         joined: optimizers found at their update of the model, not in its attributes.
-        left: the list to which an update moves its gradients instead of applying them; None to apply them.
+        left: the list for gradients that an update does not apply; None to apply them.
         wants_stop: True if a callback of this rank alone may have asked to stop.
         stops: True if all ranks stop after this step.
-        failure: the error of a collective inside a graph, which the framework reports as one of its own.
+        failure: the error of a collective inside a graph.
         current: True if all ranks have rank 0's weights.
         steps: the number of steps in a call of Keras's loop.
         update: sends gradients to servers, while `fit` runs under parameter servers.
@@ -88,9 +88,9 @@ class ModelLink:
     # a step
 
     def begin_batch(self, rows: int | None, total: int, batch: Any, training: bool) -> None:
-        """Start the step of a batch, given its rows on this rank and on all ranks; None if all ranks count equally.
+        """Start the step of a batch, given its rows here, None for equal ranks, and on all ranks.
 
-        Under parameter servers, the batch as returned by a dataset determines its share of the servers' step.
+        Under parameter servers, `batch` determines its share of the servers' step.
 
         Raises:
             ValueError: on every rank, when some have no row of one of several steps in a call.
@@ -121,7 +121,7 @@ class ModelLink:
             self._begin_training_step(0 if weight == 1 else weight)
 
     def begin_training(self) -> None:
-        """Forget earlier steps: their gradients are in no update from now on."""
+        """Forget earlier steps."""
         self._start = self._begun
 
     def _begin(self, share: float, rowless: bool, some_rowless: bool) -> None:
@@ -136,8 +136,7 @@ class ModelLink:
             self._changed, self._parts = self._begun, parts
 
     def weigher(self, optimizer: Any, compiled: bool) -> Callable[[], float]:
-        """Return a function that returns the factor of this rank's gradients when they are summed: in a step, its share of the
-        batch.
+        """Return a function that returns the factor of this rank's gradients in the sum: in a step, its share of the batch.
 
         Args:
             optimizer: updates by the gradients.
@@ -156,7 +155,7 @@ class ModelLink:
         return lambda: share
 
     def share_of_step(self, optimizer: Any) -> float:
-        """Return the factor of this rank's gradients of the step before the sum.
+        """Return the factor of this rank's gradients of the step.
 
         Raises:
             BatchError: they may be of several batches of different weights.
@@ -346,7 +345,7 @@ class ModelLink:
             return np.asarray(self._group.all_gather_int(mine))
 
     def differ(self, arrays: Sequence[np.ndarray]) -> list[bool]:
-        """Return for each array whether ranks differ. Collective, except under parameter servers: there any may differ."""
+        """Return whether ranks differ, for each array. Collective, except under parameter servers: there any may."""
         if self.served or not arrays:
             return [True] * len(arrays)
         table = self.numbers("state of a step", *(checksum(np.ascontiguousarray(a).reshape(-1)) for a in arrays))
@@ -436,7 +435,7 @@ class ModelLink:
 
 
 def _close(a: np.ndarray, b: np.ndarray) -> bool:
-    """Return whether arrays differ at most by rounding, as after the same steps on other processors."""
+    """Return whether arrays differ at most by rounding."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     largest = np.abs(b, where=np.isfinite(b), out=np.zeros_like(b)).max(initial=0.0)
     return bool(np.allclose(a, b, rtol=1e-3, atol=1e-3 * float(largest), equal_nan=True))
@@ -451,7 +450,7 @@ def _settle() -> None:
 
 
 def subclass(kind: type[Any], methods: type[Any]) -> type[Any]:
-    """Return a class with these methods before the class's own, which files and programs take for that class."""
+    """Return a class with these methods before the class's own, under its name."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     made = type(kind.__name__, (methods, kind), names)
     for registered in (api_export.REGISTERED_OBJS_TO_NAMES, object_registration.GLOBAL_CUSTOM_NAMES):

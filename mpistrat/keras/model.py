@@ -1,6 +1,6 @@
 """A Keras model whose fit, evaluate and predict run over all ranks.
 
-All ranks run the callbacks of a distributed fit with the same logs; those that write or print run on one rank only.
+All ranks run callbacks with the same logs; those that write or print run on one rank only.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _WRITERS = tuple(
 
 @final
 class Agreement(keras.callbacks.Callback):
-    """The last callback: it shares the effects of the other callbacks on this rank with all ranks."""
+    """The last callback: it shares effects of other callbacks with all ranks."""
 
     def __init__(self, link: ModelLink) -> None:
         super().__init__()
         self._link = link
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Set the root's weights, and its epoch, which may come from a backup, on all ranks. Collective."""
+        """Use the root's weights, and its epoch, perhaps of a backup, on all ranks. Collective."""
         self._link.wants_stop = self._link.stops = False
         self._link.begin_training()
         self.model.take_from_root()
@@ -62,7 +62,7 @@ class Agreement(keras.callbacks.Callback):
             self._link.update.begin_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Set `stop_training` to the agreed value: the sum of the next step's gradients also transports a request to stop."""
+        """Set `stop_training` to the agreed value: the next sum of gradients transports requests."""
         link = self._link
         if link.strategy.size == 1 or link.served:
             return
@@ -80,7 +80,7 @@ class Agreement(keras.callbacks.Callback):
         self._compare_weights("after an epoch")
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Compare the weights: callbacks of some ranks may have changed theirs, as to the best ones. Collective."""
+        """Compare the weights: callbacks may have changed some, as to the best ones. Collective."""
         self._compare_weights("after fit")
 
     def _compare_weights(self, when: str) -> None:
@@ -116,7 +116,7 @@ class DistributedModel(keras.Model):
     _initial_epoch: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a plain model: clones, and models from a configuration, belong to no strategy."""
+        """Return a plain model, as for clones and configurations."""
         return cls.__bases__[1](*args, **kwargs)
 
     def __reduce__(self) -> Any:
@@ -238,7 +238,7 @@ class DistributedModel(keras.Model):
             batches.compare_first(example)
 
     def _begin_serving(self, steps: int | None) -> int | None:
-        """Create the optimizer's variables on the servers, and return the number of steps of an epoch here. Collective."""
+        """Create the optimizer's variables on the servers; return this rank's steps per epoch. Collective."""
         link, optimizer = self.mpistrat, self.optimizer
         with link.together("fit"):
             check_served(link, optimizer)
@@ -299,7 +299,7 @@ class DistributedModel(keras.Model):
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Take one step on a batch of each rank. Collective.
 
-        A batch weighs by its rows if it comes from a distributed dataset; others count equally.
+        Batches of a distributed dataset weigh by rows; others count equally.
 
         Raises:
             LayoutError: under parameter servers.
@@ -422,7 +422,7 @@ def _symbolic(array: Any) -> Any:
 
 
 def _in_order(link: ModelLink, outputs: Any, counts: list[int]) -> Any:
-    """Return the rows of all ranks, batch by batch. A rank without rows of a batch computes one that does not count."""
+    """Return the rows of all ranks, batch by batch, without placeholders."""
     leaves = [np.asarray(leaf) for leaf in keras.tree.flatten(outputs)]
     kept = np.repeat(np.array(counts) > 0, np.maximum(counts, 1))
     (table,) = link.gather([np.array([counts], np.int64)])
@@ -439,8 +439,8 @@ def _in_order(link: ModelLink, outputs: Any, counts: list[int]) -> Any:
 class KerasStep:
     """Keras's function of a step, with this rank's own metrics.
 
-    A rank without rows of the batch computes with another row, whose gradient does not count. It then restores its metrics, and
-    those of the model's states that depend on rows: the ones that differ between the ranks with rows.
+    A rank without rows of the batch computes with another row, which does not count. It then restores its metrics, and those
+    of the model's states that depend on rows: the ones that differ between the ranks with rows.
     """
 
     def __init__(self, model: Any, function: Callable[..., Any]) -> None:
@@ -452,7 +452,7 @@ class KerasStep:
         return function if isinstance(function, cls) else cls(model, function)
 
     def __call__(self, *args: Any) -> Any:
-        """Take a step: of torch (batches), of TensorFlow (iterator), of JAX (state, iterator). Collective in training."""
+        """Take a step: torch (batches), TensorFlow (iterator), JAX (state, iterator). Collective in training."""
         *state, source = args
         if keras.backend.backend() != "torch" and self._model.steps_per_execution == 1:
             source = iter([next(source)])  # raises if there is no row

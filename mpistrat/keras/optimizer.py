@@ -22,7 +22,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     mpistrat_update: Any  # updates in one pass with the sum
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a plain optimizer: copies, and optimizers from a configuration, belong to no strategy."""
+        """Return a plain optimizer, as for copies and configurations."""
         return cls.__bases__[1](*args, **kwargs)
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -108,7 +108,7 @@ def not_in_fit(function: str) -> LayoutError:
 def sum_over_ranks(
     link: ModelLink, gradients: Sequence[Any], weigh: Callable[[], float], variables: Sequence[Any] | None = None
 ) -> list[Any]:
-    """Return the sum over all ranks of each gradient, multiplied by this rank's share; None stays None.
+    """Return the weighted sum over all ranks of each gradient; None stays None.
 
     The computation is collective, in the current step.
 

@@ -1,4 +1,4 @@
-"""A model's weights on parameter servers: each worker pushes its gradients, and pulls new weights for its next step."""
+"""A model's weights on parameter servers: workers push gradients, and pull new weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["ServedUpdate", "check_served"]
 class ServedUpdate:
     """The steps of one optimizer on the servers, by the package's rule with its formula.
 
-    Within an epoch each worker steps independently. Between epochs all ranks have the servers' weights, and Keras's optimizer
-    their state, as if it had updated itself: so callbacks, evaluation and files work as usual.
+    Workers step independently. Between epochs all ranks have the servers' weights, and Keras's optimizer their state, as if
+    it had updated itself: so callbacks, evaluation and files work as usual.
     """
 
     def __init__(self, link: ModelLink, optimizer: Any) -> None:
@@ -48,7 +48,7 @@ class ServedUpdate:
     # steps, on workers
 
     def step(self, gradients: Sequence[np.ndarray], there: Sequence[int]) -> list[np.ndarray]:
-        """Push gradients of some of the optimizer's variables, and return the weights of all, as new arrays. In any thread."""
+        """Push some gradients, and return all weights, as new arrays. In any thread."""
         link = self._link
         if link.rowless:
             scaled = [np.zeros_like(gradient) for gradient in gradients]

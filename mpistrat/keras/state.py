@@ -1,4 +1,4 @@
-"""Variables of a model over all ranks: rank 0's weights and slots, seeds of the replicas, means of running statistics."""
+"""Variables of a model over all ranks: rank 0's weights and slots, seeds, means of running statistics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _is_seed(variable: Any) -> bool:
 
 
 def optimizers_in(model: Any) -> list[Any]:
-    """Return the optimizers in attributes of a model and its layers, in lists, tuples and dicts there, and those that joined."""
+    """Return the optimizers in attributes of a model and its layers, also in lists, tuples and dicts, and those that joined."""
     owners = [model, *model._flatten_layers(include_self=False)]
     values = [value for owner in owners for value in list(vars(owner).values())]
     return _once([*(optimizer for value in values for optimizer in _optimizers(value)), *model.mpistrat.joined])
@@ -56,8 +56,7 @@ def _once(items: list[Any]) -> list[Any]:
 
 
 def describe(model: Any) -> str:
-    """Describe the properties that must be equal on all ranks: all variables' shapes and dtypes, layers' and optimizers'
-    settings."""
+    """Describe the shapes, dtypes, layers and optimizers, which must be equal on all ranks."""
     texts = []
     for variable in model.variables:
         kind = "" if variable.trainable else " not trained"
@@ -89,13 +88,13 @@ def _without_names(config: Any) -> Any:
 
 
 def _all(model: Any) -> list[Any]:
-    """Return every variable of a model and its optimizers once, in the same order on every rank."""
+    """Return every variable of a model and its optimizers once, in a common order."""
     theirs = [variable for optimizer in optimizers_in(model) for variable in optimizer.variables]
     return _once([*model.variables, *theirs])
 
 
 def take_from_root(link: ModelLink, model: Any) -> None:
-    """Set the root's values of the variables of the model and its optimizers, and another seed per replica. Collective."""
+    """Use the root's values for the model and its optimizers, and another seed per replica. Collective."""
     own_arrays(model)
     rows = _states_of_rows(model)
     variables = [variable for variable in _all(model) if variable.dtype != "string" and id(variable) not in rows]
@@ -128,8 +127,8 @@ def take_from_root(link: ModelLink, model: Any) -> None:
 def own_arrays(model: Any) -> None:
     """Give each of JAX's variables of a model and its optimizers its own array.
 
-    After an assignment between variables both share an array, as averages and weights at the end of a fit. A step of Keras
-    deletes the arrays of the variables that it is called with.
+    After an assignment both variables share an array, as averages and weights at the end of a fit. A step of Keras deletes
+    the arrays of its variables.
     """
     if keras.backend.backend() != "jax":
         return
@@ -149,7 +148,7 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 
 def _state_of_torch() -> np.ndarray:
-    """Return the state of torch's generator, which Keras's dropout uses there; for other backends a constant."""
+    """Return the state of torch's generator, which dropout uses; a constant for other backends."""
     if keras.backend.backend() != "torch":
         return np.zeros(1, np.uint8)
     import torch
@@ -158,7 +157,7 @@ def _state_of_torch() -> np.ndarray:
 
 
 def statistics_of(model: Any) -> list[Any]:
-    """Return the variables that each rank changes by its own rows: floating, not trained, of layers that are not frozen."""
+    """Return the variables that change by rows: floating, not trained, of layers that are not frozen."""
     others = {
         id(variable)
         for layer in model._flatten_layers()
@@ -171,7 +170,7 @@ def statistics_of(model: Any) -> list[Any]:
 
 
 def _states_of_rows(model: Any) -> set[int]:
-    """Return the ids of the states that stateful layers have for each row, which are each rank's own."""
+    """Return the ids of stateful layers' states per row."""
     layers = [layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
     states = keras.tree.flatten([getattr(layer, "states", None) for layer in layers])
     return {id(state) for state in states if state is not None}

@@ -1,6 +1,6 @@
-"""The step of an optimizer that calls a closure itself, as LBFGS does in its line search: each call is a pass of all replicas.
+"""The step of an optimizer that calls a closure, as LBFGS does in its line search: each call is a pass of all replicas.
 
-Every rank runs the optimizer's own step on copies of the parameters. A call of the closure computes with these copies, sums the
+Every rank runs the optimizer's own step on copies of the parameters. The closure computes with these copies, sums the
 gradients as a step does, and returns the loss of the whole batch. So all ranks have equal values, and search the same way.
 """
 
@@ -59,7 +59,7 @@ def step_with_closure(optimizer: Any, whole: TorchWholeRule, closure: Callable[[
 
 
 def _evaluated(optimizer: Any, whole: TorchWholeRule, closure: Callable[[], Any], function: str) -> Any:
-    """Return the loss of the whole batch at the copies of the parameters, and set its gradients there. Collective."""
+    """Return the loss of the whole batch at the parameters' copies, and set its gradients. Collective."""
     module, rule, links = optimizer.mpistrat_module, optimizer.mpistrat_rule, optimizer.mpistrat_links[0]
     copies, losses = whole.parameters(), list[float]()
     try:

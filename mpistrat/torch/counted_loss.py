@@ -1,4 +1,4 @@
-"""The mean over all tokens: losses that are sums, with a count each; the step divides by the counts of all replicas together."""
+"""The mean over all tokens: losses are sums with counts; the step divides by the counts of all replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FUNCTION = "ms.torch.counted_loss"
 
 @final
 class LossCount:
-    """The count of the losses whose gradients one local replica's parameters have.
+    """The count of the losses whose gradients a local replica has.
 
     Attributes:
         value: the sum of the counts; None if no loss was counted.
@@ -40,7 +40,7 @@ class LossCount:
             empty: True if no parameter has a gradient.
 
         Raises:
-            RuntimeError: the parameters may have gradients that a step has taken.
+            RuntimeError: perhaps a step has taken some gradients.
         """
         if empty:
             self.clear()

@@ -70,37 +70,37 @@ def distribute(
     find_unused_parameters: bool = False,
     layouts: Mapping[str, Sequence[str | None]] | None = None,
 ) -> Any:
-    """Put a module's parameters into the current strategy, and make its optimizer step for all replicas. Collective.
+    """Put a module into the current strategy, and make its optimizer step for all replicas. Collective.
 
-    It returns the same objects, so a loop of plain torch does not change. The parameters start with rank 0's values, and are
-    stored once on each node. Each backward pass writes the gradients to memory that is summed; `optimizer.step()` sums and
-    updates in one pass, by torch's own rule. Random numbers, as of dropout, differ between replicas from then on.
+    It returns the same objects, so the loop does not change. The parameters start with rank 0's values, and are stored once
+    on each node. Backward passes write gradients to memory that is summed; `optimizer.step()` sums and updates in one pass,
+    by torch's own rule. Random numbers, as of dropout, differ between replicas.
 
     Args:
         module: any, on the strategy's kind of device; convert its dtype before.
         optimizer: of the module's parameters, created as usual. torch.optim's SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta,
-            Adamax, RAdam, NAdam, ASGD and Rprop are divided over the ranks. Any other, also of your own, runs on whole tensors on
-            every rank, with the closure of its step if it calls one, as LBFGS does. A sequence of several, each of other
-            parameters, is returned as a list. Without it, pass `ms.torch.gradients(module)` to an optimizer of `ms.optimizers`.
-        loss: the kind of loss that a replica differentiates. "mean": over its rows of the batch; replicas are weighted by their
-            rows if the batch is a distributed dataset's, else equally. "sum": a summand of the whole loss, as of
-            `ms.nn.compute_average_loss`; then gradients are summed unchanged.
+            Adamax, RAdam, NAdam, ASGD and Rprop are divided over the ranks. Any other runs on whole tensors on every rank,
+            with the closure of its step if it calls one, as LBFGS does. A sequence of several, each of other parameters, is
+            returned as a list. Without it, pass `ms.torch.gradients(module)` to an optimizer of `ms.optimizers`.
+        loss: of a replica. "mean": over its rows of the batch; replicas are weighted by their rows if the batch is a
+            distributed dataset's, else equally. "sum": a summand of the whole loss, as of `ms.nn.compute_average_loss`; then
+            gradients are summed unchanged.
         max_norm: scale the gradients down together so that their norm over all parameters, after the sum, does not exceed it.
         sync_batch_norm: replace BatchNorm layers by ones with the statistics of all replicas.
-        overlap: on several nodes or GPUs, start to sum gradients within backward passes, as DDP does: see `Optimizer.begin`. Then
-            all ranks must call backward equally often, and compute gradients of the same parameters.
+        overlap: on several nodes or GPUs, start to sum gradients within backward passes, as DDP does: see `Optimizer.begin`.
+            Then all ranks must call backward equally often, and compute gradients of the same parameters.
         find_unused_parameters: a parameter that has a gradient on some replicas only counts as 0 on the others, as with DDP's
             option of that name; one without a gradient on any replica is not updated. Costs one small collective per step.
-        layouts: under a MeshStrategy, by name of a parameter, its division over the ranks of a replica, as `ms.Variable`'s
-            layout. The parameter has this rank's slice, also if the module was created whole. `state_dict` and
-            `load_state_dict` of module and optimizer have the whole.
+        layouts: under a MeshStrategy, a parameter's division over the ranks of a replica, by name, as `ms.Variable`'s layout.
+            The parameter has this rank's slice, also if the module was created whole. `state_dict` and `load_state_dict` of
+            module and optimizer have the whole.
 
     Raises:
         ContextError: outside of a strategy's scope.
         ValueError: an argument is wrong, or find_unused_parameters with overlap or with parameter servers, or several
             optimizers with overlap, max_norm or parameter servers; a parameter that is not the module's, or of two
-            optimizers, or without memory, or complex; SyncBatchNorm, where workers do not step together; a layout
-            that does not fit, or without a mesh.
+            optimizers, or without memory, or complex; SyncBatchNorm, where workers do not step together; a layout that does
+            not fit, or without a mesh.
         TypeError: an optimizer whose step fails with gradients of zeros, or that has another optimizer.
         RuntimeError: the module is distributed already.
         LayoutError: a strategy with sharded_gradients.
@@ -152,7 +152,7 @@ def distribute(
 
 
 def _check_several(strategy: Any, optimizers: Sequence[Any], max_norm: float | None, overlap: bool) -> None:
-    """Raise ValueError if a module cannot have these optimizers together."""
+    """Raise ValueError for optimizers that exclude each other."""
     held = [id(p) for each in optimizers for group in each.param_groups for p in group["params"]]
     if not optimizers or len(set(held)) < len(held):
         expected = "optimizers of other parameters each"
@@ -191,7 +191,7 @@ def _device_of(strategy: Any) -> str:
 
 
 def check_tensors(module: torch.nn.Module, device: str) -> None:
-    """Check that parameters and buffers have memory, in this process, on a kind of device, of a dtype that variables have.
+    """Check that parameters and buffers have memory, on a kind of device, of a variable's dtype.
 
     Raises:
         ValueError: names the first that has not.
@@ -243,8 +243,7 @@ def _check_in_sync(strategy: Any) -> None:
 
 
 def _seed(strategy: Any) -> None:
-    """Make replicas draw different random numbers, repeatable by the program's seed; ranks of a replica draw the same.
-    Collective."""
+    """Seed replicas differently, repeatably by the program's seed; ranks of a replica equally. Collective."""
     group, served = strategy.extended.process_group, strategy.extended.placement.store is not None
     number = strategy.rank if served else strategy.extended.sync_topology.rank
     state = torch.get_rng_state().numpy()

@@ -1,4 +1,4 @@
-"""The state of torch's LBFGS as arrays of fixed shapes: its history grows up to `history_size`, and variables cannot grow."""
+"""The state of torch's LBFGS as arrays of fixed shapes: its history grows, and variables cannot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_lbfgs(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def new_arrays(parameters: Sequence[torch.Tensor], group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the arrays before the first step, which torch has for the first parameter: 2 · history_size + 2 vectors."""
+    """Return the first parameter's arrays before the first step: 2 · history_size + 2 vectors."""
     empty = torch.cat(
         [parameter.detach().new_empty(0) for parameter in parameters]
     )  # of the dtype of their gradients together

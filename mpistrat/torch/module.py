@@ -1,6 +1,6 @@
-"""A module whose parameters share the memory of a strategy's variables: their gradients, and the module's buffers.
+"""A module whose parameters share a strategy's variables' memory: their gradients, and buffers.
 
-Each replica of a distributed module writes its own buffers, as BatchNorm its statistics; `eval` makes them equal.
+Each replica writes its own buffers, as BatchNorm's statistics; `eval` makes them equal.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _layer_of(module: torch.nn.Module, place: str) -> tuple[torch.nn.Module, str
 
 @torch.compiler.disable
 def _assigned(layer: torch.nn.Module, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a buffer's value after an assignment: its own tensor with the new value, or a value with a history."""
+    """Return an assigned buffer's value: its own tensor, or a value with a history."""
     known = _known[layer].get(name)
     if known is None or value is None or value is known.tensor:
         return value
@@ -140,7 +140,7 @@ def _assigned(layer: torch.nn.Module, name: str, value: torch.Tensor | None) -> 
 
 
 def _registered(layer: torch.nn.Module, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
-    """Handle each buffer of any module that is registered or assigned; called by torch."""
+    """Handle any module's registered or assigned buffer; called by torch."""
     return _assigned(layer, name, value) if layer in _known else None
 
 
@@ -152,21 +152,21 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 
 @final
 class TorchLink:
-    """The link of a parameter of one local replica to a variable: its data is the variable's memory.
+    """The link of a local replica's parameter to a variable, whose memory is its data.
 
     Attributes:
         name: of the parameter in its module.
         variable: the variable.
         replicas: the links of all local replicas' parameters of that name.
-        gradient: the memory of the variable's gradient; for a parameter that was frozen when it was distributed, private
-            memory until its first step. None before that, and if a server has the variable.
+        gradient: the memory of the variable's gradient; for a parameter frozen when distributed, private memory until its
+            first step. None before that, and if a server has the variable.
         shown: the same memory, as `parameter.grad` shows it.
-        summed: the number of replicas that a server sums up; it gets gradients divided by it. Else 1.
+        summed: the number of replicas that a server sums, which divides their gradients. Else 1.
         address: of the variable's memory; torch itself may move a tensor's, as `share_memory` does.
         replica: the local replica.
         divided: this rank's range of it, if the ranks of a replica divide it; else None.
         optimized: True if an optimizer has the parameter.
-        noted: called with the link when a backward pass has completed the gradient, if set.
+        noted: called with the link when the gradient is complete, if set.
     """
 
     __slots__ = (
@@ -232,7 +232,7 @@ class TorchLink:
         self._hold(array_of(plain.to_dense() if plain.is_sparse else plain.contiguous()))
 
     def _hold_late(self) -> None:
-        """Use the variable's memory for the gradient, which a step has allocated since the parameter was thawed."""
+        """Use the variable's memory for the gradient, now allocated for a thawed parameter."""
         parameter, own, shown = self.parameter, self.gradient, self.shown
         self._hold(self.variable.gradient(self.replica))
         self._late = False
@@ -254,10 +254,10 @@ class TorchLink:
         return parameter
 
     def take(self, parameter: torch.nn.Parameter) -> None:
-        """Move the gradient of a completed backward pass into place. If `shown` was there, autograd has added to it already.
+        """Move a completed gradient into place. If it is `shown`, autograd has added to it already.
 
-        For a small module these calls, one per parameter, take as long as a step's communication: the common case comes first,
-        and avoids `torch.no_grad`.
+        These calls, one per parameter, may take as long as communication: the common case comes first, and avoids
+        `torch.no_grad`.
         """
         if torch.compiler.is_dynamo_compiling():  # a compiled function has called backward
             self._take_untraced(parameter)
@@ -302,7 +302,7 @@ class TorchLink:
         """Return the gradient and the variable, as `apply_gradients` takes them.
 
         Args:
-            by_rows: True if a server may get only the rows of a sparse gradient, and does not change the others.
+            by_rows: True if a server may get only the rows of a sparse gradient.
 
         Raises:
             RuntimeError: the parameter has lost the variable's memory, or is a complex one that was frozen.
@@ -344,7 +344,7 @@ class TorchLink:
             self._refuse("the memory of its variable", got, remedy)
 
     def require_gradients(self) -> None:
-        """Raise RuntimeError if a parameter thawed after `distribute` has a gradient: `ms.optimizers` cannot update it."""
+        """Raise RuntimeError for the gradient of a parameter thawed after `distribute`: `ms.optimizers` cannot update it."""
         if self.tensor is not None and not self.variable.trainable and self.parameter.grad is not None:
             remedy = "Set requires_grad before ms.torch.distribute, or pass an optimizer of torch.optim to it"
             self._refuse("a parameter that was trainable when it was distributed", "a frozen one", remedy)
@@ -416,8 +416,8 @@ class DistributedModule(torch.nn.Module):
     Attributes:
         mpistrat_strategy: the strategy of its variables.
         mpistrat_links: the link of each parameter to its variable.
-        mpistrat_frozen: those of parameters that were frozen when the module was distributed.
-        mpistrat_passes: weighs passes by the rows of a replica's share of a batch, and reads parameters from servers.
+        mpistrat_frozen: those of parameters frozen when distributed.
+        mpistrat_passes: weighs passes by rows, and reads parameters from servers.
         mpistrat_changed: True if layers or parameters were registered since the last step.
         mpistrat_replicas: the modules of all local replicas; this one is the first.
         mpistrat_buffers: the variables of the buffers; on the first local replica's module only.
@@ -432,7 +432,7 @@ class DistributedModule(torch.nn.Module):
     mpistrat_buffers: Buffers | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a plain module of the class: modules made of a distributed one, such as `model[:-1]`, are not distributed."""
+        """Return a plain module: those made of a distributed one, such as `model[:-1]`, are plain."""
         kind: Any = cls.__mro__[2]
         return kind(*args, **kwargs)
 
@@ -470,7 +470,7 @@ class DistributedModule(torch.nn.Module):
         return result
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's state, as in plain torch. With several parameter servers, servers must not call it.
+        """Return the module's state, as plain torch does. Several parameter servers must not call it.
 
         Collective if ranks divide parameters.
         """
@@ -572,7 +572,7 @@ def put_into(
 
 
 def divide_gradients(module: Any) -> None:
-    """Divide gradients by the number of replicas when they are computed, as an optimizer of `ms.optimizers` sums them."""
+    """Divide gradients by the number of replicas: `ms.optimizers` sum them."""
     replicas = summed_replicas(module.mpistrat_strategy)
     for link in module.mpistrat_links if replicas > 1 else ():
         for each in link.replicas:
@@ -602,7 +602,7 @@ torch.nn.modules.module.register_module_parameter_registration_hook(_changed)
 
 
 def check_parameters(module: Any, replica: int) -> None:
-    """Check before a step that a module has its distributed parameters, and forget the weights of earlier passes.
+    """Check a module's parameters before a step, and forget the weights of earlier passes.
 
     Raises:
         RuntimeError: a layer was added or replaced.

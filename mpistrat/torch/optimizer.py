@@ -1,4 +1,4 @@
-"""A torch.optim optimizer whose step sums over the replicas and updates in one pass; its state is divided over the ranks.
+"""A torch.optim optimizer that sums over the replicas and updates in one pass; its state is divided over the ranks.
 
 Overlap: sums that start during a backward pass, of buckets of parameters, by `Optimizer.begin`.
 """
@@ -41,10 +41,9 @@ _BUCKET_BYTES = 25 << 20  # as DDP's
 
 @final
 class Overlap:
-    """The buckets of a module's parameters, the last ones first, as a backward pass reaches them.
+    """The buckets of a module's parameters, in the order of a backward pass.
 
-    A bucket is started when all its gradients are complete and those before it were started, so the order is the same on all
-    ranks.
+    A bucket starts when its gradients are complete and those before it have started, so the order is the same on all ranks.
     """
 
     def __init__(self, rule: Any, strategy: Any, links: Sequence[TorchLink]) -> None:
@@ -75,7 +74,7 @@ class Overlap:
 
     @torch.compiler.disable
     def _note(self, link: TorchLink) -> None:
-        """Record that a backward pass has completed a gradient. Collective if it is the last one of a bucket."""
+        """Record a completed gradient. Collective for the last one of a bucket."""
         if self._next == len(self._buckets) or not self._rule._core.begun.early:
             return
         for missing in self._missing[self._next :]:
@@ -87,7 +86,7 @@ class Overlap:
             self._versions.update((each, _version(each)) for each in bucket)
 
     def settle(self) -> None:
-        """Make the next step use the started sums, or sum again if a gradient has changed since. Collective."""
+        """Make the step use the started sums, or sum again if a gradient has changed. Collective."""
         if not self._versions:
             self._reset()
             return

@@ -258,7 +258,7 @@ class TorchRule(ForeignRule):
         return chosen
 
     def _check_state(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Raise RuntimeError if new settings need state that was not created when the optimizer was distributed."""
+        """Raise RuntimeError if new settings need state that does not exist."""
         turned_on = [
             name
             for before, now in zip(self.settings, settings, strict=True)
@@ -308,7 +308,7 @@ class TorchRule(ForeignRule):
             self.load_taken(found)
 
     def set_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Set the settings of each group, as torch's `load_state_dict` does; tensors are filled in place.
+        """Set each group's settings, as torch's `load_state_dict` does; tensors are filled in place.
 
         Raises:
             ValueError: another number of groups.
@@ -327,7 +327,7 @@ class TorchRule(ForeignRule):
 
     @property
     def by_rows(self) -> bool:
-        """True if elements without a gradient do not change, so that some rows can be updated alone."""
+        """True if elements without a gradient do not change, so rows can be updated alone."""
         still = self.rule == "Adagrad" or (self.rule == "SGD" and all(not each["momentum"] for each in self.settings))
         return still and all(not each["weight_decay"] for each in self.settings)
 
@@ -342,7 +342,7 @@ class TorchRule(ForeignRule):
 
     @property
     def on_whole_tensors(self) -> TorchWholeRule | None:
-        """The rule on whole tensors, with the state of each parameter; None if the rule runs on blocks."""
+        """The rule on whole tensors, with its state; None if it runs on blocks."""
         return self._whole
 
     def assign_group(self, variable: Any, group: int) -> None:
@@ -351,10 +351,10 @@ class TorchRule(ForeignRule):
         self._note(variable, group)
 
     def add_group(self, variables: Sequence[Any]) -> None:
-        """Update more variables by the last group of the optimizer, which was just added.
+        """Update more variables by the optimizer's last group, just added.
 
         Raises:
-            RuntimeError: the group needs state that was not created when the optimizer was distributed.
+            RuntimeError: the group needs state that does not exist.
         """
         groups = self._optimizer.param_groups
         number = len(groups) - 1
@@ -372,7 +372,7 @@ class TorchRule(ForeignRule):
             self.__frozen.add(variable)
 
     def _group_of(self, variable: Any) -> int:
-        """Return the number of the variables that have taken the same steps as this one."""
+        """Return the number of the variables with the same steps as this one."""
         return self.__taken_by.get(variable, 0)
 
     def taken_of(self, variable: Any) -> StepsTaken:
@@ -468,7 +468,7 @@ class TorchRule(ForeignRule):
             pairs[:] = [(found.get(variable), variable) for variable in variables]
 
     def _divide(self, strategy: Any) -> None:
-        """Make the step divide sums by the counts of the losses of all replicas. Collective, if losses are counted.
+        """Make the step divide sums by all replicas' counts of losses. Collective, if losses are counted.
 
         Raises:
             ValueError: on every rank, when all counts are 0.
@@ -488,13 +488,13 @@ class TorchRule(ForeignRule):
         self._core.divisor = float(total)
 
     def _thaw(self, given: Set[Any]) -> None:
-        """Allocate memory for the gradients of parameters that were frozen when they were distributed. Collective."""
+        """Allocate memory for gradients of parameters frozen when distributed. Collective."""
         for variable in [each for each in self.__taken_by if each in self.__frozen and each in given]:
             make_trainable(variable)
             self.__frozen.remove(variable)
 
     def _check_served(self) -> None:
-        """Raise RuntimeError if the program has changed settings: servers use those of their own optimizers."""
+        """Raise RuntimeError if settings have changed: servers have their own."""
         now = [_read(group) for group in self._optimizer.param_groups]
         if now == self.__served:
             return
@@ -511,7 +511,7 @@ class TorchRule(ForeignRule):
         raise RuntimeError(explain(f"{self.rule}.step", names, expected=expected, got=got, remedy=remedy))
 
     def _stepping(self, pairs: Sequence[tuple[Any, Any]]) -> set[int]:
-        """Return the numbers of the sets of variables that take this step; sets that split in it get new numbers."""
+        """Return the numbers of the sets of variables that take this step, after splitting sets."""
         given = {variable for gradient, variable in pairs if gradient is not None}
         numbers = {self._group_of(variable) for variable in given}
         if len(given) == len(self.__taken_by):
@@ -539,7 +539,7 @@ class TorchRule(ForeignRule):
         self._block_step(block, group).update(block, rate, step, first, scalars)
 
     def _served_scalars(self, group: int, step: int, rate: float) -> Mapping[str, float]:
-        """Return torch's state that all elements share, before a step on a server, which counts all steps."""
+        """Return torch's shared state before a step on a server, which counts all steps."""
         known: dict[Any, Any] = self.__local.__dict__
         taken: int
         scalars: dict[str, float]
@@ -557,7 +557,7 @@ class TorchRule(ForeignRule):
         return self._kept(key, group, tensor_of(block.weights).dtype)[0]
 
     def _trial(self, number: int) -> _BlockStep:
-        """Return the step of a group that computes torch's state shared by all elements."""
+        """Return the step of a group that computes torch's shared state."""
         trial, new = self._kept(("trial", number), self._optimizer.param_groups[number], torch.float32)
         if new:
             trial.names()

@@ -15,8 +15,8 @@ __all__ = ["SyncBatchNorm", "convert"]
 class _SumOverReplicas(torch.autograd.Function):
     """The sum over replicas, differentiable any number of times. Collective.
 
-    Each replica differentiates its own loss, weighted by its share. The gradient of the total for this replica's input is divided
-    by the share again, since the gradients of its parameters are multiplied by it.
+    A replica's loss is weighted by its share. The gradient of the total for its input is divided by the share, since the
+    gradients of its parameters are multiplied by it.
     """
 
     @staticmethod
@@ -33,7 +33,7 @@ class _SumOverReplicas(torch.autograd.Function):
 
 
 class _Merge(torch.autograd.Function):
-    """The mean and variance of all replicas' rows, from each one's means and sums of squared deviations. Collective.
+    """The mean and variance of all rows, from replicas' means and sums of squared deviations. Collective.
 
     Source: T. Chan, G. Golub, R. LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
     """
@@ -61,7 +61,7 @@ class _Merge(torch.autograd.Function):
 
 
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
-    """A BatchNorm layer whose statistics are those of all replicas' batches together. In training its calls are collective.
+    """A BatchNorm layer with the statistics of all replicas' batches. In training its calls are collective.
 
     Attributes:
         strategy: the strategy of the replicas.

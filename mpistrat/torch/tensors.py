@@ -54,10 +54,10 @@ _ALLOWED = {
 
 @final
 class LocalGradient(torch.Tensor):
-    """The value of `parameter.grad` between `backward` and `zero_grad`: this replica's gradient, in memory that is summed later.
+    """The value of `parameter.grad` between `backward` and `zero_grad`: this replica's gradient, not summed yet.
 
-    Functions that compute with it raise an error: clipping by the norm of one replica's gradient, or a step of a plain optimizer,
-    would make the ranks' weights differ. `local_gradient` returns the plain tensor.
+    Functions that compute with it raise an error: clipping by one replica's norm, or a step of a plain optimizer, would make
+    the ranks' weights differ. `local_gradient` returns the plain tensor.
 
     Attributes:
         strategy: a weak reference to the strategy whose replicas' gradients are summed.
@@ -84,7 +84,7 @@ class LocalGradient(torch.Tensor):
 
 
 def _unscale(gradients: Sequence[LocalGradient], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """Multiply gradients by a number, and record whether those of any replica have an infinity or NaN. Collective.
+    """Scale gradients, and record whether any replica's have an infinity or NaN. Collective.
 
     Raises:
         RuntimeError: on a rank with several local replicas, whose threads share the GradScaler.

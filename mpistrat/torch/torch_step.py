@@ -1,4 +1,4 @@
-"""A step by PyTorch itself: its NCCL sums the gradients, and the program's optimizer updates the parameters, fused or not.
+"""A step by PyTorch itself: its NCCL sums the gradients, and the program's optimizer updates.
 
 The optimizer's state is tensors in the memory of the slots, so files, snapshots and `state_dict` have it as on CPUs.
 """
@@ -45,7 +45,7 @@ def goes_by_torch(placement: Any) -> bool:
 
 
 def sums_of(strategy: Any, device: torch.device) -> GradientSums | None:
-    """Return the sums of gradients by a process group of torch.distributed; None if the package itself runs steps.
+    """Return the sums of gradients by torch.distributed; None if the package itself runs steps.
 
     It does on CPUs, with parameter servers, a mesh, several replicas on a rank, slots divided over nodes, or an algorithm for
     sums that the program has chosen. Collective, the first time for a strategy.
@@ -82,7 +82,7 @@ def steps_by_torch(variables: Sequence[Variable]) -> bool:
 
 @final
 class GradientSums:
-    """Sums over the ranks of a strategy, by a process group of torch.distributed that ends with the strategy. Collective.
+    """Sums over the ranks of a strategy, by a process group of torch.distributed. Collective.
 
     Attributes:
         group: the process group; None for one rank, which has nothing to sum.
@@ -101,7 +101,7 @@ class GradientSums:
         self.group.allreduce([torch.zeros(1, device=device)]).wait()  # a missing NCCL raises here, not in a step
 
     def start(self, flat: torch.Tensor) -> list[Any]:
-        """Start to replace a flat tensor by its sum over all ranks, in buckets. Return the works to wait for. Collective."""
+        """Start to sum a flat tensor over all ranks, in buckets and in place. Return the works. Collective."""
         if self.group is None:
             return []
         length = max(1, _BUCKET_BYTES // flat.element_size())
@@ -155,7 +155,7 @@ def _parts(found: _Range, flat: torch.Tensor) -> list[torch.Tensor]:
 
 @final
 class BegunInBackward:
-    """The sums that backward passes have started since the last step, with the methods of `Begun`.
+    """The sums started by backward passes since the last step, with the methods of `Begun`.
 
     Attributes:
         words: names in order, which ranks compare in the step.
@@ -197,7 +197,7 @@ class BegunInBackward:
     note_step = check
 
     def refuse(self, ranks: ProcessGroup, error: BaseException) -> None:
-        """Refuse further collectives after an error of the step: sums may be pending that other ranks have not started."""
+        """Refuse further collectives after an error: sums may be pending that other ranks have not started."""
         if not self._used:
             return
         self._started.clear()
@@ -214,7 +214,7 @@ class BegunInBackward:
 
 @final
 class TorchStep(UpdateRun):
-    """The step of one optimizer on one set of parameters, which each rank has completely in its own memory."""
+    """The step of one optimizer on one set of parameters, whole in each rank's memory."""
 
     def __init__(
         self, rule: Any, state: OwnState, sums: GradientSums, variables: Sequence[Variable], left_out: Sequence[str]
@@ -258,7 +258,7 @@ class TorchStep(UpdateRun):
             self._state.step(dict(itertools.chain.from_iterable(pairs)))
 
     def _compare(self, aggregate: bool) -> None:
-        """Raise CollectiveMismatchError if ranks take different steps, or, periodically, if their weights differ. Collective."""
+        """Raise CollectiveMismatchError if steps or, checked periodically, weights differ. Collective."""
         core, group = self._core, self._group
         number = core.calls + 1
         detail = (self._detail if aggregate else f"{self._detail}, without aggregation") + core.begun.words
@@ -287,7 +287,7 @@ class TorchStep(UpdateRun):
         return torch.stack(found).tolist() if found else []
 
     def _sum(self, aggregate: bool) -> list[_Sum]:
-        """Return the sums of the gradients, in separate memory: arenas still have the replica's own. Collective."""
+        """Return the sums of the gradients, in separate memory: arenas have the replica's own. Collective."""
         begun = self._core.begun
         sums: list[_Sum] = begun.take() if isinstance(begun, BegunInBackward) else []
         ranges = self._ranges
@@ -304,7 +304,7 @@ class TorchStep(UpdateRun):
         return sums
 
     def _scale(self, sums: Sequence[torch.Tensor]) -> None:
-        """Convert sums to the gradients of the loss, clipped by their norm. Reads no value from a device."""
+        """Convert sums to the loss's gradients, clipped by norm, without reading a value from a device."""
         factor: Any = self._rule.scale / self._core.divisor
         limit = self._rule.global_clipnorm  # of sums over the counts of losses
         if limit is not None:
@@ -323,7 +323,7 @@ class TorchStep(UpdateRun):
 
 @final
 class OwnState:
-    """The state of a program's optimizer, in the memory of its slots, and its own step on the parameters.
+    """The state of a program's optimizer, in the memory of its slots, and its own step.
 
     Args:
         rule: counts the steps, and has the slots.
@@ -356,7 +356,7 @@ class OwnState:
 
     @contextlib.contextmanager
     def _shown(self, optimizer: Any, gradients: Mapping[Any, torch.Tensor]) -> Iterator[None]:
-        """Give an optimizer its state, and its parameters their summed gradients, in a `with` block."""
+        """Set an optimizer's state and its parameters' summed gradients in a `with` block."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         before, state = [parameter.grad for parameter in parameters], optimizer.state
         try:
@@ -370,7 +370,7 @@ class OwnState:
                 parameter.grad = gradient
 
     def _prepare(self, parameter: Any, variable: Variable, group: Mapping[str, Any]) -> None:
-        """Set the state of a parameter before its next step, unless the optimizer creates it in that step."""
+        """Set a parameter's state before its next step, unless that step creates it."""
         taken = self._rule.taken_of(variable)
         number = self._rule.iterations + 1 - taken.lag
         known, self._counted[parameter] = self._counted.get(parameter), (taken, number)

@@ -1,7 +1,7 @@
-"""The state of a module and its optimizers, as `ms.train.Checkpoints` saves it in a program of torch.distributed.
+"""The state of a module and its optimizers, for `ms.train.Checkpoints` with torch.distributed.
 
-PyTorch's `get_state_dict` names the tensors of plain modules, and of those of DDP and `fully_shard`. They become the arrays of a
-checkpoint: each rank writes its shards, or a share of the tensors that all ranks have.
+PyTorch's `get_state_dict` names the tensors, also of DDP and `fully_shard`. They become the arrays of a checkpoint: each rank
+writes its shards, or a share of the tensors that all ranks have.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _SHOWN = 5  # names in an error
 
 @final
 class TrainingState:
-    """A module and its optimizers, as an argument of `ms.train.Checkpoints` instead of a strategy.
+    """A module and its optimizers, for `ms.train.Checkpoints` instead of a strategy.
 
-    The module is one of DistributedDataParallel, one that `fully_shard` or `parallelize_module` has been applied to, or a plain
-    one that is equal on all ranks. A file has the whole tensors, by the names of PyTorch's `get_state_dict`: it can be restored
-    on any number of ranks, and by the other kinds of module.
+    The module is one of DistributedDataParallel, one that `fully_shard` or `parallelize_module` has been applied to, or a
+    plain one that is equal on all ranks. A file has whole tensors, by the names of `get_state_dict`: it can be restored on
+    any number of ranks, and by the other kinds of module.
 
     Its rank and size are those of the group.
 
@@ -134,8 +134,8 @@ class TrainingState:
 
         Raises:
             OSError: on every rank, when it cannot be written.
-            CollectiveMismatchError: on every rank, when tensors that are not sharded differ between ranks.
-            ValueError: a tensor that is sharded in another way than `Shard` of each dimension of the mesh.
+            CollectiveMismatchError: on every rank, when unsharded tensors differ between ranks.
+            ValueError: a tensor sharded by other placements than `Shard` and `Replicate`.
         """
         extra = self._collected(extra)
         self._in_order("save", lambda: self._checkpoint.save(path, extra))
@@ -157,7 +157,7 @@ class TrainingState:
         self._in_order("prepare_save", self._checkpoint.prepare)
 
     def take_snapshot(self, step: int, extra: Mapping[str, Any], run: str = "") -> None:
-        """Copy the state to memory of each node that outlives its ranks. Collective. See `Strategy.take_snapshot`.
+        """Copy the state to memory of each node that survives the ranks. Collective. See `Strategy.take_snapshot`.
 
         A node receives the shards that none of its ranks has, so each node can restore the job alone.
 
@@ -204,7 +204,7 @@ class TrainingState:
         return self.process_group.in_order(f"TrainingState.{function}", call)
 
     def _collected(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Update the names of the tensors by PyTorch; return the program's `extra` with the optimizers' values besides tensors.
+        """Update the named tensors; return the program's `extra` with the optimizers' other values.
 
         Call it before the collectives of a checkpoint: PyTorch may use its own for it.
         """
@@ -222,7 +222,7 @@ class TrainingState:
         return {".".join(word for word in name.split(".") if word not in wrappers) for name in names} | set(names)
 
     def _restored(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Load the tensors and values that were read into PyTorch; return the program's `extra`."""
+        """Load the restored tensors and values into PyTorch; return the program's `extra`."""
         values = saved.pop(_VALUES, {})
         states: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
         own = {**self._tensors.named, **self._values}
@@ -279,7 +279,7 @@ class _Tensors:
         return Entry(key, dtype, box, [(0, _flat(local, dtype))] if has and local.numel() else [], everywhere)
 
     def _compare(self) -> None:
-        """Raise CollectiveMismatchError unless tensors have the same form on all ranks, and whole ones are equal."""
+        """Raise CollectiveMismatchError if ranks' tensors differ in form, or whole ones in value."""
         table = {}
         for name, tensor in self.named.items():
             table[name] = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
@@ -320,7 +320,7 @@ class _Tensors:
         return dict(read_extra(extra or {}))
 
     def _room(self, name: str, tensor: torch.Tensor) -> tuple[np.ndarray, Receiver]:
-        """Return memory for this rank's elements of a tensor, and a receiver that fills it from the whole."""
+        """Return memory for this rank's elements of a tensor, and a receiver for it."""
         whole = not isinstance(tensor, DTensor)
         local, box = (tensor, Box(tensor.shape)) if whole else (tensor.to_local(), _box(name, tensor))
         array = np.empty(tuple(local.shape), parse_dtype(dtype_name(tensor.dtype)))

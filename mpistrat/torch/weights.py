@@ -1,8 +1,8 @@
-"""The weight of a pass in its graph: while a module computes, the gradients of its parameters are multiplied.
+"""The weight of a pass in its graph, a factor of the gradients of a module's parameters.
 
-A replica differentiates the mean over its own rows. If replicas have unequal shares of a batch, that gradient is weighted by the
-rows. The factor is between the parameters and the graph of the pass, so it applies to all results of the pass, in any order and
-any number of backward passes: outputs, tensors that the module stores, gradients of gradients. Equal shares need no factor.
+A replica differentiates the mean over its own rows. With unequal shares of a batch, that gradient is weighted by the rows.
+The factor is between the parameters and the pass, so it applies to all results, in any order and number of backward passes:
+outputs, stored tensors, gradients of gradients. Equal shares need no factor.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ class _Weigh(torch.autograd.Function):
 
 @final
 class ModulePasses:
-    """The passes of one local replica's module: each call of it, or of one of its layers outside of such a call, is one.
+    """The passes of one local replica's module: outermost calls of it or its layers.
 
     Args:
         strategy: the strategy.
         module: the module.
         replica: the local replica.
         weighs: True if losses are means over a replica's rows.
-        read: reads parameters from servers, before each pass. None if parameters have their memory here.
+        read: reads parameters from servers, before each pass; None without servers.
 
     Attributes:
-        idle: True if passes need no action, since all shares of batches were equal so far.
+        idle: True while passes need no action: shares of batches were equal so far.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ModulePasses:
             strategy.extended.batches.watch(self._begin)
 
     def _begin(self) -> None:
-        """Watch calls of layers from now on: shares are unequal, servers have parameters, or a rank has several replicas."""
+        """Watch calls of layers: shares are unequal, servers have parameters, or a rank has several replicas."""
         root = self._root()
         if root is None or not self.idle:
             return
@@ -179,7 +179,7 @@ class ModulePasses:
                 _note_weight(output, weight)
 
     def weight_of_loss(self, loss: Any) -> float:
-        """Return the factor of a loss before the sum over the replicas: the weight of the passes that computed it.
+        """Return the factor of a loss in the sum: the weight of the passes that computed it.
 
         Raises:
             BatchError: passes of several weights.
@@ -198,12 +198,12 @@ class ModulePasses:
         return float(weights.pop()) if weights else 1.0
 
     def forget(self) -> None:
-        """Forget the weights of earlier passes, whose step is taken, and calls that an interrupt has left open."""
+        """Forget the weights of earlier passes, and calls left open by an interrupt."""
         self._recent.clear()
         self.leave(0)
 
     def _weight(self, module: torch.nn.Module, inputs: Any, method: bool) -> Any:
-        """Return the weight of a pass, an error for its backward pass to raise, or None for a pass without a weight."""
+        """Return the weight of a pass, an error for its backward pass, or None."""
         if torch._C._current_graph_task_id() != -1:  # a checkpoint recomputes its pass
             if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # for the saved tensors only
                 return None
@@ -232,10 +232,10 @@ def _is_empty(tensor: Any) -> bool:
 
 
 def _run_without_rows(module: torch.nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return the result of a function of a module for inputs of zero rows.
+    """Call a function of a module with inputs of zero rows.
 
-    If it fails with zero rows, as `x.view(x.size(0), -1)` does, it gets one row of ones instead. Then that row is removed from
-    its outputs, and numbers are NaN, as means of no row are. Running statistics do not change.
+    If it fails, as `x.view(x.size(0), -1)` does, it gets one row of ones instead. Then that row is removed from its outputs,
+    and numbers are NaN, as means of no row are. Running statistics do not change.
     """
     layers = list(module.modules())
     norms = [x for x in layers if isinstance(x, torch.nn.modules.batchnorm._NormBase)]
@@ -345,7 +345,7 @@ def _replaced(value: Any, weighed: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 
 def _note_weight(output: Any, weight: float) -> None:
-    """Record the weight of a pass at its outputs, where passes that use them find it directly."""
+    """Record the weight of a pass at its outputs, for passes that use them."""
     for tensor in _tensors(output):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             tensor.grad_fn.metadata[_Weigh] = weight
@@ -372,7 +372,7 @@ def _weights_before(tensors: list[Any]) -> set[Any]:
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[Any]:
-    """Yield the tensors and arrays in a nest and in objects with attributes, and those wrapped by `vmap` and the like."""
+    """Yield the tensors and arrays in a nest, in objects' attributes, and wrapped by `vmap` and the like."""
     if isinstance(value, torch.Tensor):
         while torch._C._functorch.is_functorch_wrapped_tensor(value):
             value = torch._C._functorch.get_unwrapped(value)
@@ -395,7 +395,7 @@ def _tensors(value: Any, depth: int = 4) -> Iterator[Any]:
 
 
 def with_passes(kind: type[torch.nn.Module]) -> dict[str, Any]:
-    """Return methods that replace a module class's own: a call with tensors of a batch is a pass of the module."""
+    """Return methods that replace a module class's own, and start a pass for tensors of a batch."""
     methods: dict[str, Any] = {}
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] == "torch":

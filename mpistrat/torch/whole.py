@@ -1,7 +1,7 @@
-"""A rule of torch on whole tensors, such as Adafactor or Muon: every rank runs it on copies of the parameters, after the sum.
+"""A rule of torch on whole tensors, such as Muon: every rank runs it on copies of the parameters, after the sum.
 
-Its state is in variables, and so in files. Before each step it reads the groups of the program's optimizer, and writes them back
-afterwards. A rule that calls a closure itself, such as LBFGS, takes its step by `run`: see `closure.py`.
+Its state is in variables, and so in files. Each step reads the groups of the program's optimizer, and writes them back
+afterwards. A rule that calls a closure, such as LBFGS, uses `run`: see `closure.py`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class TorchWholeRule(WholeRule):
         return {name: array_of(self._parameters[name].detach()) for name in gradients}
 
     def run(self, closure: Callable[[], Any], step: int) -> Any:
-        """Call the optimizer's own step, on copies of the parameters, and return its result. `assign` writes the new weights.
+        """Call the optimizer's own step on the copies, and return its result. `assign` writes the weights.
 
         Args:
             closure: returns the loss at the current `parameters()`, and sets their gradients.
@@ -183,10 +183,10 @@ class TorchWholeRule(WholeRule):
 
     @contextlib.contextmanager
     def _alike(self, step: int) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-        """Make all ranks compute the same bits in a step: with the same number of threads, and the same random numbers.
+        """Make ranks compute the same bits: with equal numbers of threads, and equal random numbers.
 
         Yields:
-            A function that restores this rank's threads and random numbers for the program, in a closure.
+            A function that restores this rank's threads and random numbers, for a closure.
         """
         own, drawn = torch.get_num_threads(), torch.get_rng_state()
 
@@ -314,7 +314,7 @@ def _states_after(optimizer: torch.optim.Optimizer, with_closure: bool) -> list[
 
 
 def _set_threads(number: int) -> None:
-    """Set torch's number of threads; without a call if it is that already, which would end the other threads."""
+    """Set torch's number of threads, unless it is that already: a call ends threads."""
     if torch.get_num_threads() != number:
         torch.set_num_threads(number)
 

@@ -1,4 +1,4 @@
-"""Arrival of the ranks that create a group, in PyTorch's store: within MPI, waiting for an absent rank would not end."""
+"""Arrival of a group's ranks, in PyTorch's store: within MPI, waiting for an absent rank would not end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALL = "all"
 
 
 def arrive(store: Any, name: str, members: Sequence[int], index: int, value: int, timeout: timedelta) -> list[int]:
-    """Return the values of all ranks that create a group, by rank, after all have arrived. Collective over these.
+    """Return the values of all ranks of a new group, by rank, after all have arrived. Collective over these.
 
     Ranks agree on whether all arrived in time: either all return or all raise, also late ones.
 

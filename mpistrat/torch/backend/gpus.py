@@ -1,4 +1,4 @@
-"""Tensors on GPUs in a group of this package: by PyTorch's NCCL group inside it, or through host memory without NCCL."""
+"""Tensors on GPUs in a group: by PyTorch's NCCL inside it, or through host memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def by_nccl(method: F) -> F:
-    """Run an operation on tensors on GPUs by NCCL, if the group can use it, and it has the operation."""
+    """Run an operation on GPUs by NCCL, if the group can use it, and it has the operation."""
     name = _LONG_KNOWN.get(method.__name__, method.__name__)
 
     @functools.wraps(method)
@@ -108,7 +108,7 @@ def queued(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 @final
 class GpuGroup:
-    """The use of NCCL by a group, decided at its first collective call with tensors on GPUs.
+    """The use of NCCL by a group, decided at its first call with tensors on GPUs.
 
     Args:
         ranks: the ranks of the group.
@@ -126,7 +126,7 @@ class GpuGroup:
         self._deciding = threading.RLock()
 
     def connected(self, group: Any, tensor: torch.Tensor) -> Any:
-        """Return NCCL's group if it moves tensors like this one, else None. Collective the first time, for all threads."""
+        """Return NCCL's group if it moves such tensors, else None. Collective the first time, for all threads."""
         if not self._decided:
             with self._deciding:
                 if not self._decided:
@@ -196,7 +196,7 @@ def inner_group(timeout: timedelta) -> tuple[Callable[[Any, int, int], Any], Any
 
 
 def _number_of(device: torch.device) -> tuple[int, int]:
-    """Return two numbers that identify a GPU on its node. Instances of one GPU (MIG) have the same: NCCL refuses them."""
+    """Return two numbers that identify a GPU on its node. Instances of one GPU (MIG) share them: NCCL refuses these."""
     about = torch.cuda.get_device_properties(device)
     if hasattr(about, "pci_bus_id"):
         return int(about.pci_domain_id) << 16 | int(about.pci_bus_id) << 8 | int(about.pci_device_id), 0

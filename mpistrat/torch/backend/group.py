@@ -1,7 +1,7 @@
 """A process group of torch.distributed on the ranks of an MPI communicator.
 
-Each operation runs inside the contract of `comm.ProcessGroup`: ranks compare their calls before data moves. Data moves through
-shared memory on a node, and by MPI between nodes.
+Each operation is inside the contract of `comm.ProcessGroup`: ranks compare calls before data moves, through shared memory on
+a node, by MPI between nodes.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return None if self.gpus is None or device is None or device.type != "cuda" else self.gpus.inner
 
     def shutdown(self) -> None:
-        """End the lane; memory and communicators are freed when these ranks create their next group. Local."""
+        """End the lane; these ranks' next group frees memory and communicators. Local."""
         if not self._closed:
             self._closed = True
             self._lane.close()
@@ -315,7 +315,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         operation: Callable[[float], None],
         waits: bool = False,
     ) -> OperationWork:
-        """Run an operation, a function of its time limit, in the lane; `waits` if the caller waits. Return its work."""
+        """Run an operation, a function of its time limit, in the lane; `waits` if the caller does. Return its work."""
         self._check(function, tensors)
         self._sequence += 1
         work = OperationWork(function, result)
@@ -384,13 +384,13 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._ranks.collective(function, "", dtype, shape, detail, timeout=seconds, synchronize=synchronize)
 
     def _meets(self, nbytes: int) -> bool:
-        """Return True if a call that moves `nbytes` needs a meeting of its own. The barrier of staging memory is one."""
+        """Return True if a call that moves `nbytes` needs a barrier besides that of staging memory."""
         return self._ranks.num_nodes > 1 or nbytes == 0
 
     # reductions
 
     def _reduced(self, function: str, flat: torch.Tensor, op: Any, seconds: float, detail: str = "") -> torch.Tensor:
-        """Return the reduction over all ranks of a contiguous tensor: its own memory if the dtype allows. Collective.
+        """Return the reduction over all ranks of a contiguous tensor, in place if the dtype allows. Collective.
 
         For bool a sum is True if any value is, a product if all are.
         """
@@ -746,7 +746,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
     ) -> OperationWork:
-        """Send each rank a slice of a tensor along its first dimension, and write the received slices to another. Collective."""
+        """Send each rank a slice of a tensor along dimension 0, and write received slices to another. Collective."""
         opts, function = _options(c10d.AllToAllOptions, opts, None), "dist.all_to_all_single"
         coming = _splits(function, "output", output, output_split_sizes, self._size)
         going = _splits(function, "input", input, input_split_sizes, self._size)

@@ -16,9 +16,10 @@ __all__ = ["Lane"]
 class Lane:
     """A queue that runs operations in the order of their calls, one at a time.
 
-    Each group has its own lane, so ranks may use groups in different orders. A call that waits anyway runs in its own thread if
-    the lane is empty, which saves two changes of thread. A call from a callback of a future that the lane has set runs at once:
-    before the waiting calls, which is the same position on every rank, and cannot deadlock. So does a call within an operation.
+    Ranks may use groups in different orders, as each has its own lane. A call that waits anyway runs in its own thread if the
+    lane is empty, which saves two changes of thread. A call from a callback of a future that the lane has set runs at once:
+    before the waiting calls, which is the same position on every rank, and cannot deadlock. So does a call within an
+    operation.
 
     Args:
         name: the name of the thread.

@@ -1,4 +1,4 @@
-"""torch's monitored barrier: rank 0 receives a message from each rank, names the missing ones, and answers the others."""
+"""torch's monitored barrier: rank 0 receives messages, names the missing ranks, and answers the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def monitored_barrier(ranks: ProcessGroup, number: int, seconds: float, wait_all
         ranks: the group.
         number: of this barrier in the group: a late rank has sent an old one.
         seconds: the time limit of rank 0.
-        wait_all_ranks: True if rank 0 waits for all ranks before it raises, and names all missing ones, not the first.
+        wait_all_ranks: True if rank 0 waits for all, and names all missing ranks, not the first.
 
     Raises:
         RuntimeError: on every rank that has arrived, if one has not.

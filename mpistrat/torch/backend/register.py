@@ -1,6 +1,6 @@
 """Functions that torch.distributed calls; the entry point `_mpistrat_torch` registers them.
 
-PyTorch creates the groups of "mpi" without timeout, name and store. `create_mpi` reads them from PyTorch's calling function.
+PyTorch creates groups of "mpi" without timeout, name and store. `create_mpi` reads them from its calling function.
 """
 
 from __future__ import annotations

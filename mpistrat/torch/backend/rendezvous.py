@@ -1,7 +1,7 @@
 """Rendezvous of torch.distributed over MPI: the ranks of the world, a store on a free port of rank 0, and the variables.
 
-Rank 0 starts a TCPStore on a port that the system chooses, and MPI sends its address to the others, so two jobs cannot take the
-same port. On several nodes every node has connected to the address that is used.
+Rank 0 starts a TCPStore on a port that the system chooses, and MPI sends the address, so two jobs cannot take the same port.
+Every node has connected to the address.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def store_of(comm: Any, node: Any, timeout: timedelta, function: str) -> tuple[A
 
 
 def _check_numbers(numbers: Mapping[str, str], comm: Any, whole: Any) -> None:
-    """Raise `ClusterError` if RANK or WORLD_SIZE contradict MPI: its numbers in the world, or those in COMM_WORLD."""
+    """Raise `ClusterError` if RANK or WORLD_SIZE are neither the world's nor COMM_WORLD's."""
     legal = {"RANK": (comm.rank, whole.rank), "WORLD_SIZE": (comm.size, whole.size)}
     for name, value in numbers.items():
         if value not in map(str, legal[name]):

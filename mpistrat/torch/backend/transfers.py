@@ -1,12 +1,11 @@
 """Messages between two ranks of a group: send, recv, and recv from any rank.
 
-A receive is not posted to MPI: the group stores its receives in the order of their calls and probes for their messages. So
-lengths and dtypes are compared: a message ends with the number of its dtype. One of more than 64 KB follows a header with both,
-and is received in place. Messages from any source need the probes: MPICH 5.0.2 loses them between several hosts if the receive
-was posted.
+Receives are not posted to MPI: the group stores them in the order of calls and probes for their messages. So lengths and
+dtypes are compared: a message ends with the number of its dtype. One of more than 64 KB follows a header with both, and is
+received in place. Messages from any source need the probes: between hosts MPICH 5.0.2 loses them if the receive was posted.
 
-A large message only moves while both ranks look for it. So a rank that waits for one transfer moves all, and a thread moves the
-others, as when a program calls a collective between `irecv` and `wait`.
+A large message only moves while both ranks look for it. So a rank that waits for one transfer moves all, and a thread moves
+the others, as when a program calls a collective between `irecv` and `wait`.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 @final
 class _Memory:
-    """The memory of a tensor, for NumPy. `Tensor.numpy` would prevent the tensor from changing its size, which FSDP needs."""
+    """The memory of a tensor, for NumPy. `Tensor.numpy` would fix the tensor's size, which FSDP changes."""
 
     def __init__(self, tensor: torch.Tensor, dtype: np.dtype[Any]) -> None:
         self._tensor = tensor  # which must live as long as arrays of this memory

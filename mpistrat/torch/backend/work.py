@@ -26,7 +26,7 @@ def seconds_of(timeout: timedelta | float | None) -> float | None:
 
 
 def torch_error(error: Exception, line: str) -> Exception:
-    """Return an error of the package as a RuntimeError, too, as torch's own are, with the user's line in its text."""
+    """Return an error of the package as also a RuntimeError, like torch's, with the user's line."""
     if not isinstance(error, MpistratError):
         return error
     first, newline, rest = str(error).partition("\n")
@@ -83,7 +83,7 @@ class OperationWork(dist.Work):
         return self._result
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Wait until the operation has ended, and raise its error if it has failed.
+        """Wait until the operation has ended, and raise its error.
 
         Raises:
             RuntimeError: the operation takes longer than `timeout`; it continues.
@@ -124,7 +124,7 @@ class OperationWork(dist.Work):
     def get_future(self) -> Future[Any]:
         """Return the future that the operation sets: to its tensors, or to its error.
 
-        The error is that of a callback: `Future.set_exception` would give C++ the exception instead of tensors. In the backward
+        A callback raises the error: `Future.set_exception` would give C++ the exception instead of tensors. In the backward
         pass of DistributedDataParallel that ends the process by SIGSEGV.
         """
         with self._lock:
@@ -145,7 +145,7 @@ class WorkOfSeveral(dist.Work):
         self._works = tuple(works)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Wait until all operations have ended, each at most `timeout`, and raise the error of the first that has failed."""
+        """Wait until all operations have ended, each at most `timeout`, and raise the first error."""
         limit = () if seconds_of(timeout) is None else (timeout,)
         for work in self._works:
             work.wait(*limit)
