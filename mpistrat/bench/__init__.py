@@ -1,5 +1,5 @@
-"""Benchmarks of the package alone, on the user's machine: `mpistrat bench`. The repository's benchmarks/, which compares with
-other packages, imports measurements, timing and colours from here."""
+"""Benchmarks of the package alone: `mpistrat bench`. The repository's benchmarks/, which compares with other packages,
+imports measurements, timing and colours from here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The constants of a step, from which `mpistrat plan` predicts steps on other layouts.
 
-A step starts when each rank has just written its gradients, as a backward pass does, so that they are in its core's caches or in
-memory, and ends when all have the new weights. All constants are times of steps, of strategies of one rank, of two, or of all,
-minus those on few parameters. They are measured for several sizes per core, since small ones fit into caches.
+A step starts when each rank has just written its gradients, so that they are in its core's caches or in memory, and ends when
+all have the new weights. Constants are times of steps, on one rank, on two, or on all, minus those on few parameters. They
+are measured for several sizes per core, since small ones fit into caches.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _fitting(setting: Setting, parts: dict[str, int]) -> dict[str, int]:
 
 
 def _sum_and_update(comm: Any, local_rank: int, parts: dict[str, int], seconds: float) -> dict[str, Spread]:
-    """Return the seconds per million parameters by size: of one rank of each node, of all, of a further gradient. Collective."""
+    """Return the seconds per million parameters by size: of one rank per node, of all, of a further gradient. Collective."""
     from mpi4py import MPI
 
     own = loops.threads()
@@ -140,7 +140,8 @@ def _sum_and_update(comm: Any, local_rank: int, parts: dict[str, int], seconds: 
 
 
 def _step_of_part(comm: Any, make: MakeStrategy | None, threads: int, size: int, seconds: float) -> tuple[Spread, int]:
-    """Return the seconds of a step on `size` parameters per core, or on few for 0, and the parameters of each rank. Collective.
+    """Return the seconds of a step on `size` parameters per core, or on few for 0, and the parameters of each rank.
+    Collective.
 
     Args:
         comm: all ranks.
@@ -163,13 +164,13 @@ def _step_of_part(comm: Any, make: MakeStrategy | None, threads: int, size: int,
 
 
 def _difference(more: Spread, less: Spread, count: int) -> Spread:
-    """Return the difference per unit of `count`; minima are compared with minima, and maxima with maxima."""
+    """Return the difference per unit of `count`, of minima and of maxima."""
     median, least, most = (max(long - short, 0.0) / count for long, short in zip(more, less, strict=True))
     return median, min(least, median), max(most, median)
 
 
 def _ping(inter: Any) -> Operation:
-    """Return an operation that exchanges eight bytes with the neighbouring nodes; without `inter` it does nothing."""
+    """Return an exchange of eight bytes with the neighbouring nodes; without `inter` it does nothing."""
     given, taken = np.zeros(8, np.uint8), np.empty(8, np.uint8)
 
     def exchange() -> None:

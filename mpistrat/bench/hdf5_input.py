@@ -34,7 +34,7 @@ CASES = {  # storage -> label -> order
 
 @dataclass(frozen=True)
 class Case:
-    """The files of a case: storage, number, order and size of the rows, and whether each row has a label of 8 bytes."""
+    """The files of a case: storage, number, order and size of rows, and whether rows have labels of 8 bytes."""
 
     layout: str
     files: int

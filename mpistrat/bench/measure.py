@@ -26,9 +26,9 @@ def pair(
 ) -> dict[str, float]:
     """Return the seconds of each operation: `of` its repetitions, the median, on the slowest rank. Collective.
 
-    The operations take turns (A B A B …), so that a drift of the machine affects all. Each runs once untimed before it is timed,
-    so that its own data are in the caches and not its predecessor's; a barrier precedes both. `seconds` bounds the whole
-    measurement; rank 0 decides for all, and there are at least three rounds.
+    Operations take turns (A B A B …), so that a drift affects all. Each runs once untimed before it is timed, so that its own
+    data are in the caches and not its predecessor's; a barrier precedes both. `seconds` bounds the whole measurement; rank 0
+    decides for all, and there are at least three rounds.
     """
     times: dict[str, list[float]] = {name: [] for name in operations}
     for operation in operations.values():
@@ -59,7 +59,7 @@ def spread(
         operation: of this rank; None if it only waits.
         seconds: for all repetitions; there are at least five, after one that does not count.
         before: precedes each, untimed; a barrier of all follows it, if they all have an operation.
-        everyone: True if all ranks have an operation; else the waiting ones leave their cores to others.
+        everyone: True if all ranks have an operation; else waiting ranks yield their cores.
     """
     if not everyone:
         return _spread_of_some(comm, operation, seconds, before)
@@ -112,7 +112,7 @@ def median_rate(
     """Return the operations per second of all ranks together: the median of the rounds. Collective.
 
     Args:
-        operation: repeated on this rank; None for a rank that waits, and leaves its core to others.
+        operation: repeated on this rank; None to wait and yield the core.
         finish: waits for the effects of `operation`.
         rounds: their number; a barrier precedes each, and the slowest rank ends it.
         seconds: of one round.

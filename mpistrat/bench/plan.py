@@ -1,17 +1,16 @@
-"""A model of a training step: its time and memory on other layouts, from constants that `mpistrat bench` measured.
+"""A model of a training step: its time and memory on other layouts, from constants of `mpistrat bench`.
 
-A step starts when each rank has written its gradients, and ends when all have the new weights. A node sums as many gradients as
-it has ranks, with all its cores. Between N nodes, each sends 2 (N - 1) / N of the gradient's bytes. On up to 64 nodes each
-updates 1/N of the parameters, whose slots it has, in rounds of 1 MiB or more. On more nodes, and for few parameters, each node
-updates all, by all-reduces of 1 MiB, 2 log2 N messages each. The model ignores NUMA borders, contention in switches and noise:
-predictions are ranges.
+A step starts when each rank has written its gradients, and ends when all have the new weights. A node sums as many gradients
+as it has ranks, with all its cores. Between N nodes, each sends 2 (N - 1) / N of the gradient's bytes. On up to 64 nodes each
+updates 1/N of the parameters, whose slots it has, in rounds of 1 MiB or more. On more nodes, and for few parameters, each
+node updates all, by all-reduces of 1 MiB, 2 log2 N messages each. The model ignores NUMA borders, contention in switches and
+noise: predictions are ranges.
 
 `Machine`: the constants of a machine, each from the file of `mpistrat bench` that shows it best.
 
-`NodeCosts`: a node's time per parameter, for the sum of its gradients and its update, by ranks and by parameters per core. All
-cores of a node work, whatever the number of ranks: compiled loops use those without a rank. Measured were one rank on all cores,
-in private memory, and all ranks at once, in shared memory, whose pages may be smaller. Each further gradient has just been
-written by another rank.
+`NodeCosts`: a node's time per parameter, for the sum of its gradients and its update, by ranks and by parameters per core.
+All cores of a node work: compiled loops use those without a rank. Measured were one rank on all cores, in private memory, and
+all ranks at once, in shared memory, whose pages may be smaller. Each further gradient has just been written by another rank.
 
 `Traffic`: bytes between nodes in a step, and the number of consecutive messages.
 """
@@ -104,7 +103,7 @@ class NodeCosts:
     def seconds_a_parameter(self, parameters: float, cores: int, ranks: int, updated: float) -> Spread:
         """Return a node's seconds per parameter.
 
-        They are known for the measured number of cores, except for more ranks than were measured, with loops that use one core
+        They are known for the measured number of cores, except for more ranks than measured, with loops that use one core
         each. Another number of cores comes with other memory: bound by it, they are equally fast, else in proportion to their
         number.
 
@@ -221,7 +220,7 @@ class Machine:
         cores: of a node.
         memory: bytes of a node.
         node: the costs of sums and updates, and the node that they were measured on.
-        fixed_on_a_node, fixed_over_nodes: the total number of ranks, and the seconds of a step on them without parameters.
+        fixed_on_a_node, fixed_over_nodes: total ranks, and the seconds of a step on them without parameters.
         latency: of a message between nodes.
         network: bytes per second that a node sends while it receives the same number: the median, least and most; zeros if
             neither measured nor given.
@@ -283,8 +282,8 @@ class Machine:
     def lost(self, seconds: float, ranks: int) -> Spread:
         """Return the seconds lost by ranks that share cores, in a step whose sums and update would take `seconds`.
 
-        Ranks without a core wait for one, and the others for them: the loss grows with the step, above the largest measured one
-        in proportion. Other numbers of ranks than were measured may divide better or worse among the cores.
+        Ranks wait for cores, and others for them: the loss grows with the step, above the largest measured one in proportion.
+        Other numbers of ranks may divide better or worse among the cores.
         """
         if self.crowded is None or not self.crowded.steps:
             median, least, most = (seconds * share for share in _ASSUMED)
@@ -335,7 +334,7 @@ class _BenchRun(NamedTuple):
         return NodeCosts.read(self.values, self.cores, self.each, self.threaded)
 
     def network(self) -> tuple[float, Spread]:
-        """Return the seconds of a message, and a node's bytes per second, from the additional time of a step over nodes.
+        """Return the seconds of a message, and a node's bytes per second, from a step's additional time over nodes.
 
         Raises:
             ValueError: the file has no such step.
@@ -469,7 +468,7 @@ def _meetings(machine: Machine, nodes: int, ranks: int) -> Spread:
 
 
 def _lost(machine: Machine, memory: float, network: float, nodes: int, ranks: int) -> Spread:
-    """Return the loss of ranks that share cores; between nodes one computes while another waits for messages, perhaps a gain."""
+    """Return the loss of ranks that share cores; between nodes perhaps a gain, as one computes while another waits."""
     if ranks <= machine.cores:
         return 0.0, 0.0, 0.0
     lost = machine.lost(memory, ranks)

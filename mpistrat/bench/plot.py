@@ -1,4 +1,4 @@
-"""Pictures of the results of benchmarks and of the predictions of plans, with matplotlib if it is installed."""
+"""Pictures of benchmarks and plans, with matplotlib if it is installed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def check_ending(option: str, file: str) -> None:
-    """Raise ValueError for a picture whose name has an ending unknown to matplotlib. Without matplotlib do nothing."""
+    """Raise ValueError for a name whose ending matplotlib, if installed, does not know."""
     try:
         known = sorted(new_figure(1, 1).canvas.get_supported_filetypes())
     except ImportError:
@@ -152,7 +152,7 @@ def _short(value: float) -> str:
 
 
 def draw_plan(path: Path, found: Sequence[Prediction], parameters: float, about: Mapping[str, Any]) -> None:
-    """Draw predicted efficiency over nodes, a band between least and most for some numbers of ranks per node.
+    """Draw predicted efficiency over nodes, a band per number of ranks per node.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -135,7 +135,7 @@ class Setting:
     def by_size(
         self, sizes: Mapping[str, int], copies: int, times: int, measure: Callable[[int], dict[str, float]]
     ) -> tuple[dict[str, dict[str, float]], str]:
-        """Return the seconds of operations by size, and a note on sizes that are too large for this machine. Collective.
+        """Return the seconds of operations by size, and a note on sizes too large for this machine. Collective.
 
         Args:
             sizes: numbers of float32 elements, by label, in ascending order; `quick` uses the first ones, up to 1 MB.

@@ -28,7 +28,7 @@ def ours(strategy: Any, count: int) -> Operation:
 
 
 def written_and_taken(strategy: Any, count: int) -> tuple[Operation, Operation]:
-    """Return two operations: write this rank's gradients, as a backward pass does, and take a step with them. Collective."""
+    """Return two operations: write this rank's gradients, and take a step with them. Collective."""
     with strategy.scope():
         variables = [Variable(np.zeros(count // LAYERS, np.float32), name=f"w{i}") for i in range(LAYERS)]
         optimizer = Adam(1e-3)

@@ -202,7 +202,7 @@ def _parts_of_gpus(rows: Rows) -> Finding | None:
 
 
 def _bound(rows: Rows) -> Iterator[Finding]:
-    """Find ranks that cannot access the GPUs of other ranks of their node, because of the batch system."""
+    """Find ranks whose batch system hides the GPUs of other ranks of their node."""
     size = Counter(row["node"] for row in rows)
     bound = [row for row in rows if size[row["node"]] > 1 and 0 < (row["reachable_gpus"] or 0) < row["node_gpus"]]
     if bound:
@@ -266,7 +266,7 @@ _PAIRS = 8  # least number of ranks on other nodes at which an equal number of s
 
 
 def _open_files(rows: Rows) -> Iterator[Finding]:
-    """Compare the number of ranks with `ulimit -n`, if MPI holds a socket for each rank of the other nodes."""
+    """Compare `ulimit -n` with the number of ranks, if MPI holds a socket for each on other nodes."""
     on_node = Counter(row["node"] for row in rows)
     room: dict[int, int] = {}  # by rank: the number of ranks with which it would reach its limit of open files
     for row in rows:

@@ -1,4 +1,4 @@
-"""The launchers: checks that the user's mpiexec belongs to mpi4py's MPI, and that srun supports its protocol."""
+"""Launchers: checks that mpiexec belongs to mpi4py's MPI, and that srun supports its protocol."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOO_LONG = "the lines of {library} over UCX are too long for SLURM's PMI2: MPI_I
 
 
 def check_launchers(library: MPILibrary, launchers: Sequence[Launcher] | None = None) -> Iterator[Finding]:
-    """Yield the launcher to use, and those not to use, of the given ones; default: of all that are found."""
+    """Yield the launcher to use, and those not to use; default: of all found."""
     launchers = find_launchers(library) if launchers is None else launchers
     fitting = choose_launcher(library, launchers)
     srun = shutil.which("srun")

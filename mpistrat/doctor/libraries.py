@@ -1,4 +1,4 @@
-"""The compiled loops, HDF5, GPUs, NCCL: a probe, this module as a program, imports them; findings about its reports."""
+"""The compiled loops, HDF5, GPUs, NCCL: a probe, this module as a program, imports and reports them; findings."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ _FRAMEWORKS = {"PyTorch": "torch", "JAX": "jax"}
 
 
 def _same_gpus(library: str, found: list[str], of_cupy: list[str]) -> Finding:
-    """Compare the GPUs of a library, by UUID or "?", with those of CuPy: a rank passes the same number to all libraries."""
+    """Compare the GPUs of a library, by UUID or "?", with CuPy's: a rank passes both the same number."""
     name = f"GPUs of {library}"
     if not found:
         remedy = (
@@ -115,7 +115,7 @@ _NVIDIA, _AMD = Path("/proc/driver/nvidia/gpus"), Path("/sys/class/kfd/kfd/topol
 
 
 def gpus_of_machine() -> list[str]:
-    """Return the PCI addresses of the GPUs of NVIDIA in this machine, or else of AMD, usable by this process or not."""
+    """Return the PCI addresses of this machine's GPUs of NVIDIA, or else of AMD, usable or not."""
     try:
         return sorted(path.name for path in _NVIDIA.iterdir())
     except OSError:
@@ -128,7 +128,7 @@ def amd_alone() -> bool:
 
 
 def amd_gpus(nodes: Path) -> list[str]:
-    """Return the PCI addresses of AMD's GPUs, from the folders in which the driver describes processors and GPUs."""
+    """Return the PCI addresses of AMD's GPUs, from the driver's folders."""
     found = []
     for path in sorted(nodes.glob("*/properties")):
         about = {}
@@ -143,7 +143,7 @@ def amd_gpus(nodes: Path) -> list[str]:
 def reachable_gpus(files: Path = Path("/dev")) -> int | None:
     """Return the number of NVIDIA's GPUs whose device files this process may open; None without such files.
 
-    A batch system that binds a task to one GPU may forbid the others by a cgroup. Then GPUs cannot access each other's memory.
+    A batch system may forbid the others by a cgroup. Then GPUs cannot access each other's memory.
     """
     paths = [path for path in files.glob("nvidia*") if path.name[6:].isdigit()]
     return sum(map(_opens, paths)) if paths else None

@@ -1,4 +1,4 @@
-"""The doctor on a login node: one process, which itself starts no MPI and imports nothing that may crash.
+"""The doctor on a login node: one process, which starts no MPI and imports nothing that may crash.
 
 It starts two ranks with the launcher that fits, and reports the findings of `mpistrat doctor --ranks` on them.
 """

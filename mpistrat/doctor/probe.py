@@ -1,7 +1,7 @@
-"""Probes: programs of this package that may crash or hang, so they run in a child process that reports its steps.
+"""Probes: programs that may crash or hang, so they run in a child process that reports its steps.
 
-A probe reports results with `report`, a line of JSON after a record separator (RFC 7464), so that no output of a library is
-mistaken for one. Before each step that may not return it names the step: `step("MPI_Init_thread")`.
+`report` writes a line of JSON after a record separator (RFC 7464), so that no output of a library is mistaken for one.
+`step("MPI_Init_thread")` names a step that may not return.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Outcome:
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Return the command line of a module of this package as a main program, with this process's import folders."""
+    """Return the command line of a module as a main program, with this process's import folders."""
     return program(_START, json.dumps(sys.path), module, *arguments)
 
 
@@ -125,7 +125,7 @@ class Probe:
 
 
 def _text(written: Any) -> str:
-    """Return an output of `subprocess.TimeoutExpired` as text: it has bytes, also if text was requested."""
+    """Return an output of `subprocess.TimeoutExpired`, which may be bytes, as text."""
     return written.decode(errors="replace") if isinstance(written, bytes) else written or ""
 
 

@@ -95,7 +95,7 @@ def check_cores() -> Iterator[Finding]:
 
 
 def blas_threads() -> tuple[int, str]:
-    """Return the number of threads that the user sets for each rank, and the variable that sets it; (0, "") if none does."""
+    """Return the number of threads that the user sets per rank, and its variable; (0, "") if none."""
     said = {}
     for name in THREAD_VARIABLES:
         text = os.environ.get(name, "").split(",")[0].strip()
@@ -138,7 +138,7 @@ def check_limits() -> Iterator[Finding]:
 
 
 def machine() -> str:
-    """Return the common text of ranks that can share memory: a boot, a host name, and /dev/shm. "" if unknown."""
+    """Return a text equal on ranks that can share memory: of boot, host name and /dev/shm. "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.uname().nodename} {os.stat('/dev/shm').st_dev}"
@@ -147,7 +147,7 @@ def machine() -> str:
 
 
 def open_files() -> dict[str, int]:
-    """Return the limit of open files, -1 for none, the number of open ones, and the number of sockets among these."""
+    """Return the limit of open files, -1 for none, and the numbers of open files and sockets."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     kinds = []
     for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:

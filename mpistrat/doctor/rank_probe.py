@@ -1,4 +1,4 @@
-"""The probe on every rank: it collects facts, meets the other ranks, and tries transfers; rank 0 reports the findings."""
+"""The probe on every rank: it collects facts and tries transfers; rank 0 reports the findings."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ _GRACE = 1.0  # seconds, plus half of those that passed, in which rank 0 may rep
 
 
 def check_ranks(needs: Collection[str], limit: float) -> Summary:
-    """Return the findings on all ranks; on processes other than the launcher's first, those about this one. Collective.
+    """Return the findings on all ranks; except on the launcher's first process, this one's. Collective.
 
-    A launcher may end a job when one process of it fails. So only processes with a finding of their own fail, and all others
-    wait longer than the first. All of it takes at most `limit` seconds.
+    A launcher may end a job when one process fails. So only processes with a finding of their own fail, and others wait
+    longer than the first. All of it takes at most `limit` seconds.
     """
     start = time.monotonic()
     first = launched_rank() in (None, 0)

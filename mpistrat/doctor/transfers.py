@@ -1,4 +1,4 @@
-"""Transfers between ranks: an all-reduce and windows, tried and timed, and the nodes' clocks, compared by messages."""
+"""Transfers between ranks: an all-reduce and windows, tried and timed, and the nodes' clocks."""
 
 from __future__ import annotations
 
@@ -193,8 +193,7 @@ _CLOCKS_APART = 1.0  # seconds; beyond it, programs with dates of files or lease
 def check_clocks(topology: Topology) -> Finding:
     """Compare the ranks' clocks with rank 0's. Collective.
 
-    The fastest of several messages to a rank and back counts: its clock was read in the middle, with an error of up to half of
-    its duration.
+    The fastest of several round trips counts: the clock was read in the middle, with an error of up to half of its duration.
     """
     comm = topology.comm
     offsets = np.zeros(comm.size)

@@ -1,13 +1,13 @@
 """Train a network on real handwritten digits, under any strategy.
 
-    mpiexec -n 2 python -m mpistrat.examples.digits --strategy mirrored --output digits_output
-    mpiexec -n 4 python -m mpistrat.examples.digits --strategy parameter_server --num-ps 1
+    mpiexec -n 2 python -m mpistrat.examples.digits --strategy mirrored --output digits_output mpiexec -n 4 python -m
+    mpistrat.examples.digits --strategy parameter_server --num-ps 1
 
-The final weights are the same under every synchronous strategy and on any number of ranks, up to rounding. With parameter servers
-the batch size is that of one worker, and the weights depend on the order of arrival.
+The final weights are the same under every synchronous strategy and on any number of ranks, up to rounding. With parameter
+servers the batch size is one worker's, and the weights depend on the order of arrival.
 
-On SIGUSR1, SIGTERM or the end of its time, the job saves its state and ends with status 42. The same command resumes it, and ends
-with the same weights.
+On SIGUSR1, SIGTERM or the end of its time, the job saves its state and ends with status 42. The same command resumes it, and
+ends with the same weights.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def other_settings(folder: Path, options: argparse.Namespace) -> str:
-    """Record the settings of a new job; describe the difference if a resumed job has others, "" if not."""
+    """Record the settings of a new job; describe the difference of a resumed job, "" if equal."""
     settings, file = {name: getattr(options, name) for name in SETTINGS}, folder / "settings.json"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ class Digits:
         return values
 
     def scores_and_gradients(self, images: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        """Return the scores of the classes; set `v.grad` to the gradients of this replica's share of the mean cross entropy.
+        """Return the scores of the classes; set `v.grad` for this replica's share of the mean cross entropy.
 
         Args:
             images: (examples, 64), labels: (examples,) integers. Zero examples give zero gradients.

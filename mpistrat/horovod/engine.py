@@ -1,11 +1,11 @@
-"""The engine of each rank: it agrees with the others on the calls to run, and runs them, in its own thread or a waiting one.
+"""The engine of each rank: it agrees with the others on calls, and runs them, in its own thread or a waiting one.
 
-It has a communicator for the negotiation, and a process group of PyTorch for each process set, and makes all of their
-collectives. So they are in the same order on every rank, and inside the contract of `comm.ProcessGroup`. A thread of the program
-that waits for a call does the engine's work meanwhile, which saves two changes of thread; else the engine's own thread does.
+It has a communicator for the negotiation, and a process group of PyTorch per process set, and makes all their collectives, in
+the same order on every rank, and inside the contract of `comm.ProcessGroup`. A thread that waits for a call does the engine's
+work meanwhile, which saves two changes of thread.
 
-Calls are sent together: when a thread waits for one, when their tensors have a megabyte, or when no call has followed for some
-milliseconds. So the gradients of a small step are one message, one decision and one sum.
+Calls are sent together: when a thread waits for one, when their tensors have a megabyte, or when no call has followed for
+some milliseconds. So a small step is one message, one decision and one sum.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Engine:
             **more: of the form of the call.
 
         Raises:
-            ValueError: the process set is not registered, a call of this name has not ended, or the tensors are on another GPU
+            ValueError: the process set is not registered, a call of this name is running, or the tensors are on another GPU
                 than before.
             HorovodInternalError: Horovod was shut down, or this rank does not belong to the process set.
         """
@@ -328,7 +328,7 @@ class Engine:
         return call.finish(call.result)
 
     def shut_down(self) -> None:
-        """End the thread after the calls that all ranks have made; other ranks' later calls fail. Local."""
+        """End the thread after the calls of all ranks; later calls fail. Local."""
         with self._lock:
             self._leaving = True
         self._wake.set()
@@ -445,7 +445,7 @@ class Engine:
             return fresh, leaves
 
     def _plan(self, data: bytes) -> list[_Bundle]:
-        """Return a decision's calls in order, in bundles that run as one. Decisions by numbers alone repeat, and are cached."""
+        """Return a decision's calls, in bundles that run as one. Decisions by numbers alone are cached."""
         found = self._plans.get(data)
         if found is None:
             changes = self._mine.changes
@@ -646,7 +646,7 @@ class Engine:
 
 
 def _end_group(group: Any) -> None:
-    """End a process group, if this rank has one. Local: other ranks may end theirs later, so NCCL is not ended collectively."""
+    """End a process group, if any. Local: other ranks may be late, so NCCL is not ended collectively."""
     if group is not None:
         if group.gpus is not None:
             group.gpus.abort()

@@ -6,11 +6,11 @@ __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
 
 
 class HorovodInternalError(RuntimeError):
-    """A failed collective. Its text names the tensor and the ranks; its cause is the error of this package, if there is one."""
+    """A failed collective. Its text names the tensor and the ranks; its cause may be an error of this package."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """A change of the job's hosts. A program may raise it in a function of `elastic.run`, which then restarts the function.
+    """A change of the job's hosts. If a function of `elastic.run` raises it, it is restarted.
 
     Args:
         skip_sync: True if the ranks have equal states.

@@ -32,8 +32,8 @@ _COMMON = {"exceptions": "errors", "process_sets": "torch", "elastic": "torch.el
 def install() -> None:
     """Make `import horovod.torch` import `mpistrat.horovod.torch`. A second call has no effect. Local.
 
-    Call it before the import, or start the program with `mpistrat run --horovod train.py`. If another Horovod is installed, the
-    log says that it is not used.
+    Call it before the import, or use `mpistrat run --horovod train.py`. If another Horovod is installed, the log says that it
+    is not used.
 
     Raises:
         ContextError: another Horovod was imported before.

@@ -1,10 +1,10 @@
-"""Negotiation: the calls that all ranks of a process set have made, matched by name, and the order in which they run.
+"""Negotiation: the calls that all ranks of a process set have made, matched by name, and their order.
 
-Each rank sends its calls to rank 0. Rank 0 answers with a decision, the calls that all their ranks have made, and every rank runs
-these in the order of the decision. Without calls, nothing is sent.
+Each rank sends its calls to rank 0. Rank 0 answers with a decision, the complete calls, and every rank runs these in the
+order of the decision. Without calls, nothing is sent.
 
-The first decision about a name gives it a number. From then on a message has one bit for each number, and text only for calls
-that are new or that differ from the last ones of their names: other rows of an all-gather, for instance.
+The first decision about a name gives it a number. Then messages have one bit for each number, and text only for calls that
+are new or that differ from the last ones of their names: other rows of an all-gather, for instance.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class RankCalls:
         return _packed(numbers, content)
 
     def decisions(self, data: bytes) -> list[Decision]:
-        """Return the calls of a decision in the order in which they run, without names that this rank does not know."""
+        """Return the calls of a decision in their order, without names unknown here."""
         numbers, content = _unpacked(data)
         found = [self._decided[number] for number in numbers if number in self._decided]
         for number, name_of_set, name, form, error in content.get("decided", ()):
@@ -292,7 +292,7 @@ class Coordinator:
         return form
 
     def look_for_stalls(self) -> None:
-        """Report calls that are missing on some ranks for long, and fail those missing for too long."""
+        """Report calls that some ranks lack for long, and fail those lacking for too long."""
         self._read_held()
         now = time.monotonic()
         for key, since in self._since.items():

@@ -1,4 +1,4 @@
-"""The data of Horovod's calls: the operation of a decided call on this rank's tensors, on a process group of PyTorch."""
+"""The data of Horovod's calls: operations on this rank's tensors, on a process group of PyTorch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 @final
 class FusionBuffers:
-    """Memory for the messages of several small tensors: one buffer per dtype and device, reused by the next reduction."""
+    """Memory for the messages of several tensors: one reused buffer per dtype and device."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -220,7 +220,7 @@ def alltoall(group: Any, tensor: torch.Tensor, table: Sequence[Sequence[int]]) -
 
 
 def reducescatter(group: Any, tensor: torch.Tensor, form: Form) -> torch.Tensor:
-    """Return this rank's rows of a reduction; the first ranks have one row more where they are unequal. Collective."""
+    """Return this rank's rows of a reduction; the first ranks may have one row more. Collective."""
     size, rows = group.size(), tensor.shape[0]
     counts = [rows // size + (rank < rows % size) for rank in range(size)]
     found = torch.empty((counts[group.rank()], *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)

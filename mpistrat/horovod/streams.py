@@ -1,8 +1,8 @@
 """The order of work on GPUs around Horovod's calls.
 
-The engine's operations run on its own stream. A call waits there for work that its caller queued on the caller's current stream.
-The thread that takes the result makes its own current stream wait for the call. No thread of the program waits for a GPU, unless
-data moves through host memory.
+The engine's operations run on its own stream. A call waits there for work queued on its caller's current stream. The thread
+that takes the result makes its own stream wait for the call. No thread waits for a GPU, unless data moves through host
+memory.
 """
 
 from __future__ import annotations

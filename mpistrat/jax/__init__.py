@@ -1,8 +1,8 @@
 """JAX: a tree of parameters under every strategy. Needs the extra `jax`.
 
-`distribute` moves the parameters to memory that a node's ranks share, where jitted functions read them without a copy; `apply`
-sums the replicas' gradients and updates in one collective pass. `initialize` starts jax.distributed over MPI, for programs whose
-arrays are divided over all ranks.
+`distribute` moves the parameters to memory that a node's ranks share, which jitted functions read without a copy; `apply`
+sums the gradients and updates in one collective pass. `initialize` starts jax.distributed over MPI, for arrays divided over
+all ranks.
 """
 
 from __future__ import annotations

@@ -87,15 +87,15 @@ class _Made:
 def apply(optimizer: Optimizer, grads: Any, params: Any, of: Any = None, **extra: Any) -> Any:
     """Sum gradients over all replicas, update the parameters in one pass, and return them. Collective.
 
-    In a step of `strategy.run`, or outside on ranks with one replica each. `params` is consumed: a later use of its arrays
-    raises an error. It first waits for all computations with them.
+    In a step of `strategy.run`, or outside on ranks with one replica each. `params` is consumed: later use of its arrays
+    raises an error. It waits for computations with them.
 
-    Gradients of `ms.jax.value_and_grad` are weighted already. Others are weighted by the batch `of`, or by the one that
-    `strategy.batch` names. With equal shares of batches on all replicas, none of these is needed.
+    Gradients of `ms.jax.value_and_grad` are weighted already. Others are weighted by the batch `of`, or that of
+    `strategy.batch`. Equal shares of batches need none of these.
 
     Args:
         optimizer: one of `ms.optimizers`.
-        grads: the gradients of this replica, a tree like `params`. None for a parameter that must not change, on all ranks.
+        grads: this replica's, a tree like `params`; None, on all ranks, for a parameter that must not change.
         params: the result of `distribute` or the last `apply`, or a subtree of it.
         of: the batch of the gradients, or an array of it, as the dataset returned it.
         extra: arguments of optax's update, as `value=` of `optax.contrib.reduce_on_plateau`, equal on all ranks.
@@ -183,7 +183,7 @@ def _shares(strategy: Any, links: Sequence[JaxLink], gradients: Sequence[Any], o
 
 
 def _weight(strategy: Any, of: Any, name: str) -> float:
-    """Return the weight of gradients of the batch `of`, of the one that `strategy.batch` names, or of equal shares."""
+    """Return the weight of gradients of the batch `of`, of `strategy.batch`, or of equal shares."""
     if of is None and strategy.extended.batches.uneven and not global_batch.is_named():
         raise BatchError(
             f"{_FUNCTION}: {name}: this gradient has no weight: the replicas have unequal parts of batches, and a gradient does "

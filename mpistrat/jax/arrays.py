@@ -1,4 +1,4 @@
-"""Trees of JAX, and arrays that share the memory of variables: creating, recognizing and releasing them before a write.
+"""Trees of JAX, and arrays that share the memory of variables: created, recognized, and released before a write.
 
 assign: write new weights into a distributed tree.
 """
@@ -45,7 +45,7 @@ _PATIENCE = 10.0  # seconds after the last computation until a remaining referen
 
 @final
 class ByIdentity:
-    """Values by array, for arrays that exist, which cannot be hashed."""
+    """Values of existing arrays, which cannot be hashed."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
@@ -66,14 +66,14 @@ _links = ByIdentity()
 
 @final
 class JaxLink:
-    """The link of a leaf of a tree to a variable: one array at a time has the variable's memory.
+    """The link of a leaf to a variable: one array at a time has the variable's memory.
 
     Attributes:
         name: of the leaf in its tree.
         variable: the variable.
         mean: True if a replica differentiates the mean over its own rows.
-        weighted: by local replica, True if `value_and_grad` has differentiated the leaf since the last `apply`, False if it did
-            before.
+        weighted: by local replica, True if `value_and_grad` has differentiated the leaf since the last `apply`, False if it
+            did before.
     """
 
     __slots__ = ("__weakref__", "_array", "_lent", "mean", "name", "variable", "weighted")
@@ -91,11 +91,11 @@ class JaxLink:
 
     @property
     def lent(self) -> bool:
-        """True if JAX uses the variable's memory: in an existing array, or in a computation that still reads a deleted one."""
+        """True if JAX uses the variable's memory: in an array, or in a computation that reads a deleted one."""
         return any(reference() is not None for reference in self._lent)
 
     def make(self) -> Any:
-        """Return a new array of the variable: of its memory, or of the current value on a server."""
+        """Return a new array of the variable's memory, or of its current value on a server."""
         variable = self.variable
         if variable.placement.store is not None:
             array = jax.numpy.array(variable.array)
@@ -122,7 +122,7 @@ def link_of(array: Any) -> JaxLink | None:
 def _alias(memory: np.ndarray, name: str) -> tuple[Any, weakref.ref[Any]]:
     """Return a JAX array that shares the memory, and a reference that dies when JAX has released it.
 
-    JAX releases it when the array is deleted or dead and every computation that reads it has ended.
+    JAX releases it when the array is deleted or dead and computations with it have ended.
     """
     if is_gpu(memory):
         lent, reference = lend(memory)
@@ -141,12 +141,12 @@ def _check_pointer(array: Any, pointer: int, name: str) -> None:
 
 
 def of_memory(array: Any) -> Any:
-    """Return an array as an argument of JAX: NumPy's unchanged, CuPy's as a JAX array of its memory, without a copy."""
+    """Convert an array to an argument of JAX, without a copy: NumPy's unchanged, CuPy's to a JAX array."""
     return jax.dlpack.from_dlpack(array) if is_gpu(array) else array
 
 
 def memory_of(array: Any, like: Any) -> Any:
-    """Wait for an array of JAX, or a substitute, and return it as an array of NumPy or CuPy, as `like`."""
+    """Wait for an array of JAX, and convert it to one of NumPy or CuPy, as `like`."""
     if type(like) is np.ndarray:
         return np.asarray(array)
     return move_like(as_array(jax.block_until_ready(array)), like)
@@ -154,10 +154,9 @@ def memory_of(array: Any, like: Any) -> Any:
 
 @functools.cache
 def _from_dlpack() -> Callable[[Any], Any]:
-    """Return `jax.dlpack.from_dlpack` without a copy, or the function that it finally calls, if that does the same.
+    """Return `jax.dlpack.from_dlpack` without a copy, or the equal function that it calls.
 
-    The public one takes 80 µs per array, mostly for a stream, which CPUs do not have, and for dtypes, which are checked; a tree
-    has hundreds.
+    The public one takes 80 µs per array, mostly for a stream, which CPUs lack, and for checked dtypes; a tree has hundreds.
     """
     probe = np.zeros(64, np.float32)
     probe = probe[-probe.ctypes.data % 64 // probe.itemsize :][:16]
@@ -221,8 +220,9 @@ def _computing() -> bool:
 def current(params: Any) -> Any:
     """Return a tree with the current arrays of its parameters.
 
-    For a tree that `apply` has consumed before it raised an error; and, if servers have the variables, after another change, as
-    by `strategy.restore`: then in a step or outside, on every worker. Leaves that are not parameters of a strategy do not change.
+    For a tree that `apply` consumed before an error; and, if servers have the variables, after another change, as by
+    `strategy.restore`: then in a step or outside, on every worker. Leaves that are not parameters of a strategy do not
+    change.
 
     Example:
         >>> params = ms.jax.current(params)  # doctest: +SKIP
@@ -275,13 +275,13 @@ _FUNCTION = "ms.jax.assign"
 def assign(params: Any, values: Any) -> Any:
     """Write new weights, of a checkpoint or a pretrained model, into a distributed tree, and return it. Collective.
 
-    Outside of steps, with the same values on every rank. `params` is consumed, as by `apply`. An optimizer's state does not
+    Outside of steps, with equal values on every rank. `params` is consumed, as by `apply`. An optimizer's state does not
     change.
 
     Args:
         params: the result of `distribute` or the last `apply`, or a subtree of it; the arrays may be consumed ones.
-        values: a tree like it, of arrays of the same shapes; for a leaf that ranks divide, the whole or this rank's slice. They
-            are rounded to the parameters' dtypes. Leaves that are not parameters are used unchanged.
+        values: a tree like it, of arrays of the same shapes; for a leaf that ranks divide, the whole or this rank's slice.
+            They are rounded to the parameters' dtypes. Leaves that are not parameters are used unchanged.
 
     Returns:
         The tree `params` with its arrays after the change.

@@ -50,26 +50,26 @@ def distribute(
 ) -> Any:
     """Put a tree of parameters into the current strategy. Collective.
 
-    It returns a tree of the same structure. Its floating arrays have rank 0's values, and are stored once on each node; they are
-    read like any JAX array, and `apply` consumes them. Other arrays get rank 0's values and are not trained; other leaves do not
-    change.
+    It returns a tree of the same structure. Floating arrays have rank 0's values, and are stored once on each node; they are
+    read like any JAX array, and `apply` consumes them. Other arrays get rank 0's values and are not trained; other leaves do
+    not change.
 
     Args:
         tree: any pytree: of dicts, of flax or equinox, a NamedTuple.
-        optimizer: a transformation of optax. Then the result has an optimizer for `apply`, too. If it is elementwise, its state
-            is divided over the ranks of a node; any other runs whole on every rank, after the sum.
-        loss: the kind of loss that a replica differentiates. "mean": over its rows of the batch; replicas are weighted by their
-            rows if the batch is a distributed dataset's, else equally. "sum": a summand of the whole loss, as of
-            `ms.nn.compute_average_loss`; then gradients are summed unchanged.
+        optimizer: a transformation of optax. Then the result has an optimizer for `apply`, too. If it is elementwise, its
+            state is divided over the ranks of a node; any other runs whole on every rank, after the sum.
+        loss: of a replica. "mean": over its rows of the batch; replicas are weighted by their rows if the batch is a
+            distributed dataset's, else equally. "sum": a summand of the whole loss, as of `ms.nn.compute_average_loss`; then
+            gradients are summed unchanged.
         max_norm: scale the gradients down together so that their norm over all parameters, after the sum, does not exceed it.
-        layouts: under a MeshStrategy, by name of a leaf, as "first/w" of {"first": {"w": …}}, its division over the ranks of a
+        layouts: under a MeshStrategy, a leaf's division, by name as "first/w" of {"first": {"w": …}}, over the ranks of a
             replica, as `ms.Variable`'s layout: the result has this rank's slice.
 
     Raises:
         ContextError: outside of a strategy's scope.
-        ValueError: an argument is wrong; no floating array; max_norm where servers sum the gradients of workers; a layout that
-            does not fit, or without a mesh; an optimizer that is not elementwise, with parameter servers, layouts that divide
-            parameters, or local steps.
+        ValueError: an argument is wrong; no floating array; max_norm where servers sum the gradients of workers; a layout
+            that does not fit, or without a mesh; an optimizer that is not elementwise, with parameter servers, layouts that
+            divide parameters, or local steps.
         TypeError: float64 without JAX's setting for it; complex numbers; not an optimizer of optax.
         RuntimeError: the tree is distributed already.
         DeviceError: JAX computes on another kind of device than the strategy's; several GPUs on a rank.

@@ -25,12 +25,11 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Return a function like `jax.value_and_grad(fun)`, whose gradients are weighted by the batch of its arguments. Local.
 
-    The gradient of the mean over this replica's rows is multiplied by its share of the batch. The mean over the replicas, which
-    `apply` computes, is then the gradient of the mean over the global batch; sums of such gradients are right, too. The batch is
-    that of the other arguments, or the one that `strategy.batch` names. `apply` does not weight these gradients again.
+    The gradient is multiplied by this replica's share of the batch. The mean over the replicas, which `apply` computes, is
+    then that of the global batch; sums of such gradients are right, too. The batch is that of the other arguments, or of
+    `strategy.batch`. `apply` does not weight these gradients again.
 
-    Call it outside of functions that `jax.jit` traces; `fun` may be traced, and if it is the result of `jax.jit`, loss and
-    gradients are compiled together.
+    Call it outside of traced functions; if `fun` is a result of `jax.jit`, loss and gradients are compiled together.
 
     Args:
         fun: a function that returns a loss, the mean over its rows.
@@ -40,7 +39,7 @@ def value_and_grad(
     Raises:
         BatchError: replicas have unequal shares of batches, and the arguments do not identify the batch.
         TypeError: a call in a traced function.
-        ValueError: no parameter of `distribute` among the arguments that are differentiated.
+        ValueError: no parameter of `distribute` to differentiate.
 
     Example:
         >>> @ms.jax.value_and_grad  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""initialize: jax.distributed over the ranks of a communicator, for programs whose arrays are divided over all ranks."""
+"""initialize: jax.distributed over the ranks of a communicator, for arrays divided over all ranks."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ _FUNCTION = "ms.jax.initialize"
 def initialize(comm: Any = None) -> None:
     """Start jax.distributed over the ranks of a communicator. Collective over `comm`; starts MPI if it is not running.
 
-    Call it before JAX computes. Then `jax.devices()` has the devices of all ranks, and jitted functions of arrays on them
-    communicate by JAX's own collectives: NCCL on GPUs, gloo on CPUs unless `jax_cpu_collectives_implementation` names
-    another. Process `i` of JAX is rank `i` of `comm`.
+    Call it before JAX computes. Then `jax.devices()` has the devices of all ranks, and jitted functions on them communicate
+    by JAX's own collectives: NCCL on GPUs, gloo on CPUs unless `jax_cpu_collectives_implementation` names another. Process
+    `i` of JAX is rank `i` of `comm`.
 
-    If the ranks of a node see the same GPUs, each takes the one of its number on the node. The only rank of a node takes all it
+    If the ranks of a node see the same GPUs, each takes one, by its number on the node. The only rank of a node takes all it
     sees, and so does a rank that sees only one in CUDA_VISIBLE_DEVICES. JAX_LOCAL_DEVICE_IDS overrides this.
 
     Args:
         comm: an intracommunicator of mpi4py; default the ranks of the job, or those of this rank's color in MPISTRAT_COLORS.
 
     Raises:
-        ContextError: on every rank, if a rank has called it before, or has computed, created an array or listed devices with JAX.
+        ContextError: on every rank, if a rank has called it before, or has computed, created an array or listed devices with
+            JAX.
         ClusterError: no launcher started this process; MPI does not find the ranks that the launcher started; on every rank,
             if no address of rank 0 is reachable from all nodes.
         DeviceError: on every rank, if a node has fewer GPUs than ranks.
@@ -100,7 +101,7 @@ def _check_start(rank: int) -> None:
 
 
 def _has_devices() -> bool:
-    """Return whether JAX has set its devices up; False if this version does not show it: then JAX itself raises an error."""
+    """Return whether JAX has set its devices up; False if unknown: then JAX itself raises."""
     try:  # not public
         from jax._src import xla_bridge
 
@@ -139,7 +140,7 @@ def _local_devices(gpus: int, local_rank: int, local_size: int, rank: int) -> li
 
 
 def _check_name(rank: int) -> None:
-    """Raise `ClusterError` if gloo, which listens at the address of the machine's name, cannot be reached there."""
+    """Raise `ClusterError` if the address of the machine's name, where gloo listens, is unreachable."""
     if jax.config.jax_cpu_collectives_implementation != "gloo" or _visible_gpus():
         return
     name = socket.gethostname()
@@ -178,7 +179,7 @@ def _free_port(comm: Any, node: Any) -> Iterator[tuple[str, int]]:
 
 
 def _bound(everywhere: bool, port: int) -> socket.socket:
-    """Return a socket bound to a port of this machine, at all its addresses or at the loopback address."""
+    """Return a socket bound to a port, at all addresses or at the loopback address."""
     both = everywhere and socket.has_dualstack_ipv6()
     made = socket.socket(socket.AF_INET6 if both else socket.AF_INET, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -1,10 +1,10 @@
-"""Reading of a transformation of optax: its computation for each element, from its jaxpr on the tree that it updates.
+"""Reading of a transformation of optax: its computation per element, from its jaxpr on a tree.
 
-`read` follows every value from the parameters, gradients and state to the results. There are three kinds: free values, computed
-from no element of a leaf, as a count or a rate; uniform ones, a free number broadcast to a leaf's shape; and arrays of elements
-of one leaf, where each element only depends on elements with the same index. If all values are such, the rule of a leaf is a
-small program with the same results on any range of its elements: it contains masks, labels and schedules as found on the whole
-tree. Otherwise `Mixes` names the operation that mixes elements.
+`read` follows every value to the results. There are three kinds: free values, computed from no element of a leaf, as a count
+or a rate; uniform ones, a free number broadcast to a leaf's shape; and arrays of elements of one leaf, where each element
+only depends on elements with the same index. If all values are such, the rule of a leaf is a small program for any range of
+its elements, which contains masks, labels and schedules as found on the whole tree. Otherwise `Mixes` names the operation
+that mixes elements.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Program:
         self.text = self._text()
 
     def __call__(self, inputs: Mapping[str, Any], size: int | None = None) -> list[Any]:
-        """Return the results; those of elements as flat arrays of a size, like the inputs. To be traced by `jax.jit`."""
+        """Return the results; those of elements as flat arrays of a size, like the inputs. For `jax.jit`."""
         known: dict[int, Any] = {}
         several: dict[int, Any] = {}
         for node in self._nodes:
@@ -167,7 +167,7 @@ def _bind(node: _Value, arrays: Sequence[Any], several: dict[int, Any]) -> Any:
 
 
 def _apply(node: _Value, values: list[Any], size: int | None) -> Any:
-    """Return an operation's result on flat arrays of elements; for uniform values one number for all elements."""
+    """Return an operation's result on flat arrays of elements; one number for uniform values."""
     name = node.primitive.name
     if name in _RESHAPES:
         return values[0]
@@ -322,7 +322,7 @@ def read(init: Any, update: Any, params: Any, extra: Sequence[Any] = ()) -> Read
 
 
 def _places(leaves: Sequence[Any], kept: Sequence[Any]) -> list[tuple[int, str] | None]:
-    """Return, for each array of the state with a number per element of a leaf, that leaf and a name; None for others."""
+    """Return the leaf and a name for each array of the state with a number per element; None for others."""
     by_path = {path: (index, x) for index, (path, x) in enumerate(leaves)}
     found: list[tuple[int, str] | None] = []
     for path, x in kept:

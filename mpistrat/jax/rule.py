@@ -1,7 +1,7 @@
 """optax's rules as optimizers of this package.
 
-An elementwise rule runs on blocks, on the rank that owns them, with state in the package's slots: see `reading`. Any other rule
-runs whole on each rank after the sum, with state in variables of the strategy.
+Elementwise rules run on blocks, on their owners, with state in the package's slots: see `reading`. Any other rule runs whole
+on each rank after the sum, with state in variables of the strategy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class JaxRule(ForeignRule):
     """optax's rule, as an optimizer of this package.
 
     Attributes:
-        digest: of the rule's computation, which ranks compare, since a transformation does not show its settings.
+        digest: of the rule's computation, which ranks compare: a transformation hides its settings.
     """
 
     _function = "ms.jax.distribute"
@@ -105,7 +105,7 @@ class JaxRule(ForeignRule):
         """Start to update the variables of the tree's parameters, in their order. Collective.
 
         Raises:
-            ValueError: a rule that runs whole, and variables that are not whole on each node.
+            ValueError: a whole rule, and variables that are not whole on each node.
         """
         self.__variables = list(variables)
         self.__places = {variable.name: place for place, variable in enumerate(variables)}
@@ -151,7 +151,7 @@ class JaxRule(ForeignRule):
         return step
 
     def _on_restart(self, variables: Collection[Variable]) -> None:
-        """Reset slots whose first values depend on weights to those of the next step's weights."""
+        """Reset slots whose first values depend on weights."""
         if self.__blocks is None or not self.__blocks.unequal:
             return
         core, chosen = self._core, set(map(id, variables))
@@ -160,7 +160,7 @@ class JaxRule(ForeignRule):
         core.steps.clear()
 
     def get_state(self) -> dict[str, Any]:
-        """Return `Optimizer.get_state`, with the state of a rule that runs whole under "whole". Collective."""
+        """Return `Optimizer.get_state`, with a whole rule's state under "whole". Collective."""
         state = super().get_state()
         return state if self._whole is None else {**state, "whole": self._whole.get_state()}
 
@@ -168,7 +168,7 @@ class JaxRule(ForeignRule):
         """Set the result of `get_state`. Every rank must call it.
 
         Raises:
-            ValueError: the state of a rule that runs whole for one that does not, or vice versa.
+            ValueError: a whole rule's state for another rule, or vice versa.
         """
         if state["slots"] if self._on_wholes else "whole" in state:
             kinds = "the whole tree", "each number by itself"
@@ -265,7 +265,7 @@ class _Blocks:
         return reads
 
     def _read_with(self, structure: Any, leaves: Sequence[Any], names: str) -> list[Any]:
-        """Return the updates of all programs with extra arguments; the known ones, if these are not read."""
+        """Return the updates of all programs with extra arguments, or the known ones without reads."""
 
         def update(grads: Any, state: Any, params: Any, *numbers: Any) -> Any:
             left = iter(numbers)
@@ -346,7 +346,7 @@ class _Blocks:
 
 
 def _is_number(leaf: Any) -> bool:
-    """Return whether an extra argument is an array or a number, and so an argument of a traced function."""
+    """Return whether an extra argument, an array or a number, can be traced."""
     return is_array(leaf) or type(leaf) in (int, float)
 
 
@@ -475,7 +475,7 @@ def _names(tree: Any) -> list[str]:
 
 @final
 class _StateLeaf:
-    """A leaf of a rule's state: an array of numbers in a variable, and so in files; any other value stays in this object.
+    """A leaf of a rule's state: an array of numbers in a variable, and so in files; or any other value.
 
     Attributes:
         array: None for a value that is not an array of numbers.

@@ -84,14 +84,14 @@ def passed(reports: Sequence[ItemReport]) -> bool:
 
 
 def _waiting(item: CheckItem) -> ItemReport:
-    """Return the report of an item without a result; it remains if the check is cut off."""
+    """Return the report of an item without a result."""
     what = "the check has not come to its end: it still runs, or was cut off"
     return ItemReport(item.name, item.proves, "not run", what)
 
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM raise SystemExit, once, so that child processes are ended. Only in the main thread."""
+    """Make SIGTERM raise SystemExit, once, to end child processes. Only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -109,7 +109,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_files(folder: Path) -> Iterator[tuple[Path, Path, Path]]:
-    """Yield a new folder, which is removed, and the paths of the results, under the first name unused by other checks."""
+    """Yield a temporary folder and the paths of the results, under the first unused name."""
     first = f"mpistrat-check-{_number()}"
     for count in itertools.count(1):
         name = first if count == 1 else f"{first}-{count}"

@@ -13,10 +13,10 @@ class CheckItem:
 
     Attributes:
         name: for reports.
-        proves: a sentence about the result of an item that passes.
+        proves: a sentence on the result of a passed item.
         seconds: its time limit, if all together have `TOTAL_SECONDS`.
-        module: the module in this folder whose function `run` each rank calls.
-        restarts: True if the ranks are restarted when one of them is killed.
+        module: its module here, whose `run` each rank calls.
+        restarts: True if ranks are restarted when one is killed.
     """
 
     name: str

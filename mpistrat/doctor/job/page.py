@@ -70,7 +70,7 @@ def _items(reports: Sequence[ItemReport]) -> str:
 
 
 def _numbers(numbers: Sequence[Sequence[Any]]) -> Iterable[str]:
-    """Yield a table for each unit: a row for each name, those of an operation together, and a column for each contender."""
+    """Yield a table per unit: a row per name, grouped by operation, and a column per contender."""
     operations = list(dict.fromkeys(row.split()[0] for row, *_ in numbers))
     numbers = sorted(numbers, key=lambda number: operations.index(number[0].split()[0]))
     for unit in dict.fromkeys(unit for *_, unit in numbers):

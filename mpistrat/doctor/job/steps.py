@@ -99,7 +99,7 @@ def run_item(item: CheckItem, launcher: Sequence[str], folder: Path, seconds: fl
 def _run(words: Sequence[str], limit: float) -> tuple[int | None, str]:
     """Return the exit status of a step, None if it was ended, and its output.
 
-    The output goes to a file without a name: a pipe would only end with the last process of the step.
+    The output goes to an unnamed file: a pipe would only end with the step's last process.
     """
     status: int | None = None
     with tempfile.TemporaryFile() as file:
@@ -203,7 +203,7 @@ def judge(item: CheckItem, records: Sequence[Mapping[str, Any]], status: int | N
 
 
 def _of_last_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the reports since the last start of the ranks: those before it ended because one was killed."""
+    """Return the reports since the last start of the ranks, without those of killed starts."""
     begun, first = set[int](), 0
     for index, record in enumerate(records):
         if "host" in record and record["rank"] in begun:

@@ -40,7 +40,7 @@ class Trial:
         report(rank=self.topology.rank, part=name)
 
     def same(self, what: str, got: Any, expected: Any) -> None:
-        """Report values that differ from the expected ones, without messages to other ranks: the network may be at fault."""
+        """Report unexpected values, without messages to other ranks: the network may be at fault."""
         mine, wanted = np.asarray(got), np.asarray(expected)
         if mine.shape == wanted.shape and bool((mine == wanted).all()):
             return

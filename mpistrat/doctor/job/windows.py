@@ -38,10 +38,10 @@ def run(trial: Trial) -> None:
 
 
 def _on_another_node(topology: Topology) -> int:
-    """Return the rank whose memory this rank writes: another one for each rank, and on another node.
+    """Return the rank whose memory this rank alone writes, on another node.
 
-    In the order of nodes the distance is the number of ranks of the largest node. If that node has more than half of all ranks,
-    some of them get one on their own node.
+    In the order of nodes the distance is the size of the largest node. If that node has more than half of all ranks, some of
+    them get one on their own node.
     """
     ordered = [rank for node in range(topology.num_nodes) for rank in topology.ranks_of_node(node)]
     return ordered[(ordered.index(topology.rank) + max(topology.ranks_per_node)) % topology.size]

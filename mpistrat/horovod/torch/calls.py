@@ -166,7 +166,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: RankSet = global_process_set,
 ) -> int:
-    """Start `allreduce`. Return a handle for `poll` and `synchronize`. Collective over the process set."""
+    """Start `allreduce`. Return a handle. Collective over the process set."""
     how = _operation("allreduce_async", op, average)
     call = _Reduction("allreduce_async", name, how, prescale_factor, postscale_factor, process_set)
     return call.start([tensor], in_place=False, several=False)
@@ -181,7 +181,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: RankSet = global_process_set,
 ) -> int:
-    """Start `allreduce_`, in place. Return a handle for `poll` and `synchronize`. Collective over the process set."""
+    """Start `allreduce_`, in place. Return a handle. Collective over the process set."""
     how = _operation("allreduce_async_", op, average)
     call = _Reduction("allreduce_async_", name, how, prescale_factor, postscale_factor, process_set)
     return call.start([tensor], in_place=True, several=False)
@@ -261,7 +261,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: RankSet = global_process_set,
 ) -> int:
-    """Start `grouped_allreduce`. Return a handle for `poll` and `synchronize`. Collective over the process set."""
+    """Start `grouped_allreduce`. Return a handle. Collective over the process set."""
     how = _operation("grouped_allreduce_async", op, average)
     call = _Reduction("grouped_allreduce_async", name, how, prescale_factor, postscale_factor, process_set)
     return call.start(tensors, in_place=False, several=True)
@@ -326,7 +326,7 @@ def grouped_allreduce_(
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: ReductionName, process_set: RankSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Start the sum or average of sparse tensors. Return a function that waits for the result and returns it. Collective.
+    """Start the sum or average of sparse tensors. Return a function that returns the result. Collective.
 
     Args:
         tensor: a sparse tensor in coordinate form. Ranks may have entries at different indices.
@@ -359,7 +359,7 @@ def sparse_allreduce_async(
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: RankSet = global_process_set) -> int:
-    """Start `allgather`. Return a handle for `poll` and `synchronize`. Collective over the process set."""
+    """Start `allgather`. Return a handle. Collective over the process set."""
     own = _checked("allgather_async", _copies([tensor]))
     return engine("allgather_async").ask("allgather", process_set, own, name, "allgather", _first)
 
@@ -367,7 +367,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: RankSet = global_process_set
 ) -> int:
-    """Start `grouped_allgather`. Return a handle for `poll` and `synchronize`. Collective over the process set."""
+    """Start `grouped_allgather`. Return a handle. Collective over the process set."""
     own = _checked("grouped_allgather_async", _copies(tensors))
     return engine("grouped_allgather_async").ask("allgather", process_set, own, name, "grouped_allgather", list)
 
@@ -444,14 +444,14 @@ def _start_broadcast(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: RankSet = global_process_set
 ) -> int:
-    """Start `broadcast`. Return a handle for `poll` and `synchronize`. Collective over the process set."""
+    """Start `broadcast`. Return a handle. Collective over the process set."""
     return _start_broadcast("broadcast_async", tensor.detach().clone(), root_rank, name, process_set)
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: RankSet = global_process_set
 ) -> int:
-    """Start `broadcast_`, in place. Return a handle for `poll` and `synchronize`. Collective over the process set."""
+    """Start `broadcast_`, in place. Return a handle. Collective over the process set."""
     return _start_broadcast("broadcast_async_", tensor, root_rank, name, process_set)
 
 
@@ -594,7 +594,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start `reducescatter`. Return a handle for `poll` and `synchronize`. Collective over the process set."""
+    """Start `reducescatter`. Return a handle. Collective over the process set."""
     return _start_scattered("reducescatter", [tensor], name, op, process_set, prescale_factor, postscale_factor, _first)
 
 
@@ -606,7 +606,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start `grouped_reducescatter`. Return a handle for `poll` and `synchronize`. Collective over the process set."""
+    """Start `grouped_reducescatter`. Return a handle. Collective over the process set."""
     return _start_scattered(
         "grouped_reducescatter", tensors, name, op, process_set, prescale_factor, postscale_factor, list
     )
@@ -669,7 +669,7 @@ def grouped_reducescatter(
 
 
 def join(device: int = -1) -> int:
-    """Wait for all ranks, and take part in their reductions with neutral values meanwhile. Collective over all ranks.
+    """Wait for all ranks, and contribute neutral values to their reductions. Collective over all ranks.
 
     A rank without batches calls it, so that ranks may have different numbers of batches.
 

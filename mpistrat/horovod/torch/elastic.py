@@ -1,7 +1,7 @@
-"""Elastic training: a state with commits, and a function that restarts from the last commit when ranks were lost.
+"""Elastic training: a state with commits, and a function that restarts from the last one when ranks were lost.
 
-Under `mpistrat run --survive` (Open MPI) the remaining ranks continue in place. Under `mpistrat run --restarts N` all ranks
-restart and find the last commit in the memory of their nodes.
+Under `mpistrat run --survive` (Open MPI) the remaining ranks continue. Under `mpistrat run --restarts N` all ranks restart
+and find the last commit in the memory of their nodes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ElasticState:
         self._callbacks = list[Callable[[], None]]()
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Register functions to call when the ranks have changed: to scale a learning rate, for instance."""
+        """Register functions to call when the ranks have changed, as to scale a learning rate."""
         self._callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -228,7 +228,7 @@ class TorchState(ObjectState):
 
 @final
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """The rows of a dataset for this rank; the remaining rows of an epoch are divided again when the ranks change.
+    """The rows of a dataset for this rank; the rest of an epoch is divided again when the ranks change.
 
     Pass it to a `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of each epoch. Rows are
     repeated so that all ranks have the same number.
@@ -299,10 +299,10 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 def run(func: Callable[..., T]) -> Callable[..., T]:
     """Return a training function as one that continues when ranks were lost. A decorator.
 
-    The function is called with a state that is the same on all ranks. When ranks were lost, under `mpistrat run --survive`, the
-    remaining ones return to the last commit, take rank 0's state, and call it again. Under `--restarts` a restarted program does
-    so with the newest commit that a rank finds. Another HorovodInternalError of all ranks has the same effect without a change of
-    ranks, at most three times without a commit.
+    The function is called with equal states on all ranks. When ranks were lost, under `mpistrat run --survive`, the remaining
+    ones return to the last commit, take rank 0's state, and call it again. Under `--restarts` a restarted program does so
+    with the newest commit that a rank finds. Another HorovodInternalError of all ranks has the same effect without a change
+    of ranks, at most three times without a commit.
 
     Args:
         func: a function whose first argument is an `hvd.elastic.State`.

@@ -67,7 +67,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: RankSet = global_process_set) -> list[Any]:
-    """Return the objects of all ranks, in the order of the ranks. Collective over the process set. See `broadcast_object`.
+    """Return the objects of all ranks, by rank. Collective over the process set. See `broadcast_object`.
 
     Example:
         >>> import mpistrat.horovod.torch as hvd
@@ -87,7 +87,7 @@ def broadcast_parameters(
     """Overwrite tensors with those of one rank. Collective over the process set.
 
     Args:
-        params: `module.state_dict()`, or names and tensors as `module.named_parameters()`, or tensors. Other values are skipped.
+        params: `module.state_dict()`, `module.named_parameters()`, or tensors. Other values are skipped.
         root_rank: the number of the rank in the job.
         process_set: the ranks that take part.
 

@@ -191,7 +191,7 @@ class _Averaging:
         self._sent[id(tensor)] = _Sent(finish)
 
     def synchronize(self) -> None:
-        """Wait until the gradients are those of all ranks, for use before `step`: to clip them, for instance."""
+        """Wait for the gradients of all ranks, before `step`, as to clip them."""
         if self._set.included():
             missing = len(self._sent) < len(self._trained)
             for tensor in self._trained if missing else ():
@@ -316,7 +316,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: RankSet = global_process_set,
 ) -> Any:
-    """Return an optimizer as one whose step uses the gradients of all ranks. It is the same object, with more methods.
+    """Make an optimizer's step use the gradients of all ranks. It returns the same object, with more methods.
 
     Each gradient is sent as soon as the backward pass has computed it. `step` waits for all of them.
 
@@ -327,7 +327,7 @@ def DistributedOptimizer(
         backward_passes_per_step: the number of passes after which gradients are sent.
         op: `hvd.Average`, `Sum`, or `Adasum`, with which ranks take their own steps and combine the changes.
         gradient_predivide_factor: with `Average`, divides gradients before the sum, and multiplies them after.
-        num_groups: the number of groups of gradients, each of which is one call; 0 for one call per gradient.
+        num_groups: the number of groups of gradients, one call each; 0 for one call per gradient.
         groups: their number, or a list of parameters for each group.
         sparse_as_dense: True to send sparse gradients as dense ones.
         process_set: the ranks that take part.
