@@ -96,7 +96,7 @@ class NodeCosts:
             expected = "constants of at most as many ranks as cores, by this version of mpistrat bench"
             remedy = f"mpistrat run -n {cores} -m mpistrat bench --only constants --json bench.json"
             raise ValueError(
-                explain("Machine.read", "document", expected=expected, got="a file without", remedy=remedy)
+                explain("Machine.read", "document", expected=expected, got="a file without them", remedy=remedy)
             )
         return cls(cores, ranks, threaded, parts)
 
@@ -321,7 +321,7 @@ class _BenchRun(NamedTuple):
         about, found = document.get("machine", {}), document.get("benchmarks", {}).get("constants")
         if found is None:
             remedy = "mpistrat run -n 4 -m mpistrat bench --only constants --only step --json bench.json"
-            expected, got = "a file of mpistrat bench with constants", "one without"
+            expected, got = "a file of mpistrat bench with constants", "a file without constants"
             raise ValueError(explain("Machine.read", "document", expected=expected, got=got, remedy=remedy))
         values = {name: tuple(map(each.__getitem__, of.COLUMNS)) for name, each in found["values"].items()}
         nodes = int(about["nodes"])
@@ -343,7 +343,7 @@ class _BenchRun(NamedTuple):
         for label, size in of.NETWORK_PART.items():
             step = self.values.get(of.name_of(of.STEP, label))
             if step is None:
-                expected, got = "a step over nodes, by this version of mpistrat bench", "a file without"
+                expected, got = "a step over nodes, by this version of mpistrat bench", "a file without it"
                 raise ValueError(explain("Machine.read", "document", expected=expected, got=got))
             count = size * self.each
             updated = 1 / self.nodes if is_divided(count, self.nodes, self.each) else 1.0

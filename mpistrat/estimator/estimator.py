@@ -355,7 +355,7 @@ class Estimator:
         newest = self.checkpoints.latest() if strategy.rank == 0 else None
         path = strategy.broadcast_object(newest) if checkpoint_path is None else checkpoint_path
         if path is None:
-            expected, got = "a checkpoint in it", "none"
+            expected, got = "a checkpoint in it", "no file"
             raise ValueError(
                 explain("Estimator", str(self.model_dir), expected=expected, got=got, remedy="Train first")
             )
@@ -389,7 +389,7 @@ class Estimator:
     def _file(self) -> CheckpointFile:
         path = self.checkpoints.latest()
         if path is None:
-            raise ValueError(explain("Estimator", str(self.model_dir), expected="a checkpoint in it", got="none"))
+            raise ValueError(explain("Estimator", str(self.model_dir), expected="a checkpoint in it", got="no file"))
         return CheckpointFile(path)
 
     def close(self) -> None:

@@ -125,7 +125,7 @@ class Engine:
         given = check_comm(mpi, comm, "hvd.init")
         if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
             remedy = "Leave mpi4py.rc.thread_level at 'multiple', and use an MPI that was built with it"
-            text = explain("hvd.init", "", expected="MPI_THREAD_MULTIPLE", got="less", remedy=remedy)
+            text = explain("hvd.init", "", expected="MPI_THREAD_MULTIPLE", got="a lower thread level", remedy=remedy)
             raise ClusterError(text)
         self._comm = own_comm(mpi, given, "hvd.init")
         self._byte, self._any, self._status = mpi.BYTE, mpi.ANY_SOURCE, mpi.Status()

@@ -138,7 +138,7 @@ def apply(optimizer: Optimizer, grads: Any, params: Any, of: Any = None, **extra
         places.append(place)
         chosen.append(gradient)
     if not links:
-        raise ValueError(explain(_FUNCTION, "params", expected="parameters with gradients", got="none"))
+        raise ValueError(explain(_FUNCTION, "params", expected="parameters with gradients", got="no gradient"))
     strategy = links[0].variable.placement.strategy
     replica = local_replica(strategy)
     step = _ReplicaStep(optimizer, links, chosen, _shares(strategy, links, chosen, of, replica), extra)

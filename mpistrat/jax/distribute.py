@@ -94,7 +94,7 @@ def distribute(
         given = layouts or {}
         check_layouts(_FUNCTION, given, [n for n, leaf in zip(names, leaves, strict=True) if is_parameter(leaf)])
         if not any(map(is_parameter, leaves)):
-            raise ValueError(explain(_FUNCTION, "tree", expected="floating arrays in it", got="none"))
+            raise ValueError(explain(_FUNCTION, "tree", expected="floating arrays in it", got="no floating array"))
         rule = None if optimizer is None else _rule(optimizer, tree, max_norm)
     arrays = [f"{name} {leaf.dtype}{leaf.shape}" for leaf, name in zip(leaves, names, strict=True) if is_array(leaf)]
     agree.same(exchange, ", ".join([f"{_FUNCTION} of a tree with loss={loss!r}", *arrays]), agree.mismatch)
@@ -142,7 +142,7 @@ def backend() -> str:
 
 def _check(leaf: Any, name: str) -> None:
     if link_of(leaf) is not None:
-        raise RuntimeError(explain(_FUNCTION, name, expected="one call for a tree", got="a second one"))
+        raise RuntimeError(explain(_FUNCTION, name, expected="a plain array", got="one of a distributed tree"))
     if not is_array(leaf):
         return
     if isinstance(leaf, np.ndarray):

@@ -84,7 +84,7 @@ def _function(name: str, fun: Callable[..., Any], argnums: int | Sequence[int], 
         links = [link_of(leaf) for leaf in wanted]
         known = [link for link in links if link is not None]
         if not known:
-            expected, got = "parameters that ms.jax.distribute or ms.jax.apply returned", "none"
+            expected, got = "parameters that ms.jax.distribute or ms.jax.apply returned", "other values"
             raise ValueError(explain(name, f"argnums={argnums!r}", expected=expected, got=got))
         strategy = known[0].variable.placement.strategy
         weight = 1.0

@@ -132,7 +132,7 @@ class JaxRule(ForeignRule):
         names = {variable.name for variable in given}
         missing = [variable.name for variable in self.__variables if variable.name not in names]
         if self._whole is not None and missing:
-            expected, got = f"gradients of the whole tree, as the optimizer has {self._whole.reason}", "none"
+            expected, got = f"gradients of the whole tree, as the optimizer has {self._whole.reason}", "no gradient"
             remedy = "Give parameters that stay as they are zeros, or an optimizer of their own"
             raise ValueError(explain("ms.jax.apply", missing[0], expected=expected, got=got, remedy=remedy))
         new: list[Variable] = []

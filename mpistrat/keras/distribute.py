@@ -155,7 +155,7 @@ def distribute(model: M) -> M:
     if not isinstance(given, keras.Model):
         raise TypeError(explain(function, "model", expected="a keras.Model", got=type(model).__name__))
     if isinstance(given, DistributedModel):
-        raise RuntimeError(explain(function, "model", expected="one call for a model", got="a second one"))
+        raise RuntimeError(explain(function, "model", expected="a plain model", got="one distributed already"))
     _check_layout(function, context.get_strategy())
     if keras.backend.backend() == "jax":
         import jax

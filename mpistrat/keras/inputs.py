@@ -449,7 +449,7 @@ def batches_of(
         for name, value in (("y", y), ("sample_weight", sample_weight), ("batch_size", batch_size)):
             if value is not None:
                 remedy = "Put it into the dataset: batches of (x, y) or (x, y, sample_weight)"
-                raise ValueError(explain(function, name, expected="none, next to a dataset", got="one", remedy=remedy))
+                raise ValueError(explain(function, name, expected="None with a dataset", got="a value", remedy=remedy))
         batches = DatasetBatches(link, _distributed(link, function, x, training), class_weight)
         return _for(link, training, batches)
     if isinstance(x, keras.utils.PyDataset):

@@ -71,7 +71,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             link.left.append(list(grads))
             return trainable_variables, optimizer_variables
         if link.served:
-            expected, got = "Keras's own train_step, compiled", "another one"
+            expected, got = "Keras's own train_step, compiled", "another train_step, or no jit"
             remedy = "With JAX as Keras's backend, use ms.MultiWorkerMirroredStrategy() for a train_step of your own"
             raise LayoutError(explain("fit", "train_step", expected=expected, got=got, remedy=remedy))
         grads = list(grads)
@@ -100,7 +100,7 @@ def distribute_optimizer(link: ModelLink, optimizer: Any) -> None:
 
 def not_in_fit(function: str) -> LayoutError:
     """Return the error of a step without the servers."""
-    expected, got = "a step of fit, which servers take part in", "another one"
+    expected, got = "a step of fit, which needs the servers", "a step outside of fit"
     remedy = "Call fit on every rank, or use ms.MultiWorkerMirroredStrategy()"
     return LayoutError(explain(function, "", expected=expected, got=got, remedy=remedy))
 

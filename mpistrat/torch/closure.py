@@ -39,7 +39,7 @@ def step_with_closure(optimizer: Any, whole: TorchWholeRule, closure: Callable[[
     """
     strategy, function = optimizer.mpistrat_strategy, f"{optimizer.mpistrat_rule.rule}.step"
     if closure is None:
-        expected, got = "a function that clears the gradients, calls backward and returns the loss", "none"
+        expected, got = "a function that clears the gradients, calls backward and returns the loss", "None"
         remedy = "Call optimizer.step(closure)"
         raise TypeError(explain(function, "closure", expected=expected, got=got, remedy=remedy))
     replicas = len(strategy.extended.replicas)

@@ -124,7 +124,7 @@ def distribute(
     check_tensors(module, _device_of(context.get_strategy()))
     names = {parameter: name for name, parameter in module.named_parameters()}
     if any(link_of(parameter) is not None for parameter in names):
-        raise RuntimeError(explain(function, "module", expected="one call for a module", got="a second one"))
+        raise RuntimeError(explain(function, "module", expected="a plain module", got="one distributed already"))
     check_layouts(function, layouts or {}, list(names.values()))
     strategy = context.get_strategy()
     if sync_batch_norm or any(isinstance(layer, SyncBatchNorm) for layer in module.modules()):
@@ -198,7 +198,7 @@ def check_tensors(module: torch.nn.Module, device: str) -> None:
     """
     function = "ms.torch.distribute"
     if torch.is_inference_mode_enabled():
-        raise ValueError(explain(function, "", expected="a call outside of torch.inference_mode()", got="one in it"))
+        raise ValueError(explain(function, "", expected="a call outside of torch.inference_mode()", got="a call in it"))
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
             got, remedy = "a lazy one, without a shape", "Call the module once with a batch before"

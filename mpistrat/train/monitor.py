@@ -259,7 +259,9 @@ class Monitor(Callback):
     def _running(self, function: str) -> Loop:
         if self.loop is None:
             remedy = "with ms.monitor(folder) as run: ..., or callbacks=[ms.monitor(folder)]"
-            raise ContextError(explain(function, "", expected="a run", got="none", remedy=remedy))
+            raise ContextError(
+                explain(function, "", expected="a started monitor", got="one outside of a run", remedy=remedy)
+            )
         return self.loop
 
     # beyond results
@@ -310,7 +312,7 @@ class Monitor(Callback):
 
     def _refuse(self, function: str) -> NoReturn:
         remedy = "pip install 'mpistrat[tensorboard]', and leave tensorboard=False out"
-        raise MissingDependencyError(explain(function, "", expected="TensorBoard's files", got="none", remedy=remedy))
+        raise MissingDependencyError(explain(function, "", expected="TensorBoard's files", got="no files", remedy=remedy))
 
 
 @final

@@ -448,7 +448,7 @@ class Trainer:
             raise ContextError(explain("Trainer.predict", "strategy", expected=expected, got=got))
         rows = [self.strategy.gather(self._run("predict", batch), axis=0) for batch in itertools.islice(data, steps)]
         if not rows:
-            raise ValueError(explain("Trainer.predict", "data", expected="a batch", got="none"))
+            raise ValueError(explain("Trainer.predict", "data", expected="at least one batch", got="0"))
 
         def joined(*parts: Any) -> np.ndarray:
             return np.concatenate([plain_array(part, "Trainer.predict", "predict_step") for part in parts])

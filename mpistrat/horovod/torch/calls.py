@@ -579,7 +579,7 @@ def _start_scattered(
     if op == Adasum:
         raise NotImplementedError(explain(f"hvd.{function}", "op", expected="any other reduction", got="Adasum"))
     if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError(explain(f"hvd.{function}", "tensor", expected="at least one dimension", got="none"))
+        raise ValueError(explain(f"hvd.{function}", "tensor", expected="at least one dimension", got="a scalar"))
     own = _checked(function, _copies(tensors), summed=True)
     return engine(function).ask(
         "reducescatter", process_set, own, name, function, finish, op=op.name, pre=float(pre), post=float(post)

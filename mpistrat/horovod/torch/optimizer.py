@@ -48,7 +48,7 @@ def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Any]] | 
     argument = "named_parameters"
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         expected = "pairs of name and parameter, as model.named_parameters()"
-        raise ValueError(explain(_FUNCTION, argument, expected=expected, got="something else"))
+        raise ValueError(explain(_FUNCTION, argument, expected=expected, got="other elements"))
     names = [name for name, _ in pairs]
     double = sorted({name for name in names if names.count(name) > 1})
     if double:
@@ -235,7 +235,7 @@ class _Averaging:
             AssertionError: they are pending.
         """
         if self._sent:
-            expected, got = "step() or synchronize() before it", "gradients on the way"
+            expected, got = "step() or synchronize() before it", "pending gradients"
             raise AssertionError(explain("optimizer.zero_grad", "", expected=expected, got=got))
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 

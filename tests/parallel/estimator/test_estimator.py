@@ -149,7 +149,7 @@ def test_wrong_use_is_named(mpi_tmp_path):
         with pytest.raises(TypeError, match=r"model_fn: expected to return an EstimatorSpec, got NoneType"):
             made_of.train(dataset)
         made_of = estimator(strategy, mpi_tmp_path)
-        with pytest.raises(ValueError, match=r"expected a checkpoint in it, got none: Train first|Train first"):
+        with pytest.raises(ValueError, match=r"expected a checkpoint in it, got no file. Train first"):
             made_of.evaluate(held_out)
         with pytest.raises(TypeError, match=r"input_fn: expected to return a dataset of ms.data, got list"):
             made_of.train(lambda: [1])

@@ -325,7 +325,7 @@ def test_a_history_that_grows_later_is_refused():
 def test_what_cannot_work_is_refused():
     with ms.MultiWorkerMirroredStrategy() as strategy:
         _, optimizer = put(strategy, "strong_wolfe")
-        with pytest.raises(TypeError, match=r"LBFGS\.step: closure: .*got none"):
+        with pytest.raises(TypeError, match=r"LBFGS\.step: closure: .*got None"):
             optimizer.step()
         with strategy.scope():
             module = net(torch.bfloat16)

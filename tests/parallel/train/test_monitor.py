@@ -191,12 +191,14 @@ def test_a_page_that_cannot_be_written_does_not_end_training(mpi_tmp_path, caplo
 def test_what_is_missing_is_named(mpi_tmp_path):
     with pytest.raises(ms.errors.MissingDependencyError, match="pip install mlflow"):
         ms.monitor(mpi_tmp_path, mlflow=True)
-    with pytest.raises(ms.errors.ContextError, match=r"Monitor.step: expected a run, got none"):
+    with pytest.raises(
+        ms.errors.ContextError, match=r"Monitor.step: expected a started monitor, got one outside of a run"
+    ):
         ms.monitor(mpi_tmp_path).step()
     with (
         ms.OneDeviceStrategy() as strategy,
         ms.monitor(mpi_tmp_path, strategy, tensorboard=False) as run,
-        pytest.raises(ms.errors.MissingDependencyError, match="expected TensorBoard's files, got none"),
+        pytest.raises(ms.errors.MissingDependencyError, match="expected TensorBoard's files, got no files"),
     ):
         run.text("note", "early")
 
