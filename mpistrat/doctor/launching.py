@@ -99,7 +99,7 @@ def _srun(library: MPILibrary, fitting: Launcher | None) -> Iterator[Finding]:
         instead = f"start with {fitting.path} in the batch script" if fitting is not None else "load the site's own MPI"
         remedy = f"Ask the site for SLURM's {known} plugin; until then {instead}"
         what = (
-            f"{said}: none is a protocol of {library}, which wants {known}. Under srun each process will be rank 0 of 1"
+            f"{said}: none is a protocol of {library}, which needs {known}. Under srun each process will be rank 0 of 1"
         )
         yield problem("srun", what, remedy)
         return
@@ -108,7 +108,7 @@ def _srun(library: MPILibrary, fitting: Launcher | None) -> Iterator[Finding]:
         remedy = f"export SLURM_MPI_TYPE={value}"
         yield problem("srun", f"SLURM_MPI_TYPE={chosen}, which is not among {', '.join(offered)}", remedy)
     elif chosen and fitting_pmi(library, [chosen]) is None:
-        what = f"SLURM_MPI_TYPE={chosen} is no protocol of {library}: each process will be rank 0 of 1"
+        what = f"SLURM_MPI_TYPE={chosen} is not a protocol of {library}: each process will be rank 0 of 1"
         yield warning("srun", what, f"export SLURM_MPI_TYPE={value}, or srun --mpi={value}")
     elif value == "pmi2" and (remedy := pmi2_remedy(library)):
         what = f"{said}: srun --mpi={value} python train.py, but {TOO_LONG.format(library=library)}"

@@ -110,7 +110,7 @@ class JaxRule(ForeignRule):
         self.__variables = list(variables)
         self.__places = {variable.name: place for place, variable in enumerate(variables)}
         if self.__blocks is not None and self.__blocks.unequal and variables[0].placement.store is not None:
-            rule = "an optimizer with state that begins with the weights"
+            rule = "an optimizer whose state starts with the weights"
             require_whole(self._function, variables, rule, self._remedy)
         super().serve(variables)
 

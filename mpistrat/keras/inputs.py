@@ -225,7 +225,7 @@ class DatasetBatches(KerasBatches):
         if spec is None:
             remedy = "Call the model on one batch before fit, so that it is built"
             got = "a dataset function whose rows are not known yet"
-            raise ValueError(explain("fit", "x", expected="a dataset that tells its rows", got=got, remedy=remedy))
+            raise ValueError(explain("fit", "x", expected="a dataset with known rows", got=got, remedy=remedy))
         return self._weighted(keras.tree.map_structure(lambda leaf: np.zeros((1, *leaf.shape[1:]), leaf.dtype), spec))
 
     def _weighted(self, batch: Any) -> Any:

@@ -389,7 +389,7 @@ class Checkpoints:
             return self.save(step, notes)
         except OSError as error:
             if self.strategy.rank == 0:
-                logger.warning("Checkpoints: step %d is not saved, training goes on: %s", step, error)
+                logger.warning("Checkpoints: step %d is not saved; training continues: %s", step, error)
             return None
 
     def _take_snapshot(self, period: _Period, step: int, notes: Any) -> _Period | None:
@@ -398,7 +398,7 @@ class Checkpoints:
             self.strategy.take_snapshot(step, self._with_step(notes, step), str(self.folder))
         except SharedMemoryError as error:
             if self.strategy.rank == 0:
-                logger.warning("Checkpoints: training goes on without snapshots: %s", error)
+                logger.warning("Checkpoints: training continues without snapshots: %s", error)
             return None
         period.begin(step, time.monotonic() - began)
         return period
@@ -458,7 +458,7 @@ class Checkpoints:
             for old in self.steps()[: -self._keep] if self._keep else ():
                 self.path(old).unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("Checkpoints: files that are too old stay: %s", error)
+            logger.warning("Checkpoints: old files are not removed: %s", error)
 
     def batches(self, data: Any, epochs: int = 1, **lists: list[Any]) -> Iterator[Any]:
         """Yield the batches of some epochs, resumed at the newest checkpoint, and save as `step` does. Collective.
@@ -548,7 +548,7 @@ class Checkpoints:
                 saved = self.strategy.restore(self.path(step))
             except OSError as error:
                 if self.strategy.rank == 0:
-                    logger.warning("Checkpoints: step %d is passed over: %s", step, error)
+                    logger.warning("Checkpoints: step %d is skipped: %s", step, error)
                 continue
             return self._taken_over(saved)
         if steps:
@@ -602,13 +602,13 @@ class Checkpoints:
         """Raise ValueError, on every rank, if states of objects by rank are of another number of ranks."""
         size = self.strategy.size
         if states and self._by_rank and len(states) != size:
-            expected, got = f"states of {len(states)} ranks, as step {step} was saved on so many", f"{size} ranks"
-            remedy = f"Start {len(states)} ranks; or a dataset of ms.data, which any number of ranks divides anew"
+            expected, got = f"states of {len(states)} ranks, as in the file of step {step}", f"{size} ranks"
+            remedy = f"Start {len(states)} ranks; or a dataset of ms.data, which any number of ranks can read"
             raise ValueError(explain("Checkpoints", "objects_by_rank", expected=expected, got=got, remedy=remedy))
 
     def _warn_of_missing(self, name: str, step: int) -> None:
         if self.strategy.rank == 0:
-            logger.warning("Checkpoints: step %d has no state of object %r, which stays as it is", step, name)
+            logger.warning("Checkpoints: step %d has no state of object %r, which does not change", step, name)
 
     def _taken_over(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Load objects' states, continue at the restored step and its layouts, and return the notes."""

@@ -63,7 +63,7 @@ def page(record: RunRecord) -> str:
         parts += ["<h2>Results</h2>", f'<div class="charts">{"".join(_charts(record.epochs))}</div>']
         parts.append(_last(record.epochs[-1]))
     if record.ranks:
-        parts += ["<h2>Where the time of each rank went</h2>", _bars(record.ranks), _stragglers(record.ranks)]
+        parts += ["<h2>Time of each rank</h2>", _bars(record.ranks), _stragglers(record.ranks)]
     if record.warnings:
         lines = "\n".join(html.escape(text) for text in record.warnings)
         parts += ["<h2>Warnings</h2>", f"<pre>{lines}</pre>"]
@@ -229,7 +229,7 @@ def _bars(ranks: Sequence[RankTimes]) -> str:
         f'<p class="soft">{len(ranks) - len(rows)} more ranks are not shown.</p>' if len(rows) < len(ranks) else ""
     )
     seconds = f"{min(one.seconds for one in ranks):.3g}"
-    about = f"Of the last {seconds} s, which the recorders remember; what is left of a bar is the program between."
+    about = f"Shares of the last {seconds} s, as recorded. The rest of a bar is the program in between."
     return (
         f'<div class="key">{key}</div><svg width="740" height="{len(rows) * height}" role="img" '
         f'aria-label="shares of time by rank">{"".join(parts)}</svg><p class="soft">{about}</p>{left_out}'
@@ -246,4 +246,4 @@ def _stragglers(ranks: Sequence[RankTimes]) -> str:
         for one in late
     )
     head = '<tr><th>came last</th><th class="number">collectives</th><th class="number">the others waited, together</th></tr>'
-    return f"<h2>Who made others wait</h2><table>{head}{rows}</table>"
+    return f"<h2>Stragglers</h2><table>{head}{rows}</table>"

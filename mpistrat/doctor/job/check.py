@@ -85,7 +85,7 @@ def passed(reports: Sequence[ItemReport]) -> bool:
 
 def _waiting(item: CheckItem) -> ItemReport:
     """Return the report of an item without a result."""
-    what = "the check has not come to its end: it still runs, or was cut off"
+    what = "the check has not ended: it is still running, or was cut off"
     return ItemReport(item.name, item.proves, "not run", what)
 
 

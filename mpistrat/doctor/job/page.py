@@ -31,7 +31,7 @@ def page(about: Mapping[str, Any], reports: Sequence[ItemReport]) -> str:
             parts += [f"<h2>{html.escape(report.name)}</h2>", *_numbers(report.numbers)]
     if start is not None:
         parts += ["<h2>Nodes</h2>", _nodes(start.nodes), *_machine(start, about["variables"])]
-        parts += ["<h2>What the doctor found</h2>", _findings(start.findings)]
+        parts += ["<h2>Findings of the doctor</h2>", _findings(start.findings)]
     for report in reports:
         if report.output:
             parts += [

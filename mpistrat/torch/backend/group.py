@@ -805,7 +805,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         if wrong:
             item, rank = like.element_size(), wrong[0]
             expected, got = f"{come[rank].size // item} elements from rank {rank}", f"{lengths[rank] // item}"
-            remedy = "What a rank sends to another is what that one receives: compare the split sizes of both"
+            remedy = "Compare the split sizes of both ranks: one receives what the other sends"
             raise CollectiveMismatchError(
                 explain(function, "output", expected=expected, got=got, remedy=remedy, rank=self._rank)
             )

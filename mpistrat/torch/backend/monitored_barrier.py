@@ -42,7 +42,7 @@ def monitored_barrier(ranks: ProcessGroup, number: int, seconds: float, wait_all
         if failed:
             raise RuntimeError(
                 f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from"
-                " rank 0, which names the ranks that did not come"
+                " rank 0, which names the missing ranks"
             )
         return
     if seconds == 0:

@@ -77,7 +77,7 @@ def test_a_full_dev_shm(run):
     assert weight == WEIGHT
     assert files == [20, 30, 40]
     assert begun in (10, 20)
-    assert "training goes on without snapshots" in done.stderr
+    assert "training continues without snapshots" in done.stderr
     assert "No space left on device" in done.stderr and "Enlarge it" in done.stderr
     assert "started again from the newest checkpoint" in done.stderr
 

@@ -239,7 +239,7 @@ def test_a_full_dev_shm_leaves_training_to_go_on(start, tmp_path):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert out.splitlines()[-1] == "end 40.0"
-    assert err.count("training goes on without snapshots") == 1
+    assert err.count("training continues without snapshots") == 1
     assert "No space left on device" in err
     assert Path("/dev/shm").is_dir()
 

@@ -230,7 +230,7 @@ def test_a_check_that_is_cut_off_has_not_passed(tmp_path, monkeypatch):
     assert not document["passed"]
     assert [item["name"] for item in document["items"]] == [item.name for item in ITEMS]
     assert [item["status"] for item in document["items"]] == ["passed"] * 2 + ["not run"] * (len(ITEMS) - 2)
-    says = "the check has not come to its end: it still runs, or was cut off"
+    says = "the check has not ended: it is still running, or was cut off"
     assert document["items"][-1]["what"] == says
     text = (tmp_path / "mpistrat-check-77.html").read_text()
     assert f"{len(ITEMS) - 2} not run, 2 passed" in text and says in text
