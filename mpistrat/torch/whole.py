@@ -97,7 +97,7 @@ class TorchWholeRule(WholeRule):
             }
             left = [key for key, array in known.items() if array is None and state[key] is not None]
             if left:
-                text = f"{_FUNCTION}: files do not have the state {', '.join(left)} of {self.title}: neither a tensor nor a number"
+                text = f"{_FUNCTION}: files do not have the state {', '.join(left)} of {self.title}: not a tensor or number"
                 log.once(logging.WARNING, text)
             found[name] = {key: np.zeros_like(array) for key, array in known.items() if array is not None}
         return found

@@ -302,7 +302,7 @@ class TestLaunchers:
     def test_srun_offers_nothing_for_cray_mpich(self, look):
         found = look(["none", "pmix"], MPILibrary("Cray MPICH", "8.1.28", "CRAY MPICH version 8.1.28"))
         assert statuses(found)["srun"] == "problem"
-        assert "wants cray_shasta or pmi2" in found[1].what and "cray_shasta or pmi2 plugin" in found[1].remedy
+        assert "needs cray_shasta or pmi2" in found[1].what and "cray_shasta or pmi2 plugin" in found[1].remedy
 
     def test_srun_and_a_library_whose_protocol_nobody_knows(self, look):
         found = look(["none", "pmi2"], MPILibrary("Microsoft MPI", "10.1.0", ""))
