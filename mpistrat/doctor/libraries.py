@@ -80,9 +80,7 @@ def check_gpus(outcome: Outcome, needs: Collection[str]) -> Iterator[Finding]:
     if missing is None and "nccl" in needs:
         yield problem("NCCL", f"{outcome.step} {outcome.end()}", "Install the CuPy of the driver's CUDA version")
     elif missing and "nccl" in needs:
-        yield problem(
-            "NCCL", f"not usable: {missing}", "Or train without it: communication AUTO uses what is available"
-        )
+        yield problem("NCCL", f"not usable: {missing}", "Or train without it: communication AUTO does not need it")
     elif gpus and missing:
         yield warning("NCCL", f"not usable: {missing}", "Sums of GPUs' arrays go through host memory, which is slower")
     elif missing == "":

@@ -498,9 +498,7 @@ def _check_model(model: Any) -> None:
     function = "ms.keras.distribute"
     if keras.distribution.distribution() is not None:
         remedy = "keras.distribution.set_distribution(None): the strategy divides the batches"
-        raise ValueError(
-            explain(function, "model", expected="no keras.distribution", got="a device mesh", remedy=remedy)
-        )
+        raise ValueError(explain(function, "model", expected="no keras.distribution", got="a mesh", remedy=remedy))
     for layer in model._flatten_layers():
         if getattr(layer, "synchronized", False):
             remedy = "Keras synchronizes within tf.distribute only: leave it out; running statistics are averaged"

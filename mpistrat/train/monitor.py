@@ -259,9 +259,7 @@ class Monitor(Callback):
     def _running(self, function: str) -> Loop:
         if self.loop is None:
             remedy = "with ms.monitor(folder) as run: ..., or callbacks=[ms.monitor(folder)]"
-            raise ContextError(
-                explain(function, "", expected="a started monitor", got="one outside of a run", remedy=remedy)
-            )
+            raise ContextError(explain(function, "", expected="a started run", got="no run", remedy=remedy))
         return self.loop
 
     # beyond results

@@ -53,9 +53,7 @@ def use(comm: Any = None) -> None:
     global _comm
     if dist.is_initialized():
         remedy = "Call dist.destroy_process_group() first, or use() before init_process_group"
-        text = explain(
-            "mpistrat.torch.use", "", expected="no default process group", got="an active one", remedy=remedy
-        )
+        text = explain("mpistrat.torch.use", "", expected="no default process group", got="a group", remedy=remedy)
         raise ContextError(text)
     _comm = given_comm(comm, "mpistrat.torch.use")
     register()
