@@ -1,7 +1,7 @@
 """Train a network on real handwritten digits, under any strategy.
 
-    mpiexec -n 2 python -m mpistrat.examples.digits --strategy mirrored --output digits_output mpiexec -n 4 python -m
-    mpistrat.examples.digits --strategy parameter_server --num-ps 1
+    mpiexec -n 2 python -m mpistrat.examples.digits --strategy mirrored --output digits_output
+    mpiexec -n 4 python -m mpistrat.examples.digits --strategy parameter_server --num-ps 1
 
 The final weights are the same under every synchronous strategy and on any number of ranks, up to rounding. With parameter
 servers the batch size is one worker's, and the weights depend on the order of arrival.

@@ -40,7 +40,7 @@ class LossCount:
             empty: True if no parameter has a gradient.
 
         Raises:
-            RuntimeError: perhaps a step has taken some gradients.
+            RuntimeError: a step may have taken some of the gradients.
         """
         if empty:
             self.clear()

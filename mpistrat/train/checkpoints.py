@@ -603,7 +603,7 @@ class Checkpoints:
         size = self.strategy.size
         if states and self._by_rank and len(states) != size:
             expected, got = f"states of {len(states)} ranks, as in the file of step {step}", f"{size} ranks"
-            remedy = f"Start {len(states)} ranks; or a dataset of ms.data, which any number of ranks can read"
+            remedy = f"Start {len(states)} ranks; or use a dataset of ms.data, which any number of ranks can read"
             raise ValueError(explain("Checkpoints", "objects_by_rank", expected=expected, got=got, remedy=remedy))
 
     def _warn_of_missing(self, name: str, step: int) -> None:
@@ -647,7 +647,7 @@ class _Period:
     def begin(self, step: int, cost: float = 0.0) -> None:
         """Restart the period; a task of `cost` seconds then takes at most a hundredth of the time.
 
-        Without the first two costs, which include allocation; of the last ones the shortest counts, as ranks wait for each
+        The first two costs, which include allocation, do not count; of the last ones the shortest does, as ranks wait for each
         other.
         """
         done = 0 if self._begun is None else step - self._begun[0]

@@ -41,7 +41,7 @@ class ElasticState:
         self._callbacks = list[Callable[[], None]]()
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Register functions to call when the ranks have changed, as to scale a learning rate."""
+        """Register functions to call when the ranks have changed, such as one that scales a learning rate."""
         self._callbacks.extend(callbacks)
 
     def on_reset(self) -> None:

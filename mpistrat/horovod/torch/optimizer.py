@@ -191,7 +191,7 @@ class _Averaging:
         self._sent[id(tensor)] = _Sent(finish)
 
     def synchronize(self) -> None:
-        """Wait for the gradients of all ranks, before `step`, as to clip them."""
+        """Wait for the gradients of all ranks, for use before `step`, such as clipping."""
         if self._set.included():
             missing = len(self._sent) < len(self._trained)
             for tensor in self._trained if missing else ():

@@ -26,7 +26,7 @@ def seconds_of(timeout: timedelta | float | None) -> float | None:
 
 
 def torch_error(error: Exception, line: str) -> Exception:
-    """Return an error of the package as also a RuntimeError, like torch's, with the user's line."""
+    """Make an error of the package a RuntimeError, too, like torch's, and add the user's line."""
     if not isinstance(error, MpistratError):
         return error
     first, newline, rest = str(error).partition("\n")
