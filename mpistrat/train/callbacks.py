@@ -159,7 +159,7 @@ class _Best:
 
 @final
 class EarlyStopping(Callback):
-    """Stop when a result has not improved for some epochs.
+    """A stop when a result has not improved for some epochs.
 
     Attributes:
         best: the best result.
@@ -212,7 +212,7 @@ class EarlyStopping(Callback):
 
 @final
 class ModelCheckpoint(Callback):
-    """Save after each epoch, or after those with the best result so far, by `Strategy.save`.
+    """A save by `Strategy.save` after each epoch, or after those with the best result so far.
 
     To resume a run use `Checkpoints`. Arguments are Keras's. The file's `extra` has the epoch and its results. If an epoch
     ends between two outer steps (`local_steps`), the file has the weights after the next one.
@@ -277,7 +277,7 @@ class ModelCheckpoint(Callback):
 
 @final
 class ReduceLROnPlateau(Callback):
-    """Multiply the learning rate by a factor when a result has not improved for some epochs."""
+    """A factor on the learning rate when a result has not improved for some epochs."""
 
     def __init__(
         self,
@@ -317,7 +317,7 @@ class ReduceLROnPlateau(Callback):
 
 @final
 class LearningRateScheduler(Callback):
-    """Set the learning rate of each epoch with a function of the epoch and the rate."""
+    """A learning rate for each epoch, by a function of the epoch and the rate."""
 
     def __init__(self, schedule: Callable[[int, float], float]) -> None:
         self._schedule = schedule
@@ -328,7 +328,7 @@ class LearningRateScheduler(Callback):
 
 @final
 class TerminateOnNaN(Callback):
-    """Stop after an epoch with a result that is not finite."""
+    """A stop after an epoch with a result that is not finite."""
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         broken = [name for name, value in logs.items() if is_number(value) and not math.isfinite(value)]

@@ -96,7 +96,7 @@ class _File(Callback, abc.ABC):
 
 @final
 class CSVLogger(_File):
-    """Write one line of results per epoch, on one rank, as Keras's CSVLogger does.
+    """A CSV file with one line of results per epoch, written by one rank, like Keras's CSVLogger.
 
     A missing result is NA, as `val_loss` with `validation_freq=2`.
     """
@@ -129,7 +129,7 @@ class CSVLogger(_File):
 
 @final
 class JSONLogger(_File):
-    """Write one line of JSON per epoch, on one rank, with results, epoch, steps so far and seconds since 1970."""
+    """A file with one line of JSON per epoch, written by one rank: results, epoch, steps so far and seconds since 1970."""
 
     def epoch_of(self, line: str) -> int | None:
         return int(json.loads(line)["epoch"])
@@ -142,7 +142,7 @@ class JSONLogger(_File):
 
 @final
 class Progress(Callback):
-    """Print one line of results per epoch, on one rank; a terminal, also under mpiexec and srun, shows a bar."""
+    """A line of results per epoch, printed by one rank; a terminal, also under mpiexec and srun, shows a bar."""
 
     def __init__(self, steps: int | None = None, file: IO[str] | None = None) -> None:
         """Create the callback.
@@ -231,7 +231,7 @@ def _word(name: str, value: Any) -> str:
 
 @final
 class TensorBoard(Logger):
-    """Write results as event files of TensorBoard, on one rank. Needs the extra `tensorboard` (tensorboardX).
+    """Event files of TensorBoard, written by one rank. Needs the extra `tensorboard` (tensorboardX).
 
     Attributes:
         writer: tensorboardX's SummaryWriter, for images, text or histograms of your own; None on the other ranks.
@@ -332,7 +332,7 @@ def _guarded(recording: WarnOnce) -> Iterator[None]:
 
 @final
 class Timeline(Callback):
-    """Write a trace of all ranks (`ms.timeline.save`) after a step, with the recorders' contents."""
+    """A trace of all ranks (`ms.timeline.save`), written after a step."""
 
     def __init__(self, path: str | os.PathLike[str], step: int = 100, ranks: Sequence[int] | None = None) -> None:
         """Create the callback.

@@ -17,7 +17,7 @@ _SHOWN = 3  # wrong values of a rank
 
 
 class Skipped(Exception):
-    """Raised by an item that cannot be tried here; its text is the reason."""
+    """The error of an item that cannot be tried here; its text is the reason."""
 
 
 @final

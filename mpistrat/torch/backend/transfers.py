@@ -436,7 +436,7 @@ class ReceiveWork(_Transfer):
         return True
 
     def ended(self) -> bool:
-        """See `_Transfer.ended`; MPI uses no memory of a receive without a message."""
+        """Return True also for a receive without a message, whose memory MPI does not use."""
         return not self.matched or super().ended()
 
     def _other_form(self, expected: int, length: int, code: int) -> CollectiveMismatchError:
