@@ -1,4 +1,4 @@
-"""Buffers of batches, used again; the copy of rows into them; and what was read last, kept up to a number of bytes."""
+"""Reused buffers of batches, the copy of rows into them, and a cache of values read last."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ KEPT = 6  # batches of a field: those read ahead, the one in use, the one before
 
 @final
 class RowBuffers:
-    """Gives out uninitialised arrays, from one pool for each field. Threads may share it."""
+    """A source of uninitialised arrays, with one pool for each field. Thread-safe."""
 
     def __init__(self) -> None:
         self._pools: dict[Hashable, BufferPool] = {}
 
     def empty(self, field: Hashable, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return an array like `np.empty`; its memory is used again once no array or view of it is left."""
+        """Return an array like `np.empty`; its memory is reused when no array or view of it is left."""
         pool = self._pools.get(field)
         if pool is None:
             pool = self._pools.setdefault(field, BufferPool(KEPT))
@@ -37,7 +37,7 @@ class RowBuffers:
 
 
 def take_rows(array: NDArray[Any], rows: NDArray[np.int64], out: NDArray[Any]) -> None:
-    """Copy rows of an array, in range and in any order, into a buffer: one memory copy where they are consecutive."""
+    """Copy rows of an array, in range and in any order, into a buffer; consecutive rows in one memory copy."""
     if rows.size == 0 or out.nbytes == 0 or loops.gather(out, array, rows):
         return
     first, last = rows.item(0), rows.item(-1)
@@ -51,10 +51,10 @@ def take_rows(array: NDArray[Any], rows: NDArray[np.int64], out: NDArray[Any]) -
 
 @final
 class LastRead(Generic[T]):
-    """A cache of least recently used values. Threads may share it.
+    """A cache of least recently used values. Thread-safe.
 
     Args:
-        limit: bytes that are kept; the value put last is kept, however large.
+        limit: the bytes to cache; the newest value is cached whatever its size.
     """
 
     def __init__(self, limit: int) -> None:
@@ -66,7 +66,7 @@ class LastRead(Generic[T]):
         self._bytes = 0
 
     def get(self, key: Hashable) -> T | None:
-        """Return a value; None if it is not kept."""
+        """Return a value; None if it is not cached."""
         with self._lock:
             if key not in self._values:
                 return None
@@ -74,7 +74,7 @@ class LastRead(Generic[T]):
             return self._values[key][0]
 
     def put(self, key: Hashable, value: T, nbytes: int) -> None:
-        """Keep a value, unless one of this key is kept, and drop those used longest ago."""
+        """Cache a value, unless its key is cached, and drop the least recently used ones."""
         with self._lock:
             if key not in self._values:
                 self._values[key] = value, nbytes

@@ -1,4 +1,4 @@
-"""Dataset: what users hold of a chain of nodes, from a source of rows to elements. How chains work: nodes/node.py."""
+"""`Dataset`, the public class over a chain of nodes, from a source of rows to elements. Chains: nodes/node.py."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ M = TypeVar("M", bound=Callable[..., Any])
 def _operator(
     function: Callable[Concatenate[Node, P], Node], **ours: str
 ) -> Callable[Concatenate[Dataset, P], Dataset]:
-    """The method that an operator is: a function of the node below that returns the node above; `ours` as in tensorflow_names."""
+    """Return the `Dataset` method for a function from the node below to the node above; `ours` as in tensorflow_names."""
 
     def method(self: Dataset, /, *args: P.args, **kwargs: P.kwargs) -> Dataset:
         return Dataset(function(self.node, *args, **kwargs))
@@ -71,7 +71,7 @@ def _operator(
 def _operator_with_datasets(
     function: Callable[Concatenate[Node, Callable[[Node], Any], P], Node],
 ) -> Callable[Concatenate[Dataset, P], Dataset]:
-    """The same of a function that also gets what makes a dataset of a node."""
+    """Like `_operator`, for a function that also gets the constructor of datasets."""
 
     def method(self: Dataset, /, *args: P.args, **kwargs: P.kwargs) -> Dataset:
         return Dataset(function(self.node, Dataset, *args, **kwargs))
@@ -80,7 +80,7 @@ def _operator_with_datasets(
 
 
 def _source(function: Callable[P, Node]) -> staticmethod[P, Dataset]:
-    """The static method that makes a dataset of the node that a function returns."""
+    """Return a static method of `Dataset` for a function that returns a node."""
 
     @tensorflow_names()
     @functools.wraps(function)
@@ -91,7 +91,7 @@ def _source(function: Callable[P, Node]) -> staticmethod[P, Dataset]:
 
 
 def _as_method(method: M, function: Callable[..., Any], hidden: int, ours: dict[str, str]) -> M:
-    """A method with the documentation of a function, and its parameters but for the first ones."""
+    """Give a method the documentation and parameters of a function, without its first `hidden` parameters."""
     wrapped = functools.update_wrapper(method, function)
     signature = inspect.signature(function)
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *signature.parameters.values()]
@@ -104,11 +104,11 @@ def _as_method(method: M, function: Callable[..., Any], hidden: int, ours: dict[
 class Dataset:
     """A sequence of elements: rows of a source or, after `batch`, batches of rows (TF: tf.data.Dataset).
 
-    Datasets are immutable: each stage returns a new one. Iterating is cheap to begin; each `iter()` is the next epoch.
-    An undistributed dataset gives whole global batches; `strategy.distribute_dataset` splits them over the replicas.
+    Datasets are immutable: each stage returns a new one. Starting an iteration is cheap; each `iter()` is the next epoch.
+    An undistributed dataset yields whole global batches; `strategy.distribute_dataset` splits them over the replicas.
 
-    Arguments stand in tf.data's order, and may carry its names: `batch_size` for global_batch_size, `map_func` for
-    function, `reshuffle_each_iteration` for reshuffle_each_epoch. `name` is taken and not used.
+    Arguments are in tf.data's order and may have its names: `batch_size` for global_batch_size, `map_func` for function,
+    `reshuffle_each_iteration` for reshuffle_each_epoch. `name` is accepted and ignored.
     """
 
     def __init__(self, node: Node) -> None:
@@ -116,21 +116,21 @@ class Dataset:
         self._epoch = 0
 
     def rows(self, indices: ArrayLike, *, epoch: int = 0) -> Any:
-        """Return the rows at some positions of an epoch's order, stacked along a first axis.
+        """Return the rows at given positions of an epoch's order, stacked along a first axis. Not collective.
 
         Args:
             indices: integers in [0, len), in any order, repeated or not.
-            epoch: matters after `shuffle` only.
+            epoch: the epoch; it matters after `shuffle` only.
 
         Raises:
-            ValueError: after `batch`, where elements are no rows, and for a dataset that reads in order.
+            ValueError: after `batch`, where elements are not rows, and for a dataset that reads in order.
             IndexError: for an index out of range.
             ShardError: for files that have changed.
         """
         return gather_rows(self.node, indices, epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next `iter()` of this dataset begin that epoch. Do it on every rank alike."""
+        """Set the epoch of the next `iter()`. Call it on every rank with the same value."""
         self._epoch = integer("Dataset.set_epoch", "epoch", epoch, 0)
 
     def __iter__(self) -> DatasetIterator:
@@ -146,7 +146,7 @@ class Dataset:
         length = self.cardinality()
         if length < 0:
             why = "is repeated without end" if length == INFINITE else "reads in order, to an end that is not known"
-            raise TypeError(f"Dataset: len: the dataset {why}, and has no length: ask cardinality()")
+            raise TypeError(f"Dataset: len: the dataset {why}, and has no length; call cardinality()")
         return length
 
     def __bool__(self) -> bool:
@@ -163,7 +163,7 @@ class Dataset:
         return spec if batching is None else batch_spec(spec, batching.size if batching.drop_remainder else None)
 
     def element(self, epoch: int, position: int) -> Any:
-        """Return one element of an epoch, wherever iteration stands."""
+        """Return one element of an epoch; iterators do not change."""
         self.node.check()
         if not self.node.random_access:
             return next(self.node.elements(epoch, position))
@@ -171,7 +171,7 @@ class Dataset:
         return rows if self.node.batching is not None else nest.map_structure(lambda leaf: leaf[0], rows)
 
     def options(self) -> Options:
-        """Return what `with_options` has said about this dataset (TF: tf.data.Dataset.options)."""
+        """Return the options set by `with_options` (TF: tf.data.Dataset.options)."""
         return options_of(self.node)
 
     def describe(self) -> str:
@@ -184,7 +184,7 @@ class Dataset:
     def __repr__(self) -> str:
         return repr(self.node)
 
-    # The operators.
+    # Operators.
 
     shuffle = _operator(shuffles.shuffle, reshuffle_each_iteration="reshuffle_each_epoch")
 
@@ -208,18 +208,18 @@ class Dataset:
 
     @tensorflow_names()
     def concatenate(self, *datasets: Dataset, dataset: Dataset | None = None) -> Dataset:
-        """Put other datasets behind this one. Their elements must look alike."""
+        """Append other datasets. Their elements must have the same structure, dtypes and shapes."""
         behind = datasets if dataset is None else [*datasets, dataset]
         return Dataset(Joined(_nodes("Dataset.concatenate", [self, *behind]), combine.Concatenate()))
 
     @tensorflow_names()
     def enumerate(self, start: int = 0) -> Dataset:
-        """Put each row's position, plus start, in front: elements are (int64 index, element).
+        """Prepend each row's position, plus start: elements are (int64 index, element).
 
-        Right after the source, the index names the sample whatever comes later, as `ms.random.rng(sample=…)` needs.
+        Directly after the source, the index identifies the sample in all later stages, as `ms.random.rng(sample=…)` needs.
 
         Raises:
-            ValueError: for a dataset that is batched already; an index that int64 cannot hold.
+            ValueError: for a batched dataset, and for an index that int64 cannot hold.
         """
         function = "Dataset.enumerate"
         if self.node.batching is not None:
@@ -239,21 +239,21 @@ class Dataset:
 
     @tensorflow_names()
     def skip(self, count: int) -> Dataset:
-        """Leave out the first `count` elements; -1 for all."""
+        """Skip the first `count` elements; -1 for all."""
         number = integer("Dataset.skip", "count", count, -1)
         return self.take(0) if number < 0 else Dataset(Reindexed(self.node, Skip(number)))
 
     @tensorflow_names()
     def repeat(self, count: int | None = None) -> Dataset:
-        """Give the elements of `count` epochs of what is below; None or -1 for ever."""
+        """Repeat the elements below for `count` epochs; None or -1 without end."""
         number = -1 if count is None else integer("Dataset.repeat", "count", count, -1)
         return Dataset(Reindexed(self.node, Repeat(None if number < 0 else number)))
 
     @tensorflow_names()
     def shard(self, num_shards: int, index: int) -> Dataset:
-        """Keep every num_shards-th element, from the one at `index` on.
+        """Keep every num_shards-th element, starting at `index`.
 
-        `ms.data.SHARD_HINT` for both numbers leaves them to `strategy.distribute_dataset` with AutoShardPolicy.HINT.
+        With `ms.data.SHARD_HINT` for both numbers, `strategy.distribute_dataset` sets them (AutoShardPolicy.HINT).
 
         Raises:
             ValueError: for an index out of range.
@@ -267,17 +267,17 @@ class Dataset:
 
     @tensorflow_names()
     def prefetch(self, buffer_size: int | None) -> Dataset:
-        """Read elements ahead in a thread, at most so many; 0 for none, AUTOTUNE and None for 2.
+        """Read up to `buffer_size` elements ahead in a thread; 0 for none, AUTOTUNE and None for 2.
 
-        The thread reads what stands here and what comes later in the chain, and ends with its iterator. Without it an
-        undistributed dataset is read by who iterates, and a distributed one is read 2 steps ahead.
+        The thread covers the whole chain, also later stages, and ends with its iterator. Without `prefetch` an
+        undistributed dataset is read by the iterating thread, and a distributed one 2 steps ahead.
         """
         depth = 2 if buffer_size in (None, AUTOTUNE) else integer("Dataset.prefetch", "buffer_size", buffer_size, 0)
         return Dataset(Prefetched(self.node, depth))
 
     @tensorflow_names()
     def with_options(self, options: Options) -> Dataset:
-        """Set what holds for the whole dataset, over what was said before.
+        """Set options of the whole dataset. They override earlier ones.
 
         Example:
             >>> ms.data.from_arrays(np.arange(4)).with_options(ms.data.Options("off")).options().auto_shard_policy.name
@@ -292,32 +292,32 @@ class Dataset:
     cache = _operator(caches.cache, filename="scope")
 
     def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
-        """Return the dataset that a function makes of this one."""
+        """Return the result of a function of this dataset, which must be a dataset."""
         made: Any = transformation_func(self)
         if not isinstance(made, Dataset):
             expected, got = "a function that returns a Dataset", type(made).__name__
             raise TypeError(explain("Dataset.apply", "transformation_func", expected=expected, got=got))
         return made
 
-    # What is read.
+    # Reading.
 
     def as_numpy_iterator(self) -> Iterator[Any]:
-        """The same as `iter`: elements are NumPy arrays."""
+        """Return `iter(self)`: elements are NumPy arrays."""
         return iter(self)
 
     @tensorflow_names()
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Return what is left of all elements of an epoch, the one that the next `iter()` would begin, by a function.
+        """Fold all elements of the next `iter()`'s epoch into a state. Not collective.
 
-        It is the whole dataset that this rank reads here, in order: nothing is sent, and ranks have the same result.
+        This rank reads the whole dataset in order, so all ranks get the same result.
 
         Args:
             initial_state: a nest of arrays or numbers: the result for an empty dataset.
-            reduce_func: returns the new state of a state and an element; a tuple is one argument. The state keeps its
+            reduce_func: returns the new state, given a state and an element; a tuple is one argument. The state keeps its
                 structure and dtypes.
 
         Raises:
-            ValueError: for a dataset without an end, and for a state that does not look like the first.
+            ValueError: for a dataset without an end, and for a state unlike the first.
 
         Example:
             >>> int(ms.data.Dataset.range(5).reduce(np.int64(0), lambda state, x: state + x))
@@ -333,23 +333,24 @@ class Dataset:
     def save(
         self, path: str | os.PathLike[str], compression: str | None = None, *, comm: MPI.Intracomm | None = None
     ) -> None:
-        """Write the rows of the epoch that the next `iter()` would begin as a set of HDF5 shards. Collective over `comm`.
+        """Write the rows of the next `iter()`'s epoch as a set of HDF5 shards. Collective over `comm`.
 
-        `Dataset.load` reads them in their order, `HDF5Dataset` too. With `comm` the ranks write the rows together: with random
-        access each a part, else rank 0 all. They must have the same dataset. Without `comm` this rank writes alone.
+        `Dataset.load` and `HDF5Dataset` read them in their order. With `comm` the ranks must have the same dataset and
+        write it together: each writes a share if it has random access, else rank 0 writes all. Without `comm` this rank
+        writes alone.
 
         Args:
             path: a directory, or a pattern like `data/train-*.h5`, as for `write_shards`. An older set of this name is replaced.
-            compression: "GZIP"; None or "NONE" for rows that are read through a memory map (strings, and rows that differ in
-                length, are stored in chunks).
+            compression: "GZIP"; None or "NONE" for rows read through a memory map (strings and rows of varying length are
+                stored in chunks).
             comm: mpi4py's communicator of the ranks that write together, for instance `strategy.comm`.
 
         Raises:
-            ValueError: for a dataset that is batched or has no end, for elements that are no nests of arrays in tuples, lists
-                (which come back as tuples) and dicts, and for another compression.
-            CollectiveMismatchError: when ranks pass different arguments or rows of different kinds.
+            ValueError: for a batched or endless dataset, for elements other than arrays in tuples, lists (loaded as
+                tuples) and dicts, and for an unknown compression.
+            CollectiveMismatchError: when ranks pass different arguments or rows of different specs.
             ShardError: when another rank failed.
-            OSError: when the disk does not take the files.
+            OSError: when the files cannot be written.
 
         Example:
             >>> import tempfile
@@ -365,11 +366,11 @@ class Dataset:
 
     @tensorflow_names()
     def snapshot(self, path: str | os.PathLike[str], compression: str | None = "AUTO") -> Dataset:
-        """Keep the rows of epoch 0 in files, for this run and later ones; `cache` keeps them in memory.
+        """Store the rows of epoch 0 in files, for this run and later ones; `cache` stores them in memory.
 
-        Where `path`, as `save` has it, is not there, it is written: in `distribute_dataset` by all ranks together, into a
-        folder that all see; else when something is first read. Files of other rows than these are told by spec and number
-        only: after a change of a function take another path. `compression` is as in `save`; "AUTO" is none.
+        If `path` (as in `save`) does not exist, it is written: by all ranks together in `distribute_dataset`, into a
+        folder that all see; else on the first read. Existing files are only checked for spec and row count: after a
+        change of a function choose another path. `compression` is as in `save`; "AUTO" is none.
 
         Raises:
             ValueError: as `save`, and while reading for files of another dataset.
@@ -381,15 +382,15 @@ class Dataset:
     @staticmethod
     @tensorflow_names("compression")
     def load(path: str | os.PathLike[str], element_spec: Any = None) -> Dataset:
-        """Make a dataset of the rows that `save` wrote, in their order; random access.
+        """Make a dataset of the rows that `save` wrote, in their order; random access. Not collective.
 
         Args:
-            path: as `save` was given it.
-            element_spec: what elements must look like, a nest of `ArraySpec`; None for whatever was saved.
+            path: the path passed to `save`.
+            element_spec: the expected spec of elements, a nest of `ArraySpec`; None for any.
 
         Raises:
-            FileNotFoundError: where nothing was saved.
-            ShardError: for a damaged set; files are looked at when something is first asked of them.
+            FileNotFoundError: if no saved set exists.
+            ShardError: for a damaged set, on first use of the dataset.
             ValueError: for elements of another spec.
         """
         from .shards.saved import load
@@ -414,7 +415,7 @@ class Dataset:
         return elements[0]
 
     def peek(self) -> Any:
-        """Return the first element of the epoch that the next `iter()` begins, without beginning it.
+        """Return the first element of the next `iter()`'s epoch without starting it.
 
         Raises:
             ValueError: for an empty dataset.
@@ -429,13 +430,13 @@ class Dataset:
     @staticmethod
     @tensorflow_names()
     def from_tensor_slices(tensors: Any) -> Dataset:
-        """The same as `ms.data.from_arrays`."""
+        """Make a dataset as `ms.data.from_arrays`."""
         return Dataset(array_rows(tensors))
 
     @staticmethod
     @tensorflow_names()
     def from_tensors(tensors: Any) -> Dataset:
-        """A dataset of one element, a nest of arrays."""
+        """Make a dataset of one element, a nest of arrays."""
         one = nest.map_structure(lambda leaf: plain_array(leaf, "from_tensors")[np.newaxis], plain_lists(tensors))
         return Dataset(array_rows(one))
 
@@ -444,7 +445,7 @@ class Dataset:
     def from_generator(
         function: Callable[..., Any], element_spec: Any = None, *, args: Sequence[Any] | None = None
     ) -> Dataset:
-        """The same as `ms.data.from_generator`, of a function that gets `args` first."""
+        """Make a dataset as `ms.data.from_generator`, of a function that gets `args` first."""
         return Dataset(generated(functools.partial(function, *args) if args else function, element_spec))
 
     counter = _source(endless.counter)
@@ -454,12 +455,12 @@ class Dataset:
     @staticmethod
     @tensorflow_names(output_type="dtype")
     def range(*args: int, dtype: Any = np.int64) -> Dataset:
-        """A dataset of the integers of Python's `range`.
+        """Make a dataset of the integers of Python's `range`.
 
         Raises:
-            TypeError: an argument is no integer.
-            OverflowError: the dtype is one of integers, and does not hold one of them.
-            ValueError: another dtype does not hold one of them; the step is 0.
+            TypeError: an argument is not an integer.
+            OverflowError: an integer dtype cannot hold one of them.
+            ValueError: another dtype cannot hold one of them; the step is 0.
         """
         given = [integer("Dataset.range", "", value) for value in args]
         if given[2:] == [0]:
@@ -473,7 +474,7 @@ class Dataset:
     @staticmethod
     @tensorflow_names()
     def zip(*args: Any, datasets: Any = None) -> Dataset:
-        """The same as `ms.data.zip`."""
+        """Make a dataset as `ms.data.zip`."""
         given = args if datasets is None else (datasets,)
         structure = given[0] if len(given) == 1 and not isinstance(given[0], Dataset) else given
         return Dataset(Zipped(nest.pack_like(structure, _nodes("zip", nest.flatten(structure)))))
@@ -482,26 +483,25 @@ class Dataset:
     def sample_from_datasets(
         datasets: Sequence[Dataset], weights: Any = None, seed: int | None = None, stop_on_empty_dataset: bool = False,
     ) -> Dataset:  # fmt: skip
-        """The same as `ms.data.sample_from_datasets`."""
+        """Make a dataset as `ms.data.sample_from_datasets`."""
         return Dataset(sampled(_nodes("sample_from_datasets", datasets), weights, seed, stop_on_empty_dataset))
 
     @staticmethod
     def choose_from_datasets(
         datasets: Sequence[Dataset], choice_dataset: Dataset, stop_on_empty_dataset: bool = True
     ) -> Dataset:
-        """Take each element from the dataset whose number comes next (TF: tf.data.Dataset.choose_from_datasets).
+        """Take each element from the dataset that the next choice names (TF: tf.data.Dataset.choose_from_datasets).
 
         It reads in order, like `filter`.
 
         Args:
-            datasets: their elements must look alike.
-            choice_dataset: a dataset of integers, each the place of a dataset among them.
-            stop_on_empty_dataset: end before an element would be taken from a dataset that has none left; else leave the
-                choice out.
+            datasets: the datasets; their elements must have one spec.
+            choice_dataset: a dataset of integers, each an index into `datasets`.
+            stop_on_empty_dataset: stop when the chosen dataset has no elements left; else skip the choice.
 
         Raises:
-            TypeError: for what are no datasets, and while reading for choices that are no integers.
-            ValueError: for no datasets, and while reading for a number out of range.
+            TypeError: for arguments other than datasets, and while reading for choices other than integers.
+            ValueError: for an empty list, and while reading for an index out of range.
 
         Example:
             >>> tens, ones = ms.data.from_arrays(np.arange(10, 16)), ms.data.from_arrays(np.arange(2))

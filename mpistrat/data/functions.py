@@ -1,4 +1,4 @@
-"""The functions that make datasets: of arrays, of a generator, of several datasets."""
+"""Functions that make datasets: from arrays, a generator, files, several datasets."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["from_arrays", "from_generator", "from_map_style", "from_tables", "sa
 
 
 def from_arrays(arrays: Any, *, copy: bool = False) -> Dataset:
-    """Make a dataset of the rows of arrays in memory (TF: tf.data.Dataset.from_tensor_slices).
+    """Make a dataset of the rows of arrays in memory (TF: tf.data.Dataset.from_tensor_slices). Not collective.
 
-    The arrays are not copied: batches are copies of the rows as they are when the dataset is read. If the program changes the
-    arrays later, for example in a loop that fills one buffer again and again, epochs differ; on some ranks only, batches do not
-    fit together. Pass `copy=True` then.
+    Arrays are not copied: batches contain the rows' values at reading time. If the program changes the arrays later, for
+    example one buffer that a loop fills again, epochs differ, and ranks may get inconsistent batches. Pass `copy=True`
+    then.
 
     Args:
         arrays: a nest of arrays with the same length along their first axis; elements have its structure. A list of
             numbers or strings, or of such lists, is one array. Rows of different shapes are a 1-D object array of arrays,
             strings one of `str`.
-        copy: whether to copy the arrays now, so that later changes of them have no effect.
+        copy: whether to copy the arrays now, so that later changes have no effect.
 
     Raises:
         TypeError: for masked numbers, whose mask would be lost.
-        ValueError: for a scalar, for different lengths, for rows of different dtypes and for an empty nest.
+        ValueError: for a scalar, different lengths, rows of different dtypes, and an empty nest.
 
     Example:
         >>> dataset = from_arrays({"x": np.arange(6.0).reshape(3, 2), "y": np.array([7, 8, 9])}).batch(2)
@@ -40,21 +40,22 @@ def from_arrays(arrays: Any, *, copy: bool = False) -> Dataset:
 
 
 def from_generator(function: Callable[..., Iterable[Any]], element_spec: Any = None) -> Dataset:
-    """Make a dataset of what a function's iterator gives (TF: tf.data.Dataset.from_generator).
+    """Make a dataset from a function that returns an iterator (TF: tf.data.Dataset.from_generator). Not collective.
 
-    It reads in order: every rank runs the whole iterator, which must give the same elements everywhere, and an iterator
-    over the dataset that is restored runs it again up to its position.
+    It reads in order: every rank runs the whole iterator, which must yield the same elements on all ranks. A restored
+    iterator over the dataset runs it again up to its position.
 
     Args:
-        function: returns a fresh iterator at every call, for one epoch. Called with the epoch if it must have an
-            argument or has one of that name.
-        element_spec: a nest of `ArraySpec`, with None in a shape for a length that varies. Without it the first element
-            says what all look like, and the iterator is begun once more for it where that is asked before reading.
+        function: returns a fresh iterator at every call, for one epoch. It gets the epoch if it requires one argument or
+            has a parameter of that name.
+        element_spec: a nest of `ArraySpec`, with None in a shape for a length that varies. If None, the first element
+            defines it; if needed before reading, the iterator is started once more.
 
     Raises:
-        TypeError: for what is no function, or no nest of ArraySpec; while reading, for masked numbers.
-        ValueError: while reading, for an element that does not fit, naming its position. Lists are structures here:
-            make arrays of those that are not.
+        TypeError: for a function that is not callable, or a spec that is not a nest of ArraySpec; while reading, for
+            masked numbers.
+        ValueError: while reading, for an element unlike the spec, naming its position. Lists are structures here: convert
+            other lists to arrays.
 
     Example:
         >>> dataset = from_generator(lambda epoch: (10 * epoch + i for i in range(3)))
@@ -65,26 +66,25 @@ def from_generator(function: Callable[..., Iterable[Any]], element_spec: Any = N
 
 
 def from_map_style(samples: Any, *, workers: int = 0, processes: bool = False, element_spec: Any = None) -> Dataset:
-    """Make a dataset of the samples of an object with `__len__` and `__getitem__`; not collective.
+    """Make a dataset of the samples of an object with `__len__` and `__getitem__`. Not collective.
 
-    Such objects are PyTorch's map-style datasets, those of Hugging Face's `datasets`, Grain's data sources, lists (of files, for
-    instance) and objects of your own classes. It has random access: each rank reads its own rows only. Shuffles, `batch`, caches
-    and the position of an iterator work as with files, so no sampler or DataLoader is needed.
+    Such objects are PyTorch's map-style datasets, those of Hugging Face's `datasets`, Grain's data sources, lists (of
+    files, for instance) and objects of your own classes. The dataset has random access: each rank reads its own rows
+    only. Shuffles, `batch`, caches and iterator positions work as with files, so you need no sampler or DataLoader.
 
     Args:
-        samples: `samples[row]` returns a nest of arrays, tensors, images, numbers, strings or lists of numbers, for each row
-            from 0 to `len(samples) - 1`. An object with `__getitems__` is asked for several rows at once. A sample should depend
-            on its row only: what it draws at random is not repeated when a job resumes.
-        workers: the number of samples that are read at the same time; 0 for one, by the thread that reads, and AUTOTUNE for as
-            many as this rank has cores, at most 8.
-        processes: whether the workers are processes instead of threads, as for `Dataset.map`: the object must be one that can
-            be pickled, and the main program needs `if __name__ == "__main__":`.
-        element_spec: a nest of `ArraySpec`, with None in a shape for a length that varies. Without it the first sample says what
-            all look like.
+        samples: `samples[row]` returns a nest of arrays, tensors, images, numbers, strings or lists of numbers, for each
+            row from 0 to `len(samples) - 1`. `__getitems__`, if present, is called for several rows at once. A sample
+            should depend on its row only: random values are not repeated when a job resumes.
+        workers: the number of samples read in parallel; 0 for one, by the reading thread; AUTOTUNE for this rank's number
+            of cores, at most 8.
+        processes: whether the workers are processes instead of threads, as for `Dataset.map`: the object must be
+            picklable, and the main program needs `if __name__ == "__main__":`.
+        element_spec: a nest of `ArraySpec`, with None in a shape for a length that varies; None for the spec of the first sample.
 
     Raises:
-        TypeError: for an object without a length or without items by row number, and for one that cannot be sent to a process.
-        ValueError: while reading, for a sample that does not look like the first, and for an object whose length has changed.
+        TypeError: for an object without a length or without items by row number, or that cannot be sent to a process.
+        ValueError: while reading, for a sample unlike the first, and if the object's length has changed.
         RuntimeError: while reading, when a process has died.
 
     Example:
@@ -104,24 +104,24 @@ def from_map_style(samples: Any, *, workers: int = 0, processes: bool = False, e
 
 
 def from_tables(files: PathLike | Sequence[PathLike], columns: Columns = None, *, format: str | None = None) -> Dataset:
-    """Make a dataset of the rows of Parquet, Arrow, CSV or JSON-lines files; not collective. It needs pyarrow.
+    """Make a dataset of the rows of Parquet, Arrow, CSV or JSON-lines files. Not collective. It needs pyarrow.
 
-    It has random access in units that are read as a whole: row groups of Parquet, record batches of Arrow (Feather), whole
-    files of text. So a shuffle without a mode is one in blocks of these. Files are looked at when something is first asked of
-    the dataset, and must not change while they are read.
+    It has random access in units that are read as a whole: row groups of Parquet, record batches of Arrow (Feather),
+    whole text files. So a shuffle without a mode shuffles these units as blocks. Files are opened on first use of the
+    dataset, and must not change while they are read.
 
     Args:
-        files: a file, a directory, a pattern like `data/*.parquet`, or a list of files, read in its order; others are read in
-            natural order (2 before 10).
-        columns: None for a dict of all columns that can be read; a list of names for a dict of these; a tuple of names for a
+        files: a file, a directory, a pattern like `data/*.parquet`, or a list of files, read in its order; others are
+            read in natural order (2 before 10).
+        columns: None for a dict of all readable columns; a list of names for a dict of these; a tuple of names for a
             tuple; a dict from new names to names in the files; one name for that array alone.
-        format: "parquet", "arrow", "csv" or "jsonl"; None for what the files' names end in.
+        format: "parquet", "arrow", "csv" or "jsonl"; None for the format of the file names' suffix.
 
     Raises:
-        MissingDependencyError: without pyarrow, when something is first asked of the dataset.
-        ValueError: the names of the files do not show one format.
-        ShardError: a file is missing or damaged, or its columns are not those of the first; while reading, for nulls among
-            integers, text or lists.
+        MissingDependencyError: without pyarrow, on first use of the dataset.
+        ValueError: the file names do not show one format.
+        ShardError: a file is missing or damaged, or its columns differ from the first file's; while reading, for nulls
+            among integers, text or lists.
 
     Example:
         >>> import pathlib, tempfile
@@ -135,15 +135,15 @@ def from_tables(files: PathLike | Sequence[PathLike], columns: Columns = None, *
 
 
 def zip(*datasets: Any) -> Dataset:
-    """Put datasets side by side: an element is made of one element of each (TF: tf.data.Dataset.zip).
+    """Combine datasets element by element (TF: tf.data.Dataset.zip). Not collective.
 
-    There are as many elements as the shortest dataset has.
+    The result is as long as the shortest dataset.
 
     Args:
         datasets: datasets, for tuples; or one nest of datasets, whose structure the elements have.
 
     Raises:
-        ValueError: for rows beside batches, and while reading for batches of different lengths.
+        ValueError: for a mix of rows and batches, and while reading for batches of different lengths.
 
     Example:
         >>> numbers = ms.data.from_arrays(np.arange(3))
@@ -157,22 +157,21 @@ def sample_from_datasets(
     datasets: Sequence[Dataset], weights: Sequence[float] | None = None, seed: int | None = None,
     stop_on_empty_dataset: bool = False,
 ) -> Dataset:  # fmt: skip
-    """Draw each element from one of several datasets (TF: tf.data.Dataset.sample_from_datasets).
+    """Draw each element from one of several datasets (TF: tf.data.Dataset.sample_from_datasets). Not collective.
 
-    The proportions are those of the weights, exactly: after any multiple of 256 draws each dataset is off by less than
-    one draw for each dataset. Which draw is whose depends on the seed and the epoch only. A dataset's own elements stay
-    in their order.
+    Draws match the weights exactly: after any multiple of 256 draws each dataset's count is off by less than one draw per
+    dataset. The sequence depends on the seed and the epoch only. Each dataset's elements keep their order.
 
     Args:
-        datasets: their elements must look alike.
+        datasets: the datasets; their elements must have one spec.
         weights: one for each dataset, finite, at least 0 and not all 0; None for equal ones. A dataset of weight 0 is
             never drawn from.
         seed: any integer, the same on every rank. None is 0, in every run.
-        stop_on_empty_dataset: end before a dataset would be drawn from that has no element left; else go on with the
-            others, so that all elements come.
+        stop_on_empty_dataset: stop before drawing from an exhausted dataset; else continue with the others until all are
+            exhausted.
 
     Raises:
-        ValueError: for impossible weights.
+        ValueError: for invalid weights.
 
     Example:
         >>> tens, ones = ms.data.from_arrays(np.arange(10, 16)), ms.data.from_arrays(np.arange(2))

@@ -1,4 +1,4 @@
-"""How much memory a process may still take: what the system has left, and what its control group allows."""
+"""The memory that a process may still allocate, limited by the system and its control group."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this process can still take without swapping or being killed.
+    """Return the bytes that this process can still allocate without swapping or being killed; None if unknown.
 
-    None where it is not known. Processes that ask at the same moment get the same answer and must share it.
+    Processes that call this at the same time get the same answer and must share it.
     """
     known = [found for found in (_system(), _control_groups()) if found is not None]
     return max(0, min(known)) if known else None
@@ -35,7 +35,7 @@ def _system() -> int | None:
 
 
 def _control_groups() -> int | None:
-    """The least room of this process's control group and those around it, version 2 or 1."""
+    """Return the smallest room of this process's control group and its parents, version 2 or 1."""
     try:
         lines = _GROUPS.read_text().splitlines()
     except OSError:
@@ -57,7 +57,7 @@ def _control_groups() -> int | None:
 
 def _room(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
     try:
-        allowed = int((folder / limit).read_text())  # "max" is no number: no limit
+        allowed = int((folder / limit).read_text())  # "max" means no limit
         used = int((folder / usage).read_text())
         lines = (folder / "memory.stat").read_text().splitlines()
     except (OSError, ValueError):
@@ -67,7 +67,7 @@ def _room(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
 
 
 def require_memory(function: str, needed: int, available: int | None, what: str, remedy: str) -> None:
-    """Raise MemoryError, with the numbers, unless there is as much as needed."""
+    """Raise MemoryError, with the numbers, unless the needed memory is available."""
     if available is not None and needed > available:
         expected = f"{decimal_size(needed)} of free memory for {what}"
         raise MemoryError(explain(function, "", expected=expected, got=decimal_size(available), remedy=remedy))

@@ -1,4 +1,4 @@
-"""Settings of the input: how a dataset is divided over workers and replicas, and what is read ahead."""
+"""Options of the input: the split of a dataset over workers and replicas, and reading ahead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
     "number_of_calls",
 ]
 
-AUTOTUNE = -1  # tf.data.AUTOTUNE: numbers of calls and of elements read ahead that are chosen here
+AUTOTUNE = -1  # tf.data.AUTOTUNE: numbers of calls and of elements read ahead that the package chooses
 SHARD_HINT = -1  # tf.data.experimental.SHARD_HINT: in Dataset.shard, "the number of workers" and "this worker"
 
 E = TypeVar("E", bound=enum.Enum)
@@ -28,14 +28,14 @@ C = TypeVar("C", bound=type[Any])
 
 
 class AutoShardPolicy(enum.IntEnum):
-    """How `distribute_dataset` divides a dataset over the workers (TF: tf.data.experimental.AutoShardPolicy).
+    """The policy by which `distribute_dataset` splits a dataset over workers (TF: tf.data.experimental.AutoShardPolicy).
 
     AUTO: DATA.
-    FILE: each worker reads files of its own.
-    DATA: each step's global batch is cut into blocks, one a replica; the order is the same for any number of ranks.
+    FILE: each worker reads its own files.
+    DATA: each step's global batch is split into one block per replica; the order is the same for any number of ranks.
     OFF: each worker reads the whole dataset.
-    HINT: each worker reads what `shard(SHARD_HINT, SHARD_HINT)` in the dataset leaves it.
-    FILE_OR_DATA: TensorFlow's AUTO: FILE where there is at least a file for each worker, else DATA.
+    HINT: each worker reads its shard of `shard(SHARD_HINT, SHARD_HINT)` in the dataset.
+    FILE_OR_DATA: TensorFlow's AUTO: FILE if there is at least one file for each worker, else DATA.
     """
 
     OFF = -1
@@ -47,7 +47,7 @@ class AutoShardPolicy(enum.IntEnum):
 
 
 class InputReplicationMode(enum.Enum):
-    """Whether a dataset function is called once a worker or once a replica (TF: tf.distribute.InputReplicationMode)."""
+    """The number of calls of a dataset function: one per worker or per replica (TF: tf.distribute.InputReplicationMode)."""
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"
@@ -63,7 +63,7 @@ def _member(kind: type[E], function: str, argument: str, value: Any) -> E:
 
 
 def _also_experimental(cls: C) -> C:
-    """Let a class's arguments carry TensorFlow's prefix `experimental_` too."""
+    """Make a class's arguments also accept TensorFlow's prefix `experimental_`."""
     init = cls.__init__
 
     @functools.wraps(init)
@@ -76,17 +76,17 @@ def _also_experimental(cls: C) -> C:
 
 @dataclass
 class Options:
-    """Settings of a whole dataset, for `Dataset.with_options` (TF: tf.data.Options). None means: not said here.
+    """Options of a whole dataset, for `Dataset.with_options` (TF: tf.data.Options). None means not set.
 
-    Attributes may be set later, TF's `options.experimental_distribute.auto_shard_policy`, too; `with_options` takes them
-    as they are then. Settings of TensorFlow's own runtime (threads, optimizations) are refused.
+    Attributes may also be set later, as may TF's `options.experimental_distribute.auto_shard_policy`; `with_options` uses
+    their values at that time. Options of TensorFlow's own runtime (threads, optimizations) raise an error.
 
     Args:
-        auto_shard_policy: how `distribute_dataset` divides the dataset; a member of AutoShardPolicy or its name.
+        auto_shard_policy: the policy of `distribute_dataset`; a member of AutoShardPolicy or its name.
 
     Raises:
-        ValueError: for another policy.
-        AttributeError: for another setting.
+        ValueError: for an unknown policy.
+        AttributeError: for any other option.
 
     Example:
         >>> Options(auto_shard_policy="file").auto_shard_policy.name
@@ -110,16 +110,16 @@ class Options:
         raise self._unknown(name)
 
     def _unknown(self, name: str) -> AttributeError:
-        remedy = "What TensorFlow's runtime is told there has no counterpart here: leave it out."
+        remedy = "Options of TensorFlow's runtime have no counterpart here: leave it out."
         return AttributeError(explain("Options", name, expected="auto_shard_policy", got=name, remedy=remedy))
 
     @property
     def experimental_distribute(self) -> Options:
-        """These options: TensorFlow keeps `auto_shard_policy` there."""
+        """These options, which TensorFlow has under this name."""
         return self
 
     def merge(self, override: Options) -> Options:
-        """Return these options with every field that the other one sets.
+        """Return these options with every field that `override` sets.
 
         Example:
             >>> Options("off").merge(Options()).auto_shard_policy.name
@@ -140,15 +140,15 @@ class Options:
 @_also_experimental
 @dataclass(frozen=True)
 class InputOptions:
-    """How a distributed dataset is fed (TF: tf.distribute.InputOptions). TF's names with `experimental_` work, too.
+    """Input options of a distributed dataset (TF: tf.distribute.InputOptions). TF's prefix `experimental_` works too.
 
     Args:
         fetch_to_device: move batches to the replicas' devices; False leaves them in the host's memory.
         replication_mode: PER_REPLICA calls the function of `distribute_datasets_from_function` once for each local
             replica; `distribute_dataset` takes PER_WORKER only.
         place_dataset_on_device: False; datasets are made in the host's memory.
-        per_replica_buffer_size: steps that wait ready for each replica; one more may be on its way. 0 reads nothing
-            ahead and needs no thread.
+        per_replica_buffer_size: steps buffered for each replica; one more may be in progress. 0 disables reading ahead
+            and its thread.
 
     Raises:
         ValueError: for a negative buffer size, and for place_dataset_on_device=True.
@@ -177,10 +177,10 @@ class InputOptions:
 
 
 def number_of_calls(function: str, value: Any, argument: str = "num_parallel_calls") -> int | None:
-    """Return `num_parallel_calls`, or another argument like it: None, AUTOTUNE or a number of at least 1.
+    """Return `num_parallel_calls` or a similar argument, checked: None, AUTOTUNE or a number of at least 1.
 
     Raises:
-        TypeError: it is no integer.
+        TypeError: it is not an integer.
         ValueError: it is another number.
     """
     if value is None or value == AUTOTUNE:

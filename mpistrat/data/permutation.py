@@ -1,17 +1,16 @@
-"""The order of rows as a pure function of (seed, epoch, position), so that no rank need ask another.
+"""The order of rows as a pure function of (seed, epoch, position), so ranks need no communication.
 
-`permute` is a keyed bijection of [0, n) without a table. An alternating Feistel network permutes the smallest power of two
-that holds n; results outside [0, n) are permuted again until they fall inside ("cycle walking", less than twice on average).
-Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
-A Feistel network on a few bits is visibly unfair between whole permutations, so small n sort hashes instead.
+`permute` is a keyed bijection of [0, n) without a table. An alternating Feistel network permutes the smallest power of
+two of at least n; results outside [0, n) are permuted again until they are inside ("cycle walking", less than twice on
+average). Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002. On few bits a Feistel network
+is visibly unfair between whole permutations, so small n sort hashes instead.
 
-`BlockOrder` puts chunks into a random order, and the rows of a window of chunks into a random order. It depends on the
-lengths of the chunks, too; per epoch one integer a chunk is held, none a row. Rows of one chunk never end up more than a
-window and a chunk apart.
+`BlockOrder` permutes chunks, and the rows within each window of chunks. It depends on the chunks' lengths too; per epoch
+it stores one integer per chunk, none per row. Rows of one chunk are never more than a window and a chunk apart.
 
-The locality of a row groups the rows of a shuffled batch: it is where its chunk stands among those that are mixed.
-Every rank sorts the whole batch by it before taking its part, and so decodes few chunks. The batch keeps its rows, and their
-order is the same for any number of ranks.
+The locality of a row groups the rows of a shuffled batch: it is the position of its chunk among the mixed ones. Every
+rank sorts the whole batch by it before taking its slice, and so decodes few chunks. The batch has the same rows in the
+same order for any number of ranks.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from ..base import loops
 __all__ = ["DEFAULT_SEED", "LOCALITIES", "BlockOrder", "by_locality", "localities", "permute", "random_words",
            "random_words_at"]  # fmt: skip
 
-DEFAULT_SEED = 0  # of orders for which none is named: the same on all ranks, and in a job that goes on after an end
+DEFAULT_SEED = 0  # the default, the same on all ranks and in a resumed job
 
 _ROUNDS = 12
-_SMALL = 4096  # up to here an order is a sorted table of hashes
-_WORDS = 512  # random words made at a time
-_BLOCK = 16384  # indices at a time: every temporary stays in the cache
+_SMALL = 4096  # for n up to this, an order is a sorted table of hashes
+_WORDS = 512  # random words generated at a time
+_BLOCK = 16384  # indices at a time, so that temporaries stay in the CPU's cache
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
@@ -44,25 +43,25 @@ _Key = tuple[int, ...]  # seed, epoch and n, then the window if there is one
 
 
 def _digest(key: _Key, words: int) -> NDArray[np.uint64]:
-    """Words that depend on a key only. hashlib, because NumPy does not promise that its streams stay the same."""
+    """Return words that depend on a key only. From hashlib, since NumPy does not promise stable streams."""
     text = ":".join(["mpistrat.order/1", *map(str, key)])
     return np.frombuffer(hashlib.shake_128(text.encode()).digest(8 * words), "<u8").astype(np.uint64)
 
 
 @functools.lru_cache(maxsize=64)
 def _keys(key: _Key) -> NDArray[np.uint64]:
-    """One 64-bit key a round."""
+    """Return one 64-bit key per round."""
     return _digest(key, _ROUNDS)
 
 
 @functools.lru_cache(maxsize=16)
 def _small_order(key: _Key, n: int) -> NDArray[np.int64]:
-    """Sorting by independent hashes: every permutation is equally likely."""
+    """Sort independent hashes: every permutation is equally likely."""
     return np.argsort(_digest(key, n), kind="stable").astype(np.int64)
 
 
 def _mix(half: NDArray[np.uint64], key: np.uint64, bits: int) -> NDArray[np.uint64]:
-    """A hash of one half under a round's key, `bits` wide: the high bits of a product are its best mixed ones."""
+    """Return a hash of one half under a round's key, `bits` wide: the product's high bits, which are mixed best."""
     mixed = half + key
     mixed *= _MIX_1
     mixed ^= mixed >> np.uint64(29)
@@ -74,7 +73,7 @@ def _mix(half: NDArray[np.uint64], key: np.uint64, bits: int) -> NDArray[np.uint
 
 
 def _encrypt(values: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """One pass of the Feistel network over [0, 2**bits)."""
+    """Run the Feistel network once over [0, 2**bits)."""
     low_bits = (bits + 1) // 2
     high_bits = bits - low_bits
     low = values & np.uint64((1 << low_bits) - 1)
@@ -113,13 +112,13 @@ def _aligned_block(key: _Key, n: int, block: int) -> NDArray[np.int64]:
 def permute(
     positions: NDArray[np.int64], n: int, *, seed: int, epoch: int, window: int | None = None
 ) -> NDArray[np.int64]:
-    """Return which of n samples stands at each position of an epoch's order.
+    """Return the sample, of n, at each position of an epoch's order.
 
     Args:
         positions: int64 indices in [0, n), any number of them in any order.
         n: the number of samples.
         seed, epoch: any integers; each pair gives another order.
-        window: any integer, where an epoch has several orders; each has its own.
+        window: any integer, for several orders in an epoch; each value gives another order.
 
     Returns:
         int64 sample indices of the same shape; over all positions each sample appears once.
@@ -141,7 +140,7 @@ def permute(
     if n <= _SMALL:
         return _small_order(key, n)[flat].reshape(np.shape(positions))
     first, last = low // _BLOCK, high // _BLOCK
-    if last - first <= 1:  # successive batches: their indices are made many at a time
+    if last - first <= 1:  # successive batches: compute their indices in blocks
         blocks = [_aligned_block(key, n, block) for block in range(first, last + 1)]
         table = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         return table[flat - first * _BLOCK].reshape(np.shape(positions))
@@ -170,7 +169,7 @@ def _random_block(key: _Key, block: int) -> NDArray[np.uint64]:
 
 
 def random_words_at(key: _Key, positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return the words that stand at some positions of `random_words`, counted from 0.
+    """Return the words of `random_words` at given positions, counted from 0.
 
     Example:
         >>> first = list(itertools.islice(random_words((1, 0)), 600))
@@ -185,16 +184,16 @@ def random_words_at(key: _Key, positions: NDArray[np.int64]) -> NDArray[np.uint6
     return words
 
 
-LOCALITIES = 1 << 24  # with the number of a batch and of a row, one fits into 64 bits
+LOCALITIES = 1 << 24  # locality, batch number and row number together fit into 64 bits
 
 
 def localities(places: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Return the localities of places in [0, count), in their order."""
+    """Return the localities of positions in [0, count), in their order."""
     return places * LOCALITIES // max(1, count)
 
 
 def by_locality(numbers: NDArray[np.int64], counts: Sequence[int]) -> NDArray[np.int64]:
-    """Return how the rows of successive batches stand when each batch is sorted by locality, stable.
+    """Return the order of the rows of successive batches when each batch is sorted by locality (stable).
 
     Example:
         >>> by_locality(np.array([7, 3, 7, 5, 4]), [3, 2]).tolist()
@@ -203,46 +202,46 @@ def by_locality(numbers: NDArray[np.int64], counts: Sequence[int]) -> NDArray[np
     batch = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     bits = numbers.size.bit_length()
     keys = ((batch * LOCALITIES + numbers) << bits) | np.arange(numbers.size)
-    keys.sort()  # all differ; NumPy sorts integers several times as fast as it sorts their places
+    keys.sort()  # all differ; NumPy's sort of integers is several times as fast as argsort
     return keys & ((1 << bits) - 1)
 
 
-_EPOCHS_HELD = 4  # an epoch and the next, of two iterators
+_EPOCHS_HELD = 4  # the current and next epoch of two iterators
 _BLOCKS_HELD = 8
 
 
 class _Epoch(NamedTuple):
     """One epoch's order of chunks."""
 
-    chunks: NDArray[np.int64]  # which chunk stands where
-    starts: NDArray[np.int64]  # the position of each one's first row, and the number of rows
-    windows: NDArray[np.int64]  # at which chunk each window begins, and the number of chunks
-    window_starts: NDArray[np.int64]  # the position of each window's first row, and the number of rows
-    bounds: list[int]  # the same
+    chunks: NDArray[np.int64]  # the chunk at each position
+    starts: NDArray[np.int64]  # the position of each chunk's first row, then the number of rows
+    windows: NDArray[np.int64]  # the first chunk of each window, then the number of chunks
+    window_starts: NDArray[np.int64]  # the position of each window's first row, then the number of rows
+    bounds: list[int]  # window_starts as a list
 
     def window(self, position: int) -> int:
-        """The window that a position lies in."""
+        """Return the window of a position."""
         return bisect_right(self.bounds, position) - 1
 
 
 class _Mixed(NamedTuple):
-    """What stands at some places of a window."""
+    """Rows of a window and their localities."""
 
     rows: NDArray[np.int64]
     localities: NDArray[np.int64]
 
 
 class BlockOrder:
-    """Which row stands at each position of an epoch's block shuffle.
+    """The order of rows in the epochs of a block shuffle.
 
     Args:
-        chunk_starts: the row at which each chunk begins, then the number of rows.
-        window_rows: how many rows are mixed. A window is made of whole chunks: a chunk belongs to the window that its
-            first row falls into, so windows differ by up to a chunk; one is at least a chunk.
+        chunk_starts: the first row of each chunk, then the number of rows.
+        window_rows: the rows that are mixed. A window consists of whole chunks: a chunk is in the window of its first
+            row, so windows differ by up to a chunk and have at least one.
         seed: any integer.
 
     Attributes:
-        chunk_rows: how many rows a chunk has on average.
+        chunk_rows: the average number of rows of a chunk.
 
     Example:
         >>> order = BlockOrder(np.array([0, 4, 8, 10]), window_rows=5, seed=1)
@@ -252,12 +251,12 @@ class BlockOrder:
 
     def __init__(self, chunk_starts: NDArray[np.int64], window_rows: int, seed: int) -> None:
         starts = np.asarray(chunk_starts, np.int64)
-        keep = np.append(np.diff(starts) > 0, True)  # a chunk without rows has no place
+        keep = np.append(np.diff(starts) > 0, True)  # drop chunks without rows
         self._chunk_starts = starts[keep]
         self.chunk_rows = max(1, len(self) // max(1, len(self._chunk_starts) - 1))
         self._window_rows = window_rows
         self._seed = seed
-        # What was made last. Threads replace the whole dict, and lose at most what another one has just made.
+        # Recent results. Threads replace the whole dict, and lose at most another thread's latest one.
         self._epochs: dict[int, _Epoch] = {}
         self._blocks: dict[tuple[int, int, int], _Mixed] = {}
 
@@ -280,7 +279,7 @@ class BlockOrder:
         return _Epoch(chunks, starts, windows.astype(np.int64), starts[windows], starts[windows].tolist())
 
     def rows(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rows at some positions in [0, len), in any order.
+        """Return the rows at given positions in [0, len), in any order.
 
         Raises:
             IndexError: for a position outside.
@@ -288,7 +287,7 @@ class BlockOrder:
         return self._mixed(epoch, positions).rows
 
     def localities(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return a number in [0, LOCALITIES) for each: where its row stood in its window, unmixed.
+        """Return a number in [0, LOCALITIES) for each position: its row's place in the window before mixing.
 
         Raises:
             IndexError: for a position outside.
@@ -315,12 +314,12 @@ class BlockOrder:
         return mixed
 
     def _in_window(self, epoch: int, window: int, positions: NDArray[np.int64], low: int, high: int) -> _Mixed:
-        """What stands at some positions of a window, from the lowest to the highest of them."""
+        """Return the rows at positions of a window, the lowest and highest of which are given."""
         start = self._epoch(epoch).bounds[window]
         first, last = (low - start) // _BLOCK, (high - start) // _BLOCK
         if last - first > 1:
             return self._mix(epoch, window, positions - start)
-        # Successive batches: their rows are made many at a time.
+        # Successive batches: compute their rows in blocks.
         at = positions - (start + first * _BLOCK)
         block = self._block(epoch, window, first)
         if first == last:
@@ -349,24 +348,24 @@ class BlockOrder:
         return _Mixed(rows, localities(inside, stop - start))
 
     def window_end(self, epoch: int, window: int) -> int:
-        """Return the position behind a window; behind the last one for those that come after it."""
+        """Return the end position of a window; that of the last window for later ones."""
         ends = self._epoch(epoch).bounds
         return ends[min(window + 1, len(ends) - 1)]
 
     def ahead(
         self, epoch: int, position: int, near: tuple[int, int] = (0, LOCALITIES - 1)
     ) -> tuple[int, int, NDArray[np.int64]]:
-        """Return what to read while the window of a position is read: chunks of the next window.
+        """Return the chunks of the next window to read while the window of a position is read.
 
-        Their number grows with the position, so that reading ahead is spread over the window.
+        Their number grows with the position, to spread reading ahead over the window.
 
         Args:
-            epoch, position: what is read.
-            near: the lowest and the highest locality of what is read: such rows of the next window will be read, too.
+            epoch, position: the epoch and position being read.
+            near: the lowest and the highest locality of the rows being read; such rows of the next window will be read too.
 
         Returns:
-            The window, at which place in the epoch's order those chunks begin, and their first rows; none in the last
-            window.
+            The window, the index of the first of these chunks in the epoch's order, and the chunks' first rows; none in
+            the last window.
         """
         order = self._epoch(epoch)
         window = order.window(position)

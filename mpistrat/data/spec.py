@@ -1,4 +1,4 @@
-"""What the arrays of an element look like, and rows put together and taken apart accordingly."""
+"""Specs of the arrays of elements, and functions that stack and unstack rows by them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ __all__ = [
 
 
 class ArraySpec:
-    """Shape and dtype of one array of an element (TF: tf.TensorSpec).
+    """The shape and dtype of one array of an element (TF: tf.TensorSpec).
 
     Args:
         shape: a tuple of lengths; None for a length that varies.
-        dtype: what NumPy takes for a dtype; `object` with the shape () for strings.
+        dtype: a NumPy dtype; `object` with the shape () for strings.
     """
 
     __slots__ = ("dtype", "shape")
@@ -60,10 +60,10 @@ class ArraySpec:
 
 
 class DatasetSpec(ArraySpec):
-    """What a dataset that is part of an element consists of (TF: tf.data.DatasetSpec): see `Dataset.window`.
+    """The spec of a dataset inside an element (TF: tf.data.DatasetSpec); see `Dataset.window`.
 
     Args:
-        element_spec: what its elements look like.
+        element_spec: the spec of its elements.
     """
 
     __slots__ = ("element_spec",)
@@ -86,19 +86,19 @@ class DatasetSpec(ArraySpec):
 
 
 def is_ragged(spec: ArraySpec) -> bool:
-    """Whether rows of this spec differ in shape: stacked they are a 1-D object array of arrays."""
+    """Return True if rows of this spec differ in shape; stacked they are a 1-D object array of arrays."""
     return None in spec.shape
 
 
 def stacked_nbytes(spec: ArraySpec) -> int:
-    """The bytes of one row among stacked ones; what varies, and strings, lie elsewhere."""
+    """Return the bytes of one row in stacked arrays, without strings and arrays of varying shape."""
     if is_ragged(spec):
         return np.dtype(object).itemsize
     return spec.dtype.itemsize * math.prod(length or 0 for length in spec.shape)
 
 
 def row_nbytes(row_spec: Any) -> int:
-    """The bytes of one row; 0 where they vary, and for strings."""
+    """Return the bytes of one row; 0 if they vary, and for strings."""
     specs = nest.flatten(row_spec)
     if any(is_ragged(spec) or spec.dtype.hasobject for spec in specs):
         return 0
@@ -106,7 +106,7 @@ def row_nbytes(row_spec: Any) -> int:
 
 
 def spec_of_rows(rows: Any) -> Any:
-    """The specs of one row, from arrays whose first axis counts rows."""
+    """Return the specs of one row of arrays whose first axis counts rows."""
 
     def spec(leaf: NDArray[Any]) -> ArraySpec:
         ragged = leaf.dtype == object and leaf.ndim == 1 and len(leaf) and isinstance(leaf[0], np.ndarray)
@@ -132,7 +132,7 @@ def _ragged_spec(arrays: NDArray[Any]) -> ArraySpec:
 
 
 def spec_of_element(element: Any) -> Any:
-    """The specs of one element: of a row, where elements are rows."""
+    """Return the specs of one element: of a row, if elements are rows."""
 
     def spec(leaf: Any) -> ArraySpec:
         if isinstance(leaf, (str, bytes)):
@@ -145,11 +145,11 @@ def spec_of_element(element: Any) -> Any:
     return nest.map_structure(spec, element)
 
 
-_KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}  # numbers of Python's become an array of a kind that holds them
+_KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}  # a Python number becomes an array of a kind that can represent it
 
 
 def _fit(spec: ArraySpec, value: Any) -> Any:
-    """The value as an array of this spec; ValueError if it is none, TypeError if numbers are masked."""
+    """Return the value as an array of this spec. Raise ValueError if it does not fit, TypeError if numbers are masked."""
     plain = type(value) is np.ndarray
     if (plain or isinstance(value, np.generic)) and value.dtype is spec.dtype and value.shape == spec.shape:
         return value[()] if plain and not value.shape else value
@@ -170,7 +170,7 @@ def _fit(spec: ArraySpec, value: Any) -> Any:
         array, same = array.astype(spec.dtype), True  # an empty list has no dtype of its own
     if not same and array.dtype.newbyteorder("=") == spec.dtype.newbyteorder("="):  # NumPy's scalars have no byte order
         array, same = array.astype(spec.dtype), True
-    if not same and spec.dtype.kind in "US":  # a row of an array of strings has a dtype just wide enough for it
+    if not same and spec.dtype.kind in "US":  # a row of a string array has the shortest dtype that fits it
         same = array.dtype.kind == spec.dtype.kind and array.dtype.itemsize <= spec.dtype.itemsize
     if not same or (array.shape != spec.shape and not _shape_fits(array.shape, spec.shape)):
         raise _misfit(spec, value)
@@ -178,7 +178,7 @@ def _fit(spec: ArraySpec, value: Any) -> Any:
 
 
 def _cast(array: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
-    """Return numbers in the dtype of a spec; ValueError where a finite one becomes infinite."""
+    """Return numbers in the spec's dtype; ValueError if a finite one would become infinite."""
     with np.errstate(over="ignore"):
         found = array.astype(spec.dtype)
     if found.dtype.kind in "fc" and found.dtype.itemsize < array.dtype.itemsize:
@@ -208,7 +208,7 @@ def _misfit(spec: ArraySpec, value: Any) -> ValueError:
 
 
 def conform(element: Any, spec: Any) -> Any:
-    """The element with arrays as the spec says, in the spec's structure; errors name what does not fit, see `_fit`."""
+    """Return the element with arrays of the spec, in its structure. Errors name the array that does not fit, see `_fit`."""
     if isinstance(spec, ArraySpec):
         return _fit(spec, element)
     try:
@@ -239,12 +239,12 @@ def _form(structure: Any) -> str:
 
 
 def batch_spec(row_spec: Any, batch_size: int | None) -> Any:
-    """The specs of a batch of rows; None where the number of rows varies."""
+    """Return the specs of a batch of rows; None where the number of rows varies."""
     return nest.map_structure(lambda leaf: ArraySpec((batch_size, *leaf.shape), leaf.dtype), row_spec)
 
 
 def empty_rows(row_spec: Any, *, ragged: bool = False) -> Any:
-    """Arrays of zero rows. Where a length varies it is 0; rows before `batch` are `ragged` there instead."""
+    """Return arrays of zero rows. Lengths that vary are 0; with `ragged` such arrays are as before `batch`."""
 
     def empty(leaf: ArraySpec) -> NDArray[Any]:
         if ragged and is_ragged(leaf):
@@ -255,7 +255,7 @@ def empty_rows(row_spec: Any, *, ragged: bool = False) -> Any:
 
 
 def stack_rows(rows: Sequence[Any], row_spec: Any, buffers: RowBuffers | None = None) -> Any:
-    """Rows that have this spec, stacked along a first axis; ragged ones as a 1-D object array of arrays."""
+    """Stack rows of this spec along a first axis; ragged ones into a 1-D object array of arrays."""
     specs = nest.flatten(row_spec)
     if not rows:
         return empty_rows(row_spec, ragged=True)
@@ -272,14 +272,14 @@ def stack_rows(rows: Sequence[Any], row_spec: Any, buffers: RowBuffers | None = 
 
 
 def _is_flat(structure: Any, leaf: type) -> bool:
-    """Whether it is a plain tuple or dict of leaves: the usual rows, which need no recursion."""
+    """Return True for a plain tuple or dict of leaves: the usual rows, which need no recursion."""
     if type(structure) is tuple:
         return all(isinstance(value, leaf) for value in structure)
     return type(structure) is dict and all(isinstance(value, leaf) for value in structure.values())
 
 
 def _dict_columns(rows: Sequence[Any], row_spec: dict[Any, Any]) -> list[list[Any]]:
-    """In the order of `nest.flatten`."""
+    """Return the columns in the order of `nest.flatten`."""
     try:
         keys = sorted(row_spec)
     except TypeError:
@@ -295,13 +295,13 @@ def _stack(values: Sequence[Any], spec: ArraySpec, buffers: RowBuffers, field: i
             out[i] = value
         return out
     if not spec.shape:
-        return np.array(list(values), spec.dtype)  # of a tuple NumPy would make one record of a structured dtype
+        return np.array(list(values), spec.dtype)  # NumPy would make one structured record of a tuple
     out = buffers.empty(field, (len(values), *shape), spec.dtype)
     return np.stack(values, out=out)
 
 
 def unstack_rows(rows: Any) -> list[Any]:
-    """The single rows of arrays whose first axis counts them: views."""
+    """Return the single rows of arrays whose first axis counts them, as views."""
     if isinstance(rows, np.ndarray):
         return list(rows)
     if _is_flat(rows, np.ndarray):
@@ -313,6 +313,6 @@ def unstack_rows(rows: Any) -> list[Any]:
 
 
 def row_count(rows: Any) -> int:
-    """The length of the first axis, which all leaves share."""
+    """Return the length of the first axis, equal in all leaves."""
     leaves = nest.flatten(rows)
     return int(np.shape(leaves[0])[0]) if leaves else 0

@@ -1,4 +1,4 @@
-"""What the input has done so far: counters of each stage of a chain, and of a rank's steps."""
+"""Counters of each stage of a chain, and of a rank's steps."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["InputStats", "StageStats"]
 
 @dataclass
 class StageStats:
-    """Counters of one stage on this rank, over all epochs; zero where a stage has no use for one.
+    """Counters of one stage on this rank, over all epochs; counters that do not apply stay 0.
 
     Attributes:
         rows: rows or elements made.
         calls: calls of the user's function.
-        seconds: time spent in them or in reading, over all threads.
-        bytes_read: bytes read from files, as they lie there; pages of a memory map count as read each time.
+        seconds: time spent in these calls or in reading, summed over threads.
+        bytes_read: bytes read from files, as stored there; pages of a memory map count each time.
         chunk_reads: chunks read as a whole.
         files: files opened.
-        skipped: files that on_error="skip" left out.
-        waits: chunks that another rank or thread was reading already.
-        wait_seconds: time spent waiting for what others do: for those chunks, for a thread that decodes a chunk, for rows of
-            other nodes; of a `prefetch`, by the loop for the thread that reads ahead.
-        bytes_received: bytes of rows that came from other nodes.
+        skipped: files skipped by on_error="skip".
+        waits: chunks that another rank or thread was already reading.
+        wait_seconds: time spent waiting for these chunks, for a thread that decodes a chunk, or for rows of other nodes;
+            for `prefetch`, the loop's wait for the thread that reads ahead.
+        bytes_received: bytes of rows received from other nodes.
     """
 
     rows: int = 0
@@ -43,12 +43,12 @@ class StageStats:
 
     @property
     def samples_per_second(self) -> float:
-        """Rows for each second of reading; 0 where a stage counts none of the two."""
+        """Rows per second of reading; 0 if a stage does not count either."""
         return self.rows / self.seconds if self.seconds else 0.0
 
     @classmethod
     def reading(cls, parts: Iterable[StageStats]) -> StageStats:
-        """Return what several readers have read and waited together."""
+        """Return the summed reading and waiting counters of several readers."""
         total = cls()
         for part in parts:
             read = {"bytes_read": part.bytes_read, "chunk_reads": part.chunk_reads}
@@ -88,15 +88,15 @@ class StageStats:
 
 @dataclass
 class InputStats:
-    """What one rank's input has done so far, over all epochs.
+    """Counters of one rank's input, over all epochs.
 
     Attributes:
-        steps: steps handed out.
-        samples: rows that this rank has handed to its replicas.
+        steps: steps delivered.
+        samples: rows delivered to this rank's replicas.
         bytes: their size in bytes.
-        wait_seconds: how long the training loop waited for them.
-        seconds: how long the loops over the dataset took, from an epoch's first step to its end.
-        stages: each stage's description, and its counters where it keeps any, from the source on.
+        wait_seconds: time the training loop waited for them.
+        seconds: duration of the loops over the dataset, from an epoch's first step to its end.
+        stages: each stage's description and its counters, or None, from the source on.
     """
 
     steps: int = 0
@@ -108,16 +108,16 @@ class InputStats:
 
     @property
     def samples_per_second(self) -> float:
-        """Rows of this rank for each second of the loops; 0 before the first."""
+        """Rows of this rank per second of the loops; 0 before the first."""
         return self.samples / self.seconds if self.seconds else 0.0
 
     @property
     def input_bound(self) -> float:
-        """The part of the loops' time that was spent waiting for input, from 0 to 1."""
+        """The fraction of the loops' time spent waiting for input, from 0 to 1."""
         return self.wait_seconds / self.seconds if self.seconds else 0.0
 
     def snapshot(self, stages: tuple[tuple[str, StageStats | None], ...]) -> InputStats:
-        """Return a copy that does not change any more, with these stages."""
+        """Return a fixed copy with these stages."""
         held = tuple((text, None if counters is None else replace(counters)) for text, counters in stages)
         return replace(self, stages=held)
 
