@@ -1,1 +1,1 @@
-"""The nodes of a chain of datasets: sources, and operators over the nodes below them."""
+"""Nodes of a chain of datasets: sources, and operators over the nodes below them."""

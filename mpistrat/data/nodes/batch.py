@@ -1,4 +1,4 @@
-"""Batches of successive rows, of one shape or padded to one, and batches taken apart into their rows."""
+"""Batches of successive rows, equal in shape or padded, and batches split into rows."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ __all__ = ["Batched", "Batches", "Padded", "Ragged", "Unbatched", "batch", "padd
 
 
 class Batches(Stage):
-    """Batches of successive rows, of one shape or not."""
+    """Batches of successive rows, equal in shape or not."""
 
-    _function: str  # of Dataset, that makes it
+    _function: str  # the method of Dataset that makes it
 
     def __init__(self, parent: Node, batching: Batching, *settings: Any) -> None:
         super().__init__(parent, batching, *settings)
@@ -38,7 +38,7 @@ class Batches(Stage):
 
     @abstractmethod
     def _stack(self, rows: list[Any]) -> Any:
-        """The batch of some rows."""
+        """Return the batch of some rows."""
 
     @property
     def batching(self) -> Batching:
@@ -62,7 +62,7 @@ class Batches(Stage):
         counts = self._counts(start, stop)
         if own is None or all(
             own(count) == (0, count) for count in set(counts)
-        ):  # one worker, for which a range is quicker
+        ):  # one worker, for which a range is faster
             first, ends = start * self._batching.size, list(itertools.accumulate(counts))
             positions = np.arange(first, first + ends[-1], dtype=np.int64)
         else:
@@ -71,7 +71,7 @@ class Batches(Stage):
         return (np.full(positions.size, epoch, np.int64), positions), counts, ends
 
     def _counts(self, start: int, stop: int) -> list[int]:
-        """How many rows successive batches have: the last of an epoch may have fewer."""
+        """Return the rows of successive batches: the last one of an epoch may have fewer."""
         rows, size = self._parent.cardinality(), self._batching.size
         last = size if rows < 0 else min(size, rows - (stop - 1) * size)
         return [size] * (stop - start - 1) + [last]
@@ -85,7 +85,7 @@ class Batches(Stage):
             yield self._stack(batch)
 
     def resized(self, size: int) -> Node:
-        """The same stage with batches of another size."""
+        """Return the same stage with another batch size."""
         batching, *settings = self._settings
         return type(self)(self._parent, replace(batching, size=size), *settings)
 
@@ -122,10 +122,9 @@ class Batched(Batches):
 
 @final
 class Padded(Batches):
-    """Batches of successive rows, every array padded to a given shape or to the longest of the batch.
+    """Batches of successive rows, with each array padded to a given shape or to the longest in the batch.
 
-    Row p of what is below is address p here, too. Where the longest of a batch decides, a part of a batch is made of the
-    whole one.
+    Row p below has address p here too. If the longest row of a batch decides, a slice of a batch is cut from the whole batch.
     """
 
     _function = "padded_batch"
@@ -162,7 +161,7 @@ class Padded(Batches):
 
 @final
 class Ragged(Batches):
-    """Batches of rows that may differ in shape: arrays that do are 1-D object arrays of arrays."""
+    """Batches of rows that may differ in shape: such arrays are 1-D object arrays of arrays."""
 
     _function = "ragged_batch"
 
@@ -171,7 +170,7 @@ class Ragged(Batches):
 
 
 class Unbatched(Stage):
-    """The rows of batches, or of arrays with a first axis. Right after `batch` they are the rows below it."""
+    """The rows of batches, or of arrays with a first axis. Directly after `batch` they are the rows below it."""
 
     def __init__(self, parent: Node) -> None:
         super().__init__(parent)
@@ -234,7 +233,7 @@ class Unbatched(Stage):
 
 
 def _refuse_scalars(dimensions: list[int], element: Any) -> None:
-    """Raise an error where an array of an element has no rows."""
+    """Raise ValueError if an array of an element has no rows."""
     if 0 in dimensions:
         name = nest.paths(element)[dimensions.index(0)]
         got = f"a scalar{name and ' at ' + name}"
@@ -246,18 +245,18 @@ def batch(
     parent: Node, global_batch_size: int, drop_remainder: bool = False, num_parallel_calls: int | None = None,
     deterministic: bool | None = None,
 ) -> Node:  # fmt: skip
-    """Put successive rows into batches, the batches of all replicas together.
+    """Combine successive rows into global batches, for all replicas together.
 
-    Batches of batches are as in tf.data: arrays with one more axis. Those below must be equally long.
+    Batches of batches work as in tf.data: arrays with one more axis. The batches below must have equal lengths.
 
     Args:
         global_batch_size: rows in a batch; the last batch may have fewer.
-        drop_remainder: leave a smaller last batch out.
-        num_parallel_calls, deterministic: taken as tf.data does, without effect: batches come in order, and their
-            rows are read together.
+        drop_remainder: drop a smaller last batch.
+        num_parallel_calls, deterministic: accepted as in tf.data, without effect: batches are in order, and their rows
+            are read together.
 
     Raises:
-        ValueError: for a size below 1; later for batches of batches of different lengths.
+        ValueError: for a size below 1; while reading, for batches of batches of different lengths.
     """
     number_of_calls("Dataset.batch", num_parallel_calls)
     size = integer("Dataset.batch", "global_batch_size", global_batch_size, 1)
@@ -268,19 +267,19 @@ def padded_batch(
     parent: Node, global_batch_size: int, padded_shapes: Any = None, padding_values: Any = None,
     drop_remainder: bool = False,
 ) -> Node:  # fmt: skip
-    """Put successive rows that differ in shape into batches, padded to one shape.
+    """Combine successive rows that differ in shape into batches, padded to one shape.
 
-    Where the longest row of the batch decides on a shape, every rank reads the whole batch to make its part of it:
-    under several ranks whole `padded_shapes` are quicker.
+    If the longest row of the batch decides a shape, every rank reads the whole batch for its slice: on several ranks
+    fixed `padded_shapes` are faster.
 
     Args:
         global_batch_size: rows in a batch; the last batch may have fewer.
-        padded_shapes: a nest of shapes, one an array; None (or -1) for the longest of the batch.
+        padded_shapes: a nest of shapes, one per array; None (or -1) for the longest in the batch.
         padding_values: a nest of values, or one for all arrays; None for 0 and "".
-        drop_remainder: leave a smaller last batch out.
+        drop_remainder: drop a smaller last batch.
 
     Raises:
-        ValueError: for shapes and values that do not fit the rows, then and when a row turns out to be longer.
+        ValueError: for shapes and values that do not fit the rows, and while reading for a row that is longer.
 
     Example:
         >>> spec = ms.data.ArraySpec((None,), np.int64)
@@ -297,14 +296,14 @@ def padded_batch(
 
 
 def ragged_batch(parent: Node, global_batch_size: int, drop_remainder: bool = False) -> Node:
-    """Put successive rows that may differ in shape into batches, each row as it is.
+    """Combine successive rows that may differ in shape into batches, without padding.
 
-    Arrays of one shape are put together as by `batch`. Those whose length varies (None in the spec) come as a 1-D array of
-    dtype object with an array for each row, where TensorFlow has a RaggedTensor.
+    Arrays of one shape are stacked as by `batch`. Those of varying length (None in the spec) become a 1-D array of dtype
+    object with an array per row, where TensorFlow has a RaggedTensor.
 
     Args:
         global_batch_size: rows in a batch; the last batch may have fewer.
-        drop_remainder: leave a smaller last batch out.
+        drop_remainder: drop a smaller last batch.
 
     Raises:
         ValueError: for a size below 1.
@@ -322,16 +321,16 @@ def ragged_batch(parent: Node, global_batch_size: int, drop_remainder: bool = Fa
 
 
 def unbatch(parent: Node) -> Node:
-    """Take batches apart into rows; arrays that are no batches along their first axis.
+    """Split batches into rows, and unbatched arrays along their first axis.
 
-    Right after `batch` it keeps random access; else the rows are read in order, and an iterator that is restored
-    makes those before its position again.
+    Directly after `batch` random access remains; else rows are read in order, and a restored iterator makes the rows
+    before its position again.
     """
     return Unbatched(parent)
 
 
 def require_one_shape(function: str, spec: Any) -> None:
-    """Raise, naming the function and the array, for rows that differ in shape."""
+    """Raise ValueError, naming the function and the array, for rows that differ in shape."""
     for name, leaf in zip(nest.paths(spec), nest.flatten(spec), strict=True):
         if is_ragged(leaf):
             got = f"{leaf}{name and ' at ' + name}"
@@ -340,14 +339,14 @@ def require_one_shape(function: str, spec: Any) -> None:
 
 
 def refuse_batches(function: str, parent: Node) -> None:
-    """Raise, naming the function, for a dataset whose elements are batches."""
+    """Raise ValueError, naming the function, for a dataset of batches."""
     if parent.batching is not None:
         expected, got = "a dataset of rows", "one that is batched already"
         raise ValueError(explain(function, "", expected=expected, got=got))
 
 
 def require_end(function: str, parent: Node, remedy: str) -> None:
-    """Raise, naming the function, for a dataset without an end. Files are opened only if something is repeated."""
+    """Raise ValueError, naming the function, for a dataset without an end. Files are opened only if a node repeats."""
     if parent.traits.repeated and parent.cardinality() == INFINITE:
         expected, got = "a dataset with an end", "one repeated for ever"
         raise ValueError(explain(function, "", expected=expected, got=got, remedy=remedy))

@@ -1,6 +1,6 @@
-"""A user's function called on elements: by the thread that reads, in a pool of threads, or in processes.
+"""Calls of a user's function on elements: in the reading thread, in a pool of threads, or in processes.
 
-Processes are started by Python's forkserver, and are no ranks (`cluster/no_rank.py`).
+Python's forkserver starts the processes, which are not ranks (`cluster/no_rank.py`).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ __all__ = [
 
 
 class CallError(Exception):
-    """A function raised an error on one of several elements; never leaves this package.
+    """An error of a function on one of several elements; internal to this package.
 
     Attributes:
-        index: which element.
-        error: what was raised.
+        index: the index of the element.
+        error: the error.
     """
 
     def __init__(self, index: int, error: BaseException) -> None:
@@ -62,34 +62,34 @@ class CallError(Exception):
 
 
 def check_callable(function: str, argument: str, value: Any) -> None:
-    """Raise, naming the function of Dataset and its argument, for what cannot be called."""
+    """Raise TypeError, naming the function of Dataset and its argument, unless the value is callable."""
     if not callable(value):
         raise TypeError(explain(function, argument, expected="a callable", got=repr(value)))
 
 
 def call(function: Callable[..., Any], element: Any) -> Any:
-    """The function of an element; a plain tuple is passed as several arguments."""
+    """Call a function on an element; a plain tuple is passed as several arguments."""
     if type(element) is tuple:
         return function(*element)
     return function(element)
 
 
 class SeveralAtOnce(ABC):
-    """A function of one element that also returns its results on several at once."""
+    """A function of one element that can also process several at once."""
 
     @abstractmethod
     def __call__(self, element: Any) -> Any:
-        """Return the result on one element."""
+        """Return the result for one element."""
 
     @abstractmethod
     def together(self, elements: Sequence[Any]) -> list[Any]:
-        """Return the results on several elements."""
+        """Return the results for several elements."""
 
 
 def call_each(function: Callable[..., Any], elements: Sequence[Any]) -> list[Any]:
-    """The function of each element. Raises CallError.
+    """Return the function of each element. Raises CallError.
 
-    If a function of several elements at once raises an error, it is called on each element, to find the one that fails.
+    If the function of several elements at once raises an error, it is called on each element to find the failing one.
     """
     if isinstance(function, SeveralAtOnce) and len(elements) > 1:
         with contextlib.suppress(Exception):
@@ -104,29 +104,29 @@ def call_each(function: Callable[..., Any], elements: Sequence[Any]) -> list[Any
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What to call a function in a text."""
+    """Return a function's name for texts."""
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
-_BY_US = "mpistrat:"  # how PYTHONSAFEPATH for the forkserver begins: any text does, and PYTHONPATH as it was follows
+_BY_US = "mpistrat:"  # prefix of the forkserver's PYTHONSAFEPATH (any text works), before the original PYTHONPATH
 _ROOT = os.path.dirname(os.path.abspath(__file__ + "/../../.."))
 _starting = threading.Lock()
 
 
 def _begin() -> None:
-    """Begin a process that calls a function."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, which then ends this process
+    """Set up signals and the environment of a process that calls a function."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank gets Ctrl-C, and ends this process
     if (said := os.environ.get("PYTHONSAFEPATH", "")).startswith(
         _BY_US
-    ):  # not for programs that a user's function starts
+    ):  # not for programs started by the user's function
         _set({"PYTHONSAFEPATH": None, "PYTHONPATH": said.removeprefix(_BY_US)})
 
 
 def start_server(context: Any) -> None:
-    """Start the forkserver, if it does not run yet: it imports this module, not the main program.
+    """Start the forkserver, unless it runs: it imports this module, not the main program.
 
-    It is a `python -c`, which would look for modules in the working directory first, and run a `json.py` that lies there. Python
-    3.11 and later are told not to; Python 3.10 has no such setting that keeps PYTHONPATH.
+    It is a `python -c`, which would first search modules in the working directory, and run a `json.py` from there. Python
+    3.11 and later are configured not to; Python 3.10 has no such setting that preserves PYTHONPATH.
     """
     from multiprocessing import forkserver
 
@@ -138,7 +138,7 @@ def start_server(context: Any) -> None:
         before = {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONPATH")}
         if not before["PYTHONSAFEPATH"]:
             os.environ["PYTHONSAFEPATH"] = _BY_US + (before["PYTHONPATH"] or "")
-            if sys.path[:1] == [_ROOT]:  # the program lies beside the package, which need not be installed
+            if sys.path[:1] == [_ROOT]:  # the program is next to the package, which need not be installed
                 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, before["PYTHONPATH"]]))
         try:
             forkserver.ensure_running()
@@ -155,7 +155,7 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 START_SECONDS = 120.0  # to import what the function needs
-END_SECONDS = 2.0  # for a process to end when it is asked to
+END_SECONDS = 2.0  # for a process to end on request
 
 
 class ProcessTraceback(Exception):
@@ -170,7 +170,7 @@ class ProcessTraceback(Exception):
 
 
 def _pickled(value: Any) -> bytes:
-    """Return a value as bytes, from which any number of processes can make it anew.
+    """Return a value as bytes from which any number of processes can load it.
 
     Without the reducers that libraries register at ForkingPickler: PyTorch's send a tensor to one process only.
     """
@@ -184,8 +184,8 @@ def _pickled(value: Any) -> bytes:
 
 
 def _serve(connection: Connection, function_bytes: bytes) -> None:
-    """What a process does: answer requests until the other side closes the connection."""
-    no_rank.become_no_rank()  # again, if another's server runs
+    """Answer requests in a process until the other side closes the connection."""
+    no_rank.become_no_rank()  # again, in case another package's server runs
     _begin()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     from multiprocessing.reduction import ForkingPickler
@@ -212,12 +212,12 @@ def _answer(connection: Connection, function: Callable[..., Any], elements: Sequ
         connection.send(answer)
     except OSError:
         raise
-    except Exception as error:  # what cannot be pickled, which comes before anything is sent
+    except Exception as error:  # not picklable; raised before anything is sent
         connection.send(("error", 0, None, *_described(error)))
 
 
 def _sendable(error: BaseException) -> BaseException | None:
-    """The error, if it survives being sent; many cannot be made anew from their arguments."""
+    """Return the error if it survives pickling; many cannot be rebuilt from their arguments."""
     from multiprocessing.reduction import ForkingPickler
 
     try:
@@ -244,14 +244,14 @@ class _MapProcess:
         self.process: ForkServerProcess = context.Process(
             target=_serve, args=(theirs, function_bytes), name=f"mpistrat-map-{number}", daemon=True
         )
-        # A signal that tells the job to stop may go to all processes of its group: these go on. So does Python's server.
+        # A signal to stop the job may reach its whole process group: these processes ignore it, as does Python's server.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
             start_server(context)
             self.process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()  # else the end of the process would not be noticed
+        theirs.close()  # else the end of the process would go unnoticed
         self._started = False
 
     def call_each(self, elements: Sequence[Any]) -> list[Any]:
@@ -275,7 +275,7 @@ class _MapProcess:
             return self.connection.recv()
         except (EOFError, OSError):
             raise
-        except Exception as error:  # of pickle: what was to be sent, or what came, cannot be made anew
+        except Exception as error:  # from pickle: the elements or the answer
             raise RuntimeError(f"{self._name}: an element could not be sent: {error}") from error
 
     def _wait_for_start(self) -> None:
@@ -296,7 +296,7 @@ class _MapProcess:
             return text
         return (
             f"{text} before it had started, and wrote the reason to stderr. It imports the main program: "
-            'put what that does, MPI too, under `if __name__ == "__main__":`'
+            'put its code, also MPI calls, under `if __name__ == "__main__":`'
         )
 
 
@@ -313,12 +313,12 @@ def _end(workers: list[_MapProcess]) -> None:
 
 @final
 class Processes:
-    """A number of processes that call one function. They start at the first call, and end with this object.
+    """Processes that call one function. They start at the first call and end with this object.
 
     Args:
-        function: what they call.
+        function: the function to call.
         count: the number of processes.
-        caller: what the user called, for errors, and its argument, of which the function is made.
+        caller: the user's call and its argument that gave the function, for errors.
 
     Raises:
         TypeError: for a function that cannot be sent to a process.
@@ -341,7 +341,7 @@ class Processes:
         self._lock = threading.Lock()
 
     def call_each(self, elements: Sequence[Any]) -> list[Any]:
-        """Return the function's results on these elements, made in one process. Raises CallError."""
+        """Return the function's results for these elements, computed in one process. Raises CallError."""
         with self._lock:
             if not self._workers:
                 weakref.finalize(self, _end, self._workers)
@@ -355,22 +355,22 @@ class Processes:
             self._free.put(worker)
 
 
-_MOST_AUTOTUNED = 8  # of a rank: its neighbours on the node may count the same cores
+_MOST_AUTOTUNED = 8  # per rank: other ranks of the node may count the same cores
 
 
 @final
 class Calls:
-    """How `map` calls its function. Threads and processes start at the first call and end with the dataset.
+    """The calls of `map`'s function. Threads and processes start at the first call and end with the dataset.
 
     Args:
         function: gets an element; a plain tuple is passed as several arguments.
-        parallel: how many calls at a time; None for one, by the thread that asks; AUTOTUNE for one a core.
-        deterministic: whether results of a stream come in the order of what they are made of.
-        processes: whether the calls are made in processes, as many as `parallel` says.
-        caller: what the user called, for errors, and its argument, of which the function is made.
+        parallel: the number of parallel calls; None for one, in the calling thread; AUTOTUNE for one per core.
+        deterministic: whether results of a stream have the order of their elements.
+        processes: whether processes make the calls, as many as `parallel`.
+        caller: the user's call and its argument that gave the function, for errors.
 
     Attributes:
-        told: `parallel` as it was given, in words, which are the same on every rank.
+        told: `parallel` as given, as a text that is equal on every rank.
         counters: calls, and the seconds spent in them, over all threads or processes.
     """
 
@@ -407,7 +407,7 @@ class Calls:
             self.counters.add(calls=len(elements), seconds=time.perf_counter() - started)
 
     def each(self, elements: Sequence[Any]) -> list[Any]:
-        """Return the function's results on these elements, in their order. Raises CallError with the place."""
+        """Return the function's results for these elements, in their order. Raises CallError with the index."""
         if self.parallel is None or (len(elements) < 2 and not self.processes):
             return self._call(elements)
         shares = [(low, high) for low, high in partition.bounds(len(elements), self.parallel) if low < high]
@@ -424,9 +424,9 @@ class Calls:
         return results
 
     def stream(self, elements: Iterator[Any], start: int) -> Iterator[tuple[int, Any]]:
-        """The positions of elements, counted from start, and the function's results on them, made ahead of need.
+        """Yield the positions of elements, counted from start, and the function's results, made ahead.
 
-        As many elements are taken ahead as calls are made at a time.
+        As many elements are read ahead as calls run in parallel.
         """
         if self.parallel is None:
             for position, element in enumerate(elements, start):
@@ -452,7 +452,7 @@ class Calls:
 
 
 def _only(position: int, results: Callable[..., list[Any]], *arguments: Any) -> Any:
-    """The only result; a CallError then names the position in the stream."""
+    """Return the only result; a CallError then has the position in the stream."""
     try:
         return results(*arguments)[0]
     except CallError as error:

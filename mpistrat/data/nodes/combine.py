@@ -1,4 +1,4 @@
-"""Elements of several datasets: side by side, one dataset behind the other, or each from the dataset that a number names."""
+"""Several datasets as one: zipped, concatenated, or chosen by a number per element."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Zipped(Combined):
     """Elements made of one element of each dataset, as many as the shortest has.
 
     Rows have the same address in all datasets. A row of a batch has the batch's number times the largest size, plus its
-    place in the batch.
+    index in the batch.
     """
 
     def __init__(self, structure: Any) -> None:
@@ -110,31 +110,31 @@ def _uneven(position: int, counts: list[int]) -> ValueError:
     return ValueError(explain("zip", "datasets", expected=expected, got=got, remedy=remedy))
 
 
-Choices = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # which dataset, its epoch, its position
+Choices = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # dataset, epoch, position
 
 
 class Join(ABC):
-    """Which dataset's element stands where."""
+    """A mapping from positions to elements of several datasets."""
 
     @abstractmethod
     def cardinality(self, below: Sequence[int]) -> int:
-        """How many elements, from how many each dataset has."""
+        """Return the number of elements, given that of each dataset."""
 
     @abstractmethod
     def choices(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: Sequence[int]) -> Choices:
-        """Which dataset and which of its elements, for random access."""
+        """Return the dataset and the element's address for each position, for random access."""
 
     @abstractmethod
     def elements(self, parents: Sequence[Node], epoch: int, start: int) -> Iterator[Any]:
-        """The elements from a position on, where a dataset reads in order."""
+        """Return the elements from a position on, if a dataset reads in order."""
 
     def chunks(self, starts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64] | None:
-        """Where the chunks begin, if chunks are left together."""
+        """Return the starts of chunks; None if chunks are split."""
         return None
 
 
 def total(counts: Sequence[int]) -> int:
-    """The sum of cardinalities."""
+    """Return the sum of cardinalities."""
     if INFINITE in counts:
         return INFINITE
     return UNKNOWN if UNKNOWN in counts else sum(counts)
@@ -198,7 +198,7 @@ class Joined(Combined):
         return self._join.cardinality([parent.cardinality() for parent in self._parents])
 
     def _choices(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Choices:
-        """Of rows it is computed; the addresses of batches' rows say it: `locate` put the dataset into the epoch."""
+        """Return the choices of rows; those of batches are in the addresses: `locate` encodes the dataset in the epoch."""
         if self._batching is None:
             return self._join.choices(epochs, positions, [parent.cardinality() for parent in self._parents])
         own, which = np.divmod(epochs, len(self._parents))
@@ -222,7 +222,7 @@ class Joined(Combined):
         return below
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        _ = self.row_spec  # raises where the datasets do not match
+        _ = self.row_spec  # raises if the datasets do not match
         below = self.below(epochs, positions)
         if len(below) == 1 or not positions.size:
             parent, addresses, _ = below[0]
@@ -239,7 +239,7 @@ class Joined(Combined):
 
     def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
         if any(parent.locality(*NO_ROWS) is None for parent in self._parents):
-            return None  # whichever rows these are: an order must not depend on that
+            return None  # for any rows: the order must not depend on them
         return super().locality(epochs, positions)
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
@@ -262,7 +262,7 @@ class Joined(Combined):
 
 
 def compare_specs(function: str, first: Any, other: Any, number: int) -> None:
-    """Raise, naming the array, unless the rows of two datasets look alike."""
+    """Raise ValueError, naming the array, unless the rows of two datasets have one spec."""
     names, found = nest.paths(first), nest.paths(other)
     wanted, got = f"{names}", f"{found}"
     if names == found:
@@ -282,7 +282,7 @@ def compare_specs(function: str, first: Any, other: Any, number: int) -> None:
 
 
 def choose(choices: Node, datasets: Sequence[Node], stop_on_empty: bool) -> Node:
-    """Take the next element of the dataset whose number comes next among the choices; see `Dataset.choose_from_datasets`."""
+    """Take each element from the dataset that the next choice names; see `Dataset.choose_from_datasets`."""
     batching = common_batching(_CHOOSE, datasets)
     return Streamed(
         f"choose_from_datasets(stop_on_empty_dataset={stop_on_empty})",

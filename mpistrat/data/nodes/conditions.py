@@ -1,4 +1,4 @@
-"""Elements that a condition keeps: those a function chooses, those in front of the first it refuses, those not seen before."""
+"""Operators that keep elements by a condition: a predicate, uniqueness, or the absence of an error."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .streamed import Streamed
 
 __all__ = ["filter", "ignore_errors", "take_while", "unique"]
 
-_NOT_IGNORED = (ShardError, MemoryError)  # which one rank could meet, and others not
-_filter = filter  # Python's: the operator of that name comes below
+_NOT_IGNORED = (ShardError, MemoryError)  # may occur on some ranks only
+_filter = filter  # the builtin: the operator below has its name
 
 
 def _holds(name: str, predicate: Callable[..., Any], element: Any) -> bool:
-    """Return the answer of a predicate that the method `name` of Dataset was given."""
+    """Return the result of the predicate of the method `name` of Dataset."""
     kept = call(predicate, element)
     if isinstance(kept, bool):
         return kept
@@ -67,7 +67,7 @@ def _without_errors(log_warning: bool, epoch: int, below: Node) -> Iterator[Any]
 
 
 def _content(leaf: Any) -> Any:
-    """What equal arrays have in common, and no others: floating-point numbers are compared by their bits."""
+    """Return a key that is equal for equal arrays only; floating-point numbers are compared by their bits."""
     if isinstance(leaf, (str, bytes)):
         return leaf
     array = np.asarray(leaf)
@@ -79,8 +79,8 @@ def _content(leaf: Any) -> Any:
 def filter(parent: Node, predicate: Callable[..., Any]) -> Node:
     """Keep the elements for which a function returns True; a tuple is passed as several arguments.
 
-    From here on elements are read in order: every rank reads all of them, and an iterator that is restored makes
-    those before its position again.
+    From here on elements are read in order: every rank reads all of them, and a restored iterator makes those before its
+    position again.
     """
     check_callable("Dataset.filter", "predicate", predicate)
     keeps = functools.partial(_holds, "filter", predicate)
@@ -93,9 +93,9 @@ def filter(parent: Node, predicate: Callable[..., Any]) -> Node:
 
 
 def take_while(parent: Node, predicate: Callable[..., Any]) -> Node:
-    """Keep the elements in front of the first for which a function returns False; a tuple is passed as several arguments.
+    """Stop before the first element for which a function returns False; a tuple is passed as several arguments.
 
-    It reads in order, like `filter`, and ends there.
+    It reads in order, like `filter`.
 
     Example:
         >>> [int(x) for x in ms.data.Dataset.range(10).take_while(lambda x: x < 5)]
@@ -108,10 +108,10 @@ def take_while(parent: Node, predicate: Callable[..., Any]) -> Node:
 
 
 def unique(parent: Node) -> Node:
-    """Keep each element where it comes first, and leave out those that are equal to it; reads in order.
+    """Keep the first of equal elements; reads in order.
 
-    All arrays of an element are compared, whatever their dtypes and shapes; floating-point numbers by their bits, so that
-    0.0 and -0.0 differ. What was seen in an epoch is held in memory.
+    All arrays of an element are compared, with any dtype and shape; floating-point numbers by their bits, so 0.0 and -0.0
+    differ. The elements seen in an epoch are in memory.
 
     Example:
         >>> [int(x) for x in ms.data.from_arrays(np.array([1, 37, 2, 37, 2, 1])).unique()]
@@ -121,15 +121,15 @@ def unique(parent: Node) -> Node:
 
 
 def ignore_errors(parent: Node, log_warning: bool = False) -> Node:
-    """Leave out the elements that cannot be made, because a function of `map`, `filter` or the like raises an error.
+    """Skip the elements for which a function of `map`, `filter` or the like raises an error.
 
-    It reads in order, like `filter`. Behind random access any stage may raise the error. Among stages that read in order it
-    may be one of `map` or `filter`, with `map`, `filter` and `prefetch` only between it and here; an error of another stage,
-    behind which nothing can be read, is raised. So are ShardError and MemoryError, which not all ranks may meet: functions
-    must raise an error on all ranks or on none, or ranks have different rows.
+    It reads in order, like `filter`. With random access below, any stage may raise the error. Else it must be `map` or
+    `filter`, with only `map`, `filter` and `prefetch` between it and here; other stages cannot continue after an error,
+    so it is raised. ShardError and MemoryError are also raised, since they may occur on some ranks only: functions must
+    raise an error on all ranks or on none, or ranks have different rows.
 
     Args:
-        log_warning: write each error, with its position, to the log.
+        log_warning: log each error with its position.
 
     Example:
         >>> numbers = ms.data.from_arrays([1.0, 2.0, 0.0, 4.0]).map(lambda x: 1 / float(x)).ignore_errors()

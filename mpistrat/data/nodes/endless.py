@@ -1,4 +1,4 @@
-"""Sources without an end: a counter and random numbers. Each number is a function of its position, and of the epoch."""
+"""Endless sources: a counter and random numbers, each a function of the position and the epoch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Compute = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[Any]]  # numb
 
 @final
 class _Numbers(InputRows):
-    """Numbers without an end, which a function computes from epochs and positions."""
+    """Endless numbers that a function computes from epochs and positions."""
 
     traits = Traits(repeated=True)
 
@@ -45,16 +45,16 @@ class _Numbers(InputRows):
 
 
 def counter(start: Any = 0, step: Any = 1, dtype: Any = np.int64) -> Node:
-    """Make a dataset that counts from a number in steps, without an end; random access.
+    """Make a dataset that counts in steps from a number, without end; random access.
 
     Args:
         start: the first number.
-        step: what each is more than the one before; negative numbers count down.
-        dtype: of the numbers.
+        step: the difference of successive numbers; negative to count down.
+        dtype: the numbers' dtype.
 
     Raises:
-        TypeError: for a start or step that is no number, and a dtype of none.
-        ValueError: for one that is no number of this dtype.
+        TypeError: for a start or step that is not a number, and for a dtype other than integers and floats.
+        ValueError: for a start or step that the dtype cannot represent.
 
     Example:
         >>> [int(x) for x in ms.data.Dataset.counter(start=2, step=5).take(4)]
@@ -81,13 +81,13 @@ def counter(start: Any = 0, step: Any = 1, dtype: Any = np.int64) -> Node:
 
 
 def random(seed: int | None = None, rerandomize_each_iteration: bool | None = None) -> Node:
-    """Make a dataset of random integers in [0, 2**32), as int64, without an end; random access.
+    """Make a dataset of random integers in [0, 2**32), as int64, without end; random access.
 
     They depend on the seed, the epoch and the position, and are the same for any number of ranks.
 
     Args:
         seed: any integer, the same on every rank. None is 0, in every run. (TensorFlow draws another one for each run.)
-        rerandomize_each_iteration: whether every epoch has numbers of its own; None is False.
+        rerandomize_each_iteration: whether each epoch has different numbers; None is False.
 
     Example:
         >>> numbers = ms.data.Dataset.random(seed=4).take(10)
@@ -98,7 +98,7 @@ def random(seed: int | None = None, rerandomize_each_iteration: bool | None = No
     each_epoch = bool(rerandomize_each_iteration)
 
     def words(epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Words of 32 bits."""
+        """Return 32-bit words."""
         numbers = np.empty(positions.shape, np.int64)
         keys = epochs if each_epoch else np.zeros_like(epochs)
         for key in np.unique(keys).tolist():

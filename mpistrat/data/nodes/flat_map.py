@@ -1,4 +1,4 @@
-"""Datasets that a function makes of elements, and the elements of these in turn."""
+"""Datasets that a function makes of elements, read in sequence or interleaved."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["MadeDatasets", "flat_map", "interleave"]
 
 @final
 class MadeDatasets:
-    """The datasets that a function makes, one after the other: all have the spec of the first.
+    """The datasets that a function makes one after the other; all have the spec of the first.
 
     Args:
-        function, argument: of Dataset, for errors.
-        make: returns a dataset, given the node below and arguments of its own.
+        function, argument: the method of Dataset and its argument, for errors.
+        make: returns a dataset, given the node below and its own arguments.
         first: returns these arguments for the first element below.
     """
 
@@ -37,11 +37,11 @@ class MadeDatasets:
         self._lock = threading.Lock()
 
     def streamed(self, text: str, parent: Node, read: Callable[[int, Node], Iterator[Any]]) -> Streamed:
-        """Return the node of the elements of these datasets, given its line of text and the function that reads them."""
+        """Return the node of the elements of these datasets, given its description and the function that reads them."""
         return Streamed(text, [parent], read, row_spec=self._row_spec, batching=self._batching, traits=self._traits)
 
     def make(self, number: int, below: Node, *arguments: Any) -> Node:
-        """Return dataset `number` that the function makes. Raise unless it is a dataset like the first."""
+        """Return dataset `number` of the function. Raise unless it is a dataset like the first."""
         dataset = self._make(below, *arguments)
         made = getattr(dataset, "node", None)
         if not isinstance(made, Node):
@@ -58,7 +58,7 @@ class MadeDatasets:
         return made
 
     def _known(self, below: Node) -> Node | None:
-        """The dataset that the first element becomes; None without an element."""
+        """Return the dataset made of the first element; None without elements."""
         if self._first is None:
             element = next(below.elements(0), None)
             return None if element is None else self.make(0, below, *self._first_arguments(element))
@@ -83,7 +83,7 @@ class MadeDatasets:
 def _in_turn(
     datasets: MadeDatasets, cycle_length: int, block_length: int, epoch: int, below: Node
 ) -> Iterator[Any]:  # fmt: skip
-    """TF's order: a dataset that has ended gives up its turn, and the next takes its place one round later."""
+    """Yield elements in TF's order: a dataset that has ended gives up its turn, and the next one replaces it one round later."""
     numbered = enumerate(below.elements(epoch))
     places: list[Iterator[Any] | None] = [None] * cycle_length
     more = True
@@ -106,15 +106,15 @@ def interleave(
     parent: Node, map_func: Callable[..., Any], cycle_length: int | None = None, block_length: int | None = None,
     num_parallel_calls: int | None = None, deterministic: bool | None = None,
 ) -> Node:  # fmt: skip
-    """Make a dataset of every element, and take blocks of elements from several of them in turn.
+    """Make a dataset of every element, and read blocks of several of them in turn.
 
     It reads in order, like `filter`.
 
     Args:
         map_func: returns a dataset; a tuple is passed as several arguments.
-        cycle_length: how many datasets are open at a time; None and AUTOTUNE are 2.
-        block_length: how many elements are taken from one before it is the next one's turn; None is 1.
-        num_parallel_calls, deterministic: taken as tf.data does, without effect: elements come in order.
+        cycle_length: the number of datasets open at a time; None and AUTOTUNE are 2.
+        block_length: the number of elements read from one dataset before the next one's turn; None is 1.
+        num_parallel_calls, deterministic: accepted as in tf.data, without effect: elements are in order.
 
     Example:
         >>> rows = ms.data.from_arrays(np.arange(3)).interleave(lambda n: ms.data.from_arrays(np.full(2, n)))
@@ -137,5 +137,5 @@ def interleave(
 
 
 def flat_map(parent: Node, map_func: Callable[..., Any]) -> Node:
-    """Make a dataset of every element, and put them one behind the other; reads in order."""
+    """Make a dataset of every element, and concatenate them; reads in order."""
     return interleave(parent, map_func, cycle_length=1)

@@ -1,4 +1,4 @@
-"""Elements put into groups by a key: what a function makes of each group, and batches of rows of about one length."""
+"""Groups of elements by a key: a dataset made of each group, and batches of rows of similar length."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Groups = Iterator[tuple[int, list[Any]]]
 
 
 def _grouped(elements: Iterable[Any], key_of: Callable[[Any], int], size_of: Callable[[int], int]) -> Groups:
-    """TF's order: a group comes when it is full; at the end come those that are not, by their keys."""
+    """Yield groups in TF's order: each when it is full; at the end the others, sorted by key."""
     groups: dict[int, list[Any]] = {}
     for element in elements:
         key = key_of(element)
@@ -38,7 +38,7 @@ def _grouped(elements: Iterable[Any], key_of: Callable[[Any], int], size_of: Cal
 
 
 def _answer(function: str, argument: str, value: Any) -> int:
-    """What a function of the user's has answered, as an integer."""
+    """Return the result of a user's function as an integer."""
     answer = value.item() if getattr(value, "size", 0) == 1 else value
     return integer(function, argument, answer, remedy="The function must return an integer.")
 
@@ -56,22 +56,21 @@ def group_by_window(
     reduce_func: Callable[[int, Any], Any], window_size: int | None = None,
     window_size_func: Callable[[int], Any] | None = None,
 ) -> Node:  # fmt: skip
-    """Put elements into groups by a key, and take the elements of what a function makes of each group.
+    """Group elements by a key, and read the dataset that a function makes of each group.
 
-    A group is complete when it has as many elements as a window, and the next element with its key begins another. At the
-    end come the groups that are not complete, in the order of their keys. It reads in order, like `filter`, and holds the
-    groups that are not complete.
+    A group is complete when it has a window's number of elements; the next element with its key starts another. At the
+    end come incomplete groups, sorted by key. It reads in order, like `filter`, with incomplete groups in memory.
 
     Args:
         key_func: returns an element's key, an integer; a tuple is passed as several arguments.
-        reduce_func: returns a dataset, of a key and the dataset of a group. It is called once more, with the first
-            element alone, to learn what elements look like.
+        reduce_func: returns a dataset, given a key and the dataset of a group. It is called once more, with the first
+            element alone, to get the spec.
         window_size: elements in a group.
-        window_size_func: instead, how many there are in a group with a key; called once a key and epoch.
+        window_size_func: instead, returns the number for a key; called once per key and epoch.
 
     Raises:
-        TypeError: for what cannot be called; while reading, for a key that is no integer.
-        ValueError: for both or none of window_size and window_size_func, and for a size below 1.
+        TypeError: for functions that are not callable; while reading, for a key that is not an integer.
+        ValueError: for both or neither of window_size and window_size_func, and for a size below 1.
 
     Example:
         >>> groups = ms.data.Dataset.range(10).group_by_window(lambda x: x % 2, lambda key, group: group.batch(5), 5)
@@ -110,23 +109,23 @@ def bucket_by_sequence_length(
     bucket_batch_sizes: Sequence[int], padded_shapes: Any = None, padding_values: Any = None,
     pad_to_bucket_boundary: bool = False, no_padding: bool = False, drop_remainder: bool = False,
 ) -> Node:  # fmt: skip
-    """Put rows of about one length into batches, padded like those of `padded_batch`.
+    """Combine rows of similar length into batches, padded like those of `padded_batch`.
 
-    A batch comes when its bucket has enough rows; at the end come those that are smaller, shortest rows first. It reads in
-    order, like `filter`, and holds the rows of batches that are not complete. Batches are those of all replicas together.
+    A batch is yielded when its bucket has enough rows; at the end come smaller ones, shortest rows first. It reads in
+    order, like `filter`, with the rows of incomplete batches in memory. Batches are for all replicas together.
 
     Args:
         element_length_func: returns a row's length; a tuple is passed as several arguments.
-        bucket_boundaries: lengths with which a bucket begins, but for the first bucket; growing.
-        bucket_batch_sizes: rows in a batch of each bucket, one more than there are boundaries.
+        bucket_boundaries: increasing lengths, each the lower bound of a bucket after the first.
+        bucket_batch_sizes: rows in a batch of each bucket, one more than boundaries.
         padded_shapes, padding_values: as for `padded_batch`.
-        pad_to_bucket_boundary: pad axes that vary to one less than the boundary, not to the longest row of the batch; rows
-            that are as long as the last boundary are an error then.
-        no_padding: the rows of a batch have one shape.
-        drop_remainder: leave out the smaller batches at the end.
+        pad_to_bucket_boundary: pad axes that vary to the boundary minus 1, not to the longest row of the batch; rows of
+            at least the last boundary raise an error then.
+        no_padding: do not pad; the rows of a batch must have one shape.
+        drop_remainder: drop the smaller batches at the end.
 
     Raises:
-        ValueError: for a dataset that is batched already, boundaries that do not grow, and another number of batch sizes.
+        ValueError: for a batched dataset, boundaries that do not increase, and another number of batch sizes.
 
     Example:
         >>> spec = ms.data.ArraySpec((None,), np.int64)
@@ -166,7 +165,7 @@ def bucket_by_sequence_length(
         for bucket, rows in _grouped(below.elements(epoch), bucket_of, sizes.__getitem__):
             if drop_remainder and len(rows) < sizes[bucket]:
                 continue
-            row_spec(below)  # raises for rows that are not of one shape
+            row_spec(below)  # raises for rows that differ in shape
             batch = stack_rows(rows, below.row_spec)
             if padding is not None:
                 batch = padding.pad(batch, below.row_spec, buffers, boundaries[bucket] - 1 if to_boundary else None)

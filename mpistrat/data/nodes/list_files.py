@@ -1,4 +1,4 @@
-"""The names of files as a dataset."""
+"""A dataset of file names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Pattern = str | os.PathLike[str]
 
 @final
 class _Names(InputRows):
-    """Names of files, of which ranks compare all."""
+    """File names; ranks compare all of them."""
 
     def __init__(self, patterns: Sequence[str], names: Sequence[str]) -> None:
         self._patterns = patterns
@@ -52,18 +52,18 @@ class _Names(InputRows):
 
 
 def list_files(file_pattern: Pattern | Sequence[Pattern], shuffle: bool | None = None, seed: int | None = None) -> Node:
-    """Make a dataset of the names of all files that match patterns; random access.
+    """Make a dataset of the names of all files that match patterns; random access. Not collective.
 
-    They are looked for at once, on each rank; `strategy.distribute_dataset` raises an error where ranks found different ones.
+    Each rank lists the files at once; `strategy.distribute_dataset` raises an error if the ranks' lists differ.
 
     Args:
-        file_pattern: a pattern of `glob.glob`, or several; a file that matches two of them comes twice.
-        shuffle: whether names come in a random order, another one in each epoch; None is True. Else they are sorted.
-        seed: of that order: any integer, the same on every rank. None is 0, in every run. (TensorFlow draws another one
-            for each run.)
+        file_pattern: a pattern of `glob.glob`, or several; a file that matches two patterns appears twice.
+        shuffle: whether names are in a random order, different in each epoch; None is True. Else they are sorted.
+        seed: the seed of that order: any integer, the same on every rank. None is 0, in every run. (TensorFlow draws
+            another one for each run.)
 
     Raises:
-        ValueError: where no file matches.
+        ValueError: if no file matches.
 
     Example:
         >>> import pathlib, tempfile

@@ -1,4 +1,4 @@
-"""Elements changed one by one: a function of every element, positions in front."""
+"""Operators that change elements one by one: a function of each, and its position."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .stage import Stage
 
 __all__ = ["Enumerated", "Mapped", "map"]
 
-_TRIED = 64  # elements that are tried, one after the other, to learn what the function makes of one
+_TRIED = 64  # elements that are tried to learn the function's result
 
 
 def _raise(error: Exception) -> NoReturn:
@@ -66,9 +66,9 @@ class Mapped(Stage):
         return self._row_spec
 
     def _learn(self) -> Any:
-        """The spec of what the function makes of the first row, or of the first batch where that is all there is.
+        """Return the spec of the function's result for the first row, or the first batch if rows cannot be read.
 
-        Where it fails for that one, of the next for which it does not: `ignore_errors` may leave the first ones out.
+        If the function fails for it, the next one is tried: `ignore_errors` may skip the first ones.
         """
         parent, failed = self._parent, None
         for position, read in enumerate(self._first_ones()):
@@ -97,7 +97,7 @@ class Mapped(Stage):
             ) from error
 
     def _first_ones(self) -> Iterator[Callable[[], Any]]:
-        """What returns each of the first elements: of batches that are not read in order, one row."""
+        """Yield functions that return each of the first elements; of batches with random access one row."""
         parent = self._parent
         if parent.random_access:
             length = parent.cardinality()
@@ -120,7 +120,7 @@ class Mapped(Stage):
             raise
 
     def _check_arrays(self, element: Any, position: int) -> None:
-        """Raise if something that the function returned is no array, number or string, or masked: mostly it returned nothing."""
+        """Raise if a result is not an array, number or string, or is masked. Usually the function returned nothing."""
         for name, leaf in zip(nest.paths(element), nest.flatten(element), strict=True):
             array = check_unmasked(
                 leaf, np.asanyarray(leaf), self._name, f"{self._noun} {position}{name and ' at ' + name}"
@@ -141,7 +141,7 @@ class Mapped(Stage):
             self._raise(failed.error, int(epochs[failed.index]), int(positions[failed.index]))
 
     def _raise(self, error: BaseException, epoch: int, position: int) -> NoReturn:
-        """Raise what the function raised, with a note of where."""
+        """Raise the function's error, with a note of the position."""
         where = f"{self._name}: raised at {self._noun} {position} of epoch {epoch}"
         if isinstance(error, StopIteration):  # it would look like the end
             raise RuntimeError(f"{where}: StopIteration") from error
@@ -152,7 +152,7 @@ class Mapped(Stage):
         raise error
 
     def _batch(self, rows: Any, count: int, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        """The function of a batch, which must give as many rows."""
+        """Return the function of a batch, which must have as many rows."""
         epoch, row = (int(epochs[0]), int(positions[0])) if positions.size else (0, 0)
         position = row // self._parent.batching.size if self._parent.batching is not None else row
         try:
@@ -219,7 +219,7 @@ class Mapped(Stage):
             yield element, error
 
     def stream(self, elements: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
-        """The function of one element after the other, several ahead where calls are parallel."""
+        """Yield the function of each element, several ahead if calls are parallel."""
         rows_only = self._parent.batching is None
         counts: dict[int, int] = {}
 
@@ -243,7 +243,7 @@ class Mapped(Stage):
 
     @property
     def _name(self) -> str:
-        """What errors call this node."""
+        """The name of this node in errors."""
         return self.describe()
 
     def describe(self) -> str:
@@ -253,7 +253,7 @@ class Mapped(Stage):
 
 
 class Enumerated(Stage):
-    """Rows with their positions, counted from a start, in front."""
+    """Rows with their positions, counted from a start."""
 
     def __init__(self, parent: Node, start: int = 0) -> None:
         super().__init__(parent, start)
@@ -279,30 +279,28 @@ def map(
 ) -> Node:  # fmt: skip
     """Apply a function to every element; a tuple is passed as several arguments.
 
-    Before `batch` it is called once a row, with arrays as the row has them; after `batch` once a batch, which is
-    much quicker. Under a distributed dataset a "batch" is what this rank has of it, so there the function must
-    treat each row by itself and keep their number.
+    Before `batch` it is called once per row, with arrays of the row's shapes; after `batch` once per batch, which is much
+    faster. In a distributed dataset a batch is this rank's slice of it, so the function must treat each row independently
+    and keep the number of rows.
 
-    An error that the function raises arrives with its traceback and a note of the element's position, after the
-    elements in front of it, for which the function may have been called twice then.
+    An error of the function is raised with its traceback and a note of the element's position, after all earlier
+    elements. The function may be called twice for these.
 
     Args:
-        function: returns the new element, a nest of arrays, numbers or strings. It is also called once on the first
-            row, to learn the element's spec (where that raises an error, on the next), and never on zero rows unless the
-            dataset is empty.
-        num_parallel_calls: None calls it in the thread that reads. A number gives it a pool of that many threads,
-            which rows of a batch, or batches that are read in order, are spread over; AUTOTUNE as many as this rank has
-            cores, at most 8.
-        deterministic: False lets elements that are read in order come as they are ready; an iterator's state is
-            then not exact, and ranks would not agree on the order, so such a dataset cannot be distributed.
-        processes: make the calls in that many processes (None: one) instead of threads. They start once a dataset,
-            end with it, and are kept away from MPI. The function must be one that can be pickled, and the main
-            program needs `if __name__ == "__main__":`.
-        element_spec: the spec of one row of the result, a nest of `ArraySpec`, if the first row does not tell it:
-            None in a shape for a length that varies (see `padded_batch`).
+        function: returns the new element, a nest of arrays, numbers or strings. It is also called once on the first row
+            (on the next if that fails) to get the element's spec, and on zero rows only if the dataset is empty.
+        num_parallel_calls: None calls it in the reading thread. A number starts a pool of threads, over which the rows of
+            a batch, or batches read in order, are spread; AUTOTUNE uses this rank's number of cores, at most 8.
+        deterministic: False yields elements that are read in order as they are ready; the iterator's state is then
+            inexact and ranks would see different orders, so such a dataset cannot be distributed.
+        processes: call it in that many processes (None: one) instead of threads. They start once per dataset, end with
+            it, and do not use MPI. The function must be picklable, and the main program needs
+            `if __name__ == "__main__":`.
+        element_spec: the spec of one row of the result, a nest of `ArraySpec`, if the first row does not show it: None in
+            a shape for a length that varies (see `padded_batch`).
 
     Raises:
-        TypeError: for what cannot be called, or cannot be sent to a process.
+        TypeError: for a function that is not callable, or cannot be sent to a process.
         RuntimeError: while reading, when a process has died; its number, pid and exit code are named.
     """
     check_callable("Dataset.map", "function", function)

@@ -1,4 +1,4 @@
-"""Batches as the rows of further batches, as in tf.data. They mostly come from windows."""
+"""Batches as rows of further batches, as in tf.data. Most come from windows."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["as_rows"]
 
 
 def as_rows(function: str, parent: Node, *, one_length: bool, ragged: bool = False) -> Node:
-    """Return a dataset whose rows are the elements of another one, be these rows or batches.
+    """Return a dataset whose rows are the elements of another one, rows or batches.
 
     Args:
-        function: for errors.
-        parent: the elements.
+        function: the method of Dataset, for errors.
+        parent: the node of the elements.
         one_length: batches must be as long as the first one.
-        ragged: batches of `ragged_batch`, whose rows are arrays in an array, may be rows.
+        ragged: accept batches of `ragged_batch`, whose rows are arrays in an array.
     """
     return parent if parent.batching is None else _Nested(parent, function, one_length, ragged)
 
 
 @final
 class _Nested(Stage):
-    """The batches below, each of them a row."""
+    """The batches below, each as a row."""
 
     def __init__(self, parent: Node, function: str, one_length: bool, ragged: bool) -> None:
         super().__init__(parent, function, one_length, ragged)

@@ -1,13 +1,13 @@
 """The protocol of nodes: the sources and operators of a chain of datasets.
 
-Most chains are random access. A row is addressed by (epoch, position). A node translates addresses into those of the
-nodes below (`below`), and the source gathers rows. So no node holds data, any part of any batch of any epoch can be read
+Most chains have random access. A row's address is (epoch, position). A node translates addresses into those of the nodes
+below (`below`), and the source gathers the rows. So nodes hold no data, any range of any batch of any epoch can be read
 by itself, and each rank of a job reads its own rows only.
 
-A node that cannot know an element before it has made the elements before it (a generator, a filter) reads in order. After
-it each rank makes every element and keeps its own rows; to start at a position it makes all elements before that.
+A node that must make all earlier elements before it knows the next one (a generator, a filter) reads in order. After it
+each rank makes every element and uses its own rows; to start at a position it makes all elements before that.
 
-Base classes with the defaults: stage.py. The node of operators that read in order: streamed.py. The public class: dataset.py.
+Base classes with defaults: stage.py. The node of operators that read in order: streamed.py. The public class: dataset.py.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class Node(ABC):
     # Its elements.
 
     def first_read(self, epoch: int) -> int:
-        """Return a digest of the first element that was read of an epoch, if elements are known only from reading; else 0.
+        """Return a digest of the first element read of an epoch, if only reading can show the elements; else 0.
 
-        Also 0 for several parents: ranks read ahead of the loop, so they may have started different numbers of them.
+        Also 0 for several parents: ranks read ahead, so they may have started different numbers of them.
         """
         return self.parents[0].first_read(epoch) if len(self.parents) == 1 else 0
 
@@ -133,9 +133,9 @@ class Node(ABC):
         """Return an iterator over an epoch's elements from a position on."""
 
     def outcomes(self, epoch: int) -> Iterator[Outcome]:
-        """Return an iterator over pairs of an epoch: an element and None, or None and the error that it raises.
+        """Return an iterator over an epoch's pairs: an element and None, or None and the error raised for it.
 
-        An error after which nothing can be read is raised.
+        It raises errors after which it cannot continue.
         """
         if not self.random_access:
             return ((element, None) for element in self.elements(epoch))
@@ -165,7 +165,7 @@ class Node(ABC):
         raise NotImplementedError(f"{self.describe()} reads in order")
 
     def locate_range(self, epoch: int, start: int, stop: int, own: OwnRows | None = None) -> LocatedRange:
-        """Return the addresses of the rows of one or more successive elements; with `own`, of this worker's rows of each."""
+        """Return the addresses of the rows of successive elements; with `own`, of this worker's rows of each."""
         each = [self.locate(epoch, position) for position in range(start, stop)]
         epochs, positions = (np.concatenate(parts) for parts in zip(*each, strict=True))
         counts = [positions.size for _, positions in each]
@@ -175,16 +175,16 @@ class Node(ABC):
         return (epochs[rows], positions[rows]), counts, ends
 
     def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
-        """Return the rows of other nodes that the rows at some addresses are made of.
+        """Return the rows of other nodes from which the rows at given addresses are made.
 
-        Empty for a source, and if those rows are known only when they are read. Hints end there.
+        Empty for a source, and if these rows are known only at reading. Hints end there.
         """
         return []
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        """Return the rows at addresses that `locate` gave, stacked along a first axis.
+        """Return the rows at addresses from `locate`, stacked along a first axis.
 
-        A node that makes rows, or joins them, overrides this. Other nodes return the rows of the one node below.
+        A node that makes or joins rows overrides this. Other nodes return the rows of the one node below.
         """
         below = self.below(epochs, positions)
         if not below:
@@ -206,8 +206,8 @@ class Node(ABC):
     def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Return a number in [0, LOCALITIES) for each row. Rows of the same chunks have numbers close to each other.
 
-        A batch that is sorted by it can be cut into parts that need few chunks each. The number depends on the address
-        only. None, for all rows, if no shuffle separates the rows of chunks.
+        A batch sorted by it can be cut into slices that need few chunks each. The number depends on the address only.
+        None, for all rows, if no shuffle separates the rows of chunks.
         """
         numbers = None
         for parent, addresses, places in self.below(epochs, positions):

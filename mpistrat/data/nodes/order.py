@@ -1,4 +1,4 @@
-"""Orders of the same elements (take, skip, repeat, shard, full shuffle), and settings of the whole chain."""
+"""Reorderings of elements (take, skip, repeat, shard, full shuffle), and settings of the whole chain."""
 
 from __future__ import annotations
 
@@ -36,47 +36,47 @@ __all__ = [
 
 
 class Order(ABC):
-    """Which element of the dataset below stands where."""
+    """A mapping from positions to elements of the dataset below."""
 
     @property
     def hinted(self) -> bool:
-        """Whether its numbers are still to come."""
+        """True while its numbers are SHARD_HINT."""
         return False
 
     def check(self) -> None:  # noqa: B027
         """Raise if no elements can be read."""
 
     def cardinality(self, below: int) -> int:
-        """How many elements, from how many there are below."""
+        """Return the number of elements, given the number below."""
         return below
 
     @abstractmethod
     def addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
-        """The addresses below, for random access."""
+        """Return the addresses below, for random access."""
 
     def elements(self, parent: Node, epoch: int, start: int) -> Iterator[Any]:
-        """The elements from a position on, of a parent that reads in order."""
+        """Return the elements from a position on, for a parent that reads in order."""
         raise NotImplementedError(f"{self} needs random access")
 
     def chunks(self, starts: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
-        """Where the chunks begin in this order, if it leaves chunks together."""
+        """Return the starts of chunks in this order; None if it splits chunks."""
         return None
 
 
 @dataclass(frozen=True)
 class ShuffleSettings:
-    """What a full and a block shuffle have in common: a seed, whether epochs differ, and why it is of this kind."""
+    """The settings common to full and block shuffles: seed, whether epochs differ, and the reason for the kind."""
 
     seed: int
     reshuffle_each_epoch: bool
     why: str
 
     def key(self, epoch: int) -> int:
-        """The epoch whose order an epoch has."""
+        """Return the epoch whose order is used."""
         return epoch if self.reshuffle_each_epoch else 0
 
     def rows(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], order: Callable[..., Any]) -> Addresses:
-        """The addresses below, from a function that returns the rows of one epoch's positions."""
+        """Return the addresses below, given a function from one epoch's positions to rows."""
         if epochs.size == 0 or epochs.min() == epochs.max():
             return epochs, order(self.key(int(epochs[0]) if epochs.size else 0), positions)
         rows = np.empty_like(positions)
@@ -156,7 +156,7 @@ class Repeat(Order):
         if below == 0 or self.count == 0:
             return 0
         if below == UNKNOWN:
-            return UNKNOWN  # without end too: it ends at once where nothing is below
+            return UNKNOWN  # also for endless repetition: it ends at once if nothing is below
         return INFINITE if self.count is None or below == INFINITE else below * self.count
 
     def addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
@@ -182,7 +182,7 @@ class Repeat(Order):
                 else:
                     yield element
             if not any_element and self.count is None:
-                return  # else a repetition of nothing without end would search for ever
+                return  # else an endless repetition of nothing would never return
             start = 0 if below > 0 else start
 
     def __str__(self) -> str:
@@ -207,7 +207,7 @@ class ShardOrder(Order):
 
     def check(self) -> None:
         if self.hinted:
-            remedy = "Distribute the dataset with AutoShardPolicy.HINT, which says which shard is whose."
+            remedy = "Distribute the dataset with AutoShardPolicy.HINT, which sets the numbers."
             raise ValueError(
                 explain("Dataset.shard", "", expected="numbers, to read elements", got="SHARD_HINT", remedy=remedy)
             )
@@ -226,11 +226,11 @@ class ShardOrder(Order):
 
 
 class Reordered(Stage):
-    """The elements of a parent in another order. Rows of batches have the addresses that they have below."""
+    """The elements of a parent in another order. Rows of batches have the same addresses as below."""
 
     @abstractmethod
     def _addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:
-        """Which elements below stand at some positions."""
+        """Return the addresses of the elements below."""
 
     def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
         addresses = self._addresses(epochs, positions) if self.batching is None else (epochs, positions)
@@ -246,7 +246,7 @@ class Reordered(Stage):
 
 @final
 class Reindexed(Reordered):
-    """The elements in an `Order`, which takes no notice of what they are."""
+    """The elements in an `Order`, which does not depend on their values."""
 
     def __init__(self, parent: Node, order: Order) -> None:
         super().__init__(parent, order)
@@ -285,7 +285,7 @@ class Reindexed(Reordered):
 
 
 class Configured(SameElements):
-    """The same elements, and settings that hold for the whole chain."""
+    """The same elements, with options of the whole chain."""
 
     def __init__(self, parent: Node, options: Options) -> None:
         super().__init__(parent, options)
@@ -296,7 +296,7 @@ class Configured(SameElements):
 
 
 class Prefetched(SameElements):
-    """The same elements, so many of which a thread should read ahead; the iterator starts it."""
+    """The same elements, with the number that the iterator's thread reads ahead."""
 
     def __init__(self, parent: Node, depth: int) -> None:
         super().__init__(parent, depth)
@@ -319,7 +319,7 @@ class Prefetched(SameElements):
 
 
 def options_of(node: Node) -> Options:
-    """Return what `with_options` has said about a chain, what was said last over what was said before."""
+    """Return the options that `with_options` set in a chain; later ones override earlier ones."""
     merged = Options()
     for parent in node.parents:
         merged = merged.merge(options_of(parent))
@@ -327,7 +327,7 @@ def options_of(node: Node) -> Options:
 
 
 def with_shard(node: Node, num_shards: int, index: int) -> Node:
-    """Return a chain with these numbers in every `shard` that has SHARD_HINT."""
+    """Return the chain with these numbers in every `shard` that has SHARD_HINT."""
     if not node.traits.shard_hinted:
         return node
     parents = [with_shard(parent, num_shards, index) for parent in node.parents]

@@ -1,4 +1,4 @@
-"""What rows that differ in shape are padded to, and with what."""
+"""Shapes and values for padding rows that differ in shape."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FUNCTION = "Dataset.padded_batch"
 
 @final
 class Padding:
-    """The shapes to pad to and the values to pad with, as the user gave them.
+    """The padded shapes and padding values, as the user passed them.
 
     Args:
-        shapes: None, or a nest of shapes (tuples, where None or -1 stands for the longest of the batch).
+        shapes: None, or a nest of shapes (tuples, with None or -1 for the longest in the batch).
         values: None for 0 and "", one value for all arrays, or a nest of values.
     """
 
@@ -33,11 +33,11 @@ class Padding:
         self._values = values
 
     def spec(self, row_spec: Any) -> Any:
-        """The spec of a padded row: None where the longest of a batch decides."""
+        """Return the spec of a padded row: None where the longest in the batch decides."""
         return nest.pack_like(row_spec, [spec for spec, _ in self.leaves(row_spec)])
 
     def leaves(self, row_spec: Any) -> list[tuple[ArraySpec, Any]]:
-        """The padded spec and the value of each array."""
+        """Return the padded spec and the value of each array."""
         specs, names = nest.flatten(row_spec), nest.paths(row_spec)
         shapes = [None] * len(specs) if self._shapes is None else _leaves_like(self._shapes, row_spec, "padded_shapes")
         single = self._values is None or not nest.is_nested(self._values)
@@ -45,13 +45,13 @@ class Padding:
         return [_leaf(*each) for each in zip(specs, names, shapes, values, strict=True)]
 
     def pad(self, rows: Any, row_spec: Any, buffers: RowBuffers, length: int | None = None) -> Any:
-        """Stacked rows, ragged or not, as dense arrays.
+        """Return stacked rows, ragged or not, as dense arrays.
 
         Args:
-            rows: some rows of row_spec.
-            row_spec: the spec of a row before.
-            buffers: what the arrays are made in.
-            length: what axes that vary are padded to; None for the longest row.
+            rows: rows of row_spec.
+            row_spec: the spec of an unpadded row.
+            buffers: the memory of the arrays.
+            length: the padded length of axes that vary; None for the longest row.
         """
         leaves = zip(nest.flatten(rows), self.leaves(row_spec), nest.paths(row_spec), strict=True)
         padded = []
@@ -79,7 +79,7 @@ def _pad_leaf(rows: NDArray[Any], spec: ArraySpec, value: Any, name: str, buffer
 
 
 def _leaves_like(given: Any, row_spec: Any, argument: str) -> list[Any]:
-    """The parts of a nest in the places of the spec's leaves; a shape is a tuple or list, so it is no nest there."""
+    """Return the values of a nest at the spec's leaves; a shape is a tuple or list, not a nest."""
     found: list[Any] = []
 
     def visit(spec: Any, part: Any) -> None:
@@ -102,7 +102,7 @@ def _leaves_like(given: Any, row_spec: Any, argument: str) -> list[Any]:
 
 
 def _leaf(spec: ArraySpec, name: str, shape: Any, value: Any) -> tuple[ArraySpec, Any]:
-    """One array's padded spec and value."""
+    """Return one array's padded spec and value."""
     place = f"padded_shapes{name}"
     if shape is None:
         shape = spec.shape
@@ -112,20 +112,20 @@ def _leaf(spec: ArraySpec, name: str, shape: Any, value: Any) -> tuple[ArraySpec
     for here, wanted in zip(spec.shape, shape, strict=True):
         if here is not None and wanted is not None and wanted < here:
             raise ValueError(explain(FUNCTION, place, expected=f"at least the rows' {spec}", got=shape))
-    # Where all rows have the same length, it is known.
+    # A length that all rows share is known.
     shape = tuple(here if wanted is None else wanted for here, wanted in zip(spec.shape, shape, strict=True))
     if value is None:
         return ArraySpec(shape, spec.dtype), "" if spec.dtype == object else np.zeros((), spec.dtype)[()]
     if not _is_value(spec.dtype, unmasked(value, FUNCTION, f"padding_values{name}")):
         expected = "a string" if spec.dtype.kind in "OUS" else f"a {spec.dtype}"
         raise ValueError(explain(FUNCTION, f"padding_values{name}", expected=expected, got=repr(value)))
-    wide = spec.dtype.kind in "US"  # a string may be longer than all of the rows
+    wide = spec.dtype.kind in "US"  # the string may be longer than all rows
     dtype = np.promote_types(spec.dtype, np.asarray(value, spec.dtype.kind).dtype) if wide else spec.dtype
     return ArraySpec(shape, dtype), value
 
 
 def _is_value(dtype: np.dtype[Any], value: Any) -> bool:
-    """Whether arrays of a dtype can have a value."""
+    """Return True if arrays of a dtype can contain the value."""
     if dtype.kind in "OUS":
         return isinstance(value, (str, bytes) if dtype.kind == "O" else str if dtype.kind == "U" else bytes)
     if np.ndim(value) or not np.can_cast(np.min_scalar_type(value), dtype, "same_kind"):

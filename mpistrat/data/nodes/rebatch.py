@@ -1,4 +1,4 @@
-"""Batches put together anew, of one size or of sizes that come in turn."""
+"""Batches changed to another size, or to a cycle of sizes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FUNCTION = "Dataset.rebatch"
 
 @final
 class CycledBatches(Stage):
-    """Batches of successive rows, whose sizes come in turn."""
+    """Batches of successive rows, whose sizes repeat in a cycle."""
 
     def __init__(self, parent: Node, sizes: Sequence[int], drop_remainder: bool) -> None:
         super().__init__(parent, sizes, drop_remainder)
         self._sizes, self._drop_remainder = sizes, drop_remainder
-        self._ends = np.cumsum(sizes).tolist()  # of the batches of a round
+        self._ends = np.cumsum(sizes).tolist()  # ends of the batches of one cycle
         self._buffers = RowBuffers()
 
     @property
@@ -55,7 +55,7 @@ class CycledBatches(Stage):
         return rounds * len(self._sizes) + whole + more
 
     def _first(self, position: int) -> int:
-        """The row with which a batch begins."""
+        """Return the first row of a batch."""
         rounds, place = divmod(position, len(self._sizes))
         return rounds * self._ends[-1] + (self._ends[place - 1] if place else 0)
 
@@ -78,16 +78,16 @@ class CycledBatches(Stage):
 
 
 def rebatch(parent: Node, global_batch_size: int | Sequence[int], drop_remainder: bool = False) -> Node:
-    """Put the rows of batches into batches of another size: what `unbatch` and `batch` do.
+    """Combine the rows of batches into batches of another size, like `unbatch` and `batch`.
 
-    Right after `batch` it keeps random access; else the rows are read in order.
+    Directly after `batch` random access remains; else rows are read in order.
 
     Args:
-        global_batch_size: rows in a batch, or a list of sizes that come in turn; the last batch may have fewer.
-        drop_remainder: leave a smaller last batch out.
+        global_batch_size: rows in a batch, or a list of sizes used in turn; the last batch may have fewer.
+        drop_remainder: drop a smaller last batch.
 
     Raises:
-        ValueError: for a size below 1, and for no sizes.
+        ValueError: for a size below 1, and for an empty list.
 
     Example:
         >>> batches = ms.data.Dataset.range(8).batch(4)

@@ -1,4 +1,4 @@
-"""Rows left out, and some taken twice, so that classes come in given proportions."""
+"""Resampling of rows, so that classes have given proportions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .streamed import Streamed
 __all__ = ["rejection_resample"]
 
 FUNCTION = "Dataset.rejection_resample"
-_TOGETHER = 32  # rows whose classes are counted before they are looked at, where proportions are estimated, as TF does
-_SMOOTHING = 10  # rows of each class that are taken as seen before the first
+_TOGETHER = 32  # rows whose classes are counted before acceptance, if proportions are estimated, as in TF
+_SMOOTHING = 10  # initial count of each class
 
 Distribution = NDArray[np.float64]
 Pair = tuple[np.int64, Any]  # a class and a row
@@ -32,19 +32,19 @@ Pair = tuple[np.int64, Any]  # a class and a row
 
 @final
 class _Proportions:
-    """How likely a row of each class is kept.
+    """The probability of keeping a row of each class.
 
-    A part of the rows may stay as they are: as many as the class that is rarest compared with its target allows. Of the
-    others each class is kept so often that its share is what the target lacks.
-    Source: tf.data.Dataset.rejection_resample.
+    A fraction of the rows is used unchanged, as large as the class that is rarest relative to its target allows. Of the
+    others each class is kept with a probability that fills the gap to its target. Source:
+    tf.data.Dataset.rejection_resample.
 
     Args:
-        target: the share of each class that is wanted.
-        initial: the share that there is; None where it is not known.
+        target: the target share of each class.
+        initial: the present share of each class; None if unknown.
 
     Attributes:
-        unchanged: which part of what comes is rows as they are.
-        accept: the probability with which a row of each class is kept else.
+        unchanged: the fraction of results that are unchanged rows.
+        accept: the probability of keeping any other row of each class.
     """
 
     def __init__(self, target: Distribution, initial: Distribution | None) -> None:
@@ -59,7 +59,7 @@ class _Proportions:
         self.accept = (ratio - low) / (high - low) if high > low else np.ones_like(ratio)
 
     def see(self, classes: NDArray[np.int64]) -> None:
-        """Take note of the classes of some rows, where the share of each is not known."""
+        """Count the classes of some rows, if the initial shares are unknown."""
         if self._seen is not None:
             self._seen += np.bincount(classes, minlength=self._seen.size)
             self._set(self._seen / self._seen.sum())
@@ -74,7 +74,7 @@ def _class_of(class_func: Callable[..., Any], classes: int, row: Any, position: 
 
 
 def _kept(pairs: Iterator[Pair], proportions: _Proportions, words: Iterator[int]) -> Iterator[Pair]:
-    """The rows that are left of all."""
+    """Yield the accepted rows."""
     while together := list(itertools.islice(pairs, _TOGETHER)):
         proportions.see(np.array([number for number, _ in together]))
         for number, row in together:
@@ -85,7 +85,7 @@ def _kept(pairs: Iterator[Pair], proportions: _Proportions, words: Iterator[int]
 def _resampled(
     class_func: Callable[..., Any], target: Distribution, initial: Distribution | None, seed: int, epoch: int, below: Node
 ) -> Iterator[Pair]:  # fmt: skip
-    """Pairs of a class and a row, in other proportions."""
+    """Yield pairs of a class and a row, in the target proportions."""
 
     def classified() -> Iterator[Pair]:
         for position, row in enumerate(below.elements(epoch)):
@@ -93,7 +93,7 @@ def _resampled(
 
     proportions = _Proportions(target, initial)
     kept, unchanged = _kept(classified(), proportions, random_words((seed, epoch, 0))), classified()
-    ahead = next(kept, None)  # which counts classes, if that has to be done
+    ahead = next(kept, None)  # counts classes, if needed
     for word in random_words((seed, epoch, 1)):
         if word < proportions.unchanged * 2**64:
             pair = next(unchanged, None)
@@ -107,22 +107,21 @@ def _resampled(
 def rejection_resample(
     parent: Node, class_func: Callable[..., Any], target_dist: Any, initial_dist: Any = None, seed: int | None = None
 ) -> Node:
-    """Leave out rows, and take some twice, so that classes come in given proportions; elements are (class, row).
+    """Drop and repeat rows so that classes have given proportions; elements are (class, row).
 
-    How often a class comes is random. The rows of an epoch are read twice: a part of what comes is rows as they are, the
-    others are those that are left of all when some are thrown away. It ends with the first of the two. It reads in order,
-    like `filter`; which rows come depends on the seed and the epoch only.
+    Each class's count is random. The rows of an epoch are read twice: a fraction of the results are all rows in sequence,
+    the others are the rows accepted by class. It ends with the first of the two. It reads in order, like `filter`; the
+    rows depend on the seed and the epoch only.
 
     Args:
-        class_func: returns the class of a row, an integer from 0 on, as int64 in what comes; a tuple is passed as several
-            arguments.
-        target_dist: the share of each class that is wanted; the shares add up to 1.
-        initial_dist: the share that each class has; None estimates it while reading.
+        class_func: returns the class of a row, an integer from 0 on, int64 in the result; a tuple is passed as several arguments.
+        target_dist: the target share of each class; they add up to 1.
+        initial_dist: the present share of each class; None estimates it while reading.
         seed: any integer, the same on every rank. None is 0, in every run. (TensorFlow draws another one for each run.)
 
     Raises:
-        TypeError: for what cannot be called.
-        ValueError: for a dataset that is batched already, shares that are none, and while reading for a class that is none.
+        TypeError: for a function that is not callable.
+        ValueError: for a batched dataset and invalid shares; while reading, for an invalid class.
 
     Example:
         >>> rows = ms.data.from_arrays(np.repeat([0, 1], [600, 400])).shuffle(seed=1)

@@ -1,8 +1,8 @@
-"""Elements drawn from several datasets in given proportions, as a pure function of (seed, epoch, position).
+"""Elements drawn from several datasets by weight, as a pure function of (seed, epoch, position).
 
-Of the first t draws, each dataset has the share of its weight, rounded to whole draws: a formula, no table.
-Draws stand in blocks of 256; within a block their order is permuted, by the seed and the epoch.
-When a dataset is used up, a new phase begins among the others.
+Of the first t draws, each dataset gets its share by weight, rounded to whole draws, by a formula without a table. Draws
+are in blocks of 256; within a block the seed and the epoch permute them. When a dataset is exhausted, a new phase starts
+with the others.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .node import INFINITE, UNKNOWN, Node
 
 __all__ = ["Sample", "sampled"]
 
-BLOCK = 256  # draws whose order is permuted together
+BLOCK = 256  # draws that are permuted together
 
 
 class Phase(NamedTuple):
-    """Draws among some datasets, until one of them is used up.
+    """Draws from some datasets until one of them is exhausted.
 
     Attributes:
-        number: which phase.
-        start: how many draws were before it.
-        length: how many draws it has; None for no end.
-        used: how many elements of each dataset were drawn before it.
-        weights: of each dataset; 0 where it is used up.
+        number: the index of the phase.
+        start: the number of draws before it.
+        length: its number of draws; None for no end.
+        used: elements of each dataset drawn before it.
+        weights: each dataset's weight; 0 if exhausted.
     """
 
     number: int
@@ -48,9 +48,9 @@ class Phase(NamedTuple):
 
 
 def quotas(weights: Sequence[Fraction], draws: int) -> list[int]:
-    """How many of the first draws each dataset gets: never fewer for more draws, and all together all of them.
+    """Return each dataset's count among the first draws. Counts never decrease with more draws, and add up to `draws`.
 
-    Each takes its rounded share of what those before it left, so it is off by less than one draw for each of them.
+    Each count is the rounded share of the draws that the datasets before it left, so it is off by less than one draw per dataset.
     """
     counts = []
     rest, left = sum(weights, Fraction(0)), draws
@@ -63,7 +63,7 @@ def quotas(weights: Sequence[Fraction], draws: int) -> list[int]:
 
 
 def _longest(weights: Sequence[Fraction], room: Sequence[int | None]) -> int | None:
-    """The most draws that ask no dataset for more than it has room; None for no end."""
+    """Return the largest number of draws that fits into each dataset's room; None for no end."""
     finite = [have for have, weight in zip(room, weights, strict=True) if weight and have is not None]
     if not finite:
         return None
@@ -82,7 +82,7 @@ def _longest(weights: Sequence[Fraction], room: Sequence[int | None]) -> int | N
 
 @functools.lru_cache(maxsize=64)
 def _block(seed: int, epoch: int, phase: Phase, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The draws of one block of a phase: which dataset, and which of its elements."""
+    """Return the draws of one block of a phase: the dataset of each, and the index of its element."""
     low = number * BLOCK
     high = low + BLOCK if phase.length is None else min(low + BLOCK, phase.length)
     before = np.array(quotas(phase.weights, low), np.int64)
@@ -99,7 +99,7 @@ def _block(seed: int, epoch: int, phase: Phase, number: int) -> tuple[NDArray[np
 
 
 def _draws(seed: int, epoch: int, phase: Phase) -> Iterator[int]:
-    """Which dataset each draw of a phase takes from."""
+    """Yield the dataset of each draw."""
     for number in itertools.count():
         if phase.length is not None and number * BLOCK >= phase.length:
             return
@@ -108,7 +108,7 @@ def _draws(seed: int, epoch: int, phase: Phase) -> Iterator[int]:
 
 @final
 class Sample(Join):
-    """Draws from several datasets by weight."""
+    """Weighted draws from several datasets."""
 
     def __init__(self, weights: Sequence[float], seed: int, stop_on_empty: bool) -> None:
         self._given = tuple(weights)
@@ -118,7 +118,7 @@ class Sample(Join):
         self._phases = functools.lru_cache(maxsize=4)(self._make_phases)
 
     def _counted(self, below: Sequence[int]) -> tuple[int, ...]:
-        """How many elements each dataset has; 0 where none will be drawn, however many there are."""
+        """Return the number of elements of each dataset; 0 for datasets of weight 0."""
         return tuple(have if weight else 0 for have, weight in zip(below, self._weights, strict=True))
 
     def _make_phases(self, below: tuple[int, ...]) -> list[Phase]:
@@ -132,7 +132,7 @@ class Sample(Join):
                 break
             drawn = quotas(weights, length)
             used = tuple(taken + count for taken, count in zip(used, drawn, strict=True))
-            beyond = quotas(weights, length + 1)  # a dataset that would be asked for too much is used up
+            beyond = quotas(weights, length + 1)  # a dataset with fewer elements than its next quota is exhausted
             weights = tuple(
                 Fraction(0) if have is not None and count > have else weight
                 for weight, have, count in zip(weights, room, beyond, strict=True)
@@ -169,7 +169,7 @@ class Sample(Join):
         return itertools.islice(self._drawn(parents, epoch), start, None)
 
     def _drawn(self, parents: Sequence[Node], epoch: int) -> Iterator[Any]:
-        """As `choices` has them where all lengths are known; else a phase ends when a dataset turns out to have ended."""
+        """Yield elements as in `choices` if all lengths are known; else end a phase when a dataset turns out to be exhausted."""
         counts = self._counted([parent.cardinality() for parent in parents])
         iterators = [parent.elements(epoch) for parent in parents]
         if UNKNOWN not in counts:
@@ -195,7 +195,7 @@ class Sample(Join):
 def sampled(
     parents: Sequence[Node], weights: Sequence[float] | None, seed: int | None, stop_on_empty_dataset: bool
 ) -> Node:
-    """Elements drawn from several nodes; see `sample_from_datasets`."""
+    """Return a node of elements drawn from several nodes; see `sample_from_datasets`."""
     if weights is None:
         weights = [1.0] * len(parents)
     values = [float(weight) for weight in weights]

@@ -1,4 +1,4 @@
-"""The samples of an object that has a length and an item for each row: PyTorch's map-style Dataset, a list, your class."""
+"""Samples of an object with a length and an item per row: PyTorch's map-style Dataset, a list, your own class."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COMPARED = 64  # items of a list that ranks compare
 
 
 class _Items:
-    """Reads samples by their row numbers, as nests of arrays. It can be sent to processes."""
+    """A function from row numbers to samples, as nests of arrays. Picklable."""
 
     def __init__(self, samples: Any) -> None:
         self._samples = samples
@@ -46,7 +46,7 @@ class _Items:
 
 @final
 class _ItemsTogether(_Items, SeveralAtOnce):
-    """The same of an object with `__getitems__`, which returns a list of the samples of several rows."""
+    """The same for an object with `__getitems__`, which returns the samples of several rows as a list."""
 
     def together(self, elements: Sequence[Any]) -> list[Any]:
         """Return the samples of several rows."""
@@ -58,9 +58,9 @@ class _ItemsTogether(_Items, SeveralAtOnce):
 
 
 def _sample(sample: Any) -> Any:
-    """Return a sample with arrays for tensors, images and lists of numbers, and strings for paths.
+    """Return a sample with arrays in place of tensors, images and lists of numbers, and strings in place of paths.
 
-    A process makes them before it sends the sample, since a tensor or an image is slower to send.
+    A process converts them before it sends the sample, since tensors and images are slower to send.
     """
     if isinstance(sample, (np.ndarray, np.generic, str, bytes, int, float, complex)):
         return sample
@@ -75,7 +75,7 @@ def _sample(sample: Any) -> Any:
 
 @final
 class _RowNumbers(InputRows):
-    """The numbers of rows, from 0 on."""
+    """The row numbers from 0 on."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -96,7 +96,7 @@ class _RowNumbers(InputRows):
 
 @final
 class _Samples(Mapped):
-    """The samples of an object: a source, though it is made as a function of row numbers."""
+    """The samples of an object: a source, implemented as a function of row numbers."""
 
     _noun = "row"
     _remedy = (
@@ -142,7 +142,7 @@ class _Samples(Mapped):
         raise ValueError(explain(self._name, "samples", expected=expected, got="none", remedy=remedy))
 
     def fingerprint(self) -> int | None:
-        """Return a number that differs where the items of a list do; other objects may change samples at random."""
+        """Return a number that differs if the items of a list do; None for other objects, whose samples may be random."""
         if not isinstance(self._samples, (list, tuple, range, np.ndarray)):
             return None
         rows = np.unique(np.linspace(0, self._length - 1, _COMPARED, dtype=np.int64)).tolist() if self._length else []
@@ -164,7 +164,7 @@ class _Samples(Mapped):
 
 
 def samples_of(samples: Any, workers: int, processes: bool, element_spec: Any) -> Node:
-    """The samples of an object; see `from_map_style`."""
+    """Return a node of the samples of an object; see `from_map_style`."""
     function = "from_map_style"
     _check_samples(function, samples)
     check_element_spec(function, element_spec)

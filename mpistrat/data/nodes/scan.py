@@ -1,4 +1,4 @@
-"""A function of a state and of each element, which returns the next state and a new element."""
+"""Scan: a function from a state and an element to the next state and a new element."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["State", "scan"]
 
 @final
 class State:
-    """What a function carries from element to element: a nest of arrays, whose lengths may change.
+    """The state between elements: a nest of arrays, whose lengths may change.
 
     Args:
-        function: of Dataset, for errors.
+        function: the method of Dataset, for errors.
         initial: the state before the first element.
     """
 
@@ -36,10 +36,10 @@ class State:
         except ValueError as error:
             text = str(error).removeprefix("element: ")
             raise ValueError(f"{function}: initial_state: {text}") from None
-        self.value = copy.deepcopy(self._conformed("initial_state", initial))  # which a function may overwrite
+        self.value = copy.deepcopy(self._conformed("initial_state", initial))  # the function may overwrite it
 
     def set(self, argument: str, value: Any) -> None:
-        """Go on to another state; ValueError where it does not look like the first."""
+        """Replace the state; ValueError unless it has the structure and dtypes of the first."""
         self.value = self._conformed(argument, value)
 
     def _conformed(self, argument: str, value: Any) -> Any:
@@ -79,7 +79,7 @@ class _Pass(Mapped):
 
 
 def _apart(element: Any, state: Any) -> Any:
-    """The element, without what is a part of the state, too: the next call may change that in place."""
+    """Return the element with copies of arrays shared with the state, which the next call may change in place."""
     held = [leaf for leaf in nest.flatten(state) if isinstance(leaf, np.ndarray)]
 
     def own(leaf: Any) -> Any:
@@ -92,21 +92,21 @@ def _apart(element: Any, state: Any) -> Any:
 def scan(
     parent: Node, initial_state: Any, scan_func: Callable[[Any, Any], Any], *, element_spec: Any = None
 ) -> Node:  # fmt: skip
-    """Apply a function with a state to every element, one after the other.
+    """Apply a function with a state to successive elements.
 
-    It reads in order, like `filter`: every rank makes all elements. Each epoch begins with the initial state. After
+    It reads in order, like `filter`: every rank makes all elements. Each epoch starts with the initial state. After
     `batch` the function gets whole batches, and must keep their number of rows.
 
     Args:
         initial_state: a nest of arrays or numbers.
-        scan_func: returns the new state and the new element, of a state and an element; a tuple is one argument. The
-            state keeps its structure and dtypes. It is called once more, with the first element, to learn what elements
-            look like. It may change the state in place.
-        element_spec: the spec of a new element, a nest of `ArraySpec`, where the first does not tell it, as for `map`.
+        scan_func: returns the new state and the new element, given a state and an element; a tuple is one argument. The
+            state keeps its structure and dtypes, and may be changed in place. It is called once more, with the first
+            element, to get the spec.
+        element_spec: the spec of a new element, a nest of `ArraySpec`, if the first does not show it, as for `map`.
 
     Raises:
-        TypeError: for what cannot be called; while reading, for a function that does not return two things.
-        ValueError: while reading, for a state or an element that does not look like the first.
+        TypeError: for a function that is not callable; while reading, for one that does not return two values.
+        ValueError: while reading, for a state or an element unlike the first.
 
     Example:
         >>> sums = ms.data.Dataset.range(5).scan(np.int64(0), lambda state, x: (state + x, state + x))
@@ -118,7 +118,7 @@ def scan(
     def new_pass(below: Node) -> _Pass:
         return _Pass(below, initial_state, scan_func, element_spec)
 
-    new_pass(parent)  # raises for an initial state that is no nest of arrays
+    new_pass(parent)  # raises for an initial state that is not a nest of arrays
     return Streamed(
         f"scan({name_of(scan_func)})",
         [parent],

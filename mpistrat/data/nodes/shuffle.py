@@ -1,4 +1,4 @@
-"""Shuffles: the choice among them, the block shuffle, and the buffer for elements that are read in order."""
+"""Shuffles: the choice of one, the block shuffle, and the buffer for elements read in order."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from .streamed import Streamed
 
 __all__ = ["PSEUDO_CHUNK", "WINDOW_BYTES", "BlockShuffle", "BlockShuffled", "Shuffled", "shuffle"]
 
-WINDOW_BYTES = 1 << 26  # rows that are mixed, where nothing else is said
-PSEUDO_CHUNK = 64  # rows that stay together in a window where the data has no chunks
+WINDOW_BYTES = 1 << 26  # the default size of a window
+PSEUDO_CHUNK = 64  # rows that stay together in a window if the data has no chunks
 
 
 @dataclass(frozen=True)
 class BlockShuffle(ShuffleSettings):
     """A block shuffle."""
 
-    window_rows: int | None  # elements that are mixed; None for as many as the bytes hold
+    window_rows: int | None  # elements per window; None to use window_bytes
     window_bytes: int
 
     def __str__(self) -> str:
@@ -50,12 +50,12 @@ class BlockShuffled(Reordered):
         super().__init__(parent, shuffle)
         self._shuffle = shuffle
         self._made: BlockOrder | None = None
-        self._of_chunks = False  # whether what is mixed are the chunks of the data; known once the order is made
+        self._of_chunks = False  # whether data's own chunks are mixed; known once the order is made
         self._lock = threading.Lock()
-        self._in_turn = False  # whether `expect` is called: then the windows come in turn
-        # Epoch, window, and from which to which place of the next one's chunks the source has heard of them.
+        self._in_turn = False  # whether `expect` is called; then windows are read in sequence
+        # Epoch, window, and the range of the next window's chunks that were announced to the source.
         self._told = (-1, -1, 0, 0)
-        self._until = (-1, 0, 0)  # epoch, and from which to which position it need not hear of more
+        self._until = (-1, 0, 0)  # epoch, and the range of positions that needs no further announcement
 
     @property
     def _order(self) -> BlockOrder:
@@ -92,7 +92,7 @@ class BlockShuffled(Reordered):
         super().expect(epochs, positions)
 
     def _near(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which positions lie in the window that is read or in the next: for more there is no room."""
+        """Return which positions are in the window being read or the next one; there is no room for more."""
         epoch, window = self._told[:2]
         bound = self._order.window_end(self._shuffle.key(epoch), window + 1) if epoch >= 0 else 0
         return (epochs == epoch) & (positions < bound)
@@ -104,9 +104,9 @@ class BlockShuffled(Reordered):
         return self._shuffle.rows(epochs, positions, order.localities)[1]
 
     def _expect_window(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        """While a window is read, have the next one read ahead, chunk by chunk: two windows are held, no third.
+        """While a window is read, prefetch the next one chunk by chunk: two windows are in memory, never three.
 
-        Where ranks divide batches by locality, this one reads as much of the next window as of this.
+        Where ranks split batches by locality, this one prefetches the same range of the next window as it reads of this one.
         """
         epoch = int(epochs.max())
         here = positions[epochs == epoch]
@@ -132,7 +132,7 @@ class BlockShuffled(Reordered):
 
 
 def _element_bytes(dataset: Node) -> int:
-    """The bytes of an element; what varies counts as one."""
+    """Return the bytes of an element; lengths that vary count as 1."""
 
     def size(spec: ArraySpec) -> int:
         return spec.dtype.itemsize * int(np.prod([length or 1 for length in spec.shape], dtype=np.int64))
@@ -143,7 +143,7 @@ def _element_bytes(dataset: Node) -> int:
 
 @final
 class Shuffled(Stage):
-    """A shuffle that is chosen when something is first asked of it: the chain is made before files are opened."""
+    """A shuffle whose kind is chosen on first use: the chain is made before files are opened."""
 
     @functools.cached_property
     def _chosen(self) -> Node:
@@ -159,12 +159,12 @@ class Shuffled(Stage):
         return self._chosen.describe()
 
     def __str__(self) -> str:
-        _ = self._chosen  # which lets the nodes below say what they have found
+        _ = self._chosen  # opens the nodes below, whose texts are then complete
         return super().__str__()
 
 
 def _from_buffer(buffer_size: int, seed: int, reshuffle_each_epoch: bool, epoch: int, below: Node) -> Iterator[Any]:
-    """Fill a buffer; then take each element of it at random, and put the next one into its place."""
+    """Fill a buffer; then yield a random element of it, replaced by the next one, until all are read."""
     words = random_words((seed, epoch if reshuffle_each_epoch else 0))
     elements = below.elements(epoch)
     buffer = list(itertools.islice(elements, buffer_size))
@@ -185,24 +185,23 @@ def shuffle(
     parent: Node, buffer_size: int | None = None, seed: int | None = None, reshuffle_each_epoch: bool = True, *,
     mode: str = "auto", window_bytes: int | None = None,
 ) -> Node:  # fmt: skip
-    """Put all elements into a random order that depends on the seed and the epoch only.
+    """Shuffle all elements into an order that depends on the seed and the epoch only.
 
-    No table of elements is held, and the same seed gives the same order on any number of ranks. A full shuffle may
-    put every element anywhere. A block shuffle puts the chunks of the data (64 elements where it has none) into a
-    random order, and the elements into a random order inside windows of successive chunks: each chunk is read
-    once, and two windows are held. A dataset that reads in order is mixed as far as a buffer reaches, as TF does.
+    No table of elements is stored, and a seed gives the same order on any number of ranks. A full shuffle may move every
+    element anywhere. A block shuffle permutes the data's chunks (64 elements if there are none), and the elements within
+    windows of successive chunks: each chunk is read once, and two windows are in memory. A dataset that reads in order is
+    shuffled through a buffer, as in TF.
 
     Args:
         buffer_size: elements in a window, or in the buffer; a full shuffle needs none.
-        seed: any integer, the same on every rank. None is 0, in every run: all ranks agree on it, and a job that goes
-            on after an interruption finds the order it had. (TensorFlow draws another one for each run.)
-        reshuffle_each_epoch: whether every epoch has an order of its own.
-        mode: "full", "block", or "auto": full where single rows are cheap to read, else (compressed data) block.
-        window_bytes: the size of a window in bytes, instead of `buffer_size`; 64 MiB where neither is given.
+        seed: any integer, the same on every rank. None is 0, in every run, so that all ranks agree and a resumed job has
+            the same order. (TensorFlow draws another one for each run.)
+        reshuffle_each_epoch: whether each epoch has a different order.
+        mode: "full", "block", or "auto": full if single rows are cheap to read, else (compressed data) block.
+        window_bytes: the size of a window in bytes, instead of `buffer_size`; 64 MiB if neither is given.
 
     Raises:
-        ValueError: for a dataset that is repeated without end, for one that reads in order without a buffer_size,
-            and for a window where mode="full" has none.
+        ValueError: for an endless dataset, for one that reads in order without a buffer_size, and for a window with mode="full".
 
     Example:
         >>> rows = ms.data.from_arrays(np.arange(6)).shuffle(seed=1)
@@ -224,7 +223,7 @@ def shuffle(
         raise ValueError(explain("Dataset.shuffle", "mode", expected=f"one of {', '.join(_MODES)}", got=repr(mode)))
     windowed = buffer_size is not None or window_bytes is not None
     if mode == "full" and windowed:
-        remedy = "A full shuffle has no window: leave it out, or say mode='block'."
+        remedy = "A full shuffle has no window: leave it out, or pass mode='block'."
         raise ValueError(explain("Dataset.shuffle", "mode", expected="no window", got="one", remedy=remedy))
     if not parent.random_access:
         return _in_order(parent, buffer_size, seed, reshuffle_each_epoch, mode)
@@ -235,7 +234,7 @@ def shuffle(
 def _choose(
     dataset: Node, buffer_size: int | None, seed: int, reshuffle_each_epoch: bool, mode: str, window_bytes: int | None
 ) -> Node:
-    """Return the shuffle that suits a dataset with random access."""
+    """Return the kind of shuffle for a dataset with random access."""
     if dataset.batching is not None:
         full, why = mode != "block", "whole batches are moved"
     else:
@@ -247,7 +246,7 @@ def _choose(
             log.once(
                 logging.WARNING,
                 'Dataset.shuffle: mode="full" over data that is read in chunks: a chunk is read for almost every row. '
-                'mode="block" reads each chunk once; cache() in front of the shuffle keeps the rows.',
+                'mode="block" reads each chunk once; cache() before the shuffle caches the rows.',
             )
         full, why = mode == "full", f'mode="{mode}"'
     if full:

@@ -1,4 +1,4 @@
-"""Sources in memory: the rows of arrays, and what a Python generator gives."""
+"""Sources in memory: rows of arrays, and elements of a Python generator."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ __all__ = [
     "row_content",
 ]
 
-_EPOCHS = 8  # of which a generator knows the first element
-_COMPARED, _ELEMENTS = 64, 4096  # rows that ranks compare, and about as many elements of each
+_EPOCHS = 8  # epochs for which a generator stores the first element's digest
+_COMPARED, _ELEMENTS = 64, 4096  # rows that ranks compare, and about the number of elements of each
 
 
 @final
@@ -69,7 +69,7 @@ class _Arrays(InputRows):
         return f"from_arrays: {self._length} rows of {fields}"
 
     def fingerprint(self) -> int:
-        """Return a number below 2**63 that differs where some of 64 rows at fixed places do."""
+        """Return a number below 2**63 that differs if any of 64 rows at fixed positions do."""
         hasher = hashlib.sha256(encoded(self.describe()))
         for array in nest.flatten(self._arrays):
             for row in np.unique(np.linspace(0, self._length - 1, _COMPARED, dtype=np.int64)) if self._length else ():
@@ -78,7 +78,7 @@ class _Arrays(InputRows):
 
 
 def row_content(row: Any) -> bytes:
-    """Return what tells a row from others: some of its elements, in words where bytes are not the same in every process."""
+    """Return bytes that identify a row: those of some elements, or their text where the bytes are pointers."""
     values = np.asarray(row)
     some = values.reshape(1) if values.ndim == 0 else values.flat[:: max(1, values.size // _ELEMENTS)]
     if some.dtype.hasobject:  # pointers
@@ -87,7 +87,7 @@ def row_content(row: Any) -> bytes:
 
 
 def array_rows(arrays: Any, copy: bool = False) -> Node:
-    """The rows of a nest of arrays, or of copies of them; see `from_arrays`."""
+    """Return a node of the rows of a nest of arrays, or of copies of them; see `from_arrays`."""
     given = plain_lists(arrays)
     named = zip(nest.paths(given), nest.flatten(given), strict=True)
     leaves = [plain_array(leaf, "from_arrays", f"arrays{name}") for name, leaf in named]
@@ -106,7 +106,7 @@ def array_rows(arrays: Any, copy: bool = False) -> Node:
 
 
 def _copied(array: NDArray[Any]) -> NDArray[Any]:
-    """Return a copy of an array, and of the arrays in it."""
+    """Return a deep copy of an array."""
     return deepcopy(array) if array.dtype.hasobject else np.array(array)
 
 
@@ -133,14 +133,14 @@ def array_of_list(values: list[Any], function: str, argument: str) -> NDArray[An
 
 
 def is_plain(values: list[Any]) -> bool:
-    """Return whether a list consists of numbers and strings, or of such lists: it is an array, not a structure."""
+    """Return True for a list of numbers and strings, or of such lists: an array, not a structure."""
     kinds = (int, float, complex, str, bytes, np.generic)
     return all(isinstance(each, kinds) or (isinstance(each, list) and is_plain(each)) for each in values)
 
 
 @final
 class Held(InputRows):
-    """Elements that were read before, and are held in memory. Rows have random access."""
+    """Elements that were read before and are in memory. Rows have random access."""
 
     def __init__(self, elements: Sequence[Any], row_spec: Any, batching: Batching | None) -> None:
         self._elements = elements
@@ -174,14 +174,14 @@ class Held(InputRows):
 
 @final
 class _Generated(InputRows):
-    """What a function's iterator gives."""
+    """Elements from a function's iterator."""
 
     def __init__(self, function: Callable[..., Iterable[Any]], element_spec: Any) -> None:
         self._function = function
         self._given = element_spec is not None
         self._spec = element_spec
         self._start = _epoch_argument(function)
-        self._firsts: dict[int, int] = {}  # digests of the first elements that were read, by epoch, of the last epochs
+        self._firsts: dict[int, int] = {}  # digests of the first elements read, by epoch, for the last epochs
 
     @property
     def random_access(self) -> bool:
@@ -232,7 +232,7 @@ class _Generated(InputRows):
 
 
 def _epoch_argument(function: Callable[..., Any]) -> Callable[[int], Any]:
-    """The function of an epoch. It is given the epoch as a parameter of that name, or as the one it cannot do without."""
+    """Return a function of the epoch. It passes the epoch as the parameter of that name, or as the only required one."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -247,10 +247,10 @@ def _epoch_argument(function: Callable[..., Any]) -> Callable[[int], Any]:
 
 
 def generated(function: Callable[..., Iterable[Any]], element_spec: Any = None) -> Node:
-    """What a function's iterator gives; see `from_generator`."""
+    """Return a node of a function's iterators; see `from_generator`."""
     given: object = function
     if not callable(given):
-        remedy = "Give the function itself, not what it returns: every epoch calls it again."
+        remedy = "Pass the function itself, not its result: every epoch calls it again."
         got = type(given).__name__
         raise TypeError(explain("from_generator", "function", expected="a callable", got=got, remedy=remedy))
     check_element_spec("from_generator", element_spec)

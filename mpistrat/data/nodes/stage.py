@@ -1,4 +1,4 @@
-"""Base classes of nodes: a source of rows, a node over one parent, one over several. They have the defaults."""
+"""Base classes of nodes with defaults: a source, a node over one parent, a node over several."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = [
     "one_address",
 ]
 
-_ROWS = 64  # single rows that are read together where they are asked for one after the other
+_ROWS = 64  # successive single rows that are read together
 
 
 def _successive(node: Node, epoch: int, start: int) -> Iterator[Any]:
-    """An epoch's elements from a position on, of a node with random access."""
+    """Return an epoch's elements from a position on, of a node with random access."""
     if node.batching is None:
         return _successive_rows(node, epoch, start)
-    return map(operator.itemgetter(1), successive_batches(node, epoch, start))  # no generator: it would hold a batch
+    return map(operator.itemgetter(1), successive_batches(node, epoch, start))  # a generator would hold a batch
 
 
 def _successive_rows(node: Node, epoch: int, start: int) -> Iterator[Any]:
@@ -49,7 +49,7 @@ def _successive_rows(node: Node, epoch: int, start: int) -> Iterator[Any]:
         except Exception:
             if together == 1:
                 raise
-            together = 1  # the rows in front of the one that raises come first
+            together = 1  # yield the rows before the one that raises
             continue
         yield from rows
         position, together = stop, min(2 * together, _ROWS)
@@ -61,7 +61,7 @@ def _addresses(epoch: int, start: int, stop: int) -> Addresses:
 
 
 def gather_rows(node: Node, indices: ArrayLike, epoch: int) -> Any:
-    """See `Dataset.rows`."""
+    """Gather rows; see `Dataset.rows`."""
     if node.batching is not None:
         remedy = "Call rows before batch."
         raise ValueError(explain("Dataset.rows", "", expected="a dataset of rows", got="batches", remedy=remedy))
@@ -82,7 +82,7 @@ def gather_rows(node: Node, indices: ArrayLike, epoch: int) -> Any:
 
 
 def cut_chunks(starts: NDArray[np.int64] | None, low: int, high: int) -> NDArray[np.int64] | None:
-    """The starts of chunks (see `Node.chunk_starts`) of the rows from low to high, counted from low."""
+    """Return the chunk starts (see `Node.chunk_starts`) of the rows from low to high, counted from low."""
     if starts is None or starts.size == 0:
         return starts
     high = min(high, int(starts[-1]))
@@ -93,18 +93,18 @@ def cut_chunks(starts: NDArray[np.int64] | None, low: int, high: int) -> NDArray
 
 
 def one_address(epoch: int, position: int) -> Addresses:
-    """The address of one row."""
+    """Return the address of one row."""
     return np.array([epoch], np.int64), np.array([position], np.int64)
 
 
 class _Readable(Node):
-    """A node that is read by addresses where it has random access, and else as `_in_order` says."""
+    """A node that reads by addresses with random access, else by `_in_order`."""
 
     def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
         return _successive(self, epoch, start) if self.random_access else self._in_order(epoch, start)
 
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
-        """The elements without random access: those before `start` are made for nothing."""
+        """Return the elements without random access: those before `start` are made and dropped."""
         return itertools.islice(self._all(epoch), start, None)
 
     def _all(self, epoch: int) -> Iterator[Any]:
@@ -112,7 +112,7 @@ class _Readable(Node):
 
 
 class InputRows(_Readable):
-    """Rows that come from no other node; each is an element, and has its position for an address."""
+    """Rows of a source; each is an element whose address is its position."""
 
     traits = Traits()
 
@@ -132,10 +132,10 @@ class InputRows(_Readable):
 
 
 class Stage(_Readable):
-    """A node over one parent, whose properties are the defaults.
+    """A node over one parent, with the parent's properties as defaults.
 
     Args:
-        settings: what a node of the same class over another parent is made of.
+        settings: the other arguments of the constructor, to rebuild the node over another parent.
     """
 
     def __init__(self, parent: Node, *settings: Any) -> None:
@@ -161,7 +161,7 @@ class Stage(_Readable):
         return self.length_over(self._parent.cardinality())
 
     def length_over(self, below: int) -> int:
-        """Return the number of elements over a parent of so many; `UNKNOWN` where that is not all that it depends on."""
+        """Return the number of elements, given that of the parent; `UNKNOWN` if it depends on more."""
         return below
 
     def locate(self, epoch: int, position: int) -> Addresses:
@@ -172,7 +172,7 @@ class Stage(_Readable):
 
 
 class SameElements(Stage):
-    """A node over one parent with the very same elements: a setting of the whole chain."""
+    """A node over one parent with the same elements: an option of the whole chain."""
 
     def locate_range(self, epoch: int, start: int, stop: int, own: OwnRows | None = None) -> LocatedRange:
         return self._parent.locate_range(epoch, start, stop, own)
@@ -201,7 +201,7 @@ class Combined(_Readable):
 
 
 def common_batching(function: str, parents: Sequence[Node]) -> Batching | None:
-    """Return the batching of the elements of several nodes; ValueError if some are rows and some are batches."""
+    """Return the batching of the elements of several nodes; ValueError for a mix of rows and batches."""
     batchings = [parent.batching for parent in parents]
     first = batchings[0]
     if all(batching == first for batching in batchings):

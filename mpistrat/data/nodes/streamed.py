@@ -1,4 +1,4 @@
-"""The node of operators that read in order. Each operator is a function that makes elements of those of its parents."""
+"""The node of operators that read in order: each is a function from the parents' elements to new ones."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ __all__ = ["Streamed", "unknown_unless_empty"]
 
 
 def unknown_unless_empty(below: int) -> int:
-    """Return the number of elements that a condition leaves of `below`: known only for none."""
+    """Return the number of elements that a condition keeps of `below`: known for 0 only."""
     return 0 if below == 0 else UNKNOWN
 
 
 @final
 class Streamed(Node):
-    """Elements that a function makes one after the other, even if the parents have random access.
+    """Elements that a function makes in order, even if the parents have random access.
 
-    An iterator that starts at a later position makes the elements before it, too.
+    An iterator that starts at a later position makes the elements before it too.
 
     Args:
-        text: a line about the operator, for `describe`.
+        text: the description of the operator.
         parents: the nodes that the function reads.
         read: returns an iterator over the elements of an epoch, given the epoch and the parents.
-        length: returns the number of elements, given the number of elements of the first parent.
+        length: returns the number of elements, given that of the first parent.
         row_spec: returns the spec of a row, given the parents. None for the spec of the first parent.
         batching: the same for the batching.
-        traits: the same for the traits. None for the traits of all parents together.
+        traits: the same for the traits. None for the combined traits of all parents.
         outcomes: as `read`, for `Node.outcomes`. None if nothing can be read after an error.
     """
 

@@ -1,4 +1,4 @@
-"""Windows: successive elements taken together, each window a dataset of its own."""
+"""Windows of successive elements, each a dataset."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Selected", "Windows", "window"]
 @final
 @dataclass(frozen=True)
 class _OfEpoch(Order):
-    """The elements of one epoch, whichever is asked for."""
+    """The elements of one fixed epoch in every epoch."""
 
     epoch: int
 
@@ -41,7 +41,7 @@ class _OfEpoch(Order):
 
 @final
 class Selected(Stage):
-    """One of the arrays that elements consist of."""
+    """One of the arrays of elements."""
 
     def __init__(self, parent: Node, leaf: int) -> None:
         super().__init__(parent, leaf)
@@ -66,7 +66,7 @@ class Selected(Stage):
 
 @final
 class Windows(Stage):
-    """A dataset for each window. Over random access it reads when it is read itself; else it holds its elements."""
+    """A dataset for each window. With random access below, a window reads lazily; else it holds its elements."""
 
     def __init__(
         self, parent: Node, dataset_of: Callable[[Node], Any], size: int, shift: int, stride: int, drop_remainder: bool
@@ -74,7 +74,7 @@ class Windows(Stage):
         super().__init__(parent, dataset_of, size, shift, stride, drop_remainder)
         self._dataset_of = dataset_of
         self._size, self._shift, self._stride = size, shift, stride
-        self._span = (size - 1) * stride + 1  # elements from the first to the last of a window
+        self._span = (size - 1) * stride + 1  # the distance from a window's first to last element, plus 1
         self._drop_remainder = drop_remainder
 
     @property
@@ -91,14 +91,14 @@ class Windows(Stage):
     def length_over(self, below: int) -> int:
         if below < 0:
             return below
-        begin = below - self._span + 1 if self._drop_remainder else below  # places where one may begin
+        begin = below - self._span + 1 if self._drop_remainder else below  # possible starts of a window
         return max(0, -(-begin // self._shift))
 
     def locate(self, epoch: int, position: int) -> Addresses:
         return one_address(epoch, position)
 
     def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
-        return []  # a window reads when it is read itself
+        return []  # windows read lazily
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         spec = self.row_spec
@@ -109,7 +109,7 @@ class Windows(Stage):
         return nest.pack_like(spec, columns)
 
     def _part(self, epoch: int, number: int) -> Node:
-        """The elements of a window, among those below."""
+        """Return the node of a window's elements among those below."""
         orders: list[Order] = [_OfEpoch(epoch), Skip(number * self._shift), Take(self._span)]
         if self._stride > 1:
             orders.append(ShardOrder(self._stride, 0))
@@ -119,7 +119,7 @@ class Windows(Stage):
         return node
 
     def _datasets(self, window: Node) -> Sequence[Any]:
-        """A window as a dataset, or a dataset of each of the arrays of its elements."""
+        """Return a window as a dataset, or as one dataset for each array of its elements."""
         spec = self._parent.row_spec
         if not nest.is_nested(spec):
             return [self._dataset_of(window)]
@@ -150,19 +150,19 @@ def window(
     parent: Node, dataset_of: Callable[[Node], Any], size: int, shift: int | None = None, stride: int = 1,
     drop_remainder: bool = False,
 ) -> Node:  # fmt: skip
-    """Make datasets of successive elements, `flat_map` and the like then make elements of them.
+    """Make a dataset of each window of successive elements; `flat_map` and the like make elements of them.
 
-    Element j of window k is element k * shift + j * stride. Where elements are tuples or dicts, windows are tuples or dicts
-    of datasets, one for each array. Functions that take a window may return what they read from it, and those of `flat_map`
-    and `interleave` a dataset.
+    Element j of window k is element k * shift + j * stride. If elements are tuples or dicts, windows are tuples or dicts
+    of datasets, one per array. Functions of a window may return values read from it; those of `flat_map` and `interleave`
+    return a dataset.
 
-    With random access a window reads when it is read itself, and nothing is held; else its elements are held in memory.
+    With random access a window reads lazily; else its elements are in memory.
 
     Args:
         size: elements in a window; the last windows may have fewer.
-        shift: how many elements further the next window begins; None for size.
-        stride: how many elements further the next element of a window stands.
-        drop_remainder: leave smaller windows out.
+        shift: the distance between the starts of successive windows, in elements; None for size.
+        stride: the distance between successive elements of a window.
+        drop_remainder: drop smaller windows.
 
     Raises:
         ValueError: for a number below 1.

@@ -224,7 +224,7 @@ def test_too_little_memory(monkeypatch):
         dataset.rows([0])
     monkeypatch.setattr(cache, "_CHECK_BYTES", 2000)
     ordered = Dataset.from_generator(lambda: iter(np.zeros((20, 100)))).cache()
-    with pytest.raises(MemoryError, match="for what follows the 3 elements that were kept"):
+    with pytest.raises(MemoryError, match="for the elements after the 3 cached ones"):
         list(ordered)
 
 

@@ -1,1 +1,1 @@
-"""Rows kept in memory: by each rank for itself, or by the ranks of a node or a job together."""
+"""Rows cached in memory: by each rank, or by the ranks of a node or a job together."""

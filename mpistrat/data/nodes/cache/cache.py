@@ -1,4 +1,4 @@
-"""Elements kept in memory after their first reading: by each rank for itself, or by the ranks of a node or job together."""
+"""Elements cached in memory on first reading: by each rank, or by the ranks of a node or job together."""
 
 from __future__ import annotations
 
@@ -35,25 +35,24 @@ FUNCTION = "Dataset.cache"
 
 
 def cache(parent: Node, scope: Scope = "rank", *, transport: Transport = "auto") -> Node:
-    """Keep the elements in memory once they have been read (TF: tf.data.Dataset.cache).
+    """Cache the elements in memory once they have been read (TF: tf.data.Dataset.cache).
 
-    What is kept is epoch 0: a shuffle or a random map below keeps the order and values it has there. Shuffle after
-    the cache: any order is cheap then. A dataset that reads in order is kept in its first complete epoch.
+    The cache has the elements of epoch 0: a shuffle or random map below keeps its order and values of that epoch. Shuffle
+    after the cache, where any order is cheap. A dataset that reads in order is cached in its first complete epoch.
 
     Args:
-        scope: who keeps them. "rank": each rank for itself, what it reads. "node": the ranks of a node together, in
-            shared memory; each chunk is read by one of them. "job": the ranks of all nodes together; each reads its
-            part when the dataset is distributed, and later epochs touch no disk. "node" and "job" begin with
-            `strategy.distribute_dataset`, which makes their memory and is collective then; the memory is free again
-            when the strategy is closed. They need random access and rows of one shape, and the whole dataset must
-            fit: nothing is ever thrown out.
-        transport: how "job" gets rows from other nodes: "messages", which a thread of each rank answers; "get",
-            MPI's one-sided Get; "auto" takes "get" where a probe finds, when the dataset is distributed,
-            that the network reads memory without its owner's help, else "messages".
+        scope: the ranks that share a cache. "rank": each rank caches the rows it reads. "node": the ranks of a node share
+            memory; one of them reads each chunk. "job": the ranks of all nodes together; each reads its share when the
+            dataset is distributed, and later epochs read no files. `strategy.distribute_dataset` allocates the memory of
+            "node" and "job", and is collective then; closing the strategy frees it. They need random access and rows of
+            one shape, and the whole dataset must fit: nothing is evicted.
+        transport: the transfer of rows between nodes for "job": "messages", which a thread of each rank answers; "get",
+            MPI's one-sided Get; "auto" uses "get" if a probe at distribution shows that the network reads memory without
+            its owner's help, else "messages".
 
     Raises:
-        ValueError: for a dataset repeated for ever; for "node" and "job", one that reads in order.
-        MemoryError: where memory is too small, naming the numbers; when it is first read, or distributed.
+        ValueError: for an endless dataset; for "node" and "job", one that reads in order.
+        MemoryError: with the numbers, if memory is too small; at the first read or at distribution.
 
     Example:
         >>> dataset = ms.data.from_arrays(np.arange(4)).map(lambda x: x * x).cache()
@@ -61,7 +60,7 @@ def cache(parent: Node, scope: Scope = "rank", *, transport: Transport = "auto")
         ([0, 1, 4, 9], [0, 1, 4, 9])
     """
     file: object = scope
-    if file == "":  # TensorFlow's name of a cache in memory
+    if file == "":  # TensorFlow's name for a cache in memory
         scope = "rank"
     elif isinstance(file, str) and ("/" in file or "." in file):
         remedy = "Write the rows with ms.data.write_shards, and read them with HDF5Dataset."
@@ -76,7 +75,7 @@ def cache(parent: Node, scope: Scope = "rank", *, transport: Transport = "auto")
             raise ValueError(explain(FUNCTION, argument, expected=f"one of {expected}", got=repr(value)))
     require_end(FUNCTION, parent, "Call repeat after cache.")
     by_rows = parent.random_access
-    if by_rows and parent.batching is not None:  # padded to the longest of the batch: no rows of one shape
+    if by_rows and parent.batching is not None:  # padded to the longest in the batch: rows differ in shape
         by_rows = not any(is_ragged(leaf) for leaf in nest.flatten(parent.row_spec))
     if by_rows:
         return Cached(parent, scope, transport)
@@ -89,26 +88,25 @@ def cache(parent: Node, scope: Scope = "rank", *, transport: Transport = "auto")
 
 
 class CacheMemory(Protocol):
-    """Where rows are kept."""
+    """The memory of cached rows."""
 
     def take(self, numbers: NDArray[np.int64]) -> Any:
-        """Return copies of rows, stacked; read what is not there yet."""
+        """Return copies of rows, stacked; read missing ones first."""
 
     def describe(self) -> str:
-        """Say how much lies where."""
+        """Return the size and place of the memory."""
 
 
 @final
 class Cached(Stage):
-    """Rows by random access, kept as they are in epoch 0.
+    """Rows with random access, cached as in epoch 0.
 
     Args:
-        parent: whose rows.
-        scope: who keeps them.
-        transport: how the nodes of a job get them from each other.
-        group: the ranks that share memory, which is made at once, collectively; None makes memory of this process alone
-            at first use.
-        sharers: how many ranks of this node keep as much.
+        parent: the node of the rows.
+        scope: the ranks that share the cache.
+        transport: the transfer between the nodes of a job.
+        group: the ranks that share memory, allocated at once, collectively; None allocates memory of this process at first use.
+        sharers: the number of this node's ranks that cache equally much.
     """
 
     def __init__(
@@ -147,7 +145,7 @@ class Cached(Stage):
         return memory
 
     def _of_rank(self) -> FilledMemory:
-        """Memory of this process alone."""
+        """Allocate memory of this process."""
         source, sharers = self._rows(), self._sharers
         nbytes = RowMemory.nbytes(source.row_spec, source.count)
         what = f"{source.count} rows" + (f" in each of the node's {sharers} ranks" if sharers > 1 else "")
@@ -163,7 +161,7 @@ class Cached(Stage):
         return np.full(numbers.size, epoch, np.int64), numbers
 
     def below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Below]:
-        return []  # one rank reads a missing row, and which one shows when it is gathered
+        return []  # known at gathering only: any rank may read a missing row
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         return self._open().take(positions)
@@ -172,7 +170,7 @@ class Cached(Stage):
         """Do nothing: chunks are read once, whole."""
 
     def bind(self, group: ProcessGroup) -> Node:
-        """Make the memory that the ranks share. Collective, except for scope "rank"."""
+        """Allocate the memory that the ranks share. Collective, except for scope "rank"."""
         if self._shared:
             return self
         if self._bound is not None and self._bound[0] is group:
@@ -220,7 +218,7 @@ class Cached(Stage):
 
 @final
 class CachedInOrder(Stage):
-    """Elements of a dataset that reads in order, kept in the first complete epoch."""
+    """Elements of a dataset that reads in order, cached in the first complete epoch."""
 
     random_access = False
 
@@ -253,7 +251,7 @@ class CachedInOrder(Stage):
                 if since_check > _CHECK_BYTES:
                     since_check = 0
                     _check_memory(len(seen))
-                if len(seen) == length:  # who knows the length does not ask for an end
+                if len(seen) == length:  # a reader that knows the length does not read on to the end
                     complete, self._kept = True, seen
                 if position >= start:
                     yield element
@@ -262,8 +260,8 @@ class CachedInOrder(Stage):
             if not complete and seen and self._kept is None:
                 log.once(
                     logging.WARNING,
-                    "cache(): an epoch ended before the dataset did; what it had kept is dropped, and the next epoch reads "
-                    "anew. Put take after cache only where the whole dataset has been read once",
+                    "cache(): an epoch ended before the dataset did; the cached elements are dropped, and the next epoch reads "
+                    "them again. Use take after cache only once the whole dataset has been read",
                 )
 
     def rebuild(self, parents: Sequence[Node]) -> Node:
@@ -284,11 +282,11 @@ _CHECK_BYTES = 64 << 20
 def _check_memory(count: int) -> None:
     available = available_memory()
     remedy = "The cache of a dataset that reads in order grows with it; leave cache out."
-    require_memory(FUNCTION, _CHECK_BYTES, available, f"what follows the {count} elements that were kept", remedy)
+    require_memory(FUNCTION, _CHECK_BYTES, available, f"the elements after the {count} cached ones", remedy)
 
 
 def _copy(element: Any) -> Any:
-    """A copy: what a user does to an element must not reach the one that is kept."""
+    """Return a copy, so that a user's changes do not reach the cached element."""
     return nest.map_structure(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, element)
 
 

@@ -1,9 +1,9 @@
-"""Memory of rows that fills as they are asked for: each chunk is read once, by the first thread or process that needs it.
+"""Memory that fills with rows on demand: each chunk is read once, by the first thread or process that needs it.
 
-The memory is that of a process, or shared by the ranks of a node. A claim on a chunk is a lock of the system's on one byte of
-a file that the ranks of a node have open: taking and leaving it costs a microsecond, as much as MPI's compare-and-swap, and the
-system takes it back from a process that dies. Where reading fails, the reader gets the error; the chunk is then free, and
-those that wait for it try by themselves and get the error themselves.
+The memory belongs to a process, or is shared by the ranks of a node. A claim on a chunk is a system lock on one byte of a
+file that the node's ranks have open: taking and releasing it costs a microsecond, as much as MPI's compare-and-swap, and
+the system releases the locks of a process that dies. If reading fails, the reader gets the error and the chunk is free
+again; waiting ranks then try to read it and get the error themselves.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Claims", "FilledMemory", "agree_memory", "node_memory", "provider"]
 
-_READY = -1  # else 0, or 1 + the number in the node of the rank that reads it: for the error of who waits
-_RETRY = 16  # looks between two tries to claim what another has claimed
+_READY = -1  # else 0, or 1 + the reader's index in the node, for timeout errors
+_RETRY = 16  # polls between two attempts to claim another's chunks
 
 
 @final
 class Claims:
-    """What is ready, and who reads what is not.
+    """The state of chunks: ready, free, or claimed by a reader.
 
     Args:
-        state: an int16 for each chunk, 0 at first; shared if the chunks are.
-        index: of this process among those that share the chunks.
-        ranks: theirs, for errors.
-        file: descriptor of a file open in all processes that share the chunks; None where only threads do.
-        sync: keeps loads and stores of shared memory apart.
-        timeout: seconds to wait for another; None without end.
+        state: an int16 per chunk, initially 0; shared if the chunks are.
+        index: the index of this process among those that share the chunks.
+        ranks: their ranks, for errors.
+        file: descriptor of a file open in all these processes; None if only threads share the chunks.
+        sync: separates loads and stores of shared memory.
+        timeout: seconds to wait for another process; None for no limit.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class Claims:
         self._sync = sync
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._busy: set[int] = set()  # claimed by a thread of this process: the system's locks know processes only
+        self._busy: set[int] = set()  # claimed by a thread of this process; system locks only distinguish processes
 
     def missing(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return those of some chunks that are not ready, each once and ascending; the others may be read now."""
+        """Return the chunks that are not ready, sorted and unique; the others can be read."""
         missing = chunks[self._state[chunks] != _READY]
         self._sync()
         return np.unique(missing) if missing.size else missing
 
     def claim(self, chunks: NDArray[np.int64], limit: int | None = None) -> NDArray[np.int64]:
-        """Return those of some chunks, which were not ready, that the caller must now read and `release`; not too many."""
+        """Claim free chunks, at most `limit`. Return them; the caller must read and `release` them."""
         with self._lock:
             if self._file is None:
                 claimed = chunks[self._state[chunks] == 0][:limit]
@@ -86,7 +86,7 @@ class Claims:
                 free = (p for p in chunks.tolist() if p not in self._busy and self._take(self._file, p))
                 claimed = np.array(list(itertools.islice(free, limit)), np.int64)
                 self._sync()
-                ready = self._state[claimed] == _READY  # since the caller looked
+                ready = self._state[claimed] == _READY  # ready since the caller checked
                 for chunk in claimed[ready].tolist():
                     self._give(self._file, chunk)
                 claimed = claimed[~ready]
@@ -95,7 +95,7 @@ class Claims:
         return claimed
 
     def release(self, chunks: NDArray[np.int64], *, ready: bool) -> None:
-        """End claims: the chunks are ready, or free again."""
+        """Release claims: the chunks are ready, or free again."""
         self._sync()
         with self._lock:
             self._state[chunks] = _READY if ready else 0
@@ -106,7 +106,7 @@ class Claims:
                 self._busy.difference_update(chunks.tolist())
 
     def wait(self, chunks: NDArray[np.int64], limit: int | None = None) -> NDArray[np.int64]:
-        """Wait for chunks that others read. Return those that the caller must read after all, as from `claim`.
+        """Wait for chunks that others read. Return those that the caller must read itself, as from `claim`.
 
         Raises:
             TimeoutError: naming a rank.
@@ -150,16 +150,16 @@ class Claims:
 
 @final
 class FilledMemory:
-    """Rows of a source in memory; what is missing is read, by threads and processes that share the claims.
+    """Rows of a source in memory; threads and processes that share the claims read missing rows.
 
     Args:
-        source: whose rows.
-        memory: where they are kept.
-        chunks: what is read as a whole.
-        claims: who reads what.
-        counters: where to count: rows, chunks (chunk_reads) and seconds of reading, chunks waited for, and how long.
-        text: how much lies where.
-        provide: called with the bytes that are about to be written; raises where the system has no room for them.
+        source: the source.
+        memory: the memory of the rows.
+        chunks: the units of reading.
+        claims: the claims on them.
+        counters: counters of rows, chunks (chunk_reads), seconds of reading, chunks waited for and seconds of waiting.
+        text: the description of the memory.
+        provide: called with the byte range of each write; raises if the system lacks memory.
     """
 
     def __init__(
@@ -181,16 +181,16 @@ class FilledMemory:
         self._provide = provide
         self._limit = max(1, READ_BYTES // source.row_bytes * chunks.count // max(1, chunks.rows))
         self._buffers = RowBuffers()
-        self._reading = threading.Lock()  # a dataset is read by one thread at a time
+        self._reading = threading.Lock()  # one thread at a time reads a dataset
 
     def take(self, numbers: NDArray[np.int64]) -> Any:
-        """Return copies of rows, stacked; read what is not there yet.
+        """Return copies of rows, stacked; read missing ones first.
 
         Raises:
-            CollectiveTimeoutError: another rank reads a chunk of them, and does not come to its end.
+            CollectiveTimeoutError: another rank claimed a chunk and did not finish reading it.
             ClosedError: the strategy was closed.
         """
-        memory = self._memory  # held: it is not freed meanwhile
+        memory = self._memory  # keep a reference, so that it is not freed meanwhile
         if memory is None:
             raise ClosedError("cache: the strategy that kept the rows was closed")
         missing = self._claims.missing(self._chunks.numbers(numbers))
@@ -199,9 +199,9 @@ class FilledMemory:
         return nest.pack_like(self._source.row_spec, memory.take(numbers, self._buffers))
 
     def _fill(self, memory: RowMemory, missing: NDArray[np.int64]) -> None:
-        """Read what no other reads, a little at a time so that others find some too; then wait for them.
+        """Read chunks that no other reads, a few at a time to share the work; then wait for the others'.
 
-        Who waits holds no claims.
+        A waiting thread never holds a claim, so there is no deadlock.
         """
         waited, wait_seconds = 0, 0.0
         while missing.size:
@@ -220,7 +220,7 @@ class FilledMemory:
         self._counters.add(waits=waited, wait_seconds=wait_seconds)
 
     def _read(self, memory: RowMemory, claimed: NDArray[np.int64]) -> None:
-        """Read the chunks that were claimed, and end the claims."""
+        """Read the claimed chunks, and release the claims."""
         if not claimed.size:
             return
         ready = False
@@ -245,29 +245,29 @@ class FilledMemory:
         memory.put(numbers, stacked)
 
     def describe(self) -> str:
-        """Say how much lies where."""
+        """Return the size and place of the memory."""
         return self._text
 
     def close(self) -> None:
-        """Free the memory; threads that are copying rows hold it until they are done. Collective with the group."""
+        """Free the memory; threads that copy rows hold it until they finish. Collective with the group."""
         self._memory = None
         self._claims.close()
 
     def leave(self) -> None:
-        """Nothing: the system takes the memory."""
+        """Do nothing: the system frees the memory."""
 
     abandon = leave
 
 
-CHUNK_BYTES = 256 << 10  # read as a whole where the source has no chunks of its own
+CHUNK_BYTES = 256 << 10  # unit of reading if the source has no chunks
 
 
 def node_memory(source: ParentRows, group: ProcessGroup, counters: StageStats) -> FilledMemory:
-    """Make the memory of this node, and of every other one. Collective.
+    """Allocate the memory of each node. Collective.
 
     Raises:
-        SharedMemoryError: on every rank, where /dev/shm of any node is too small.
-        MemoryError: on every rank, where any node has too little memory.
+        SharedMemoryError: on every rank, if /dev/shm of any node is too small.
+        MemoryError: on every rank, if any node has too little memory.
         CollectiveMismatchError: the ranks have different rows.
     """
     chunks = RowChunks.of(source, CHUNK_BYTES)
@@ -300,7 +300,7 @@ def node_memory(source: ParentRows, group: ProcessGroup, counters: StageStats) -
 
 
 def provider(block: SharedBlock, rank: int) -> Callable[[int, int], None]:
-    """What makes the system find memory for bytes of a block's first segment, before they are written."""
+    """Return a function that makes the system allocate bytes of a block's first segment before they are written."""
 
     def provide(low: int, high: int) -> None:
         if not block.populate(0, low, high):
@@ -311,7 +311,7 @@ def provider(block: SharedBlock, rank: int) -> Callable[[int, int], None]:
 
 
 def agree_memory(group: ProcessGroup, needed: int, what: str) -> None:
-    """Check that every node has the memory that its ranks need together. Collective, inside `collective()`.
+    """Check that every node has enough memory for its ranks. Collective, inside `collective()`.
 
     Raises:
         MemoryError: on every rank.
@@ -329,7 +329,7 @@ def agree_memory(group: ProcessGroup, needed: int, what: str) -> None:
 
 
 def _open_lock_file(group: ProcessGroup) -> int:
-    """Open one file without a name in all ranks of the node. Collective, inside `collective()`."""
+    """Open one unlinked file in all ranks of the node. Collective, inside `collective()`."""
     path, file = "", -1
     if group.node.rank == 0:
         folder = shared_memory.SHARED_FOLDER

@@ -1,4 +1,4 @@
-"""The whole dataset in the memory of all ranks of a job: each node holds a part, and gets rows of other parts from there."""
+"""A whole dataset in the memory of a job: each node stores a share, and fetches other rows from other nodes."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ __all__ = ["JobMemory", "RowPartition", "job_memory"]
 
 
 class RowTransport(Protocol):
-    """How rows come from the memory of other nodes."""
+    """The transfer of rows from the memory of other nodes."""
 
     name: str
 
     def start(self, node: int, rows: NDArray[np.int64], places: NDArray[np.int64]) -> list[Reply]:
-        """Ask for rows of a node's memory, which belong to some places of a batch."""
+        """Request rows of a node's memory, for given indices of a batch."""
 
     def finish(self, replies: list[Reply]) -> list[Reply]:
-        """Wait until they are there."""
+        """Wait for the rows."""
 
     def close(self) -> None:
-        """Free what it has. Collective."""
+        """Free resources. Collective."""
 
     def leave(self) -> Callable[[], None] | None:
-        """Tell the others that this rank wants nothing any more; return what waits for them."""
+        """Announce that this rank needs no more rows; return a function that waits for the others."""
 
     def abandon(self) -> None:
-        """End the thread, if there is one."""
+        """End the thread, if any. Local."""
 
 
 @final
 @dataclass(frozen=True)
 class RowPartition:
-    """The rows that each node holds, and which of them each rank reads from disk.
+    """The rows that each node stores, and that each rank reads from disk.
 
     Attributes:
         ranks: the ranks of each node (each memory domain), in its order.
-        borders: by place in the nodes' ranks one after the other: where the rows that a rank reads begin; then the end.
+        borders: the first row that each rank reads, in the order of `ranks`; then the number of rows.
     """
 
     ranks: Sequence[Sequence[int]]
@@ -65,7 +65,7 @@ class RowPartition:
 
     @classmethod
     def of(cls, chunks: RowChunks, ranks: Sequence[Sequence[int]]) -> RowPartition:
-        """Whole chunks for each rank, as equal as can be.
+        """Return whole chunks for each rank, as equal as possible.
 
         Example:
             >>> RowPartition.of(RowChunks(10, 2), [[0, 1], [2]]).borders
@@ -75,22 +75,22 @@ class RowPartition:
         return cls(ranks, [chunks.border(chunks.rows * place // size) for place in range(size)] + [chunks.rows])
 
     def of_node(self, node: int) -> tuple[int, int]:
-        """The rows that a node holds, from and to."""
+        """Return the range of rows that a node stores."""
         first = sum(map(len, self.ranks[:node]))
         return self.borders[first], self.borders[first + len(self.ranks[node])]
 
     def of_rank(self, rank: int) -> tuple[int, int]:
-        """The rows that a rank reads, from and to."""
+        """Return the range of rows that a rank reads."""
         place = [each for ranks in self.ranks for each in ranks].index(rank)
         return self.borders[place], self.borders[place + 1]
 
 
 def job_memory(source: ParentRows, group: ProcessGroup, transport: str, counters: StageStats) -> JobMemory:
-    """Make the memory of all nodes and read everything into it. Collective.
+    """Allocate the memory of all nodes and read all rows into it. Collective.
 
     Raises:
-        SharedMemoryError, MemoryError: on every rank, where a node has too little.
-        ShardError, RuntimeError: on every rank, where reading failed on any.
+        SharedMemoryError, MemoryError: on every rank, if a node has too little.
+        ShardError, RuntimeError: on every rank, if reading failed on any.
         CollectiveMismatchError: the ranks have different rows.
     """
     chunks = RowChunks.of(source, 1)
@@ -111,7 +111,7 @@ def job_memory(source: ParentRows, group: ProcessGroup, transport: str, counters
     rank = group.topology.rank
 
     def exchange(text: str) -> list[str]:
-        """Collective."""
+        """Exchange texts of all ranks. Collective."""
         with group.collective("cache", "job: everything read"):
             node.sync()
             texts = group.all_gather_text(text)
@@ -130,7 +130,7 @@ def job_memory(source: ParentRows, group: ProcessGroup, transport: str, counters
 
 
 def _domains(group: ProcessGroup) -> list[list[int]]:
-    """The ranks of each memory domain: a node's, or one where memory is private."""
+    """Return the ranks of each memory domain: of each node, or single ranks if memory is private."""
     topology = group.topology
     if group.num_nodes == topology.num_nodes:
         return [list(topology.ranks_of_node(node)) for node in range(topology.num_nodes)]
@@ -146,7 +146,7 @@ def _fill(
     provide: Callable[[int, int], None],
     counters: StageStats,
 ) -> None:
-    """Read this rank's rows into the node's memory, which begins with row `low`."""
+    """Read this rank's rows into the node's memory, which starts at row `low`."""
     if own[0] == own[1]:
         return
     first, last = chunks.numbers(np.array([own[0], own[1] - 1])).tolist()
@@ -177,7 +177,7 @@ def _make_transport(
     wanted: str,
     counters: StageStats,
 ) -> RowTransport:
-    """What fetches rows between nodes: the one that was asked for, or that suits the network. Collective, in `collective()`."""
+    """Create the requested transport, or the one that suits the network. Collective, in `collective()`."""
     from mpi4py import MPI
 
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -206,32 +206,32 @@ def _make_transport(
 
 
 def _gets_progress(group: ProcessGroup, parts: RowPartition, gets: RowGets) -> bool:
-    """Whether the first rank gets rows of the second node while all others stay outside of MPI. Collective."""
+    """Return True if the first rank can get rows of the second node while all others are outside MPI. Collective."""
     comm, reader = group.topology.comm, parts.ranks[0][0]
     low, high = parts.of_node(1)
     if low == high:
         return False
-    rows = np.unique([0, high - low - 1])  # of two places, as those of a batch are
+    rows = np.unique([0, high - low - 1])  # two separate rows, as in a batch
 
     def read() -> None:
         gets.finish(gets.start(1, rows, rows))
 
     if comm.rank == reader:
-        read()  # the first time sets up connections; the others are in MPI
+        read()  # the first get sets up connections; the others are in MPI
     return has_asynchronous_progress(comm, reader, read, group.quiet())
 
 
 @final
 class JobMemory:
-    """Rows of which this node holds a part. `job_memory` makes it.
+    """The rows of a job, of which this node stores a share. Created by `job_memory`.
 
     Args:
-        source: whose rows.
-        parts: who holds what.
-        own_node: which of them is this node's.
-        memory: this node's part.
-        transport: gets the others'; None where there are none.
-        counters: where to count.
+        source: the source of the rows.
+        parts: the rows of each node.
+        own_node: the index of this node.
+        memory: this node's rows.
+        transport: fetches other nodes' rows; None for one node.
+        counters: the counters.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class JobMemory:
             ClosedError: the strategy was closed.
         """
         with self._lock:
-            memory, transport = self._memory, self._transport  # held: they are not freed meanwhile
+            memory, transport = self._memory, self._transport  # keep references, so that they are not freed meanwhile
             if memory is None:
                 raise ClosedError('cache("job"): the strategy that kept the rows was closed')
             self._fetching += 1
@@ -296,13 +296,13 @@ class JobMemory:
         return nest.pack_like(self._source.row_spec, out)
 
     def describe(self) -> str:
-        """Say how much lies where."""
+        """Return the size and place of the memory."""
         nbytes = RowMemory.nbytes(self._source.row_spec, self._source.count)
         where = f"{decimal_size(nbytes)} in the memory of {len(self._parts.borders) - 1} ranks"
         return where if self._transport is None else f"{where}, fetched between nodes by {self._transport.name}"
 
     def close(self) -> None:
-        """Free what fetches rows and let go of the memory. Collective with the group."""
+        """Free the transport and release the memory. Collective with the group."""
         with self._lock:
             self._memory = None  # later calls raise
         wait_until(lambda: not self._fetching, backoff=row_backoff())
@@ -311,7 +311,7 @@ class JobMemory:
             self._transport = None
 
     def leave(self) -> Callable[[], None] | None:
-        """Tell the others that this rank wants nothing any more; return what waits for them."""
+        """Announce that this rank needs no more rows; return a function that waits for the others."""
         return None if self._transport is None else self._transport.leave()
 
     def abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""Parts of the caches of rows: a dataset's rows by number, the memory for them, the chunks in which they are read."""
+"""Building blocks of row caches: rows by number, memory for them, and the chunks in which they are read."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from ..node import Addresses, Node
 __all__ = ["RowChunks", "RowMemory", "ParentRows", "row_backoff"]
 
 _ALIGNMENT = 64  # bytes, of each array in shared memory
-READ_BYTES = 8 << 20  # about what is read at a time
+READ_BYTES = 8 << 20  # approximate size of one read
 
 
 def row_backoff() -> Backoff:
-    """The pauses of who waits for rows of another rank: within a tenth of a second of 50 µs, later of 1 ms."""
+    """Return the pauses of a wait for another rank's rows: 50 µs, growing to 1 ms within a tenth of a second."""
     return Backoff(yields=20, start=5e-5, growth=1.01)
 
 
 @final
 class ParentRows:
-    """The rows of a dataset's epoch 0 by number. After `batch`, batch i has the numbers from i × batch size on.
+    """The rows of a dataset's epoch 0 by number. After `batch`, batch i starts at number i × batch size.
 
     Attributes:
-        dataset: whose rows.
-        slot: numbers for each element: 1, or the batch size.
-        count: numbers in all. A batch that is smaller than the batch size leaves its last ones unused.
+        dataset: the dataset.
+        slot: numbers per element: 1, or the batch size.
+        count: the total of numbers. A batch smaller than the batch size leaves its last ones unused.
     """
 
     def __init__(self, dataset: Node) -> None:
@@ -44,27 +44,27 @@ class ParentRows:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, what varies left out, at least 1."""
+        """Bytes of a row without parts that vary, at least 1."""
         return max(1, sum(stacked_nbytes(spec) for spec in nest.flatten(self.row_spec)))
 
     def numbers(self, element: int) -> NDArray[np.int64]:
-        """The numbers of one element's rows."""
+        """Return the numbers of one element's rows."""
         if self.dataset.batching is None:
             return np.array([element], np.int64)
         return element * self.slot + np.arange(self.dataset.locate(0, element)[0].size)
 
     def between(self, low: int, high: int) -> NDArray[np.int64]:
-        """The numbers that are in use from low to high, which are borders of elements."""
+        """Return the used numbers from low to high, which are borders of elements."""
         if self.dataset.batching is None:
             return np.arange(low, high, dtype=np.int64)
         elements = range(low // self.slot, -(-high // self.slot))
         return np.concatenate([np.empty(0, np.int64), *map(self.numbers, elements)])
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], Any]]:
-        """Read rows, ascending; give them in parts, each with its numbers.
+        """Read rows with ascending numbers; yield them in groups, each with its numbers.
 
         Raises:
-            ValueError: for rows of another shape than the first ones, or of a dtype that does not fit into theirs.
+            ValueError: for rows that differ from the first ones in shape, or whose dtype does not fit theirs.
         """
         for own, (epochs, positions) in self._addresses(numbers):
             rows = self.dataset.gather(epochs, positions)
@@ -95,12 +95,12 @@ class ParentRows:
 
 @final
 class RowMemory:
-    """Room for rows, one array for each leaf: in memory of this process, or in shared bytes.
+    """Memory for rows, one array per leaf: in this process, or in shared bytes.
 
     Args:
-        row_spec: the specs of a row. In shared bytes every leaf has a fixed shape and is no string.
-        rows: how many.
-        shared: bytes, `RowMemory.nbytes(row_spec, rows)` of them; None for memory of this process.
+        row_spec: the specs of a row. In shared bytes every leaf has a fixed shape and is not a string.
+        rows: the number of rows.
+        shared: `RowMemory.nbytes(row_spec, rows)` bytes; None for memory of this process.
     """
 
     def __init__(self, row_spec: Any, rows: int, shared: NDArray[np.uint8] | None = None) -> None:
@@ -112,37 +112,37 @@ class RowMemory:
             shape = (rows,) if is_ragged(spec) else (rows, *spec.shape)
             dtype = np.dtype(object) if is_ragged(spec) else spec.dtype
             if shared is None:
-                self.arrays.append(np.empty(shape, dtype))  # the system gives pages as they are first written
+                self.arrays.append(np.empty(shape, dtype))  # pages are allocated at the first write
             else:
                 nbytes = rows * stacked_nbytes(spec)
                 self.arrays.append(shared[start : start + nbytes].view(dtype).reshape(shape))
 
     @staticmethod
     def nbytes(row_spec: Any, rows: int) -> int:
-        """Bytes that so many rows take, what varies left out."""
+        """Return the bytes of this number of rows, without parts that vary."""
         return sum(_aligned(rows * stacked_nbytes(spec)) for spec in nest.flatten(row_spec))
 
     @staticmethod
     def starts_of(row_spec: Any, rows: int) -> list[int]:
-        """Where the arrays begin in shared bytes for so many rows."""
+        """Return the offsets of the arrays in shared bytes for this number of rows."""
         ends = np.cumsum([_aligned(rows * stacked_nbytes(spec)) for spec in nest.flatten(row_spec)])
         return [0, *ends[:-1].tolist()]
 
     def ranges(self, places: NDArray[np.int64]) -> list[tuple[int, int]]:
-        """The bytes, from and to, in which rows at ascending places lie."""
+        """Return the byte ranges of rows at ascending indices."""
         low, high = int(places[0]), int(places[-1]) + 1
         sizes = [array.itemsize * (array.size // max(1, self.rows)) for array in self.arrays]
         return [(start + low * size, start + high * size) for start, size in zip(self.starts, sizes, strict=True)]
 
     def put(self, places: NDArray[np.int64], rows: Any) -> None:
-        """Store stacked rows at ascending places."""
+        """Store stacked rows at ascending indices."""
         low, high = int(places[0]), int(places[-1]) + 1
         where: Any = slice(low, high) if high - low == places.size else places
         for array, leaf in zip(self.arrays, nest.flatten(rows), strict=True):
             array[where] = leaf
 
     def take(self, places: NDArray[np.int64], buffers: RowBuffers) -> list[NDArray[Any]]:
-        """Return copies of the rows at some places, leaf by leaf."""
+        """Return copies of the rows at given indices, one array per leaf."""
         taken = []
         for field, array in enumerate(self.arrays):
             out = buffers.empty(field, (places.size, *array.shape[1:]), array.dtype)
@@ -151,7 +151,7 @@ class RowMemory:
         return taken
 
     def take_into(self, places: NDArray[np.int64], other: RowMemory) -> None:
-        """Copy the rows at some places into another memory, which has room for just these."""
+        """Copy the rows at given indices into another memory of this size."""
         for array, out in zip(self.arrays, other.arrays, strict=True):
             take_rows(array, places, out)
 
@@ -162,7 +162,7 @@ def _aligned(nbytes: int) -> int:
 
 @final
 class RowChunks:
-    """Row numbers cut into chunks that are read as a whole, of one size or beginning at given numbers.
+    """Row numbers split into chunks that are read as a whole, of one size or with given starts.
 
     Example:
         >>> RowChunks(10, 4).bounds(2)
@@ -177,7 +177,7 @@ class RowChunks:
 
     @classmethod
     def of(cls, source: ParentRows, nbytes: int) -> RowChunks:
-        """The chunks of a source, of about so many bytes at least; with 0, as small as is good for the source."""
+        """Return the chunks of a source, of at least about `nbytes`; with 0, the smallest that suit the source."""
         starts = source.dataset.chunk_starts() if source.dataset.batching is None else None
         least = max(1, nbytes // source.row_bytes)
         if starts is None or len(starts) < 2 or int(starts[-1]) != source.count or int(starts[0]) != 0:
@@ -188,27 +188,27 @@ class RowChunks:
         return cls(source.count, starts=starts)
 
     def reads(self, chunks: NDArray[np.int64]) -> int:
-        """How many chunks are read as a whole: none where they are single rows."""
+        """Return how many chunks are read as a whole: 0 if chunks are single rows."""
         return 0 if self._starts is None and self._size == 1 else int(chunks.size)
 
     def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which chunk each row lies in."""
+        """Return the chunk of each row."""
         if self._starts is not None:
             return np.searchsorted(self._starts, rows, side="right") - 1
         return rows if self._size == 1 else rows // self._size
 
     def bounds(self, chunk: int) -> tuple[int, int]:
-        """The numbers of a chunk's rows, from and to."""
+        """Return the range of a chunk's row numbers."""
         if self._starts is not None:
             return int(self._starts[chunk]), int(self._starts[chunk + 1])
         return chunk * self._size, min((chunk + 1) * self._size, self.rows)
 
     def border(self, row: int) -> int:
-        """The beginning of the chunk in which a row lies; the number of rows for that."""
+        """Return the start of a row's chunk; for the number of rows itself."""
         return self.rows if row >= self.rows else self.bounds(int(self.numbers(np.array([row]))[0]))[0]
 
     def runs(self, chunks: NDArray[np.int64], rows: int) -> Iterator[NDArray[np.int64]]:
-        """Ascending chunks in parts of about so many rows."""
+        """Split ascending chunks into runs of about this number of rows."""
         if self._starts is None:
             step = max(1, rows // self._size)
             for first in range(0, len(chunks), step):
@@ -219,7 +219,7 @@ class RowChunks:
         yield from np.split(chunks, np.flatnonzero(np.diff(part)) + 1)
 
     def all_rows(self, chunks: NDArray[np.int64], source: ParentRows) -> NDArray[np.int64]:
-        """The numbers of the rows of ascending chunks."""
+        """Return the row numbers of ascending chunks."""
         if self._starts is None and self._size == 1:
             return chunks
         return np.concatenate([source.between(*self.bounds(chunk)) for chunk in chunks.tolist()])

@@ -1,8 +1,8 @@
 """Rows fetched from other nodes: by messages that a thread of each rank answers, or by one-sided MPI_Get.
 
-A collective for each batch would be as quick as messages, but it must be entered by all ranks equally often, and threads that
-read ahead are not in step: after a `break` in the training loop one of them would wait for ever. Gets are quick where the
-network reads memory without its owner's help.
+A collective per batch would be as fast as messages, but all ranks must enter it equally often, and threads that read
+ahead are not in step: after a `break` in the training loop one of them would wait forever. Gets are fast if the network
+reads remote memory without the owner's help.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ __all__ = ["Reply", "RowGets", "RowMessages"]
 
 _ASK = 1
 _FIRST_REPLY, _LAST_REPLY = 16, 32000  # tags; MPI promises 32767
-_MESSAGE_BYTES = 16 << 20  # of one reply, about
+_MESSAGE_BYTES = 16 << 20  # approximate limit of one reply
 
 
 @dataclass
 class Reply:
-    """Rows on their way: those at some places of a batch, and the memory that they come into."""
+    """Requested rows: their indices in a batch, and the memory that receives them."""
 
     places: NDArray[np.int64]
     rows: RowMemory
-    kept: tuple[Any, ...]  # requests of MPI, and what they use
+    kept: tuple[Any, ...]  # MPI requests and their buffers
     rank: int
 
 
 @final
 class RowMessages:
-    """Asks other ranks for rows of their memory, and answers them. Made and closed collectively.
+    """A client and server of rows of all ranks' memory, by messages. Created and closed collectively.
 
     Args:
-        comm: a communicator of all ranks for this alone; freed by `close`.
+        comm: a communicator of all ranks for this purpose only; freed by `close`.
         memory: the rows of this rank's node.
-        holders: of each node the rank to ask.
+        holders: the rank to ask on each node.
         timeout: seconds to wait for an answer.
-        counted: told the bytes that came.
+        counted: called with the number of bytes received.
     """
 
     name = "messages"
@@ -76,8 +76,8 @@ class RowMessages:
         self._closed = False
         self._stop = threading.Event()
         self._leaving = threading.Event()
-        self._mailbox = Mailbox(comm)  # of the thread that answers; what answers carry comes by requests
-        self._lost: list[Reply] = []  # never answered: MPI may still write into their memory
+        self._mailbox = Mailbox(comm)  # of the answering thread; requests receive the answers
+        self._lost: list[Reply] = []  # never answered; MPI may still write into their memory
         refuse_in_children(self)
         self._thread = threading.Thread(target=self._serve, name="mpistrat-rows", daemon=True)
         self._thread.start()
@@ -89,7 +89,7 @@ class RowMessages:
     # asking
 
     def start(self, node: int, rows: NDArray[np.int64], places: NDArray[np.int64]) -> list[Reply]:
-        """Ask for rows of a node's memory, which belong to some places of a batch."""
+        """Request rows of a node's memory, for given indices of a batch."""
         rank = self._holders[node]
         replies = []
         for low in range(0, rows.size, self._limit):
@@ -109,7 +109,7 @@ class RowMessages:
         """Wait for the rows.
 
         Raises:
-            CollectiveTimeoutError: naming the ranks that do not answer.
+            CollectiveTimeoutError: naming the ranks that did not answer.
             ClosedError: the strategy was closed meanwhile.
         """
         backoff, deadline = row_backoff(), Deadline(self._timeout)
@@ -146,7 +146,7 @@ class RowMessages:
             backoff.pause()
 
     def _answer(self) -> bool:
-        """Take what has come. Return whether there was any, or something is being sent."""
+        """Answer received requests. Return True if there were any, or a send is pending."""
         messages = self._mailbox.poll()
         for rank, _, data in messages:
             asked = np.frombuffer(data, np.int64)
@@ -163,11 +163,11 @@ class RowMessages:
     # the end
 
     def close(self) -> None:
-        """End the thread and free the communicator; nobody may be waiting for rows on any rank. Collective."""
+        """End the thread and free the communicator; no rank may be waiting for rows. Collective."""
         if self._closed:
             return
         self._closed = True
-        request = self._comm.Ibarrier()  # threads answer until no rank wants anything
+        request = self._comm.Ibarrier()  # threads answer until no rank needs rows
         wait_until(request.Test, backoff=row_backoff())
         self._stop.set()
         self._thread.join()
@@ -175,28 +175,28 @@ class RowMessages:
         self._comm.Free()
 
     def leave(self) -> Callable[[], None]:
-        """Tell the others that this rank wants nothing any more; return what answers until nobody does."""
+        """Announce that this rank needs no more rows; return a function that answers until all ranks have left."""
         self._leaving.set()
         return self._thread.join
 
     def abandon(self) -> None:
-        """End the thread."""
+        """End the thread. Local."""
         self._stop.set()
 
 
 @final
 class RowGets:
-    """Gets rows out of the memory of other ranks. Made and closed collectively.
+    """One-sided reads of rows in the memory of other ranks. Created and closed collectively.
 
-    A wait inside MPI has no timeout; it needs no other rank's program to go on.
+    A wait inside MPI has no timeout; it does not depend on the other ranks' programs.
 
     Args:
-        comm: a communicator of all ranks for this alone; freed by `close`.
-        segment: the bytes that this rank shows the others; empty for none.
-        holders: of each node the rank whose segment holds its rows.
-        starts: for each node, where the arrays in that segment begin, in bytes.
+        comm: a communicator of all ranks for this purpose only; freed by `close`.
+        segment: the bytes that this rank exposes; empty for none.
+        holders: the rank whose segment contains the rows of each node.
+        starts: for each node, the offsets of the arrays in that segment, in bytes.
         row_spec: the specs of a row.
-        counted: told the bytes that came.
+        counted: called with the number of bytes received.
     """
 
     name = "get"
@@ -215,11 +215,11 @@ class RowGets:
         row_bytes = sum(array.nbytes for array in RowMemory(row_spec, 1).arrays)
         self._limit = max(1, _MESSAGE_BYTES // max(1, row_bytes))
         self._buffers = RowBuffers()
-        self._lock = threading.Lock()  # a flush is for all that was begun
+        self._lock = threading.Lock()  # a flush completes all started gets
         self._window = RemoteWindow.over(comm, segment, 'cache("job")')
 
     def start(self, node: int, rows: NDArray[np.int64], places: NDArray[np.int64]) -> list[Reply]:
-        """Begin to get rows of a node's memory, which belong to some places of a batch."""
+        """Start to get rows of a node's memory, for given indices of a batch."""
         replies = []
         for low in range(0, rows.size, self._limit):
             some = rows[low : low + self._limit]
@@ -249,6 +249,6 @@ class RowGets:
             self._comm.Free()
 
     def leave(self) -> None:
-        """Nothing: the end of the program frees the window."""
+        """Do nothing: the end of the program frees the window."""
 
     abandon = leave
