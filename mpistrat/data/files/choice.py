@@ -1,4 +1,4 @@
-"""The choice of a reader for a field, and of the chunks in which its rows are read."""
+"""The choice of a field's reader, and of the chunks in which its rows are read."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["READERS", "MixedReader", "choose_reader", "chunk_starts"]
 
 READERS = ("auto", "mmap", "pread", "h5py")
-_CHUNK_ROWS = 1024  # of files that have no chunks, where other files do
+_CHUNK_ROWS = 1024  # chunk size of files without chunks, if other files have them
 
 
 def choose_reader(storages: Sequence[Storage], reader: str, hdf5: OpenFiles[h5py.File]) -> FieldReader:
-    """Return the quickest reader of a field that its files and the user allow.
+    """Return the fastest reader that a field's files and the user allow.
 
-    "auto" falls back from maps to "pread", where the system does not map the files.
+    "auto" falls back from maps to "pread" if the system does not map the files.
 
     Args:
         storages: the field in each file, in the set's order.
-        reader: one of READERS: how contiguous data is read, or "h5py" for everything through h5py.
+        reader: one of READERS: the reader of contiguous data, or "h5py" for everything through h5py.
         hdf5: opens files for h5py.
     """
     storages = [storage for storage in storages if storage.rows] or storages[:1]
@@ -51,8 +51,7 @@ def choose_reader(storages: Sequence[Storage], reader: str, hdf5: OpenFiles[h5py
 def chunk_starts(storages: Sequence[Storage], reader: str) -> NDArray[np.int64] | None:
     """Return `Node.chunk_starts` of a field, or None if single rows are cheap.
 
-    Chunks of the file count whatever reads them: a shuffle's order follows from them, and must not depend on the packages
-    that a rank has.
+    The file's chunks count for every reader: a shuffle's order follows from them, and must not depend on a rank's packages.
     """
     through_hdf5 = [_way(storage, reader) == "h5py" for storage in storages]
     if any(storage.chunk_rows and storage.rows for storage in storages):
@@ -68,7 +67,7 @@ def chunk_starts(storages: Sequence[Storage], reader: str) -> NDArray[np.int64] 
 
 
 def _way(storage: Storage, reader: str) -> str:
-    """How one file's rows are read; all files that are read alike share a reader."""
+    """Return the name of a file's reader; files with the same name share one."""
     if isinstance(storage.layout, Contiguous) and reader != "h5py":
         return "pread" if reader == "pread" else "mmap"
     if isinstance(storage.layout, Chunks) and reader != "h5py":
@@ -98,7 +97,7 @@ def _make(way: str, storages: Sequence[Storage], reader: str, hdf5: OpenFiles[h5
 
 
 def _not_mapped(storages: Sequence[Storage], reader: str, error: OSError) -> PositionalReader:
-    """What reads files that the system does not map."""
+    """Return a reader for files that the system does not map."""
     if reader == "mmap":
         where, remedy = storages[0].where, 'Pass reader="auto" or reader="pread".'
         raise shard_error(where, "files that can be mapped into memory", str(error), remedy) from error
@@ -106,14 +105,14 @@ def _not_mapped(storages: Sequence[Storage], reader: str, error: OSError) -> Pos
 
 
 class MixedReader(FieldReader):
-    """Distributes rows to several readers, each of which reads some of the files and numbers their rows."""
+    """A reader that distributes rows to several readers, each for some of the files with its own row numbers."""
 
     def __init__(self, rows: Sequence[int], parts: Sequence[Sequence[int]], readers: Sequence[FieldReader]) -> None:
         self._index = RowIndex(rows)
         self._parts = parts
         self._readers = readers
         self._reader_of = np.zeros(len(rows), np.int64)
-        self._shift = np.zeros(len(rows), np.int64)  # what takes a row's number to its reader's number of it
+        self._shift = np.zeros(len(rows), np.int64)  # offset from a row's number to its reader's number
         for number, part in enumerate(parts):
             own = np.concatenate(([0], np.cumsum([rows[shard] for shard in part])))
             self._reader_of[list(part)] = number
@@ -127,7 +126,7 @@ class MixedReader(FieldReader):
         return StageStats.reading(reader.counters for reader in self._readers)
 
     def _shares(self, rows: NDArray[np.int64]) -> list[tuple[FieldReader, NDArray[np.int64], NDArray[np.int64]]]:
-        """Each reader that has some of the rows, where they stand among the rows, and its own numbers of them."""
+        """Return each reader with a share of the rows: their indices among the rows, and the reader's numbers of them."""
         shards = self._index.shard_of(rows)
         reader_of, own = self._reader_of[shards], rows + self._shift[shards]
         chosen = ((reader, np.flatnonzero(reader_of == number)) for number, reader in enumerate(self._readers))

@@ -1,4 +1,4 @@
-"""Chunks of whole rows: read raw from the files, decoded outside HDF5's lock, ahead of need, and kept for a while."""
+"""Chunks of whole rows: read raw from the files, decoded ahead outside HDF5's lock, and cached."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["CACHE_BYTES", "ChunkCache", "ChunkFiles", "ChunkedReader"]
 
 
 class ChunkFiles:
-    """Reads and decodes chunks, in as many threads as like. It keeps none of them.
+    """A thread-safe reader and decoder of chunks, without a cache.
 
     Attributes:
         layouts: each file's chunks.
-        row_starts: the row at which each chunk begins, then the number of rows.
+        row_starts: the first row of each chunk, then the number of rows.
 
     Raises:
         ShardError: for a chunk that lies outside its file.
@@ -57,11 +57,11 @@ class ChunkFiles:
 
     @property
     def opened(self) -> Set[ShardFile]:
-        """The files of which something was read."""
+        """The files that were read from."""
         return self._files.opened
 
     def decode(self, chunk: int, slot: NDArray[np.uint8]) -> int:
-        """Put a chunk's bytes at the beginning of a slot; return how many bytes of its file were read.
+        """Decode a chunk into the start of a slot; return the number of bytes read from its file.
 
         Raises:
             ShardError: naming the file, the dataset and the chunk.
@@ -106,48 +106,48 @@ def _error(storage: Storage, chunk: int, got: str) -> ShardError:
     return shard_error(storage.where, expected, got, DAMAGED)
 
 
-_FREE, _QUEUED, _BUSY, _READY = range(4)  # what a slot is
+_FREE, _QUEUED, _BUSY, _READY = range(4)  # states of a slot
 
-Decode = Callable[[int, NDArray[np.uint8]], int]  # (chunk, where its bytes belong) -> bytes read from the file
+Decode = Callable[[int, NDArray[np.uint8]], int]  # (chunk, slot) -> bytes read from the file
 
 
 @functools.cache
 def _decoder() -> ThreadPoolExecutor:
-    """The one thread that decodes ahead, for all datasets of the process; what it is given has no HDF5 in it.
+    """Return the one thread that decodes ahead, for all datasets of the process; its tasks do not call HDF5.
 
-    Who reads decodes, too, so that is two cores of a rank; more threads only took them from each other.
+    Readers decode too, which makes two cores per rank; more threads only compete with these.
     """
     return ThreadPoolExecutor(1, thread_name_prefix="mpistrat-decode")
 
 
-os.register_at_fork(after_in_child=_decoder.cache_clear)  # a forked child has none of the threads
+os.register_at_fork(after_in_child=_decoder.cache_clear)  # threads do not exist in a forked child
 
 
 class ChunkCache:
-    """Chunks by number, decoded into slots of one array. When all slots are taken, the one used longest ago goes.
+    """Decoded chunks in slots of one array. If all slots are in use, the least recently used one is replaced.
 
-    One thread reads (`acquire`, then takes its rows, then `release`); any thread may tell what will be read soon. A
-    chunk that is expected stays until it has been read, so a hint that finds no room is dropped.
+    One thread reads (`acquire`, copies rows, `release`); any thread may announce what will be read soon. An expected
+    chunk stays until it is read, so a hint without room is dropped.
 
     Args:
-        chunks: how many chunks there are.
+        chunks: the number of chunks.
         slot_bytes: the size of the largest.
-        slots: how many are held at most.
-        decode: makes a chunk's bytes; called in several threads at once.
-        counters: where to count chunks, bytes read for them, seconds of reading and decoding, over all threads,
-            and seconds that the reader waited for a thread.
+        slots: the most slots.
+        decode: decodes a chunk; called in several threads at once.
+        counters: counters of chunks, bytes read, seconds of reading and decoding over all threads, and the reader's
+            seconds of waiting.
     """
 
     def __init__(self, chunks: int, slot_bytes: int, slots: int, decode: Decode, counters: StageStats) -> None:
         slots = max(1, min(slots, chunks))
         self._decode = decode
         self._counters = counters
-        self.memory = np.empty((slots, slot_bytes), np.uint8)  # the system gives pages as they are first written
+        self.memory = np.empty((slots, slot_bytes), np.uint8)  # pages are allocated at the first write
         self._slot_of = np.full(chunks, -1, np.int32)
         self._chunk_in = np.full(slots, -1, np.int64)
         self._state = np.zeros(slots, np.uint8)
-        self._expected = np.zeros(slots, bool)  # asked for by a hint and not read since
-        self._used = np.zeros(slots, np.int64)  # when, counted in reads
+        self._expected = np.zeros(slots, bool)  # announced, and not read since
+        self._used = np.zeros(slots, np.int64)  # time of the last use, counted in reads
         self._now = 1
         self._reading = False
         self._errors: dict[int, BaseException] = {}  # by slot
@@ -160,26 +160,26 @@ class ChunkCache:
 
     @property
     def limit(self) -> int:
-        """How many chunks can be acquired together."""
+        """The most chunks that can be acquired together."""
         if self.slots == len(self._slot_of):
             return self.slots
-        return max(1, self.slots - 1)  # the thread may be busy in a slot that was given to another chunk
+        return max(1, self.slots - 1)  # the thread may be filling a reassigned slot
 
     def expect(self, chunks: NDArray[np.int64]) -> None:
-        """Begin to decode those of some chunks that are not here, as far as there is room."""
-        absent = self._slot_of[chunks] < 0  # a glance without the lock: being wrong costs a hint
+        """Start to decode those chunks that are not cached, as far as there is room."""
+        absent = self._slot_of[chunks] < 0  # checked without the lock: an error only loses a hint
         if not absent.any():
             return
         missing = np.unique(chunks[absent])
         with self._changed:
             missing = missing[self._slot_of[missing] < 0]
             if missing.size > self.limit // 2 and self.slots < len(self._slot_of):
-                return  # they would push each other out before they are read
+                return  # they would evict each other before they are read
             slots = self._assign(missing, hint=True)
         self._start(slots)
 
     def acquire_ready(self, chunks: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Return the slots of some chunks, which may repeat, and hold them; None if one of them is not decoded yet."""
+        """Return the slots of some chunks, possibly repeated, and hold them; None if one is not decoded yet."""
         with self._changed:
             slots = self._slot_of[chunks]
             if slots.min() < 0 or (self._state[slots] != _READY).any():
@@ -191,19 +191,19 @@ class ChunkCache:
             return slots.astype(np.int64)
 
     def acquire(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the slots of some different chunks, at most `limit`, once all are decoded; hold them.
+        """Return the slots of some different chunks, at most `limit`, when all are decoded; hold them.
 
         Raises:
-            Exception: what decoding one of them raised.
+            Exception: the error of decoding one of them.
         """
         with self._changed:
             self._now += 1
             self._reading = True
             slots = self._slot_of[chunks].astype(np.int64)
-            self._used[slots[slots >= 0]] = self._now  # before others are put into the oldest slots
+            self._used[slots[slots >= 0]] = self._now  # before the oldest slots are reassigned
             missing = chunks[slots < 0]
             given = self._assign(missing, hint=False)
-            while given.size < missing.size:  # threads are still busy in slots that are not needed any more
+            while given.size < missing.size:  # threads still fill slots that are no longer needed
                 self._wait()
                 more = self._assign(missing[given.size :], hint=False)
                 given = np.concatenate((given, more))
@@ -214,7 +214,7 @@ class ChunkCache:
         if not ready:
             if given.size > 1:
                 self._start(given)
-            for slot in slots[::-1].tolist():  # help, from the end that the threads reach last
+            for slot in slots[::-1].tolist():  # help, from the end that the thread reaches last
                 if self._state[slot] == _QUEUED:
                     self._fill(slot)
             with self._changed:
@@ -224,13 +224,13 @@ class ChunkCache:
                 if failed:
                     error = self._errors[failed[0]]
                     for slot in failed:
-                        self._drop(slot)  # who asks again tries again
+                        self._drop(slot)  # the next attempt decodes it again
                     self._reading = False
                     raise error
         return slots
 
     def release(self) -> None:
-        """Release what was acquired: its slots may be used for other chunks."""
+        """Release the acquired slots, which may then be reused."""
         with self._changed:
             self._reading = False
 
@@ -241,17 +241,17 @@ class ChunkCache:
         self._counters.add(wait_seconds=time.perf_counter() - started)
 
     def _assign(self, chunks: NDArray[np.int64], *, hint: bool) -> NDArray[np.int64]:
-        """Give as many of the chunks as possible a slot each, from the first on; return the slots."""
+        """Assign slots to as many of the chunks as possible, in order; return the slots."""
         if not chunks.size:
             return np.empty(0, np.int64)
         usable = self._state != _BUSY
-        if self._reading or hint:  # the next rows are often in the chunk that was read last
+        if self._reading or hint:  # the next rows are often in the latest chunk
             usable &= self._used != self._now
         if hint:
             usable &= ~self._expected
         slots = np.flatnonzero(usable)
-        if slots.size > chunks.size:  # those that are free first, then those used longest ago
-            age = self._used[slots] + self._expected[slots] * self.slots  # not for ever: it may never be read
+        if slots.size > chunks.size:  # free ones first, then the least recently used
+            age = self._used[slots] + self._expected[slots] * self.slots  # expected ones age too
             age[self._state[slots] == _FREE] = -1
             slots = slots[np.argsort(age, kind="stable")[: chunks.size]]
         chunks = chunks[: slots.size]
@@ -260,7 +260,7 @@ class ChunkCache:
         self._chunk_in[slots] = chunks
         self._slot_of[chunks] = slots
         self._state[slots] = _QUEUED
-        self._used[slots] = self._now - hint  # what is only expected must not look as if it were being read
+        self._used[slots] = self._now - hint  # an expected chunk must not seem in use
         self._expected[slots] = hint
         return slots
 
@@ -275,9 +275,9 @@ class ChunkCache:
         return [slot for slot in slots.tolist() if slot in self._errors] if self._errors else []
 
     def _start(self, slots: NDArray[np.int64]) -> None:
-        """Hand slots to the thread: one task, as one for every small chunk would cost too much."""
+        """Submit slots to the thread in one task; one per small chunk would cost too much."""
         if slots.size:
-            with contextlib.suppress(RuntimeError):  # the interpreter is ending: who still reads decodes by itself
+            with contextlib.suppress(RuntimeError):  # at interpreter shutdown readers decode themselves
                 _decoder().submit(self._fill_all, slots.tolist())
 
     def _fill_all(self, slots: list[int]) -> None:
@@ -285,7 +285,7 @@ class ChunkCache:
             self._fill(slot)
 
     def _fill(self, slot: int) -> None:
-        """Decode the chunk that belongs into a slot, unless that is done, or begun."""
+        """Decode a slot's chunk, unless that is done or in progress."""
         with self._changed:
             if self._state[slot] != _QUEUED or slot in self._errors:
                 return
@@ -295,7 +295,7 @@ class ChunkCache:
         started, read = time.perf_counter(), 0
         try:
             read = self._decode(chunk, self.memory[slot])
-        except BaseException as caught:  # whatever it is, it belongs to the reader
+        except BaseException as caught:  # any error is raised in the reader
             error = caught
         self._counters.add(chunk_reads=1, bytes_read=read, seconds=time.perf_counter() - started)
         with self._changed:
@@ -308,12 +308,12 @@ class ChunkCache:
                 self._changed.notify_all()
 
 
-CACHE_BYTES = 1 << 25  # decoded chunks of one field that are kept, unless a shuffle's window needs more
-_SLACK = 5  # chunks beside the windows: the one that the thread is in, and those by which windows differ
+CACHE_BYTES = 1 << 25  # cache of one field's decoded chunks, unless a shuffle's window needs more
+_SLACK = 5  # chunks in addition to the windows: the one being decoded, and the windows' difference
 
 
 class ChunkedReader(FieldReader):
-    """Rows of chunked data over all shards. Chunks that were read are kept decoded, up to a fixed number of bytes.
+    """Rows of chunked data over all shards. Decoded chunks are cached, up to a fixed number of bytes.
 
     Raises:
         ShardError: for a chunk that lies outside its file.
@@ -327,8 +327,8 @@ class ChunkedReader(FieldReader):
         self._row_bytes = files.layouts[0].row_bytes
         self._slot_rows = max(layout.rows for layout in files.layouts)
         self._slots = max(_SLACK, CACHE_BYTES // max(1, self._slot_rows * self._row_bytes))
-        self._lock = threading.Lock()  # of the cache's making
-        self._reading = threading.Lock()  # one thread reads rows at a time; decoding is what is done in several
+        self._lock = threading.Lock()  # for creating the cache
+        self._reading = threading.Lock()  # one thread reads rows at a time, while several decode
         self._cache: ChunkCache | None = None
         names = sorted({layout.pipeline.name for layout in files.layouts if layout.pipeline.name})
         self.kind = f"raw chunks, decoded by {', '.join(names)}" if names else "raw chunks"
@@ -337,7 +337,7 @@ class ChunkedReader(FieldReader):
         return self._files.opened
 
     def keep(self, rows: int) -> None:
-        """Make room for two windows of so many rows: the one that is read, and the next."""
+        """Make room for two windows of this size: the current and the next one."""
         smallest = min(int(self._starts[-1]) / len(self._files), *(layout.rows for layout in self._files.layouts))
         slots = min(2 * math.ceil(rows / smallest) + _SLACK, len(self._files))
         with self._lock:
@@ -357,7 +357,7 @@ class ChunkedReader(FieldReader):
         return np.searchsorted(self._starts, rows, side="right") - 1
 
     def expect(self, rows: NDArray[np.int64]) -> None:
-        """Begin to decode the chunks of rows that will be read soon. Returns at once."""
+        """Start to decode the chunks of rows that will be read soon, without waiting."""
         if rows.size:
             self._opened().expect(self._chunks_of(rows))
 
@@ -382,7 +382,7 @@ class ChunkedReader(FieldReader):
                 slots = cache.acquire(wanted)[np.searchsorted(wanted, chunks)]
                 self._take(cache, slots, chunks, rows, target)
                 return
-            for first in range(0, wanted.size, cache.limit):  # more chunks than are kept: some after the others
+            for first in range(0, wanted.size, cache.limit):  # more chunks than slots: several passes
                 some = wanted[first : first + cache.limit]
                 own = np.flatnonzero((chunks >= some[0]) & (chunks <= some[-1]))
                 slots = cache.acquire(some)[np.searchsorted(some, chunks[own])]
@@ -398,7 +398,7 @@ class ChunkedReader(FieldReader):
         rows: NDArray[np.int64],
         out: NDArray[np.uint8],
     ) -> None:
-        """Copy rows out of slots that are held, and release these."""
+        """Copy rows from held slots, and release these."""
         try:
             places = slots * self._slot_rows + (rows - self._starts[chunks])
             take_rows(cache.memory.reshape(-1, self._row_bytes), places, out)

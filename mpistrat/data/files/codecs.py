@@ -1,10 +1,13 @@
-"""HDF5's filters undone outside HDF5, which would hold its lock: raw chunk to bytes.
+"""Decoders of HDF5's filters, outside HDF5 and its lock: from raw chunks to bytes.
 
-Deflate is undone by the quickest decoder that is installed. Measured on data that compresses 1.7 times, chunks of
-24 KB to 1.5 MB, MB/s of decoded bytes, one thread: imagecodecs and deflate (both libdeflate) 400-540, isal 540-600,
-zlib-ng 270-380, zlib 200-230; on chunks of 200 KB of float32 after shuffle, and of sparse pixels: imagecodecs 1480 and
-790, isal 920 and 570, zlib 670 and 240. imagecodecs comes first: it alone decodes into a buffer that is there already,
-and has lzf, too. All of them release the GIL.
+Deflate uses the fastest installed decoder. Measured in MB/s of decoded bytes, one thread:
+
+    data                               imagecodecs  deflate  isal     zlib-ng  zlib
+    compressed 1.7x, 24 KB to 1.5 MB   400-540      400-540  540-600  270-380  200-230
+    200 KB of float32 after shuffle    1480                  920               670
+    200 KB of sparse pixels            790                   570               240
+
+imagecodecs comes first: only it decodes into an existing buffer, and it also has lzf. All of them release the GIL.
 """
 
 from __future__ import annotations
@@ -27,21 +30,21 @@ if TYPE_CHECKING:
 __all__ = ["DecodeError", "Decoder", "Pipeline", "decoder_of", "deflate_decoders", "fletcher32", "lzf_decoders"]
 
 Bytes = NDArray[np.uint8]
-Decoder = Callable[[Bytes, Bytes], int]  # (encoded bytes, buffer) -> how many bytes of the buffer were filled
+Decoder = Callable[[Bytes, Bytes], int]  # (encoded bytes, buffer) -> number of bytes written
 
 # HDF5's numbers of the filters (H5Zpublic.h, and h5py's for lzf).
 DEFLATE, SHUFFLE, FLETCHER32, LZF = 1, 2, 3, 32000
 
-COMPILED = "mpistrat"  # among the names of packages
+COMPILED = "mpistrat"  # in place of a package name
 _CHECKSUM = 4  # bytes that fletcher32 appends
 _WORDS = 256  # 16-bit words summed in one go: 255 * 65535 * 256 / 2 stays below 2**32
 
 
 class DecodeError(ValueError):
-    """A chunk's bytes are not what its filters would have written."""
+    """The error of a chunk whose bytes its filters cannot have written."""
 
 
-# Decoders. Each raises what it likes, or fills less than the whole buffer; Pipeline makes one error of it.
+# Decoders. Each raises its own errors, or fills less than the buffer; Pipeline converts both to DecodeError.
 
 
 def _imagecodecs(function: str) -> Decoder:
@@ -63,7 +66,7 @@ def _libdeflate() -> Decoder:
 
 
 def _zlib(module: str) -> Decoder:
-    """A module with zlib's interface. Its output is limited: a damaged chunk may promise a thousand times its size."""
+    """Return the decoder of a module with zlib's interface. Its output is limited: a damaged chunk may claim a huge size."""
     decompressobj = importlib.import_module(module).decompressobj
 
     def into(encoded: Bytes, out: Bytes) -> int:
@@ -77,7 +80,7 @@ def _zlib(module: str) -> Decoder:
 
 
 def _compiled(decode: Callable[[Bytes, Bytes], int]) -> Decoder:
-    """One of the compiled loops, which decodes into the buffer itself, too."""
+    """Return the decoder of a compiled loop, which also decodes into the buffer."""
 
     def into(encoded: Bytes, out: Bytes) -> int:
         filled = decode(out, encoded)
@@ -113,19 +116,19 @@ def _installed(table: dict[str, Callable[[], Decoder]]) -> list[str]:
 
 @functools.cache
 def deflate_decoders() -> Sequence[str]:
-    """The installed packages that undo deflate, the preferred one first."""
+    """Return the installed packages that decode deflate, the preferred one first."""
     return tuple(_installed(_DEFLATE))
 
 
 @functools.cache
 def lzf_decoders() -> Sequence[str]:
-    """What undoes lzf here, the preferred one first."""
+    """Return the installed decoders of lzf, the preferred one first."""
     return tuple(_installed(_LZF))
 
 
 @functools.cache
 def decoder_of(code: int, package: str) -> Decoder:
-    """Return the decoder of that name for the filter of that number."""
+    """Return the decoder of this name for the filter with this number."""
     return (_DEFLATE if code == DEFLATE else _LZF)[package]()
 
 
@@ -133,7 +136,7 @@ def decoder_of(code: int, package: str) -> Decoder:
 
 
 def unshuffle(encoded: Bytes, out: Bytes, size: int) -> None:
-    """Undo the shuffle filter: first all elements' first bytes, then their second; what is over stays as it is."""
+    """Undo the shuffle filter, which stores all elements' first bytes, then the second ones; a remainder is unchanged."""
     if loops.unshuffle(out, encoded, size):
         return
     count = out.size // size
@@ -146,9 +149,9 @@ def unshuffle(encoded: Bytes, out: Bytes, size: int) -> None:
 def fletcher32(data: Bytes) -> int:
     """Return HDF5's checksum of some bytes.
 
-    Two sums of 16-bit words, big end first, modulo 65535, where a sum that is not zero counts as 65535, not as 0.
-    The words are summed as they lie in memory: modulo 65535, swapping a word's bytes multiplies it by 256, so the
-    sums' bytes are swapped once in the end.
+    Two sums of big-endian 16-bit words, modulo 65535, where a non-zero sum is 65535 instead of 0. The words are summed in
+    memory order: modulo 65535, swapping a word's bytes multiplies it by 256, so the sums' bytes are swapped once at the
+    end.
     """
     words = data[: data.size // 2 * 2].view("<u2")
     parts = [words[: words.size // _WORDS * _WORDS].reshape(-1, _WORDS), words[words.size // _WORDS * _WORDS :][None]]
@@ -181,7 +184,7 @@ def _check_fletcher32(encoded: Bytes) -> Bytes:
     data = encoded[:-_CHECKSUM]
     stored = int.from_bytes(encoded[-_CHECKSUM:].tobytes(), "little")
     computed = fletcher32(data)
-    # HDF5, too, takes the checksum of old libraries on big-endian machines: the bytes of both sums swapped.
+    # HDF5 also accepts the checksum of old libraries on big-endian machines, with the bytes of both sums swapped.
     swapped = (computed & 0x00FF00FF) << 8 | (computed & 0xFF00FF00) >> 8
     if stored not in (computed, swapped):
         raise DecodeError(f"the checksum of its bytes is {computed:08x}, but {stored:08x} is stored")
@@ -190,12 +193,12 @@ def _check_fletcher32(encoded: Bytes) -> Bytes:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The filters of one dataset in the order in which they were applied to each chunk.
+    """The filters of one dataset, in the order of their application to each chunk.
 
     Args:
         filters: numbers and first parameters of the filters.
-        decoder: undoes deflate or lzf; None where neither is among them.
-        name: the decoder's package, for people.
+        decoder: the decoder of deflate or lzf; None without either.
+        name: the decoder's package, for texts.
     """
 
     filters: tuple[tuple[int, int], ...]
@@ -204,7 +207,7 @@ class Pipeline:
 
     @staticmethod
     def of(dataset: h5py.Dataset) -> Pipeline | str:
-        """Return the filters of a chunked dataset, or why one of them can only be undone by HDF5."""
+        """Return the filters of a chunked dataset, or the reason why only HDF5 can undo them."""
         plist = dataset.id.get_create_plist()
         filters = []
         for index in range(plist.get_nfilters()):
@@ -216,7 +219,7 @@ class Pipeline:
 
     @staticmethod
     def undoing(filters: Sequence[tuple[int, int]]) -> Pipeline | str:
-        """Return what undoes filters, given by numbers and first parameters, or why none of the packages here does."""
+        """Return the pipeline for filters, given as numbers and first parameters, or the reason why no package here has it."""
         codes = [code for code, _ in filters]
         compressed = [code for code in codes if code in (DEFLATE, LZF)]
         if len(compressed) > 1:
@@ -233,7 +236,7 @@ class Pipeline:
 
         Args:
             raw: the chunk's bytes in the file.
-            mask: bit i is set where filter i was left out for this chunk.
+            mask: bit i is set if filter i was skipped for this chunk.
             out: receives the chunk, exactly.
 
         Raises:
@@ -266,7 +269,7 @@ class Pipeline:
             filled = self.decoder(data, target)
         except MemoryError:
             raise
-        except Exception as error:  # each package has errors of its own
+        except Exception as error:  # each package has its own errors
             raise DecodeError(f"{self.name} cannot decompress it: {error}") from error
         _expect(filled, target.size)
 

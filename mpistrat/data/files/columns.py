@@ -1,4 +1,4 @@
-"""Columns of pyarrow's tables as arrays of NumPy."""
+"""Columns of pyarrow tables as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["UnfitColumn", "column_spec", "to_numpy"]
 
 
 class UnfitColumn(Exception):
-    """A column, or a value of it, of which NumPy has no array; `remedy` is what the user can do."""
+    """The error of a column or value without a NumPy array; `remedy` is the user's fix."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(reason)
@@ -21,10 +21,10 @@ class UnfitColumn(Exception):
 
 
 def column_spec(kind: Any) -> ArraySpec:
-    """Return the spec of a row of a column of one of pyarrow's types.
+    """Return the spec of a row of a column of a pyarrow type.
 
     Raises:
-        UnfitColumn: for structures, maps, decimals and others that have no array.
+        UnfitColumn: for structures, maps, decimals and others without an array.
     """
     import pyarrow
 
@@ -57,7 +57,7 @@ def column_spec(kind: Any) -> ArraySpec:
 
 
 def is_text(kind: Any) -> bool:
-    """Return whether values of a type are `str`."""
+    """Return True if values of a type are `str`."""
     import pyarrow
 
     types = pyarrow.types
@@ -65,7 +65,7 @@ def is_text(kind: Any) -> bool:
 
 
 def is_bytes(kind: Any) -> bool:
-    """Return whether values of a type are `bytes`."""
+    """Return True if values of a type are `bytes`."""
     import pyarrow
 
     types = pyarrow.types
@@ -76,9 +76,9 @@ _NULLS = "Write the column without nulls, or do not name it. Only floats and tim
 
 
 def to_numpy(column: Any, spec: ArraySpec) -> NDArray[Any]:
-    """Return a column as the stacked rows of a spec.
+    """Return a column as stacked rows of a spec.
 
-    Nulls are NaN among floats, NaT among times.
+    Nulls become NaN in floats, NaT in times.
 
     Raises:
         UnfitColumn: for other nulls.

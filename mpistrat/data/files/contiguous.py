@@ -1,11 +1,11 @@
-"""Contiguous, unfiltered data, read through memory maps of the files, or by reads at given positions.
+"""Contiguous, unfiltered data, read through memory maps or by positional reads.
 
-Rows gathered from many arrays take a call for each; from one array they are one `take`. So all files are mapped beside
-each other into one range of addresses, where all rows must lie on one stride. A file's rows begin in their page of memory
-where they begin in their page of the file; so they are placed pages apart until every row stands a multiple of `row_bytes`
-behind the first. The gaps are reserved addresses, not memory.
+Gathering rows from many arrays takes one call per array; from one array it is one `take`. So all files are mapped next to
+each other into one address range, in which all rows must have one stride. A file's rows start at the same offset in a
+memory page as in the file's page; so files are placed some pages apart, until every row is a multiple of `row_bytes`
+after the first. The gaps are reserved addresses, not memory.
 
-Reads at positions are for files that may be cut while they are read: under a map, that kills the process.
+Positional reads are for files that may be truncated while they are read: under a map, that kills the process.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from .storage import Contiguous, FieldReader, Storage
 __all__ = ["Extent", "JoinedMap", "MappedReader", "PositionalReader", "assign_addresses", "join"]
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
-_LARGEST = 1 << 42  # bytes of addresses for one array; processes have 1 << 47
-_HUGE = 1 << 21  # a page of this size is mapped as one, where the page cache has it and both begin at a multiple
+_LARGEST = 1 << 42  # address range of one array; processes have 1 << 47
+_HUGE = 1 << 21  # huge page, used if the page cache has one and both addresses are multiples of it
 _FIXED = 0x10  # MAP_FIXED, on all of Linux's common processors
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Rows that are contiguous in a file."""
+    """Contiguous rows in a file."""
 
     file: ShardFile
     offset: int
@@ -54,12 +54,12 @@ class Extent:
 
 @dataclass(frozen=True)
 class JoinedMap:
-    """Rows of several extents as one read-only array of bytes; between the extents it must not be touched.
+    """Rows of several extents as one read-only array of bytes; the gaps between them must not be accessed.
 
     Attributes:
         rows: the array, of shape (rows and gaps, row_bytes).
-        first: for each extent the place of its first row in the array; None for one that is not in it.
-        map: maps an extent, given by its number. Before that its rows must not be touched.
+        first: each extent's first row in the array; None if it is not in the array.
+        map: maps an extent, given its number. Its rows must not be accessed before.
     """
 
     rows: NDArray[np.uint8]
@@ -70,20 +70,20 @@ class JoinedMap:
 def assign_addresses(
     sizes: Sequence[tuple[int, int]], row_bytes: int, page: int = _PAGE, largest: int = _LARGEST
 ) -> list[int | None]:
-    """Return an address for each extent, one behind the other, so that all rows stand on one stride.
+    """Return an address for each extent, in sequence, so that all rows have one stride.
 
-    None is the answer for an extent that no number of pages brings onto the stride of the first, or that has no room.
+    None for an extent that no number of pages aligns with the first, or that does not fit.
 
     Args:
         sizes: each extent's offset in its file and its bytes.
         row_bytes: the stride.
-        page: what addresses and offsets must agree in, modulo.
-        largest: the addresses end before it, but for the first extent.
+        page: the modulus in which addresses and offsets must agree.
+        largest: the limit of addresses, except for the first extent.
     """
     addresses: list[int | None] = []
     common = math.gcd(page, row_bytes)
     turns = row_bytes // common
-    pages_a_step = pow(page // common, -1, turns)  # so many pages move an extent by `common` bytes, modulo the stride
+    pages_a_step = pow(page // common, -1, turns)  # pages that move an extent by `common` bytes, modulo the stride
     start = sizes[0][0] % page
     end = 0
     for offset, nbytes in sizes:
@@ -100,12 +100,12 @@ def assign_addresses(
 
 
 def join(extents: Sequence[Extent], row_bytes: int) -> JoinedMap:
-    """Reserve addresses for those of the extents that can stand on one stride, the first at least.
+    """Reserve addresses for the extents that fit one stride, at least the first.
 
-    No file is opened before it is mapped, but the first where the system's own calls are not at hand.
+    Files are opened only when mapped, except the first one without the system's own calls.
 
     Raises:
-        OSError: when the system does not map the files, or not so many; `JoinedMap.map` raises it, too.
+        OSError: when the system does not map the files, or not this many; `JoinedMap.map` raises it too.
         ShardError: for a file that has changed; so does `JoinedMap.map`.
     """
     libc = _libc()
@@ -128,13 +128,13 @@ def join(extents: Sequence[Extent], row_bytes: int) -> JoinedMap:
 
 
 def _count_maps(placed: Sequence[tuple[Extent, int]], row_bytes: int) -> int:
-    """How many maps the system counts when all are mapped: one for each extent, and one for each gap between two."""
+    """Return the number of maps that the system counts: one per extent, and one per gap."""
     pages = [(address // _PAGE, -(-(address + extent.rows * row_bytes) // _PAGE)) for extent, address in placed]
     return len(pages) + sum(end < begin for (_, end), (begin, _) in itertools.pairwise(pages)) + 1
 
 
 def _alone(extents: Sequence[Extent], row_bytes: int) -> JoinedMap:
-    """Without the system's own calls: a map of the first file."""
+    """Map the first file without the system's own calls."""
     extent = extents[0]
     inside = extent.offset % _PAGE
     nbytes = extent.rows * row_bytes
@@ -146,7 +146,7 @@ def _alone(extents: Sequence[Extent], row_bytes: int) -> JoinedMap:
 
 @functools.cache
 def _libc() -> Any:
-    """The C library, or None where its `mmap` is not known to be as it is used here."""
+    """Return the C library, or None if its `mmap` may differ from the use here."""
     if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
     try:
@@ -160,24 +160,24 @@ def _libc() -> Any:
 
 
 def _limit_of_maps() -> int:
-    """How many maps the system lets a process have."""
+    """Return the system's limit of maps per process."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):
         return sys.maxsize
 
 
-_OTHERS = 8  # a process that has no map left can start no thread: this part of them is left to everybody else
+_OTHERS = 8  # fraction of the limit left to others: a process without free maps cannot start threads
 
 
 class _Reserved:
-    """A range of addresses for so many maps, given back when no array over it is left.
+    """A range of addresses for a number of maps, released with the last array over it.
 
     Args:
-        first_page: what is mapped at its beginning lies at this offset in a file.
+        first_page: the file offset of the first mapped page.
     """
 
-    _maps = 0  # of all ranges
+    _maps = 0  # maps of all ranges
     _lock = threading.Lock()
 
     def __init__(self, libc: Any, length: int, maps: int, first_page: int) -> None:
@@ -195,7 +195,7 @@ class _Reserved:
             if begin < end:
                 libc.munmap(begin, end - begin)
         give_back = weakref.finalize(self, self._give_back, libc, self._start, length, maps)
-        give_back.atexit = False  # threads may read until the end
+        give_back.atexit = False  # threads may read until the process ends
 
     @classmethod
     def _give_back(cls, libc: Any, start: int, length: int, maps: int) -> None:
@@ -210,7 +210,7 @@ class _Reserved:
         return int(address)
 
     def map_file(self, extent: Extent, address: int, nbytes: int) -> None:
-        """Put an extent of a file at an address within the range; the file need not stay open."""
+        """Map an extent of a file at an address in the range; the file can be closed after."""
         inside = extent.offset % _PAGE
         where, length = self._start + address - inside, inside + nbytes
         with closing(Descriptor(extent.file)) as descriptor:
@@ -221,21 +221,21 @@ class _Reserved:
         self.__array_interface__ = {
             "version": 3, "typestr": "|u1", "shape": (rows, row_bytes), "data": (self._start + address, True),
         }  # fmt: skip
-        return np.asarray(self)  # which holds this object
+        return np.asarray(self)  # the array references this object
 
 
 @final
 class MappedReader(FieldReader):
-    """Rows of contiguous data out of as few arrays as the files allow. A file is mapped when one of its rows is first read.
+    """Rows of contiguous data from as few arrays as the files allow. A file is mapped at the first read of its rows.
 
     Rows are copied as bytes, so alignment and byte order do not matter, and single rows are cheap.
 
     Args:
         storages: the field in each file.
-        instead: makes what reads the files where the system turns out not to map one of them, or raises.
+        instead: returns the reader to use if the system turns out not to map a file, or raises.
 
     Raises:
-        OSError: when the system does not map files, or not so many.
+        OSError: when the system does not map files, or not this many.
     """
 
     def __init__(self, storages: Sequence[Storage], instead: Callable[[OSError], PositionalReader]) -> None:
@@ -247,9 +247,9 @@ class MappedReader(FieldReader):
         self._mapped = np.array([not storage.rows for storage in storages])
         self._all_mapped = False
         self._joined: list[JoinedMap] = []
-        self._array_of = np.zeros(len(storages), np.int64)  # which array has a file's rows
-        self._shift = np.zeros(len(storages), np.int64)  # what takes a row's number to its place in that array
-        self._extent = np.zeros(len(storages), np.int64)  # a file's number among the extents of that array
+        self._array_of = np.zeros(len(storages), np.int64)  # the array with each file's rows
+        self._shift = np.zeros(len(storages), np.int64)  # offset from a row's number to its index in that array
+        self._extent = np.zeros(len(storages), np.int64)  # each file's index among the extents of that array
         self._arrays: list[NDArray[np.uint8]] = []
         waiting = [shard for shard, storage in enumerate(storages) if storage.rows]
         while waiting:
@@ -279,7 +279,7 @@ class MappedReader(FieldReader):
         }
 
     def _map(self, shards: NDArray[np.int64]) -> None:
-        """Map those of some files that are not yet; where one cannot be, all files are read in another way from now on."""
+        """Map the files that are not mapped yet."""
         missing = np.unique(shards[~self._mapped[shards]]).tolist()
         if not missing:
             return
@@ -328,12 +328,12 @@ def _extent(storage: Storage) -> Extent:
     return Extent(storage.file, storage.layout.offset, storage.rows)
 
 
-_BUFFERS = 1024  # that one call may fill, on Linux and macOS
+_BUFFERS = 1024  # most buffers of one call, on Linux and macOS
 
 
 @final
 class PositionalReader(FieldReader):
-    """Rows of contiguous data. Rows that are neighbours in a file are one read, each into its own place."""
+    """Rows of contiguous data. Neighbouring rows of a file are one read, scattered to their places."""
 
     kind = "pread"
 
@@ -350,7 +350,7 @@ class PositionalReader(FieldReader):
         self._counters.add(bytes_read=flat.nbytes)
         order = np.argsort(rows, kind="stable")
         ordered = rows[order]
-        again = np.flatnonzero(np.diff(ordered) == 0) + 1  # rows that were asked for more than once
+        again = np.flatnonzero(np.diff(ordered) == 0) + 1  # repeated rows
         if again.size:
             firsts = np.searchsorted(ordered, ordered[again])
             wanted = np.delete(order, again)
@@ -363,7 +363,6 @@ class PositionalReader(FieldReader):
         return self._files.opened
 
     def _read_increasing(self, rows: NDArray[np.int64], places: NDArray[np.int64], flat: NDArray[np.uint8]) -> None:
-        """Read increasing rows, each to its place."""
         for shard, own in self._index.by_shard(rows):
             storage = self._storages[shard]
             with self._files.lend(storage.file) as file:
@@ -371,7 +370,7 @@ class PositionalReader(FieldReader):
                     self._fill(storage, first * self._row_bytes, buffers, file.fileno())
 
     def _fill(self, storage: Storage, start: int, buffers: list[memoryview], descriptor: int) -> None:
-        """Read bytes of a dataset, from one on, into several buffers."""
+        """Read bytes of a dataset, from `start` on, into several buffers."""
         assert isinstance(storage.layout, Contiguous)
         position = storage.layout.offset + start
         while buffers:
@@ -396,7 +395,7 @@ class PositionalReader(FieldReader):
 def _runs(
     rows: NDArray[np.int64], places: NDArray[np.int64], flat: NDArray[np.uint8]
 ) -> Iterator[tuple[int, list[memoryview]]]:
-    """Runs of neighbouring rows: the first row, and the buffers that the run goes to, which are slices of `flat`."""
+    """Yield runs of neighbouring rows: the first row, and the run's buffers, which are slices of `flat`."""
     new_run = np.diff(rows) != 1
     cuts = np.flatnonzero(new_run | (np.diff(places) != 1)) + 1
     begins = [True, *new_run[cuts - 1].tolist()]

@@ -1,4 +1,4 @@
-"""Files that readers read from: opened when needed, a few at a time, and only while they are what they were."""
+"""Files of readers: opened on demand, a few at a time, and only while they are unchanged."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ __all__ = [
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _LOCKED = (errno.EAGAIN, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
-_KEPT_OPEN = 128  # files kept open: sets of shards may have more files than a process may open
-_KEPT_OPEN_BY_MPI = 32  # each takes two of MPICH's 2048 communicators, and MPICH 4.0 crashes where none is left
-_PATIENCE = 10.0  # seconds that the end of MPI waits for what is being read
+_KEPT_OPEN = 128  # most files kept open: sets may have more files than a process may open
+_KEPT_OPEN_BY_MPI = 32  # each uses two of MPICH's 2048 communicators, and MPICH 4.0 crashes without a free one
+_PATIENCE = 10.0  # seconds that the end of MPI waits for running reads
 
 
 NOT_UTF8 = "The text is in another encoding, such as Latin-1: write it in UTF-8, or do not name the field."
@@ -46,13 +46,13 @@ DAMAGED = "The file is damaged: copy it again, or write the shards again."
 
 
 def shard_error(where: object, expected: str, got: object, remedy: str = "") -> ShardError:
-    """Return the error about a file that is not what it should be."""
+    """Return the error of a file that is not as expected."""
     return ShardError(explain("HDF5Dataset", str(where), expected=expected, got=got, remedy=remedy))
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A file as it was when it was first looked at."""
+    """The identity of a file when it was first opened."""
 
     path: Path
     inode: int
@@ -65,7 +65,7 @@ class ShardFile:
         return cls(path, status.st_ino, status.st_size, status.st_mtime_ns)
 
     def check(self, descriptor: int | None = None) -> None:
-        """Raise if the file is no longer the one that was opened: a truncated file under a map kills the process."""
+        """Raise unless the file is the one that was opened: a truncated file under a map kills the process."""
         try:
             status = os.stat(self.path if descriptor is None else descriptor)
         except FileNotFoundError:
@@ -80,10 +80,10 @@ class ShardFile:
 
 
 def open_hdf5(path: Path, driver: str | None = None) -> h5py.File:
-    """Open an HDF5 file for reading, with a driver of h5py's: None for its default, or "mpio".
+    """Open an HDF5 file for reading, with a driver of h5py: None for its default, or "mpio".
 
     Raises:
-        ShardError: when HDF5 refuses it, naming it.
+        ShardError: naming the file, when HDF5 refuses it.
     """
     import h5py
 
@@ -100,7 +100,7 @@ def _refused(path: Path, error: OSError, got: str) -> ShardError:
         remedy = "Raise the number of files that a process may open (ulimit -n)."
     elif error.errno in _LOCKED:
         remedy = (
-            "Somebody has it open for writing, or its file system has no locks: wait for who writes, or set"
+            "A program has it open for writing, or its file system has no locks: wait for the writer, or set"
             " HDF5_USE_FILE_LOCKING=FALSE."
         )
     elif "already open for" in str(error):
@@ -109,7 +109,7 @@ def _refused(path: Path, error: OSError, got: str) -> ShardError:
             f" h5clear -s {path.name}"
         )
     elif error.errno in _FORBIDDEN:
-        remedy = "Let this user read it: chmod, or ask who owns it."
+        remedy = "Let this user read it: chmod, or ask its owner."
     elif path.exists():
         got = f"a file of {path.stat().st_size} bytes: {got}"
     return shard_error(path, "an HDF5 file", got, remedy)
@@ -123,21 +123,21 @@ Handle = TypeVar("Handle", bound=_Closing)
 
 
 class OpenFiles(Generic[Handle]):
-    """The files used last, kept open. Each is lent to one thread at a time; two threads get two of the same file."""
+    """The least recently used files, kept open. Each is lent to one thread at a time; two threads get two handles of a file."""
 
     def __init__(self, opener: Callable[[ShardFile], Handle], keep: int = _KEPT_OPEN) -> None:
         self._opener = opener
         self._keep = keep
         self._changed = threading.Condition(threading.Lock())
         self._closed = False
-        self._lent = self._waiting = 0  # of the threads that may hold a file: those that found no room for it
+        self._lent = self._waiting = 0  # threads with a file, or about to open one; those waiting for room
         self._idle: list[tuple[Path, Handle]] = []  # the one used last at the end
-        self.opened: set[ShardFile] = set()  # ever
+        self.opened: set[ShardFile] = set()  # all files ever opened
         weakref.finalize(self, _close, self._idle).atexit = False
 
     @contextmanager
     def lend(self, file: ShardFile) -> Iterator[Handle]:
-        """Lend a file, open, for as long as the context lasts."""
+        """Lend an open file for the duration of the context."""
         handle = self._take(file)
         try:
             if handle is None:
@@ -147,7 +147,7 @@ class OpenFiles(Generic[Handle]):
             self._give_back(file, handle)
 
     def close(self) -> None:
-        """Close all files, once none is lent any more, and lend none from now on."""
+        """Close all files once none is lent, and lend no more."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._lent, _PATIENCE)
@@ -182,7 +182,7 @@ class OpenFiles(Generic[Handle]):
                     raise
 
     def _make_room(self) -> bool:
-        """Close the files that no thread uses, once there are any; return False if no other thread has one to give back."""
+        """Close unused files, once there are any; return False if no other thread can return one."""
         with self._changed:
             self._waiting += 1
             self._changed.notify_all()
@@ -199,7 +199,7 @@ def _close(files: list[tuple[Path, Handle]]) -> None:
 
 
 class Descriptor:
-    """A file open for `os.pread` and its kin."""
+    """A file opened for `os.pread` and the like."""
 
     def __init__(self, file: ShardFile) -> None:
         try:
@@ -216,7 +216,7 @@ class Descriptor:
         return self._number
 
     def read_into(self, buffer: memoryview, position: int) -> int:
-        """Fill a buffer with the bytes from a position on; return how many they are, fewer at the end of the file."""
+        """Fill a buffer from a position on; return the number of bytes read, fewer at the end of the file."""
         read = 0
         while read < len(buffer) and (count := os.preadv(self._number, [buffer[read:]], position + read)):
             read += count
@@ -227,12 +227,12 @@ class Descriptor:
 
 
 def open_bytes() -> OpenFiles[Descriptor]:
-    """Files for what is read as bytes."""
+    """Return files that are read as bytes."""
     return OpenFiles(Descriptor)
 
 
 def open_hdf5_files(driver: str | None = None) -> OpenFiles[h5py.File]:
-    """Files for what only h5py reads."""
+    """Return files that h5py reads."""
 
     def opener(file: ShardFile) -> h5py.File:
         file.check()
@@ -249,11 +249,11 @@ _at_end: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 def check_mpi_io() -> None:
-    """Raise where files cannot be read through MPI-IO.
+    """Raise unless files can be read through MPI-IO.
 
     Raises:
         MissingDependencyError: h5py was built without MPI.
-        LayoutError: MPI is not running, or was started for fewer threads than read.
+        LayoutError: MPI is not running, or with a lower thread level.
     """
     import h5py
 
@@ -272,10 +272,10 @@ def check_mpi_io() -> None:
 
 
 def mpi_io_options(path: Path) -> dict[str, Any]:
-    """Return what h5py.File needs to open a file through MPI-IO, on this rank alone.
+    """Return h5py.File's options to open a file through MPI-IO, on this rank alone.
 
     Raises:
-        ShardError: for a path that MPI-IO takes for something else.
+        ShardError: for a path that MPI-IO would interpret differently.
     """
     if ":" in str(path):
         expected, remedy = "a path without a colon", "Rename it, or leave driver out."
@@ -285,7 +285,7 @@ def mpi_io_options(path: Path) -> dict[str, Any]:
 
 
 def before_mpi_ends(close: Callable[[], None]) -> None:
-    """Call a method before MPI ends, if its object still lives: a file that is read or closed later ends the process."""
+    """Call a method before MPI ends, if its object still exists: later reads or closes of a file end the process."""
     if not _at_end:
         MPI = running_mpi("HDF5Dataset")
         # MPI.Finalize() begins by deleting the attributes of COMM_SELF.

@@ -1,4 +1,4 @@
-"""The rows of HDF5 files: the node that reads them."""
+"""The node that reads the rows of HDF5 files."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from .storage import Contiguous, Storage
 
 __all__ = ["Fields", "HDF5Rows"]
 
-_NAMED = 5  # things left out that are named
-_COMPARED = 64  # rows of a field that ranks compare, where single rows are cheap to read
-_PLACES, _COMPARED_ROWS, _COMPARED_BYTES = 4, 16, 1 << 18  # elsewhere, and the most rows and bytes at each
-_LARGEST_COMPARED = 1 << 22  # bytes of a chunk, decoded; larger ones would take long
+_NAMED = 5  # most left-out names to show
+_COMPARED = 64  # rows of a field that ranks compare, if single rows are cheap to read
+_PLACES, _COMPARED_ROWS, _COMPARED_BYTES = 4, 16, 1 << 18  # positions otherwise, and the most rows and bytes at each
+_LARGEST_COMPARED = 1 << 22  # most decoded bytes of a chunk to compare; larger ones would be slow
 
 Fields = str | Sequence[str] | Mapping[str, str] | None
 
 
 class _Opened:
-    """All shards, compared with each other and with the manifest, and a reader for each field."""
+    """All shards, checked against each other and the manifest, and a reader for each field."""
 
     def __init__(self, opened: ShardSet, reader: str, driver: str | None) -> None:
         self.shards, self.sources = opened.shards, opened.sources
@@ -59,7 +59,7 @@ class _Opened:
 
     @functools.cached_property
     def chunk_starts(self) -> NDArray[np.int64] | None:
-        """Where the chunks begin of the field with the largest rows, among those in chunks if there are any."""
+        """The chunk starts of the field with the largest rows, among chunked fields if any."""
         chunked = [name for name, storages in self.storages.items() if any(each.chunk_rows for each in storages)]
         found = {name: chunk_starts(self.storages[name], self._reader) for name in chunked or self.storages}
         costly = [name for name, starts in found.items() if starts is not None]
@@ -86,21 +86,21 @@ class HDF5Rows(InputRows):
         found = resolve(files)
         self._files, self._folder = found.absolute(), found.paths[0].parent
         self._numbers = {path: number for number, path in enumerate(self._files.paths)}
-        if len(self._numbers) == 1 and on_error == "raise":  # of several, each rank would look at each
+        if len(self._numbers) == 1 and on_error == "raise":  # of several files each rank would check all
             self._files.check([0], verify=False)
-        self._found: list[Found] | None = None  # by ranks together
+        self._found: list[Found] | None = None  # by all ranks together
         self._to_verify = verify == "auto"
         self._opened: _Opened | None = None
         self._lock = threading.Lock()
         self._counters = StageStats()
-        self._epoch_read: int | None = None  # the last epoch that was read since the files were looked at
+        self._epoch_read: int | None = None  # the last epoch read since the files were checked
 
     def _open(self) -> _Opened:
         if self._opened is not None:
             return self._opened
         with self._lock:
             if self._opened is None:
-                # What is to be skipped must be known before anything is read.
+                # Skipped files must be known before anything is read.
                 found = self._found or self._look(self._numbers.values(), verify=self._on_error == "skip")
                 opened = join_shards(self._files, found, self._names, self._on_error)
                 self._opened = _Opened(opened, self._reader, self._driver)
@@ -110,21 +110,21 @@ class HDF5Rows(InputRows):
 
     @functools.cached_property
     def _is_small(self) -> bool:
-        """Whether all files are to be compared with their digests though it was not asked for."""
+        """True if all files are compared with their digests by default."""
         return self._verify == "auto" and is_small(self._files)
 
     def _look(self, numbers: Iterable[int], *, verify: bool) -> list[Found]:
-        """Look into some files; with `verify` compare a small set's digests now, not as it is first read."""
+        """Inspect some files; with `verify` compare a small set's digests now, not at the first read."""
         whole = self._verify is True or (verify and self._is_small)
         self._to_verify = self._to_verify and not whole
         ends = self._verify == "auto" and not whole
         return look(self._files, numbers, self._names, self._driver, verify=whole, ends=ends)
 
-    # What ranks do together: see shared_look.py.
+    # Shared between ranks: see shared_look.py.
 
     @property
     def looked(self) -> bool:
-        """Whether this rank has nothing left to look for before it reads."""
+        """True if this rank needs no inspection before it reads."""
         return self._opened is not None and not self._to_verify
 
     @property
@@ -133,26 +133,26 @@ class HDF5Rows(InputRows):
         return self._files.paths
 
     def asked(self) -> tuple[Any, ...]:
-        """Return what ranks must have alike, digests included, to look into the files for each other."""
+        """Return what must be equal on ranks that inspect files for each other, digests included."""
         files = [(str(path), entry) for path, entry in zip(self.paths, self._files.entries, strict=True)]
         return files, self._names, self._verify, self._is_small, self._on_error, self._driver
 
     @property
     def reads_whole_files(self) -> bool:
-        """Whether a look compares all bytes of a file."""
+        """True if an inspection compares all bytes of a file."""
         return self._verify is True or self._is_small
 
     def look_for_all(self, numbers: Sequence[int]) -> dict[int, Found]:
-        """Look into some files for all ranks: into what they compare, too."""
+        """Inspect some files for all ranks, including the samples that ranks compare."""
         found = dict(zip(numbers, self._look(numbers, verify=True), strict=True))
         for number, one in found.items():
             if isinstance(one, ShardContents) and self._files.entries[number] is None:
-                with contextlib.suppress(ShardError):  # else each rank tells it by itself, in `fingerprint`
+                with contextlib.suppress(ShardError):  # else each rank reports it in `fingerprint`
                     found[number] = replace(one, sample=self._sample(one))
         return found
 
     def take(self, found: Sequence[Found]) -> None:
-        """Take what ranks have found in all files in place of what this one has, or would."""
+        """Replace this rank's findings by those of all ranks."""
         if self.reads_whole_files:
             remember_whole(one.file for one in found if isinstance(one, ShardContents))
         with self._lock:
@@ -160,15 +160,14 @@ class HDF5Rows(InputRows):
 
     @property
     def skipped(self) -> tuple[tuple[Path, str], ...]:
-        """The files that on_error="skip" left out, each with the reason."""
+        """The files skipped by on_error="skip", each with the reason."""
         return self._open().skipped
 
     def fingerprint(self) -> int:
-        """Return a number below 2**63 that is the same wherever the same rows are read.
+        """Return a number below 2**63 that is equal wherever the same rows are read.
 
-        It is made of the files' names, their rows and fields, their digests in the manifest, if there is one, and the names of
-        the files that were skipped; and, where a file has no digest, of about 64 rows at fixed places of each field, if its
-        chunks have at most 4 MiB.
+        It combines the files' names, rows and fields, their digests in a manifest, and the names of skipped files; for
+        files without a digest also about 64 rows at fixed positions of each field, if its chunks have at most 4 MiB.
         """
         opened = self._open()
         fields = sorted((name, str(field)) for name, field in opened.fields.items())
@@ -183,7 +182,7 @@ class HDF5Rows(InputRows):
         return int.from_bytes(hasher.digest()[:8], "big") >> 1
 
     def _sample(self, shard: ShardContents) -> bytes:
-        """A digest of rows at fixed places of a file: of some files only where rows must be decoded for it."""
+        """Return a digest of rows at fixed positions of a file; rows that must be decoded are from some files only."""
         count, hasher = len(self.paths), hashlib.sha256()
         decoded = np.linspace(0, count - 1, _PLACES, dtype=np.int64)
         for storage in shard.storages.values():
@@ -195,10 +194,10 @@ class HDF5Rows(InputRows):
         return hasher.digest()[:16]
 
     def _decoded_rows(self, storage: Storage, places: int) -> Iterator[Any]:
-        """Yield a few rows in a row at fixed places, which do not depend on the chunks' size."""
+        """Yield a few successive rows at fixed positions, independent of the chunk size."""
         reader = choose_reader(
             [storage], self._reader, open_hdf5_files(self._driver)
-        )  # whose counts are not the dataset's
+        )  # not counted as reads of the dataset
         count = min(storage.rows, _COMPARED_ROWS, max(1, _COMPARED_BYTES // max(1, storage.row_bytes)))
         shape = _fixed(storage.field.shape)
         for first in np.unique(np.linspace(0, storage.rows - count, places, dtype=np.int64)):
@@ -208,7 +207,7 @@ class HDF5Rows(InputRows):
 
     @property
     def counters(self) -> StageStats:
-        """What was read so far, by all readers."""
+        """Counters of all readers."""
         readers = self._opened.readers.values() if self._opened else ()
         read = StageStats.reading(reader.counters for reader in readers)
         return replace(
@@ -230,7 +229,7 @@ class HDF5Rows(InputRows):
         return self._open().rows
 
     def file_starts(self) -> NDArray[np.int64]:
-        """Return the numbers of the rows with which the files begin; behind them, that of all rows."""
+        """Return the first row of each file, then the number of rows."""
         return self._open().file_starts
 
     def check(self) -> None:
@@ -239,7 +238,7 @@ class HDF5Rows(InputRows):
         self._to_verify = False
         opened = self._open()
         files = [shard.file for shard in opened.shards]
-        if self._found is not None:  # others are compared as they are opened: ranks need not each look at all of them
+        if self._found is not None:  # others are checked when opened, so that not every rank checks all files
             used = frozenset().union(*(reader.opened() for reader in opened.readers.values()))
             files = [file for file in files if file in used]
         for file in files:
@@ -251,13 +250,13 @@ class HDF5Rows(InputRows):
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         opened = self._opened or self._open()
         if positions.size:
-            # Negative ones are huge; readers trust us.
+            # Negative ones become huge; readers do not check.
             if np.maximum.reduce(positions.view(np.uint64)) >= opened.rows:
                 got = f"{positions.min()} to {positions.max()}"
                 raise IndexError(explain("HDF5Dataset", "rows", expected=f"rows in [0, {opened.rows})", got=got))
             epoch = int(epochs[-1])
             if self._epoch_read is not None and epoch > self._epoch_read:
-                self.check()  # a file that was cut under a map kills the process
+                self.check()  # a file truncated under a map kills the process
             if self._epoch_read is None:
                 self._epoch_read = epoch
         began = time.perf_counter()
@@ -282,7 +281,7 @@ class HDF5Rows(InputRows):
             reader.expect(positions)
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
-        """Return those of the field with the largest rows, stored in chunks if there are any."""
+        """Return the chunk starts of the field with the largest rows, among chunked fields if any."""
         return self._open().chunk_starts
 
     def keep(self, rows: int) -> None:
@@ -308,27 +307,27 @@ class HDF5Rows(InputRows):
 
 
 def _native(rows: NDArray[Any]) -> NDArray[Any]:
-    """Return rows in the machine's byte order; of plain numbers in the same memory."""
+    """Return rows in the machine's byte order; plain numbers in the same memory."""
     if rows.dtype.fields is None:
         return rows.byteswap(inplace=True).view(rows.dtype.newbyteorder("="))
     return rows.astype(rows.dtype.newbyteorder("="))
 
 
 def _described(opened: _Opened, name: str) -> str:
-    """A field's spec, its reader, and why it has no quicker one."""
+    """Return a field's spec, its reader, and why it has no faster one."""
     field, reader = opened.fields[name], opened.readers[name]
     how = f"{reader.kind}: {reader.reason}" if reader.reason else reader.kind
     return f"{ArraySpec(field.shape, field.dtype)} ({how})"
 
 
 def _is_compared_decoded(storage: Storage) -> bool:
-    """Whether what is compared are rows as a reader makes them, not bytes of the file: of chunks that are not too large."""
+    """Return True if rows are compared as decoded by a reader, not as bytes of the file: for chunks that are not too large."""
     cheap = isinstance(storage.layout, Contiguous) and storage.field.dtype.fields is None
     return storage.rows > 0 and not cheap and max(1, storage.chunk_rows) * storage.row_bytes <= _LARGEST_COMPARED
 
 
 def _fixed(shape: tuple[int | None, ...]) -> tuple[int, ...] | None:
-    """The shape; None where a length varies."""
+    """Return the shape; None if a length varies."""
     lengths = tuple(length for length in shape if length is not None)
     return lengths if len(lengths) == len(shape) else None
 
@@ -350,7 +349,7 @@ def _check_driver(driver: str | None, reader: str) -> None:
 
 
 def _structure(fields: Fields) -> Any:
-    """The nest of dataset names whose form the elements have."""
+    """Return the nest of dataset names with the structure of the elements."""
     structure: Any = fields
     if isinstance(fields, Sequence) and not isinstance(fields, (str, tuple)):
         structure = {name: name for name in fields}

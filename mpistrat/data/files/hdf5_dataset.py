@@ -17,38 +17,39 @@ __all__ = ["HDF5Dataset"]
 class HDF5Dataset(Dataset):
     """The rows of HDF5 files, one file after the other.
 
-    The files may be shards that `write_shards` wrote, or others: any datasets with a common first axis, in any groups.
-    Structures (compound types) come as structured arrays, strings as `str` in object arrays, numbers of varying length
-    as arrays in an object array. `print(dataset)` names how each field is read, and why not in a quicker way. Files are
-    looked at when something is first asked of them, by `distribute_dataset` on all ranks together, each file on one; they
-    must not change while they are read.
+    The files may be shards written by `write_shards`, or others: any datasets with a common first axis, in any groups.
+    Structures (compound types) become structured arrays, strings `str` in object arrays, numbers of varying length arrays
+    in an object array. `print(dataset)` shows each field's reader, and why it is not a faster one. Files are opened on
+    first use, by `distribute_dataset` on all ranks together, each file on one rank; they must not change while they are
+    read.
 
-    Virtual datasets may draw from these files only. A file that the wanted fields of another one draw from, be it a few
-    of its rows, is a source and gives no rows of its own: they would come twice. `print` says how many such files are.
+    Virtual datasets may only use these files. A file from which another file's wanted fields take any rows is a source
+    and yields no rows itself, since they would appear twice. `print` shows the number of sources.
 
     Args:
-        files: a file; a directory; a pattern like `data/train-*.h5`; or a list of files, read in the list's order.
-            Others are read in the manifest's order, else in natural order (2 before 10).
-        fields: None for a dict of all datasets that have rows (`print` names what else there is); a list of names for a
-            dict of these; a tuple of names for a tuple; a dict from new names to names in the file; one name for that
-            array alone. A name is like "x" or "group/x".
-        verify: whether to compare the files' bytes with the digests in the manifest. True: all of them before HDF5 opens a file.
-            False: none. "auto": the first and last 64 KiB of every file as it is opened, and all of a set of at most 1 GiB
-            (256 MiB without xxhash), once a job: in `distribute_dataset` by the ranks together, else as the first epoch begins.
-        reader: how contiguous uncompressed data is read: "auto" or "mmap" through a memory map, "pread" by reads, for
-            file systems where a file may be cut while it is read (under a map, that kills the process). What is stored
-            otherwise is read in the same way under all of these. "h5py": everything through h5py.
-        on_error: "raise", or "skip" to leave out files that cannot be opened or do not match the others; `skipped`
-            names them. Every rank must see the same files: `fingerprint` tells whether two ranks do.
-        driver: "mpio" to read everything through h5py and MPI-IO, each rank by itself, where h5py was built with MPI.
-            MPI must be running, with MPI_THREAD_MULTIPLE; nothing is read after its end. No virtual datasets.
+        files: a file; a directory; a pattern like `data/train-*.h5`; or a list of files, read in its order. Others are
+            read in the manifest's order, else in natural order (2 before 10).
+        fields: None for a dict of all datasets with rows (`print` names what is left out); a list of names for a dict of
+            these; a tuple of names for a tuple; a dict from new names to names in the file; one name for that array
+            alone. A name is like "x" or "group/x".
+        verify: whether to compare the files' bytes with the manifest's digests. True: all bytes before HDF5 opens a file.
+            False: none. "auto": the first and last 64 KiB of each file when it is opened, and all bytes of a set of at
+            most 1 GiB (256 MiB without xxhash), once per job: in `distribute_dataset` by the ranks together, else when
+            the first epoch starts.
+        reader: the reader of contiguous uncompressed data: "auto" or "mmap" through a memory map, "pread" by reads, for
+            file systems where a file may be truncated while it is read (under a map, that kills the process). Other data
+            is read equally under all of these. "h5py": everything through h5py.
+        on_error: "raise", or "skip" to skip files that cannot be opened or do not match the others; see `skipped`. Every
+            rank must see the same files; compare `fingerprint`.
+        driver: "mpio" to read everything through h5py and MPI-IO, each rank independently, with an h5py built with MPI.
+            MPI must be running with MPI_THREAD_MULTIPLE; after its end nothing can be read. No virtual datasets.
 
     Raises:
-        ShardError: for a missing, truncated or damaged file, for one that does not match the others or the manifest,
-            and for data that lies in other files; naming the file, what was expected and what came; when something is first
-            asked of the dataset, or it is distributed. At once for names that lead to no files, and for one file that is missing.
-        MissingDependencyError: for driver="mpio" where h5py was built without MPI.
-        LayoutError: for driver="mpio" where MPI is not running, or was started for fewer threads.
+        ShardError: for a missing, truncated or damaged file, for one that does not match the others or the manifest, and
+            for data in other files; naming the file, on first use of the dataset or at distribution. Immediately for
+            names without files, and for a single missing file.
+        MissingDependencyError: for driver="mpio" with an h5py built without MPI.
+        LayoutError: for driver="mpio" if MPI is not running, or with a lower thread level.
 
     Example:
         >>> import tempfile
@@ -77,11 +78,11 @@ class HDF5Dataset(Dataset):
 
     @property
     def skipped(self) -> tuple[tuple[Path, str], ...]:
-        """The files that on_error="skip" left out, each with the reason."""
+        """The files skipped by on_error="skip", each with the reason."""
         return self._rows.skipped
 
     def fingerprint(self) -> int:
-        """Return a number below 2**63 that is the same wherever the same rows are read."""
+        """Return a number below 2**63 that is equal wherever the same rows are read."""
         return self._rows.fingerprint()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Reader of everything that has no quicker way, through h5py."""
+"""The reader through h5py, for data without a faster one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 __all__ = ["LibraryReader", "all_kept"]
 
-_KEPT = 1 << 24  # bytes of blocks that are kept at least
-_AT_ONCE = 1 << 30  # bytes read in one go at most: MPI-IO counts them in 31 bits
+_KEPT = 1 << 24  # minimum cache of blocks, in bytes
+_AT_ONCE = 1 << 30  # most bytes of one read: MPI-IO counts them in 31 bits
 
 
 class LibraryReader(FieldReader):
-    """Rows of everything else, through h5py. Neighbouring blocks are read in one go; the blocks read last are kept.
+    """Rows read through h5py. Neighbouring blocks are one read; the latest blocks are cached.
 
-    A block is what HDF5 had better read together: the rows of a chunk, or some 256 KiB of what has no chunks.
+    A block is a unit that HDF5 should read together: the rows of a chunk, or some 256 KiB of data without chunks.
     """
 
     kind = "h5py"
@@ -56,7 +56,7 @@ class LibraryReader(FieldReader):
             take_rows(run, wanted[start:stop] - first_row, out[start:stop])
 
     def _runs(self, shard: int, blocks: list[int]) -> Iterator[tuple[int, NDArray[Any]]]:
-        """The rows of some blocks of a file: those kept one by one, and runs of those that are not."""
+        """Yield the rows of some blocks of a file: cached blocks one by one, and runs of others."""
         block_rows = self._storages[shard].block_rows
         longest = max(1, _AT_ONCE // max(1, block_rows * self._storages[shard].row_bytes))
         run: list[int] = []
@@ -88,9 +88,9 @@ class LibraryReader(FieldReader):
         return run
 
     def _remember(self, shard: int, first: int, run: NDArray[Any]) -> None:
-        """Keep the blocks that a run consists of, or as many as there is room for."""
+        """Cache a run's blocks, or as many as fit."""
         storage = self._storages[shard]
-        whole = len(run) * storage.row_bytes <= self._kept.limit  # else no part may keep the run alive
+        whole = len(run) * storage.row_bytes <= self._kept.limit  # else a slice would keep the whole run in memory
         for block, start in enumerate(range(0, len(run), storage.block_rows), first):
             rows = run[start : start + storage.block_rows]
             last = start + storage.block_rows >= len(run)
@@ -101,12 +101,12 @@ class LibraryReader(FieldReader):
         return self._files.opened
 
     def keep(self, rows: int) -> None:
-        rows += 2 * max(storage.block_rows for storage in self._storages)  # blocks of which the window has a part
+        rows += 2 * max(storage.block_rows for storage in self._storages)  # blocks at the window's ends
         self._kept.limit = max(self._kept.limit, rows * max(storage.row_bytes for storage in self._storages))
 
 
 def all_kept(storages: Sequence[Storage]) -> bool:
-    """Whether all blocks of some storages stay in memory once they were read: then their rows are cheap.
+    """Return True if all blocks of some storages fit into the cache: then their rows are cheap.
 
     Example:
         >>> all_kept([])
@@ -116,7 +116,7 @@ def all_kept(storages: Sequence[Storage]) -> bool:
 
 
 def _rows(dataset: h5py.Dataset, storage: Storage, start: int, stop: int) -> NDArray[Any]:
-    """Some rows, with strings as `str`."""
+    """Return some rows, with strings as `str`."""
     if None in storage.field.shape:
         rows = np.empty(stop - start, object)
         for i, row in enumerate(dataset[start:stop]):

@@ -1,7 +1,7 @@
-"""One look into the files of a dataset by all ranks: each file is opened by one of them, which tells the others what it found.
+"""An inspection of a dataset's files by all ranks together: each file is opened by one rank, which shares its findings.
 
-The ranks meet in `distribute_dataset`; before it a dataset has only looked for the names of its files. Nodes that see other
-files under these names, copies on their own disks, look into their own.
+It happens in `distribute_dataset`; until then a dataset only knows its files' names. Nodes that see other files under
+these names, such as copies on local disks, inspect their own.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ if TYPE_CHECKING:
 
 __all__ = ["look_together"]
 
-_A_RANK = 16  # files that a rank looks into at least: a look takes milliseconds
-_COMPARED = 3  # files by which nodes find out whether they see the same ones
+_A_RANK = 16  # fewest files of a rank: inspecting one takes milliseconds
+_COMPARED = 3  # files that nodes compare to detect whether they see the same ones
 
 
 def look_together(node: Node | None, group: ProcessGroup, function: str) -> None:
-    """Look into the files of a chain's HDF5 datasets, unless all ranks have already. Collective.
+    """Inspect the files of a chain's HDF5 datasets, unless all ranks have done so. Collective.
 
-    Ranks that name the same files and ask for the same look for each other: all, or those of a node where nodes see others.
-    Where even these differ, each rank looks for itself, later. Errors about files come then, too, the same ones on all ranks.
+    Ranks with the same file names and settings share the work: all ranks, or those of a node if nodes see different
+    files. If these differ too, each rank inspects for itself, later. Errors about files are raised here, equal on all
+    ranks.
 
     Args:
-        node: the chain; None on a rank that has none, which the ranks find out later.
+        node: the chain; None on a rank without one, which a later check reports.
         group: the ranks.
-        function: what the user called, for errors.
+        function: the user's call, for errors.
     """
     topology = group.topology
     if topology.size == 1:
@@ -72,11 +73,9 @@ def _hdf5(node: Node) -> Iterator[HDF5Rows]:
 
 
 def _seen(sources: Sequence[HDF5Rows], topology: Any) -> int:
-    """A number for the files that this node's first rank sees: the same ones have the same inodes, sizes and times there.
+    """Return a number for the files that this node's first rank sees: equal files have equal inodes, sizes and times.
 
-    Copies may have the first three in common, but not the time of the last change of an inode, which nobody can set.
-
-    Collective on the node.
+    Copies may share the first three, but not an inode's change time, which no program can set. Collective on the node.
     """
     seen = np.zeros(1, np.int64)
     if topology.local_rank == 0:
@@ -94,12 +93,12 @@ def _status(source: HDF5Rows, place: int) -> tuple[int, int, int, int] | None:
     try:
         status = os.stat(source.paths[place])
     except OSError:
-        return None  # which is told by who looks into it
+        return None  # reported by the rank that inspects it
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _share(source: HDF5Rows, ranks: Sequence[int], rank: int) -> range:
-    """The files into which a rank looks: those of all are dealt to ranks that lie apart, on different nodes."""
+    """Return the files for a rank to inspect: spread over distant ranks, so on different nodes."""
     count = len(source.paths)
     lookers = min(len(ranks), count if source.reads_whole_files else -(-count // _A_RANK))
     stride = len(ranks) // lookers

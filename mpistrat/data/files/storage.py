@@ -1,4 +1,4 @@
-"""Storage of a field in a file, and the base of the readers of a field."""
+"""The storage of a field in a file, and the base class of field readers."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Chunks", "Contiguous", "FieldReader", "Layout", "OnlyHDF5", "Pointers", "RowIndex", "Storage"]
 
-_ASKED_FOR = 4096  # chunks at most that are asked for one by one: each answer takes HDF5 longer than the one before
-_FAR = 1 << 61  # behind the end of every file: an offset in a damaged one may not even fit an integer
+_ASKED_FOR = 4096  # most chunks to query one by one: each query takes HDF5 longer than the one before
+_FAR = 1 << 61  # beyond the end of every file: offsets in a damaged one may not even fit an integer
 
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Chunks of whole rows with filters that we undo ourselves.
+    """Chunks of whole rows with filters that this package undoes.
 
     Attributes:
-        rows: rows of a chunk; the last one is stored whole, too.
+        rows: rows of a chunk; the last one is also stored whole.
         row_bytes: bytes of a row.
         pipeline: the filters.
-        offsets: of each chunk in the file; -1 for one that was never written.
-        sizes: bytes of each chunk in the file.
-        masks: for each chunk, which filters were left out.
-        fill: the bytes of a row that was never written.
+        offsets: each chunk's offset in the file; -1 if it was never written.
+        sizes: each chunk's bytes in the file.
+        masks: for each chunk, the filters that were skipped.
+        fill: the bytes of an unwritten row.
     """
 
     rows: int
@@ -50,7 +50,7 @@ class Chunks:
 
     @staticmethod
     def of(dataset: h5py.Dataset, row_bytes: int) -> Chunks | str:
-        """Return where a chunked dataset's chunks lie, or why only HDF5 can read it."""
+        """Return the chunks of a chunked dataset, or the reason why only HDF5 can read it."""
         import h5py
 
         if dataset.chunks[1:] != dataset.shape[1:] or not dataset.shape[0]:
@@ -62,7 +62,7 @@ class Chunks:
         count = -(-int(dataset.shape[0]) // rows)
         if not hasattr(dataset.id, "chunk_iter") and (count > _ASKED_FOR or not hasattr(dataset.id, "get_chunk_info")):
             return f"{count} chunks, which this HDF5 does not list"
-        if dataset.file.userblock_size:  # in some versions of HDF5 only, addresses of chunks count from behind it
+        if dataset.file.userblock_size:  # in some versions of HDF5 addresses of chunks count from its end
             return "a user block"
         if dataset.id.get_type() != h5py.h5t.py_create(dataset.dtype, logical=True):
             return "a type that NumPy has not"
@@ -84,7 +84,7 @@ class Chunks:
         if pipeline.filters and partial and sizes[-1] == rows * row_bytes and not masks[-1]:
             # The last, partial chunk may be marked as not filtered; h5py does not report that.
             return "a last chunk that may be unfiltered"
-        fill = np.zeros(row_bytes, np.uint8)  # where rows are pointers, they point nowhere
+        fill = np.zeros(row_bytes, np.uint8)  # pointers in it are null
         if not dataset.dtype.hasobject and plist.fill_value_defined() != h5py.h5d.FILL_VALUE_UNDEFINED:
             base = dataset.dtype.subdtype[0] if dataset.dtype.subdtype else dataset.dtype
             value = np.asarray(dataset.fillvalue)
@@ -94,43 +94,43 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Contiguous:
-    """The bytes in the file are the array's bytes, contiguous from this offset on, inside the file."""
+    """Contiguous storage: the array's bytes are in the file from this offset on."""
 
     offset: int
 
 
 @dataclass(frozen=True)
 class OnlyHDF5:
-    """Stored in a way that only HDF5 itself reads, for this reason."""
+    """Storage that only HDF5 reads, with the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Pointers:
-    """Rows of varying length: what is stored are pointers into HDF5's global heap, as this storage."""
+    """Rows of varying length, stored as pointers into HDF5's global heap."""
 
     storage: Storage
 
 
-_SAMPLE = 1 << 14  # bytes of a row that are compared
+_SAMPLE = 1 << 14  # most bytes of a row to compare
 
 Layout = Contiguous | Chunks | Pointers | OnlyHDF5
 
 
 @dataclass(frozen=True)
 class Storage:
-    """One dataset of one file: all that a reader needs to know, so that the file need not stay open.
+    """One dataset of one file: all that a reader needs without an open file.
 
     Attributes:
         file: the file.
         name: the dataset.
-        field: what its rows are.
-        rows: how many.
-        row_bytes: bytes of a row; about so many where they vary.
-        block_rows: rows that h5py had better read together.
-        chunk_rows: rows of a stored chunk, by any reader; 0 where the data has no chunks.
-        layout: how they are stored.
+        field: the dtype and shape of its rows.
+        rows: the number of rows.
+        row_bytes: bytes of a row; approximate if they vary.
+        block_rows: rows that h5py should read together.
+        chunk_rows: rows of a stored chunk, for any reader; 0 without chunks.
+        layout: the storage layout.
     """
 
     file: ShardFile
@@ -147,7 +147,7 @@ class Storage:
         return f"{self.file.path}: {self.name}"
 
     def some_rows(self, count: int) -> Iterator[bytes]:
-        """Yield the first bytes of rows at fixed places, where single rows are cheap to read; else nothing."""
+        """Yield the first bytes of rows at fixed positions if single rows are cheap to read; else nothing."""
         if not isinstance(self.layout, Contiguous) or not self.rows or self.field.dtype.fields is not None:
             return
         with self.file.path.open("rb", buffering=0) as file:
@@ -157,7 +157,7 @@ class Storage:
 
 
 class RowIndex:
-    """Which file each row of a set lies in."""
+    """An index from rows of a set to its files."""
 
     def __init__(self, rows: Sequence[int]) -> None:
         self.starts = np.concatenate(([0], np.cumsum(rows, dtype=np.int64)))
@@ -167,13 +167,13 @@ class RowIndex:
         return int(self.starts[-1])
 
     def shard_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of the file that each row lies in."""
+        """Return the number of each row's file."""
         if self._equal:
             return rows // self._equal
         return np.searchsorted(self.starts, rows, side="right") - 1
 
     def by_shard(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, slice]]:
-        """Return the files that increasing rows lie in, each with the part of the rows that lies in it."""
+        """Yield the files of increasing rows, each with its slice of the rows."""
         shards = self.shard_of(rows)
         cuts = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), rows.size]
         for start, stop in itertools.pairwise(cuts):
@@ -182,10 +182,10 @@ class RowIndex:
 
 
 class FieldReader(ABC):
-    """Reads rows of one field of a whole set of files. Rows are numbered through the files, in the set's order."""
+    """A reader of one field of a whole set of files. Rows are numbered through the files, in the set's order."""
 
-    kind: str  # how it reads, in a few words
-    reason = ""  # why not in a quicker way; empty where there is none
+    kind: str  # a short description
+    reason = ""  # why no faster reader is used; empty if there is none
 
     def __init__(self, storages: Sequence[Storage]) -> None:
         self._storages = storages
@@ -194,7 +194,7 @@ class FieldReader(ABC):
 
     @property
     def counters(self) -> StageStats:
-        """What it has read so far."""
+        """Counters of its reads."""
         return self._counters
 
     @abstractmethod
@@ -203,10 +203,10 @@ class FieldReader(ABC):
 
     @abstractmethod
     def opened(self) -> Set[ShardFile]:
-        """Return the files that have been opened to read from them."""
+        """Return the files opened for reading."""
 
     def expect(self, rows: NDArray[np.int64]) -> None:  # noqa: B027
-        """Take note that these rows will be read soon."""
+        """Announce that these rows will be read soon."""
 
     def keep(self, rows: int) -> None:  # noqa: B027
-        """Take note that rows are read in windows of so many: what is read as a whole is kept for as long."""
+        """Announce that rows are read in windows of this size, for which decoded data should stay cached."""

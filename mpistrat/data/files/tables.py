@@ -1,7 +1,7 @@
-"""Rows of tables that pyarrow reads: Parquet, Arrow (Feather), CSV and JSON lines, in units that are read as a whole.
+"""Rows of tables through pyarrow: Parquet, Arrow (Feather), CSV and JSON lines, in units read as a whole.
 
-A unit is a row group of a Parquet file, a record batch of an Arrow file, or a whole file of text, which is read once to count
-its rows. pyarrow is imported when files are looked at.
+A unit is a row group of a Parquet file, a record batch of an Arrow file, or a whole text file, which is read once to
+count its rows. pyarrow is imported when files are opened.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ __all__ = ["FORMATS", "Columns", "TableRows", "table_paths"]
 
 Columns = str | Sequence[str] | Mapping[str, str] | None
 
-_KEPT = 1 << 26  # bytes of units that are kept at least
-_ENDS = 1 << 16  # bytes of a file's end that ranks compare
-_NAMED = 5  # columns left out that are named
+_KEPT = 1 << 26  # minimum cache of units, in bytes
+_ENDS = 1 << 16  # bytes at a file's end that ranks compare
+_NAMED = 5  # most left-out columns to name
 
 
 def _pyarrow(module: str) -> Any:
@@ -99,7 +99,7 @@ class _Arrow(_UnitFile):
 
 @final
 class _Text(_UnitFile):
-    """A file of text, which pyarrow reads as a whole: the types of its columns are those that it infers."""
+    """A text file, which pyarrow reads as a whole with inferred column types."""
 
     def __init__(self, path: Path, module: str, function: str) -> None:
         self._path, self._module, self._function = path, module, function
@@ -133,8 +133,8 @@ def table_paths(files: PathLike | Sequence[PathLike], format: str | None) -> tup
     """Return the files that a path, a directory, a pattern or a list of paths names, and their format.
 
     Raises:
-        ShardError: no file is there.
-        ValueError: their names do not show one format.
+        ShardError: no file exists.
+        ValueError: the file names do not show one format.
     """
     if format is not None and format not in FORMATS:
         expected = f"None or one of {', '.join(FORMATS)}"
@@ -173,7 +173,7 @@ def _format_of(path: Path) -> str | None:
 
 
 class _OpenTables:
-    """The files, compared with the first one."""
+    """The opened files, checked against the first one."""
 
     def __init__(self, paths: Sequence[Path], format: str, names: Sequence[str] | None) -> None:
         self.files: list[_UnitFile] = []
@@ -203,7 +203,7 @@ class _OpenTables:
 
 
 def _specs(path: Path, schema: Any, names: Sequence[str] | None) -> tuple[dict[str, ArraySpec], dict[str, str]]:
-    """Return the specs of the columns that are wanted, and why others are left out."""
+    """Return the specs of the wanted columns, and why others are left out."""
     specs: dict[str, ArraySpec] = {}
     left_out: dict[str, str] = {}
     for name in schema.names if names is None else names:
@@ -259,7 +259,7 @@ class TableRows(InputRows):
 
     @property
     def left_out(self) -> dict[str, str]:
-        """The columns that are not read, though none were named, and why."""
+        """The columns that cannot be read, if none were named, and why."""
         return self._open().left_out
 
     def check(self) -> None:
@@ -288,7 +288,7 @@ class TableRows(InputRows):
 
     @staticmethod
     def _place(column: NDArray[Any], rows: NDArray[np.int64], places: NDArray[np.int64], out: NDArray[Any]) -> None:
-        """Copy rows of a column to their places, in one go where these are successive."""
+        """Copy rows of a column to their indices, in one call if these are successive."""
         first, last = int(places[0]), int(places[-1])
         if last - first == places.size - 1 and not out.dtype.hasobject:
             take_rows(column, rows, out[first : last + 1])
@@ -328,11 +328,11 @@ class TableRows(InputRows):
     def keep(self, rows: int) -> None:
         opened = self._open()
         largest = int(np.diff(opened.starts).max(initial=0))
-        row_bytes = max(row_nbytes(opened.specs), 64)  # of text it is not known
+        row_bytes = max(row_nbytes(opened.specs), 64)  # unknown for text
         self._kept.limit = max(self._kept.limit, (rows + 2 * largest) * row_bytes)
 
     def fingerprint(self) -> int:
-        """Return a number below 2**63 that is the same wherever files have the same names, rows, types and ends.
+        """Return a number below 2**63 that is equal for files with the same names, rows, types and ends.
 
         The end of a Parquet file has the sizes and statistics of its row groups.
         """
@@ -358,7 +358,7 @@ class TableRows(InputRows):
 
 
 def _structure(columns: Columns) -> Any:
-    """The nest of names whose form the elements have."""
+    """Return the nest of names with the structure of the elements."""
     if columns is None:
         return None
     structure: Any = columns

@@ -1,7 +1,7 @@
-"""Rows of varying length, without HDF5: damage in its global heap can make the library loop for ever.
+"""Rows of varying length, read without HDF5: damage in its global heap can make the library loop forever.
 
-A dataset of such rows holds pointers: a length, the address of a collection of the global heap, and the index of an
-object in it. A collection is a header, then objects behind each other, each with a header that tells its size.
+Such a dataset stores pointers: a length, the address of a collection in the global heap, and an object's index in it. A
+collection is a header, then a sequence of objects, each with a header that has its size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEPT = 1 << 25  # bytes of collections
 
 
 class _Collection:
-    """The bytes of a collection, and where in them each object lies."""
+    """The bytes of a collection, and each object's range in them."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -36,7 +36,7 @@ class _Collection:
         start = _COLLECTION.size
         while start + _OBJECT.size <= len(data):
             index, _, size = _OBJECT.unpack_from(data, start)
-            step = _OBJECT.size + (size + 7) // 8 * 8 if index else size  # what is free counts its own header
+            step = _OBJECT.size + (size + 7) // 8 * 8 if index else size  # the size of free space includes its header
             if not _OBJECT.size <= step <= len(data) - start:
                 raise ValueError(f"an object of {size} bytes at {start} of {len(data)}")
             self.objects[index] = (start + _OBJECT.size, size)
@@ -44,7 +44,7 @@ class _Collection:
 
 
 class VaryingReader(FieldReader):
-    """Strings as `str`, and rows of numbers as arrays, of a length of their own. Collections read last are kept."""
+    """Strings as `str`, and rows of numbers as arrays of their own length. The latest collections are cached."""
 
     def __init__(self, storages: Sequence[Storage], pointers: FieldReader) -> None:
         super().__init__(storages)
@@ -68,7 +68,7 @@ class VaryingReader(FieldReader):
         empty = flat["length"] == 0
         for at in np.flatnonzero(empty).tolist():
             values[at] = "" if self._dtype.hasobject else np.empty(0, self._dtype)
-        order = np.lexsort((flat["address"], shards))  # the rows of a collection behind each other
+        order = np.lexsort((flat["address"], shards))  # group the rows of a collection
         order = order[~empty[order]]
         if not order.size:
             return
@@ -79,7 +79,7 @@ class VaryingReader(FieldReader):
     def _read_collection(
         self, shard: int, address: int, pointers: NDArray[Any], places: list[int], values: NDArray[Any]
     ) -> None:
-        """Read what lies in one collection, each to its place among the values."""
+        """Read the objects of one collection to their indices among the values."""
         collection = self._collection(shard, address)
         data, objects = collection.data, collection.objects
         text = self._dtype.hasobject
