@@ -1,1 +1,1 @@
-"""A dataset divided over the replicas of a strategy."""
+"""Distributed datasets: the iteration of a dataset over a strategy's replicas."""

@@ -1,4 +1,4 @@
-"""The policies by which distribute_dataset divides a dataset: the chain of stages that each worker reads."""
+"""Policies of distribute_dataset: the chain of stages that each worker reads."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["FileShard", "auto_shard", "round_robin", "serve_only"]
 
 
 def auto_shard(dataset: Node, workers: Workers) -> Plan:
-    """Return the steps of a dataset under the policy that its options name.
+    """Return the steps of a dataset under the policy of its options.
 
     Raises:
-        ValueError: where the dataset is not batched, or has not what the policy needs.
+        ValueError: if the dataset is not batched, or does not meet the policy's requirements.
     """
     policy = _policy(dataset, workers.count)
     if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
@@ -43,10 +43,10 @@ def auto_shard(dataset: Node, workers: Workers) -> Plan:
 
 
 def round_robin(dataset: Node, workers: Workers, within: Workers) -> Plan:
-    """Return the steps of a worker that steps alone: whole batches, in turn under AUTO and DATA.
+    """Return the steps of a worker that steps independently: whole batches, round-robin under AUTO and DATA.
 
-    A batch is what one worker's replicas take together. With FILE, OFF and HINT a worker reads batches of the files or
-    elements that the policy gives it. Workers may have different numbers of steps.
+    A batch is for one worker's replicas together. Under FILE, OFF and HINT a worker reads batches of the policy's files
+    or elements. Workers may have different numbers of steps.
 
     Raises:
         ValueError: as `auto_shard`.
@@ -60,13 +60,13 @@ def round_robin(dataset: Node, workers: Workers, within: Workers) -> Plan:
 
 
 def serve_only(dataset: Node, workers: Workers) -> Plan:
-    """Return the steps of a rank that reads nothing, after the checks of one that does."""
+    """Return no steps, for a rank that only serves, after the same checks."""
     hinted = _policy(dataset, workers.count) is AutoShardPolicy.HINT
     return NoPlan(with_shard(dataset, workers.count, 0) if hinted else dataset, workers)
 
 
 def _policy(dataset: Node, workers: int) -> AutoShardPolicy:
-    """The policy that the dataset's options name, or leave to the number of files, for a dataset that can have it."""
+    """Return the policy of the dataset's options, or by the number of files, after checks that the dataset allows it."""
     if dataset.batching is None:
         remedy = "Add .batch(global_batch_size), the rows of all replicas together."
         raise _refusal("batches", "rows that are not batched", remedy)
@@ -80,7 +80,7 @@ def _policy(dataset: Node, workers: int) -> AutoShardPolicy:
 
 
 def _files(dataset: Node) -> int:
-    """How many files there are to be divided over workers; 0 where the policy FILE cannot divide them."""
+    """Return the number of files to distribute; 0 if the policy FILE is impossible."""
     sources = _sources(dataset)
     by_rows = all(isinstance(stage, Batches) for stage in _batch_stages(dataset))
     if len(sources) > 1 or not isinstance(sources[0], HDF5Rows) or not by_rows:
@@ -93,14 +93,14 @@ def _refusal(expected: str, got: str, remedy: str = "") -> ValueError:
 
 
 def _replaced(dataset: Node, replacements: Mapping[Node, Node]) -> Node:
-    """The chain with others in the places of some stages and all that is below them."""
+    """Return the chain with some stages, and all below them, replaced."""
     if dataset in replacements:
         return replacements[dataset]
     return dataset.rebuild([_replaced(parent, replacements) for parent in dataset.parents])
 
 
 def _own_shard(dataset: Node, policy: AutoShardPolicy, workers: int, worker: int) -> Node:
-    """What a worker reads of its own, under FILE, OFF and HINT."""
+    """Return the chain that a worker reads under FILE, OFF and HINT."""
     if policy is AutoShardPolicy.OFF:
         return dataset
     if policy is AutoShardPolicy.HINT:
@@ -109,12 +109,12 @@ def _own_shard(dataset: Node, policy: AutoShardPolicy, workers: int, worker: int
 
 
 def _own_files(dataset: Node, workers: int, worker: int) -> Node:
-    """FILE: the chain over files worker, worker + workers, … of its source."""
+    """Return the chain over files worker, worker + workers, … of its source (FILE)."""
     sources = list(_sources(dataset))
     source = sources[0]
     if len(sources) > 1 or not isinstance(source, HDF5Rows):
         got = ", ".join(each.describe() for each in sources)
-        remedy = "Use DATA, or HINT with shard() where each worker's part begins."
+        remedy = "Use DATA, or HINT with shard() where the workers' shards start."
         raise _refusal("one HDF5Dataset as the source under FILE", got, remedy)
     files = source.file_starts().size - 1
     if files < workers:
@@ -128,7 +128,7 @@ def _sources(dataset: Node) -> Sequence[Node]:
 
 
 def _resized(dataset: Node, shares: Sequence[NDArray[np.int64]], worker: int) -> Node:
-    """The chain with batches of a worker's share."""
+    """Return the chain with the batch size of a worker's share."""
     sizes = zip(_batch_stages(dataset), shares, strict=True)
     return _replaced(dataset, {stage: stage.resized(int(share[worker])) for stage, share in sizes})
 
@@ -136,10 +136,10 @@ def _resized(dataset: Node, shares: Sequence[NDArray[np.int64]], worker: int) ->
 def _kinds(
     dataset: Node, own: Node, policy: AutoShardPolicy, workers: Workers, shares: Sequence[NDArray[np.int64]]
 ) -> Iterator[tuple[Node | SuccessiveBatches, int]]:
-    """What workers read, or its form, and how many read one with as many rows at each step; `own` is this worker's.
+    """Yield a chain that workers read, or its form, and the number of workers with equal rows per step; `own` is this worker's.
 
-    Of the same chain those have that take as many rows of each batch, out of as many elements of what is divided. Each may
-    have another number of rows of files, of which the form is computed, without a dataset.
+    Workers with the same chain have equal shares of each batch, from equally many elements. Their files may differ in
+    rows, for which the form is computed without a dataset.
     """
     numbers = np.stack([*shares, *_divided(dataset, policy, workers.count)])
     columns, firsts, counts = np.unique(numbers, axis=1, return_index=True, return_counts=True)
@@ -154,27 +154,27 @@ def _kinds(
 
 
 def _length_over_files(node: Node, rows: int) -> int:
-    """The number of elements of a chain over files of so many rows; UNKNOWN where there must be files to tell."""
+    """Return the number of elements of a chain over files of this many rows; UNKNOWN if only the files can show it."""
     if isinstance(node, FileShard):
         return rows
     return node.length_over(_length_over_files(node.parents[0], rows)) if isinstance(node, Stage) else UNKNOWN
 
 
 def _divided(dataset: Node, policy: AutoShardPolicy, workers: int) -> Iterator[NDArray[np.int64]]:
-    """How many elements each worker has, or what tells those apart that have more, of each thing that is divided."""
+    """Yield, for each sharded source, each worker's number of elements, or another number that separates larger shares."""
     numbers = np.arange(workers)
     if policy is AutoShardPolicy.FILE:
         lengths = np.diff(cast(HDF5Rows, _sources(dataset)[0]).file_starts())
         yield np.bincount(np.arange(lengths.size) % workers, lengths, workers).astype(np.int64)
     elif policy is AutoShardPolicy.HINT:
         for below in _below_hints(dataset):
-            # Batches differ in rows, and in number where shares do.
+            # Batches differ in rows, and in number if shares do.
             alone = below.traits.shard_hinted or below.batching is not None
             yield numbers if alone else (numbers < below.cardinality() % workers).astype(np.int64)
 
 
 def _below_hints(dataset: Node) -> Iterator[Node]:
-    """What is divided by each `shard` that has SHARD_HINT."""
+    """Yield the node below each `shard` that has SHARD_HINT."""
     if isinstance(dataset, Reindexed) and dataset.order.hinted:
         yield dataset.parents[0]
     for parent in dataset.parents:
@@ -182,31 +182,31 @@ def _below_hints(dataset: Node) -> Iterator[Node]:
 
 
 def _batch_stages(dataset: Node) -> list[Any]:
-    """The stages in which rows become the batches that come out: several where datasets were joined afterwards."""
+    """Return the stages that make the batches: several if datasets were joined after."""
     if all(parent.batching is None for parent in dataset.parents):
         return [dataset]
     return [stage for parent in dataset.parents for stage in _batch_stages(parent)]
 
 
 def _shares(stage: Node, workers: Workers, policy: str) -> NDArray[np.int64]:
-    """The rows that each worker takes of each batch."""
+    """Return each worker's rows of each batch."""
     if stage.batching is None or not isinstance(stage, Batches):
         raise _refusal(f"batch() under {policy}", stage.describe(), "Use AutoShardPolicy.DATA.")
     shares = workers.shares(stage.batching.size)
     if not shares.all():
         expected = f"at least a row for each of the {workers.count} workers in a batch under {policy}"
-        raise _refusal(expected, stage.describe(), "A worker without a part in the batches would never read its rows.")
+        raise _refusal(expected, stage.describe(), "A worker without a share of the batches would never read its rows.")
     return shares
 
 
 class FileShard(InputRows):
-    """The rows of files index, index + num_shards, … of an HDF5 dataset. It is a source: no stage lies below it."""
+    """The rows of files index, index + num_shards, … of an HDF5 dataset, as a source without a stage below."""
 
     def __init__(self, source: HDF5Rows, num_shards: int, index: int) -> None:
         self._source = source
         self._num_shards, self._index = num_shards, index
         starts = source.file_starts()
-        self._first = starts[:-1][index::num_shards]  # row of the source with which each of our files begins
+        self._first = starts[:-1][index::num_shards]  # the source's row at the start of each of these files
         lengths = starts[1:][index::num_shards] - self._first
         self._starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
         self._files = starts.size - 1
@@ -223,7 +223,7 @@ class FileShard(InputRows):
         return int(self._starts[-1])
 
     def _rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The source's numbers of our rows."""
+        """Return the source's numbers of these rows."""
         file = np.searchsorted(self._starts, positions, side="right") - 1
         return positions + (self._first - self._starts[:-1])[file]
 

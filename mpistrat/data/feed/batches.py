@@ -1,4 +1,4 @@
-"""Successive batches of a dataset with random access, or a part of each: located many at a time, small ones gathered together."""
+"""Successive batches of a dataset with random access, or a slice of each: located and gathered in groups."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ if TYPE_CHECKING:
 
 __all__ = ["LOOK_AHEAD", "Located", "LookAhead", "successive_batches"]
 
-_LOCATED = 1 << 14  # rows whose places are found out at a time
-TOGETHER_BYTES = 1 << 19  # of batches that are gathered at a time
+_LOCATED = 1 << 14  # rows located at a time
+TOGETHER_BYTES = 1 << 19  # most bytes of batches gathered at a time
 TOGETHER_SECONDS = 1e-3
 
 
 def successive_batches(dataset: Node, epoch: int, start: int, part: OwnRows | None = None) -> Iterator[tuple[int, Any]]:
-    """Yield the batches of an epoch from one on, each as its number of rows and the rows that are ours.
+    """Yield the batches of an epoch from `start` on, each as its number of rows and this worker's rows.
 
     Args:
-        dataset: with random access, after `batch`.
-        epoch, start: where to begin.
-        part: which rows of a batch of so many are ours, once they stand in the order of their locality; None for all, in
-            the order of the dataset.
+        dataset: a batched dataset with random access.
+        epoch, start: the first batch.
+        part: returns this worker's range of a batch's rows, in the order of locality; None for all, in the dataset's order.
     """
     pace = _Pace()
     for totals, ends, source, epochs, positions in LookAhead(dataset).batches(
@@ -44,7 +43,7 @@ def successive_batches(dataset: Node, epoch: int, start: int, part: OwnRows | No
         if len(totals) > 1:
             try:
                 rows = pace.gather(source, epochs, positions)
-            except Exception:  # the batches before the one that cannot be read come first
+            except Exception:  # yield the batches before the unreadable one
                 pass
             else:
                 for total, own in zip(totals, ranges, strict=True):
@@ -52,11 +51,11 @@ def successive_batches(dataset: Node, epoch: int, start: int, part: OwnRows | No
                 del rows
                 continue
         for total, own in zip(totals, ranges, strict=True):
-            yield total, pace.gather(source, epochs[own], positions[own])  # no variable: it would hold the loop's batch
+            yield total, pace.gather(source, epochs[own], positions[own])  # a variable would hold the loop's batch
 
 
 class _Pace:
-    """The time that a row took in the latest call: slow batches are read one at a time, to keep latency low."""
+    """The time per row of the latest call: slow batches are read one at a time, to keep latency low."""
 
     seconds = 0.0
 
@@ -68,14 +67,14 @@ class _Pace:
 
 
 def _rows_together(source: Node) -> int:
-    """How many rows of several batches TOGETHER_BYTES allow in a call; 0 where a function, or another rank, would see it."""
+    """Return the rows of several batches that TOGETHER_BYTES allows in a call; 0 if functions or other ranks would see it."""
     alone = source.traits.calls_functions or source.traits.shares_memory or source.batching is not None
     nbytes = 0 if alone else row_nbytes(source.row_spec)
     return TOGETHER_BYTES // nbytes if nbytes else 0
 
 
 def _located(dataset: Node, epoch: int, start: int, part: OwnRows | None, pace: _Pace) -> Iterator[Located]:
-    """Yield the batches, or our part of each, in groups that one call may gather: where their rows are made."""
+    """Yield the batches, or slices, in groups for one call, addressed at the node that makes their rows."""
     length = dataset.cardinality()
     nothing = np.empty(0, np.int64)
     sort = part is not None and dataset.locality(nothing, nothing) is not None
@@ -90,7 +89,7 @@ def _located(dataset: Node, epoch: int, start: int, part: OwnRows | None, pace: 
         source, epochs, positions = read_plan(dataset, epochs, positions)
         if source is not known:
             known, most_rows = source, _rows_together(source)
-        # None with those of another epoch of a source: files are checked between epochs.
+        # Groups never span epochs of a source: files are checked between epochs.
         several = epochs.size > 0 and epochs[0] != epochs[-1]
         epoch_of = epochs[np.maximum(ends, 1) - 1].tolist() if several else [0] * len(ends)
         first, rows = 0, max(1, ends[-1] // len(ends))
@@ -108,7 +107,7 @@ def _located(dataset: Node, epoch: int, start: int, part: OwnRows | None, pace: 
 
 
 def _sorted_parts(dataset: Node, epoch: int, batches: range, part: OwnRows) -> LocatedRange:
-    """As `Node.locate_range`, of batches whose rows stand in the order of their locality."""
+    """Return the same as `Node.locate_range`, for batches sorted by locality."""
     (epochs, positions), counts, _ = dataset.locate_range(epoch, batches.start, batches.stop)
     own, ends = own_rows(np.cumsum([0, *counts[:-1]], dtype=np.int64), counts, part)
     numbers = dataset.locality(epochs, positions)
@@ -117,29 +116,29 @@ def _sorted_parts(dataset: Node, epoch: int, batches: range, part: OwnRows) -> L
     return (epochs[own], positions[own]), counts, ends
 
 
-# Batches, or groups of small ones: one would leave a decoding thread idle as it ends, more only hold more memory.
+# Batches or groups: with one a decoding thread would idle at its end, more only use memory.
 LOOK_AHEAD = 2
 
 
 class Located(NamedTuple):
-    """Successive batches, or our part of each: who makes their rows, and the addresses of these there."""
+    """Successive batches, or slices: the node that makes their rows, and their addresses there."""
 
     totals: Sequence[int]  # rows of each whole batch
-    ends: Sequence[int]  # where our part of each ends
+    ends: Sequence[int]  # the end of this worker's slice of each
     source: Node
     epochs: NDArray[np.int64]
     positions: NDArray[np.int64]
 
 
 class LookAhead:
-    """Calls a dataset's `expect` some elements ahead of need, where a source gains by it."""
+    """Calls of a dataset's `expect` some elements ahead, if a source benefits."""
 
     def __init__(self, dataset: Node) -> None:
         self._dataset = dataset
         self._useful = dataset.random_access and _reads_chunks(dataset)
 
     def batches(self, located: Iterator[Located]) -> Iterator[Located]:
-        """Yield the same batches, all but the first announced some turns before."""
+        """Yield the same batches, all but the first announced in advance."""
         return self._announced(located) if self._useful else located
 
     @staticmethod
@@ -154,7 +153,7 @@ class LookAhead:
         yield from waiting
 
     def rows(self, addresses: Addresses) -> None:
-        """Take note that rows will be read soon."""
+        """Announce that rows will be read soon."""
         if self._useful and np.size(addresses[0]):
             self._dataset.expect(*addresses)
 

@@ -1,4 +1,4 @@
-"""What a strategy makes of a dataset: steps that all ranks take together, each with every local replica's part of a batch."""
+"""A strategy's view of a dataset: steps that all ranks take together, with each local replica's block of a batch."""
 
 from __future__ import annotations
 
@@ -41,31 +41,31 @@ SumOverRanks = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 Drawn = Callable[[int, int, int], None]
 
 _INPUT = RECORDER.name("i", "next batch")
-# A step that was looked at: its rows over all replicas, its element, and each local replica's arrays in it.
+# A peeked step: its rows over all replicas, its element, and each local replica's arrays in it.
 _Ahead = tuple[int, Any, list[list[Any]]]
 
 
 class Device(Protocol):
-    """One replica's device, to which arrays are copied on a stream of its own."""
+    """One replica's device, to which arrays are copied on a separate stream."""
 
     def start(self, array: NDArray[Any]) -> Any:
-        """Begin to copy a host array, in any thread; return what `finish` wants."""
+        """Start to copy a host array, in any thread; return the argument of `finish`."""
 
     def finish(self, started: Any) -> Any:
-        """Make what this thread computes next wait for the copy, and return the array on the device."""
+        """Make this thread's next computation wait for the copy, and return the array on the device."""
 
     def reclaim(self) -> None:
-        """Take back the memory of arrays that the program has dropped; called by the thread that computes."""
+        """Reuse the memory of arrays that the program has dropped; called by the computing thread."""
 
 
 class Devices:
-    """Starts the copies of each step as it is read, and finishes them as it is handed out.
+    """The copies of each step to the devices: started when it is read, finished when it is delivered.
 
-    Reading and starting happen in the thread that reads ahead, so as many steps are on the devices as it may read
-    ahead. Without devices the arrays stay where they are.
+    The thread that reads ahead also starts the copies, so up to the read-ahead's number of steps are on the devices.
+    Without devices the arrays stay in place.
 
     Args:
-        devices: one for each local replica, None for one that takes host arrays; None where all do.
+        devices: one for each local replica, None for one that takes host arrays; None if all do.
 
     Attributes:
         copying: the devices to which steps are copied.
@@ -76,10 +76,10 @@ class Devices:
         self._devices = devices if self.copying else None
 
     def elements(self, plan: Plan) -> Elements:
-        """Return what makes an epoch's steps, with their copies started. The thread that reads ahead holds it."""
+        """Return the function of an epoch's steps with started copies, for the thread that reads ahead."""
         if self._devices is None:
             return plan.elements
-        return lambda epoch, start: map(self._load, plan.elements(epoch, start))  # no generator: it would hold a batch
+        return lambda epoch, start: map(self._load, plan.elements(epoch, start))  # a generator would hold a batch
 
     def _load(self, step: Step) -> Step:
         return step if step.blocks is None else step._replace(blocks=self._start(step.blocks))
@@ -95,7 +95,7 @@ class Devices:
     def hand_out(self, step: Step, plan: Plan) -> tuple[Any, list[list[Any]]]:
         """Return the element of a step, and each replica's arrays in it.
 
-        The arrays are on the replicas' devices, and have zero rows where the worker has none left.
+        The arrays are on the replicas' devices, with zero rows if the worker has none left.
         """
         blocks = step.blocks
         if blocks is None:
@@ -118,41 +118,41 @@ class Devices:
 
 
 class _Started:
-    """What a device returned from `start`: one leaf, whatever it is."""
+    """The result of a device's `start`, wrapped as one leaf."""
 
     def __init__(self, copy: Any) -> None:
         self.copy = copy
 
 
 def alone(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The sum over one rank."""
+    """Return the sum over one rank."""
     return counts
 
 
 class Passes(Protocol):
-    """Called when a dataset begins and ends to be read: parameter servers serve meanwhile."""
+    """Callbacks at the start and end of a pass over a dataset: parameter servers serve meanwhile."""
 
     def begin_pass(self) -> None:
-        """Called before the first step is taken."""
+        """Run before the first step."""
 
     def end_pass(self) -> None:
-        """Called once after the last step, or when the iterator is closed or dropped."""
+        """Run once after the last step, or when the iterator is closed or dropped."""
 
 
 @final
 class DistributedIterator(Feed):
-    """One epoch of a distributed dataset (TF: tf.distribute.DistributedIterator).
+    """An iterator over one epoch of a distributed dataset (TF: tf.distribute.DistributedIterator).
 
-    With one local replica each step gives plain arrays, with several PerReplica values in the dataset's structure.
-    Taking a step is collective where the dataset's number of rows is not known (see DistributedDataset), else not.
+    With one local replica a step is plain arrays, with several it is PerReplica values in the dataset's structure. Taking
+    a step is collective only if the dataset's number of rows is unknown (see DistributedDataset).
 
     Args:
-        plan, devices: what is read, and where it goes; the thread that reads ahead holds these, not the iterator.
+        plan, devices: the source and target of steps; the thread that reads ahead references these, not the iterator.
         sum_over_ranks, stats, handed_out, passes, drawn: see `DistributedDataset`, which makes iterators.
         reading: the other arguments of `Feed`.
 
     Attributes:
-        global_batch_size: rows of the step handed out last, over all replicas; None before the first and after the end.
+        global_batch_size: rows of the latest step, over all replicas; None before the first and after the end.
     """
 
     def __init__(
@@ -173,15 +173,15 @@ class DistributedIterator(Feed):
         self._stats = stats
         self._handed_out, self._drawn = handed_out, drawn
         self._ahead: _Ahead | None = None
-        self._answers: dict[int, tuple[int, int]] = {}  # by step: how many workers have rows, and rows in all
+        self._answers: dict[int, tuple[int, int]] = {}  # by step: the number of workers with rows, and the rows of all
         self._ended = False
         self._passes, self._pass_open = passes, False
-        self._last: float | None = None  # when the loop last got something
+        self._last: float | None = None  # time of the loop's latest step
         self.global_batch_size: int | None = None
 
     @property
     def element_spec(self) -> Any:
-        """As `DistributedDataset.element_spec`."""
+        """The same as `DistributedDataset.element_spec`."""
         spec = self._plan.row_spec
         return None if spec is None else batch_spec(spec, None)
 
@@ -210,13 +210,13 @@ class DistributedIterator(Feed):
             self._last = self.global_batch_size = None
             self._handed_out.end()
             raise
-        finally:  # also after an error: one that the program catches must not count as input for ever
+        finally:  # also after an error that the program catches, which must not count as input time
             RECORDER.end(event)
         self._last = self._time(started)
         return element
 
     def _look(self) -> _Ahead:
-        """The next step; StopIteration at the end of all ranks."""
+        """Return the next step; StopIteration at the end of all ranks."""
         if self._ended:
             raise StopIteration
         if self._passes is not None and not self._pass_open:
@@ -227,7 +227,7 @@ class DistributedIterator(Feed):
                 try:
                     self._peeked = self._read()
                 except StopIteration:
-                    self._ended = True  # asked again, it begins no other epoch
+                    self._ended = True  # later calls must not start another epoch
                     self.close()
                     raise
             step: Step = self._peeked
@@ -242,7 +242,7 @@ class DistributedIterator(Feed):
         return self._ahead
 
     def _ask(self, step: Step) -> tuple[int, int]:
-        """How many workers have rows in the next step, and how many rows that is. Collective."""
+        """Return the number of workers with rows in the next step, and their rows. Collective."""
         if self._next not in self._answers:
             counts = np.zeros((1, 2), np.int64) if step.counts is None else step.counts
             answers = self._sum_over_ranks(counts.ravel()).reshape(counts.shape)
@@ -250,14 +250,14 @@ class DistributedIterator(Feed):
         return self._answers[self._next]
 
     def _time(self, started: float) -> float:
-        """Count the time since then as waiting, and what the loop did before it as the loop's; return the time."""
+        """Add the time since `started` to the waiting time, and the time before it to the loop's; return the current time."""
         now = time.perf_counter()
         self._stats.wait_seconds += now - started
         self._stats.seconds += now - (started if self._last is None else self._last)
         return now
 
     def get_next(self) -> Any:
-        """Return the next step's element, as `next(iterator)` does. Collective where the number of rows is not known.
+        """Return the next step's element, like `next(iterator)`. Collective if the number of rows is unknown.
 
         Raises:
             StopIteration: at the end, on all ranks together.
@@ -266,7 +266,7 @@ class DistributedIterator(Feed):
         return next(self)
 
     def get_next_as_optional(self) -> Optional:
-        """Return the next step's element in an Optional, which is empty at the end. Collective where `get_next` is.
+        """Return the next step's element in an Optional, which is empty at the end. Collective if `get_next` is.
 
         It has a value on every rank while any replica has a row; replicas without one get zero rows.
 
@@ -279,7 +279,7 @@ class DistributedIterator(Feed):
             return Optional.empty()
 
     def peek(self) -> Any:
-        """Return the next step's element and stay before it. Collective where `get_next` is.
+        """Return the next step's element without consuming it. Collective if `get_next` is.
 
         Raises:
             StopIteration: at the end, on all ranks together.
@@ -289,14 +289,14 @@ class DistributedIterator(Feed):
         return self._look()[1]
 
     def restore(self, state: dict[str, int]) -> None:
-        """Go to where an iterator of the same dataset stood. Do it on every rank.
+        """Move to the state of an iterator of the same dataset. Call it on every rank.
 
-        The dataset's next `iter()` begins the epoch after. Under AUTO and DATA the number of replicas may be another
-        one. Datasets that read in order make again what comes before; the iterable of a dataset function must be a
-        Dataset, or the next step raises ValueError.
+        The dataset's next `iter()` starts the epoch after it. Under AUTO and DATA the number of replicas may differ.
+        Datasets that read in order make the elements before the position again; the iterable of a dataset function must
+        be a Dataset, or the next step raises ValueError.
 
         Raises:
-            ValueError: for what is no state of this dataset: its epochs have another number of steps, too.
+            ValueError: for a state of another dataset, or with another number of steps per epoch.
             ShardError: for files that have changed.
         """
         super().restore(state)
@@ -316,10 +316,10 @@ class DistributedIterator(Feed):
 
 
 _WITHOUT_LENGTH = {
-    INFINITE: ("no end", "Put take(n) behind repeat, or leave the loop after as many steps as you want."),
+    INFINITE: ("no end", "Use take(n) after repeat, or break out of the loop."),
     UNKNOWN: (
         "an end that is found while it is read",
-        "Loop to the end; cardinality() tells beforehand whether it is known.",
+        "Loop to the end; cardinality() is UNKNOWN for such datasets.",
     ),
 }
 
@@ -328,24 +328,24 @@ Divide = Callable[[Node, Workers], Plan]
 
 @final
 class DistributedDataset:
-    """A dataset divided over the replicas of a strategy (TF: tf.distribute.DistributedDataset).
+    """A dataset distributed over the replicas of a strategy (TF: tf.distribute.DistributedDataset).
 
     `strategy.distribute_dataset` and `strategy.distribute_datasets_from_function` make them. Each `iter()` is the next
-    epoch. All ranks make the same number of steps: until no replica has a row left. A replica without a row gets arrays
-    of zero rows. Where a rank cannot compute the rows of all others, iterating is collective: steps begin with one small
-    sum over the ranks, every step or, where each rank knows its own rows beforehand, some.
+    epoch. All ranks take the same number of steps, until no replica has a row left. A replica without a row gets arrays
+    of zero rows. If a rank cannot compute the rows of all others, iterating is collective: one small sum over the ranks
+    at the start of every step or, if each rank knows its own rows in advance, of some steps.
 
     Args:
-        plan: what this worker reads.
+        plan: the steps of this worker.
         devices: one for each local replica, or None for host arrays.
-        buffer_size: steps that wait ready, beyond the one that is being read; 0 reads in the iterating thread. Steps
-            that are read faster than a thread could hand them over are read there, too.
+        buffer_size: buffered steps, in addition to the one being read; 0 reads in the iterating thread. So are steps that
+            are read faster than a thread could pass them on.
         sum_over_ranks: returns the elementwise sum of a small int64 array over all ranks; collective.
-        passes: called when an epoch begins and ends to be read.
-        same_length: whether an epoch has as many steps wherever the state of an iterator is restored.
-        drawn: called with the epoch and step of each batch that is handed out, and `Plan.first_read`; None where the ranks need
-            not draw alike.
-        ledger: what records the batches that are handed out.
+        passes: called at the start and end of an epoch.
+        same_length: whether an epoch has the same number of steps wherever an iterator's state is restored.
+        drawn: called with the epoch and step of each delivered batch, and `Plan.first_read`; None if the ranks may draw
+            differently.
+        ledger: records the delivered batches.
     """
 
     def __init__(
@@ -374,13 +374,13 @@ class DistributedDataset:
     def element_spec(self) -> Any:
         """The elements' structure with an `ArraySpec` for every array of one replica; its first axis varies.
 
-        None while a dataset function's own iterable has not given its first element.
+        None until the first element of a dataset function's own iterable.
         """
         spec = self._plan.row_spec
         return None if spec is None else batch_spec(spec, None)
 
     def cardinality(self) -> int:
-        """Return the number of steps in an epoch, the same on every rank; INFINITE, or UNKNOWN."""
+        """Return the number of steps in an epoch, equal on every rank; INFINITE, or UNKNOWN."""
         return self._plan.cardinality()
 
     def __len__(self) -> int:
@@ -396,11 +396,11 @@ class DistributedDataset:
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next `iter()` begin that epoch. Do it on every rank alike."""
+        """Set the epoch of the next `iter()`. Call it on every rank with the same value."""
         self._epoch = integer("DistributedDataset.set_epoch", "epoch", epoch, 0)
 
     def stats(self) -> InputStats:
-        """Return what this rank's input has done so far, over all epochs.
+        """Return the counters of this rank's input, over all epochs. Not collective.
 
         Example:
             >>> data = ms.get_strategy().distribute_dataset(ms.data.from_arrays(np.arange(10)).batch(4))
@@ -432,17 +432,17 @@ class DistributedDataset:
 
 
 def distribute(dataset: Dataset, workers: Workers, divide: Divide = auto_shard, **settings: Any) -> DistributedDataset:
-    """Return a dataset divided by the policy of its options.
+    """Return a dataset distributed by the policy of its options.
 
     Args:
-        dataset: a dataset after `batch`; its batches are those of all replicas together.
-        workers: who reads.
+        dataset: a batched dataset; its batches are for all replicas together.
+        workers: the workers.
         divide: returns the plan of a dataset.
         settings: as for DistributedDataset.
 
     Raises:
-        TypeError: for what is no Dataset.
-        ValueError: for a dataset that is not batched, or has not what the policy needs.
+        TypeError: for an argument other than Dataset.
+        ValueError: for a dataset that is not batched, or does not meet the policy's requirements.
         ShardError: when a shard cannot be opened or does not match; files are opened here, before training starts.
 
     Example:
@@ -456,7 +456,7 @@ def distribute(dataset: Dataset, workers: Workers, divide: Divide = auto_shard, 
         remedy = "Make one with ms.data.from_arrays or ms.data.HDF5Dataset."
         raise TypeError(explain("distribute_dataset", "dataset", expected="a Dataset", got=got, remedy=remedy))
     plan = divide(dataset.node, workers)
-    _ = plan.row_spec, plan.cardinality()  # open the files
+    _ = plan.row_spec, plan.cardinality()  # opens the files
     return DistributedDataset(plan, **settings)
 
 
@@ -472,7 +472,7 @@ _NO_VALUE: Any = object()
 
 @final
 class Optional:
-    """An element, or none (TF: tf.experimental.Optional).
+    """An element, or no element (TF: tf.experimental.Optional).
 
     Example:
         >>> Optional.from_value(3).get_value(), Optional.empty().has_value()
@@ -486,30 +486,30 @@ class Optional:
 
     @classmethod
     def from_value(cls, value: Any) -> Optional:
-        """Return one that holds a value."""
+        """Return an Optional with a value."""
         return cls(value)
 
     @classmethod
     def empty(cls, element_spec: Any = None) -> Optional:
-        """Return one that holds nothing.
+        """Return an Optional without a value.
 
         Args:
-            element_spec: accepted for TF's programs, without effect.
+            element_spec: accepted as in TF, without effect.
         """
         return cls(_NO_VALUE)
 
     def has_value(self) -> bool:
-        """Return whether there is a value."""
+        """Return True if there is a value."""
         return self._value is not _NO_VALUE
 
     def get_value(self) -> Any:
         """Return the value.
 
         Raises:
-            ValueError: when there is none.
+            ValueError: if there is none.
         """
         if self._value is _NO_VALUE:
-            remedy = "Ask has_value() first: the dataset has come to its end."
+            remedy = "Call has_value() first: the dataset has ended."
             raise ValueError(explain("Optional.get_value", "", expected="a value", got="none", remedy=remedy))
         return self._value
 

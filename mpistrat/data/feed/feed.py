@@ -1,4 +1,4 @@
-"""Iterators over an epoch's elements, read ahead in a thread if wanted, with a position that can be saved."""
+"""Iterators over an epoch's elements, with optional read-ahead in a thread and a position to save."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ...base.errors import explain
 
 __all__ = ["DatasetIterator", "Elements", "Feed"]
 
-_PATIENCE = 10.0  # seconds that the end of the program waits for what is being read
+_PATIENCE = 10.0  # seconds that the end of the program waits for running reads
 
 
-_running: dict[threading.Thread, Callable[[], None]] = {}  # what ends each thread
+_running: dict[threading.Thread, Callable[[], None]] = {}  # functions that end the threads
 
 
 def _end_all() -> None:
-    """End the threads before the interpreter ends: one inside HDF5 would crash it then, or never let it go."""
+    """End the threads before the interpreter ends: one inside HDF5 could crash it or block it forever."""
     running = list(_running.items())
     for _, end in running:
         end()
@@ -34,25 +34,25 @@ def _end_all() -> None:
 
 
 def _fill(produce: Callable[[], Any], room: SimpleQueue[bool], items: SimpleQueue[tuple[bool, Any]]) -> None:
-    """Produce items while there is room, until StopIteration, an error, or the reader's end."""
+    """Produce items while there is room, until StopIteration, an error, or the end of the reader."""
     try:
         while room.get():
             try:
                 item = True, produce()
             except StopIteration:
                 item = False, None
-            except BaseException as error:  # whatever it is, it belongs to the reader
+            except BaseException as error:  # any error is raised in the reader
                 item = False, error
             items.put(item)
             if not item[0]:
                 return
-            del item  # the reader's alone
+            del item  # only the reader references it
     finally:
         _running.pop(threading.current_thread(), None)
 
 
 def _end(room: SimpleQueue[bool], items: SimpleQueue[tuple[bool, Any]]) -> None:
-    """End the thread that fills `items`; the reader gets no more of them."""
+    """End the thread that fills `items`; the reader gets no more items."""
     with contextlib.suppress(Empty):
         while True:
             room.get_nowait()
@@ -61,77 +61,78 @@ def _end(room: SimpleQueue[bool], items: SimpleQueue[tuple[bool, Any]]) -> None:
 
 
 class ReadAhead:
-    """Calls a function ahead of need, at most `depth` results ahead, in order.
+    """A thread that calls a function up to `depth` results ahead, in order.
 
-    The thread holds the queues, not this object, or neither would ever be freed.
+    The thread references the queues, not this object, so that both can be freed.
 
     Args:
         produce: returns the next item or raises StopIteration; called in the thread only.
-        depth: how many results may wait, at least 1.
+        depth: the most results to buffer, at least 1.
     """
 
     def __init__(self, produce: Callable[[], Any], depth: int) -> None:
-        self._room: SimpleQueue[bool] = SimpleQueue()  # one entry for each item that may be made; False ends the thread
+        self._room: SimpleQueue[bool] = SimpleQueue()  # one entry per item to make; False ends the thread
         self._items: SimpleQueue[tuple[bool, Any]] = SimpleQueue()  # (True, item), at last (False, error or None)
         for _ in range(depth):
             self._room.put(True)
         queues = self._room, self._items
         self._thread = threading.Thread(target=_fill, args=(produce, *queues), name="mpistrat-prefetch", daemon=True)
         self._end = weakref.finalize(self, _end, *queues)
-        atexit.unregister(_end_all)  # the last to be registered is called first: before h5py's own end
+        atexit.unregister(_end_all)  # functions registered last are called first: before h5py's exit handler
         atexit.register(_end_all)
         _running[self._thread] = functools.partial(_end, *queues)
         self._thread.start()
 
     def get(self) -> Any:
-        """Return the next item. Raises StopIteration at the end, and what the function raised, when its turn comes."""
+        """Return the next item. Raises StopIteration at the end, and the function's error in its turn."""
         more, item = self._items.get()
         if more:
             self._room.put(True)
             return item
-        self._items.put((more, item))  # for who asks again
+        self._items.put((more, item))  # for later calls
         if item is not None:
             raise item
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread and wait for it; what it had read is dropped. Safe to call twice."""
+        """End the thread and wait for it; buffered items are dropped. Safe to call twice."""
         self._end()
         self._thread.join()
 
 
 NOTHING = object()  # no element was peeked at
-PATIENCE = 1e-3  # seconds: a thread takes 0.03 to 0.1 ms to hand an element over, and the node a core
-_RECENT = 32  # elements over which the mean is taken; small ones come several at a time
-_OUTLIERS = 2  # the slowest of them do not count: they may have met a cold page
+PATIENCE = 1e-3  # seconds; a thread adds 0.03 to 0.1 ms per element, and uses a core of the node
+_RECENT = 32  # elements in the mean; small ones are read several at a time
+_OUTLIERS = 2  # slowest ones to ignore: they may have hit a cold page
 
 Elements = Callable[[int, int], Iterator[Any]]  # (epoch, position) -> the elements from there on
 
 
 class Supplier(Protocol):
-    """What elements come from: a dataset, or the steps of a worker."""
+    """The origin of elements: a dataset, or the steps of a worker."""
 
     def check(self) -> None:
-        """Raise if a source has changed; called before other elements are read than those that come next."""
+        """Raise if a source has changed; called before the iterator moves."""
 
     def count_wait(self, seconds: float) -> None:
-        """Take note how long the loop waited for what a thread reads ahead."""
+        """Record the loop's wait for the thread that reads ahead."""
 
 
 class Feed(Iterator[Any], ABC):
-    """One epoch, whose elements are read one after the other, ahead of need if wanted.
+    """An iterator over one epoch, with optional read-ahead.
 
-    Position and state are those of what was consumed. The thread that reads ahead holds none of this: it ends with the feed.
+    Position and state are those of consumed elements. The thread that reads ahead does not reference this object, and
+    ends with it.
 
     Args:
         elements: returns an iterator over an epoch's elements from a position on.
-        cardinality: elements in an epoch; negative for no end, or an unknown one.
-        epoch: which epoch.
-        prefetch: how many elements a thread may read ahead; 0 for no thread.
-        patience: start the thread when reading an element takes longer than so many seconds, on average; 0 for at once.
-        same_length: whether an epoch of the same dataset is as long wherever a state of it is restored.
-        supplier: what the elements come from.
-        set_epoch: called with the epoch that follows one that was restored.
+        cardinality: elements in an epoch; negative for no end or an unknown one.
+        epoch: the epoch.
+        prefetch: the most elements that a thread reads ahead; 0 for no thread.
+        patience: start the thread when reading an element takes longer than this on average, in seconds; 0 for immediately.
+        same_length: whether an epoch has the same length wherever its state is restored.
+        supplier: the origin of the elements.
+        set_epoch: called with the epoch after a restored one.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class Feed(Iterator[Any], ABC):
         self._length = {"length": cardinality} if same_length and cardinality >= 0 else {}
         self._depth = prefetch
         self._patience = patience
-        self._recent: deque[float] = deque(maxlen=_RECENT)  # seconds that reading took
+        self._recent: deque[float] = deque(maxlen=_RECENT)  # seconds of the latest reads
         self._slow = patience == 0
         self._epoch = epoch
         self._next = 0
@@ -182,25 +183,25 @@ class Feed(Iterator[Any], ABC):
                 self._supplier.count_wait(seconds)
             return element
         except BaseException as error:
-            self._stop()  # a generator that has raised is over: who asks again begins at this element anew
+            self._stop()  # a generator ends when it raises; the next call restarts at this element
             self._ended = isinstance(error, StopIteration)
             if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
-                # From a mapped function: it must not look like the end.
+                # From a mapped function: it must not end the iteration.
                 raise RuntimeError("dataset: reading an element raised StopIteration") from error.__cause__
             raise
 
     def state(self) -> dict[str, int]:
-        """Return the position of what was consumed, the same on every rank: {"epoch", "next", "length"}.
+        """Return the position after the consumed elements, equal on every rank: {"epoch", "next", "length"}.
 
-        "length" is the number of elements of an epoch. It is left out where it is not known, and with parameter servers.
+        "length" is the number of elements of an epoch. It is absent if unknown, and with parameter servers.
         """
         return {"epoch": self._epoch, "next": self._next, **self._length}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Go to where an iterator of the same dataset stood; its next `iter()` begins the epoch after.
+        """Move to the state of an iterator of the same dataset; the next `iter()` starts the epoch after it.
 
         Raises:
-            ValueError: for what is no state of this dataset: its epochs have another length, too.
+            ValueError: for a state of another dataset, or with another number of elements per epoch.
             ShardError: for files that have changed.
         """
         try:
@@ -228,7 +229,7 @@ class Feed(Iterator[Any], ABC):
             self._set_epoch(epoch + 1)
 
     def _stop(self) -> None:
-        """End the thread, and forget what was read but not consumed."""
+        """End the thread, and drop elements that were read but not consumed."""
         if self._read_ahead is not None:
             self._read_ahead.close()
             self._read_ahead = None
@@ -247,7 +248,7 @@ class DatasetIterator(Feed):
         return element
 
     def peek(self) -> Any:
-        """Return the next element without moving on.
+        """Return the next element without consuming it.
 
         Raises:
             StopIteration: at the end.

@@ -1,4 +1,4 @@
-"""Input that each worker, or each replica, makes for itself: `distribute_datasets_from_function`."""
+"""Input that each worker or replica makes itself: `distribute_datasets_from_function`."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .plan import Plan, Step, Workers, has_element, rows_in
 __all__ = ["FunctionPlan", "InputContext", "call_dataset_fn"]
 
 FUNCTION = "distribute_datasets_from_function"
-_TOGETHER = 64  # steps whose rows the workers tell each other at once, where they know them
+_TOGETHER = 64  # steps in one exchange of rows, if known
 
 
 @dataclass(frozen=True)
 class InputContext:
-    """What a dataset function gets to know of its worker (TF: tf.distribute.InputContext).
+    """A dataset function's information on its worker (TF: tf.distribute.InputContext).
 
     Args:
-        num_input_pipelines: how many datasets are made, one a worker or, under PER_REPLICA, one a replica.
-        input_pipeline_id: which one this is.
-        num_replicas_in_sync: replicas in all.
+        num_input_pipelines: the number of datasets: one per worker or, under PER_REPLICA, one per replica.
+        input_pipeline_id: the index of this one.
+        num_replicas_in_sync: the number of all replicas.
 
     Raises:
-        ValueError: for impossible numbers.
+        ValueError: for invalid numbers.
 
     Example:
         >>> InputContext(2, 0, 8).get_per_replica_batch_size(32)
@@ -58,10 +58,10 @@ class InputContext:
             raise ValueError(explain("InputContext", "", expected=expected, got=self.input_pipeline_id))
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return the rows that one replica gets of a global batch.
+        """Return one replica's rows of a global batch. Not collective.
 
         Raises:
-            ValueError: when the batch cannot be divided evenly.
+            ValueError: when the batch size is not a multiple of the replicas.
         """
         if global_batch_size % self.num_replicas_in_sync:
             expected = f"a multiple of the {self.num_replicas_in_sync} replicas"
@@ -81,12 +81,12 @@ def call_dataset_fn(
 
     Args:
         dataset_fn: the function.
-        workers: who reads.
-        mode: how often it is called.
-        within: the workers that step together, where each of `workers` is a group of them; default all.
+        workers: the workers.
+        mode: one call per worker or per replica.
+        within: the workers that step together, if each of `workers` is a group of them; default all.
 
     Raises:
-        TypeError: it is no function, or returns no iterable.
+        TypeError: it is not a function, or does not return an iterable.
         ValueError: it returns a dataset of rows.
     """
     given: object = dataset_fn
@@ -109,14 +109,14 @@ def call_dataset_fn(
 
 @final
 class FunctionPlan(Plan):
-    """One element for each local replica at every step. The workers tell each other how long their iterables are.
+    """One element for each local replica at every step. The workers exchange the lengths of their iterables.
 
-    Where all are Datasets with random access, they ask each other once for many steps, else at every step.
+    If all are Datasets with random access, one exchange covers many steps, else each step has one.
 
     Args:
-        iterables: one, which the local replicas take their elements from in turn; or one for each local replica.
-            Elements are nests of arrays whose first axes count rows; each `iter()` is an epoch.
-        workers: who reads.
+        iterables: one, from which the local replicas take elements in turn; or one per local replica. Elements are nests
+            of arrays whose first axes count rows; each `iter()` is an epoch.
+        workers: the workers.
     """
 
     def __init__(self, iterables: Sequence[Iterable[Any]], workers: Workers) -> None:
@@ -127,7 +127,7 @@ class FunctionPlan(Plan):
         first = self._iterables[0]
         if isinstance(first, Dataset):
             self._row_spec = first.node.row_spec
-        self._own_cardinality = self._count_steps()  # opens all files, while the other workers can still get an error
+        self._own_cardinality = self._count_steps()  # opens all files, while an error can still reach the other workers
 
     @property
     def row_spec(self) -> Any:
@@ -141,7 +141,7 @@ class FunctionPlan(Plan):
         return self._cardinality
 
     def agree(self, sum_over_ranks: SumOverRanks) -> None:
-        """Tell the other workers how many steps this one can make. Collective; done before the first step."""
+        """Exchange the workers' numbers of steps. Collective; called before the first step."""
         lengths = np.zeros(self.workers.count, np.int64)
         lengths[self.workers.index] = self._own_cardinality
         lengths = sum_over_ranks(lengths)
@@ -176,7 +176,7 @@ class FunctionPlan(Plan):
         return Step(None, [empty_rows(self._row_spec) if block is None else block for block in blocks], counts)
 
     def _counts(self, epoch: int, start: int) -> NDArray[np.int64]:
-        """`Step.counts` of the steps from one on to the next at which all ask."""
+        """Return `Step.counts` for the steps from `start` to the next exchange."""
         local, datasets = self.workers.num_local_replicas, self.datasets
         counts = np.zeros((_TOGETHER - start % _TOGETHER, 2), np.int64)
         for count, step in zip(counts, itertools.count(start), strict=False):
@@ -196,7 +196,7 @@ class FunctionPlan(Plan):
         return map(self._block, iterable)
 
     def _block(self, element: Any) -> Any:
-        """A batch of an iterable that is no Dataset of ours."""
+        """Return a batch of an iterable other than Dataset."""
         block = nest.map_structure(lambda leaf: plain_array(leaf, FUNCTION, "dataset_fn"), element)
         if self._row_spec is None:
             if any(leaf.ndim == 0 for leaf in nest.flatten(block)):

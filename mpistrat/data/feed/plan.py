@@ -1,4 +1,4 @@
-"""Plans of which rows each worker reads at each step: pure, handed integers; of MPI and strategies they know nothing."""
+"""Plans of the rows that each worker reads at each step: pure functions of integers, without MPI and strategies."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ __all__ = [
 
 
 class Step(NamedTuple):
-    """What one worker knows of a step.
+    """One worker's data of a step.
 
     Attributes:
-        rows: the rows of all replicas together; None where the workers must ask each other.
-        blocks: each local replica's rows; None where this worker has none left.
-        counts: of this step and those after it, whether this worker has rows and how many; shape (steps, 2), int64. Every
-            worker has as many of them at the same step, so that one question is enough for all of them. None for this step
-            alone, without rows, and for steps that were asked about before.
+        rows: the rows of all replicas together; None if the workers must exchange them.
+        blocks: each local replica's rows; None if this worker has none left.
+        counts: for this step and later ones, whether this worker has rows, and their number; shape (steps, 2), int64. All
+            workers have the same number of steps in it, so one exchange covers them. None for this step alone, without
+            rows, and for steps covered before.
     """
 
     rows: int | None
@@ -54,12 +54,12 @@ class Step(NamedTuple):
 
 
 class Plan(ABC):
-    """The steps of every epoch. Threads that read ahead hold it, and not the dataset that the user holds.
+    """The steps of every epoch. Threads that read ahead reference it, not the user's dataset.
 
     Args:
-        workers: who reads.
-        datasets: what this worker reads, as far as it is made of datasets of ours.
-        quorum: how many workers must have rows for a step to take place; asked where a step's rows are not known.
+        workers: the workers.
+        datasets: the datasets that this worker reads, as far as they are of this package.
+        quorum: the number of workers that must have rows for a step; used if a step's rows are not known.
     """
 
     def __init__(self, workers: Workers, datasets: Sequence[Node], quorum: int = 1) -> None:
@@ -68,18 +68,18 @@ class Plan(ABC):
         self.quorum = quorum
 
     def check(self) -> None:
-        """Raise if a source of what this worker reads has changed since it was opened."""
+        """Raise if a source of this worker has changed since it was opened."""
         for dataset in self.datasets:
             dataset.check()
 
     def count_wait(self, seconds: float) -> None:
-        """Take note how long the loop waited for what a thread reads ahead."""
+        """Record the loop's wait for the thread that reads ahead."""
         for dataset in self.datasets:
             dataset.count_wait(seconds)
 
     @property
     def row_spec(self) -> Any:
-        """The specs of one row; None where not known yet."""
+        """The specs of one row; None if not known yet."""
         return self.datasets[0].row_spec if self.datasets else None
 
     @abstractmethod
@@ -88,35 +88,35 @@ class Plan(ABC):
 
     @abstractmethod
     def elements(self, epoch: int, start: int) -> Iterator[Step]:
-        """Return an iterator over an epoch's steps from one on; without an end where the workers must find it."""
+        """Return an iterator over an epoch's steps from `start` on; endless if the workers must find the end."""
 
     def rows_of_all(self, epoch: int, step: int) -> int | None:
-        """Return the rows of a step, with those that workers which step apart take at the same one; None where not known."""
+        """Return the rows of a step over all workers that step independently; None if unknown."""
         return None
 
     def first_read(self, epoch: int) -> int:
-        """A digest of the first elements that were read, where all workers must read the same, and only reading shows them."""
+        """Return a digest of the first elements read, if all workers must read the same and only reading shows it; else 0."""
         return 0
 
     @abstractmethod
     def describe(self) -> str:
-        """Return how the dataset is divided, in a few words."""
+        """Return a short description of the distribution."""
 
     @property
     def prefetch_depth(self) -> int | None:
-        """How many steps are to be read ahead: the argument of `prefetch`; None without one."""
+        """The number of steps to read ahead, from `prefetch`; None without it."""
         return self.datasets[0].prefetch_depth if self.datasets else None
 
 
 class GlobalPlan(Plan):
-    """DATA: every step's global batch cut into contiguous blocks, one a replica. No worker talks to another.
+    """DATA: each global batch is split into contiguous blocks, one per replica, without communication.
 
-    With random access a worker reads its own rows only; in order, it makes all batches and takes its part of each.
+    With random access a worker reads its own rows only; in order, it makes all batches and takes its slice of each.
 
     Args:
-        dataset, workers: what is read, and who divides a batch.
-        which: the policy, in words.
-        dealt: the dataset whose batches are dealt out in turn, of which `dataset` is a part, and to how many.
+        dataset, workers: the dataset, and the workers that share a batch.
+        which: the policy's name for texts.
+        dealt: the dataset whose batches are distributed round-robin, of which `dataset` is a share, and the number of shares.
     """
 
     def __init__(
@@ -130,25 +130,25 @@ class GlobalPlan(Plan):
         return self._dataset.cardinality()
 
     def elements(self, epoch: int, start: int) -> Iterator[Step]:
-        # No generators: their variables would hold the batch that the loop has.
+        # No generators: their variables would hold a batch.
         if not self._dataset.random_access:
             return map(self._cut, self._dataset.elements(epoch, start))
         return itertools.starmap(self._divided, successive_batches(self._dataset, epoch, start, self._own_rows))
 
     def _cut(self, batch: Any) -> Step:
-        """A step of a whole batch."""
+        """Return the step of a whole batch."""
         count = row_count(batch)
         return Step(count, cut(batch, self.workers.blocks(count)))
 
     def _divided(self, count: int, rows: Any) -> Step:
-        """A step of this worker's rows of a batch of so many."""
+        """Return the step of this worker's rows of a batch of `count` rows."""
         if self._is_single:
             return Step(count, [rows])
         blocks = self.workers.blocks(count)
         return Step(count, cut(rows, [(low - blocks[0][0], high - blocks[0][0]) for low, high in blocks]))
 
     def _own_rows(self, count: int) -> tuple[int, int]:
-        """Which rows of a batch of so many are this worker's."""
+        """Return this worker's range of the rows of a batch."""
         blocks = self.workers.blocks(count)
         return blocks[0][0], blocks[-1][1]
 
@@ -166,7 +166,7 @@ class GlobalPlan(Plan):
 
 
 class NoPlan(Plan):
-    """No steps at all, of a rank that only serves. It knows the dataset, so that its ranks can be compared."""
+    """A plan without steps, for a rank that only serves. It has the dataset, so that ranks can be compared."""
 
     def __init__(self, dataset: Node | None, workers: Workers) -> None:
         super().__init__(workers, [] if dataset is None else [dataset])
@@ -182,7 +182,7 @@ class NoPlan(Plan):
 
 
 class SuccessiveBatches(NamedTuple):
-    """Successive batches of so many rows, of which the last may be smaller, or be left out."""
+    """Successive batches of one size, of which the last may be smaller or dropped."""
 
     below: int
     size: int
@@ -190,7 +190,7 @@ class SuccessiveBatches(NamedTuple):
 
     @classmethod
     def of(cls, dataset: Node) -> SuccessiveBatches | None:
-        """Return what a dataset with random access consists of; None where its batches stand in another order."""
+        """Return the form of a dataset with random access; None if its batches are reordered."""
         while isinstance(dataset, (SameElements, Mapped)):
             dataset = dataset.parents[0]
         if not isinstance(dataset, Batches):
@@ -198,33 +198,33 @@ class SuccessiveBatches(NamedTuple):
         return cls(dataset.parents[0].cardinality(), *astuple(dataset.batching))
 
     def steps(self) -> int:
-        """How many there are."""
+        """Return the number of batches."""
         if self.below < 0:
             return self.below
         return self.below // self.size if self.drop_remainder else -(-self.below // self.size)
 
     def whole(self) -> int:
-        """How many of them have all their rows."""
+        """Return the number of full batches."""
         return sys.maxsize if self.below < 0 else self.below // self.size
 
     def rows(self, number: int) -> int:
-        """How many rows one of them has; 0 behind the last."""
+        """Return the rows of a batch; 0 after the last one."""
         rest = self.size if self.below < 0 else min(self.size, max(0, self.below - number * self.size))
         return 0 if self.drop_remainder and rest < self.size else rest
 
 
 class WorkerPlan(Plan):
-    """FILE, OFF and HINT: each worker reads a dataset of its own, in batches of its share of the global batch.
+    """FILE, OFF and HINT: each worker reads its own dataset, in batches of its share of the global batch.
 
-    A worker that has come to its end gets zero rows until none has any; with drop_remainder the steps end with the
-    first. With random access every worker computes all workers' numbers of rows, of few kinds of workers, and by arithmetic
-    where nothing reorders batches; in order, they ask each other.
+    A worker at its end gets zero rows until no worker has any; with drop_remainder the steps end with the first such
+    worker. With random access every worker computes the rows of all workers, from few kinds of workers, and by arithmetic
+    if batches are not reordered; in order, they exchange them.
 
     Args:
-        own: what this worker reads.
-        kinds: what the workers read, or its form, and how many read one with as many rows at each step; none where those are
-            not known.
-        workers, policy: who reads, and what it is called.
+        own: the chain that this worker reads.
+        kinds: the chains that the workers read, or their forms, and the number of workers with equal rows at each step;
+            empty if unknown.
+        workers, policy: the workers, and the policy's name.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class WorkerPlan(Plan):
         self._whole = batching is not None and batching.drop_remainder
         super().__init__(workers, [own], quorum=workers.count if self._whole else 1)
         self._own, self._known, self._policy = own, own.random_access, policy
-        # How many workers read batches of each form, of which arithmetic tells the rows; and how many each other dataset.
+        # Workers by form, whose rows arithmetic gives, and by each other dataset.
         forms: Counter[SuccessiveBatches] = Counter()
         self._others: list[tuple[Node, int]] = []
         for kind, count in kinds:
@@ -246,7 +246,7 @@ class WorkerPlan(Plan):
         self._forms = list(forms.items())
         self._whole_steps = min(
             (form.whole() for form in forms), default=0
-        )  # in which no batch of these has fewer rows
+        )  # steps in which all these batches are full
         self._whole_rows = sum(n * form.size for form, n in self._forms)
         self._length: int | None = None
 
@@ -274,12 +274,12 @@ class WorkerPlan(Plan):
         return map(functools.partial(self._read, own, epoch), steps)
 
     def _split(self, batch: Any) -> Step:
-        """A step of a batch whose rows in the global one are not known."""
+        """Return the step of a batch whose rows in the global batch are not known."""
         rows = row_count(batch)
         return Step(None, self.workers.split(batch, rows), np.array([[1, rows]], np.int64))
 
     def _read(self, own: Iterator[tuple[int, Any]], epoch: int, step: int) -> Step:
-        """A step of the next of this worker's batches."""
+        """Return the step of this worker's next batch."""
         count = self._whole_rows
         if step >= self._whole_steps:
             count = sum(n * batches.rows(step) for batches, n in self._forms)
@@ -292,30 +292,30 @@ class WorkerPlan(Plan):
 
 
 def has_element(dataset: Node, position: int) -> bool:
-    """Whether a dataset of known length has an element there."""
+    """Return True if a dataset of known length has an element at the position."""
     length = dataset.cardinality()
     return length == INFINITE or position < length
 
 
 def rows_in(dataset: Node, epoch: int, position: int) -> int:
-    """The rows of the batch there, of a dataset with random access; 0 behind its end."""
+    """Return the rows of a batch of a dataset with random access; 0 after its end."""
     return int(np.size(dataset.locate(epoch, position)[0])) if has_element(dataset, position) else 0
 
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers that read a dataset, which are the ranks of a strategy.
+    """The workers that read a dataset: the ranks of a strategy.
 
     Args:
-        replicas: how many replicas each worker has, at least 1.
-        index: which worker this is.
+        replicas: the number of replicas of each worker, at least 1.
+        index: the index of this worker.
 
     Attributes:
         num_replicas: replicas of all workers.
-        replica_offset: the number of this worker's first replica.
+        replica_offset: the index of this worker's first replica.
 
     Raises:
-        ValueError: for impossible numbers.
+        ValueError: for invalid numbers.
 
     Example:
         >>> Workers([2, 1], index=1).blocks(7)
@@ -340,21 +340,21 @@ class Workers:
 
     @property
     def count(self) -> int:
-        """Number of workers."""
+        """The number of workers."""
         return len(self.replicas)
 
     @property
     def num_local_replicas(self) -> int:
-        """Replicas of this worker."""
+        """The number of this worker's replicas."""
         return self.replicas[self.index]
 
     def blocks(self, rows: int) -> list[tuple[int, int]]:
-        """Return this worker's replicas' ranges of the rows of a global batch."""
+        """Return the row ranges of this worker's replicas in a global batch."""
         first = self.replica_offset
         return [partition.block(rows, self.num_replicas, r) for r in range(first, first + self.num_local_replicas)]
 
     def shares(self, global_batch_size: int) -> NDArray[np.int64]:
-        """Return how many rows of a whole global batch each worker gets.
+        """Return each worker's rows of a whole global batch.
 
         Example:
             >>> Workers([2, 2]).shares(7).tolist()
@@ -365,7 +365,7 @@ class Workers:
         return np.diff(ends * rows + np.minimum(ends, more))  # as `partition.block` has it
 
     def split(self, rows: Any, count: int) -> list[Any]:
-        """Return what each local replica gets of this worker's own rows, as views."""
+        """Split this worker's own rows over its replicas, as views."""
         if self.num_local_replicas == 1:
             return [rows]
         return cut(rows, partition.bounds(count, self.num_local_replicas))
