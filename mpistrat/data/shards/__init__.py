@@ -1,1 +1,1 @@
-"""Sets of HDF5 files: which files, what is in them, their manifest, and how they are written."""
+"""Sets of HDF5 files: resolving, inspecting and writing them, and their manifest."""

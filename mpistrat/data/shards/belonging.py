@@ -1,8 +1,8 @@
-"""The datasets of a file of other people's making that belong together: those with the rows of its largest dataset.
+"""The datasets of a foreign file that belong together: those with the rows of its largest dataset.
 
-netCDF, anndata, Loom and Cooler keep tables of several lengths in one file, and what describes their axes. Where the caller
-names no fields, what cannot be read or has other rows is left out, if the file itself shows that it does not belong to the
-rows. A plain file whose datasets differ in length is an error: rows may be missing.
+netCDF, anndata, Loom and Cooler store tables of several lengths in one file, with descriptions of their axes. If the
+caller names no fields, datasets that cannot be read or have other rows are left out, if the file itself shows that they
+do not belong to the rows. A plain file whose datasets differ in length is an error: rows may be missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SPARSE = ("csr_matrix", "csc_matrix", "csr", "csc")
 def readable(datasets: Mapping[str, h5py.Dataset]) -> tuple[list[str], dict[str, str]]:
     """Return the names of the datasets that can be read, and why the others cannot.
 
-    Where none can be, the names are those that cannot: to look for their rows is an error that has the reason.
+    If none can, return the unreadable ones: reading their rows then raises the reason.
 
     Example:
         >>> readable({})
@@ -46,7 +46,7 @@ def readable(datasets: Mapping[str, h5py.Dataset]) -> tuple[list[str], dict[str,
         except Unreadable as refused:
             left_out[name] = str(refused)
             unreadable.append(name)
-        except Refused:  # an error, once its rows are looked for
+        except Refused:  # raises an error when its rows are read
             names.append(name)
         else:
             names.append(name)
@@ -54,10 +54,11 @@ def readable(datasets: Mapping[str, h5py.Dataset]) -> tuple[list[str], dict[str,
 
 
 def belonging(datasets: Mapping[str, h5py.Dataset]) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the datasets that have the rows of the largest one, and why others are left out.
+    """Return the names of the datasets with the rows of the largest one, and why others are left out.
 
-    Others are left out where they describe an axis (dimension scales, and variables with named dimensions), are elements of an
-    anndata file, or lie in groups that have no dataset of these rows. The remaining ones are returned too.
+    Datasets with other rows are left out if they describe an axis (dimension scales, and variables with named
+    dimensions), are elements of an anndata file, or are in groups without a dataset of these rows. Otherwise they are
+    returned too.
 
     Example:
         >>> belonging({})
@@ -81,7 +82,7 @@ def belonging(datasets: Mapping[str, h5py.Dataset]) -> tuple[list[str], dict[str
 
 
 def _bytes(dataset: h5py.Dataset) -> int:
-    return int(dataset.size * dataset.id.get_type().get_size())  # also of a type that has no dtype
+    return int(dataset.size * dataset.id.get_type().get_size())  # also for a type without a dtype
 
 
 def _group(name: str) -> str:
@@ -102,6 +103,6 @@ def _has_no_values(dataset: h5py.Dataset) -> bool:
 
 
 def _is_sparse(group: h5py.Group) -> bool:
-    """Whether a group is a sparse matrix as anndata writes them."""
+    """Return True if a group is a sparse matrix of anndata."""
     kinds = (_attribute(group, "encoding-type"), _attribute(group, "h5sparse_format"))
     return any(isinstance(kind, bytes) and kind.decode(errors="replace") in _SPARSE for kind in kinds)

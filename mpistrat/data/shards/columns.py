@@ -1,4 +1,4 @@
-"""Rows as a writer takes them: nested dicts of arrays made columns by name, and checked."""
+"""A writer's rows: nested dicts of arrays converted to columns by name, and checked."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NUMBERS = "biufcS"
 
 
 def named(function: str, argument: str, rows: Any, what: str = "a dict of arrays by name") -> dict[str, Any]:
-    """Return the leaves of nested dicts by the names that they have in a file: "group/x".
+    """Return the leaves of nested dicts by their names in a file, like "group/x".
 
     Raises:
-        ValueError: for what is no dict, an empty one, and names that HDF5 does not have.
+        ValueError: for a value other than a non-empty dict, and for names that HDF5 cannot have.
     """
     if not isinstance(rows, Mapping) or not rows:
         raise ValueError(explain(function, argument, expected=what, got=f"{type(rows).__name__} {rows!r:.80}"))
@@ -57,7 +57,7 @@ def _walk(function: str, argument: str, rows: Mapping[Any, Any], prefix: str) ->
 
 
 def columns_of(function: str, argument: str, rows: Any) -> Columns:
-    """Return rows as arrays of equal length by name, without a copy where they are arrays.
+    """Return rows as arrays of equal length by name; arrays are not copied.
 
     Raises:
         TypeError: for masked numbers.
@@ -83,22 +83,22 @@ def columns_of(function: str, argument: str, rows: Any) -> Columns:
 
 
 def content_bytes(array: NDArray[Any]) -> int:
-    """Return the bytes of an array, of what it refers to included."""
+    """Return the bytes of an array, including referenced objects."""
     if array.dtype != object:
         return array.nbytes
     return sum(value.nbytes if isinstance(value, np.ndarray) else len(value) for value in array.flat)
 
 
 def varies(field: Field) -> bool:
-    """Whether rows of a field differ in length: strings, and arrays along one axis."""
+    """Return True if rows of a field differ in length: strings, and arrays along one axis."""
     return field.dtype == object or None in field.shape
 
 
 def fields_of(function: str, argument: str, columns: Columns) -> dict[str, Field]:
-    """Return what the rows of some columns are.
+    """Return the fields of some columns.
 
     Raises:
-        ValueError: for what has no form in HDF5.
+        ValueError: for a dtype without an HDF5 form.
     """
     return {name: _field(function, f"{argument}[{name!r}]", array) for name, array in columns.items()}
 
@@ -120,7 +120,7 @@ def _field(function: str, where: str, array: NDArray[Any]) -> Field:
 
 
 def _has_fixed_size(dtype: np.dtype[Any]) -> bool:
-    """Whether it is a number, a boolean, bytes, or a structure of these and of arrays of these."""
+    """Return True for numbers, booleans, bytes, and structures and arrays of these."""
     if dtype.subdtype is not None:
         return dtype.itemsize > 0 and _has_fixed_size(dtype.base)
     if dtype.fields:
@@ -137,7 +137,7 @@ def _is_row(value: Any, dtype: np.dtype[Any]) -> bool:
 
 
 def fit(function: str, argument: str, columns: Columns, fields: Mapping[str, Field]) -> None:
-    """Check that columns are what was written before them.
+    """Check that columns have the fields of those written before.
 
     Raises:
         ValueError: naming the column.
@@ -148,7 +148,7 @@ def fit(function: str, argument: str, columns: Columns, fields: Mapping[str, Fie
     for name, array in columns.items():
         field = fields[name]
         if array.dtype == object and varies(field) and not array.size:
-            continue  # an empty array of objects does not tell of what
+            continue  # an empty object array does not show its elements' type
         found = _field(function, f"{argument}[{name!r}]", array)
         shorter = found.dtype.kind == field.dtype.kind == "S" and found.dtype.itemsize <= field.dtype.itemsize
         if found.shape != field.shape or (found.dtype != field.dtype and not shorter):

@@ -1,4 +1,4 @@
-"""The files of a set of shards: their order, their manifest entries, and whether they are whole."""
+"""The files of a set of shards: their order, manifest entries and integrity."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _SUFFIXES = (".h5", ".hdf5")
 
 @dataclass(frozen=True)
 class FileSet:
-    """Files in order, each with its manifest entry where there is one, and the fields that a manifest promises.
+    """Files in order, each with its manifest entry if any, and the fields of the manifest.
 
     Attributes:
         paths: the files.
-        entries: of each in a manifest.
-        fields: as the manifest of the set has them.
+        entries: each file's manifest entry, or None.
+        fields: the fields of the set's manifest.
     """
 
     paths: tuple[Path, ...]
@@ -53,11 +53,11 @@ class FileSet:
     fields: dict[str, Field] | None
 
     def absolute(self) -> FileSet:
-        """Return the same files with absolute paths, for a program that goes to another directory before it reads them."""
+        """Return the same files with absolute paths, which stay valid if the program changes its directory."""
         return replace(self, paths=tuple(path.absolute() for path in self.paths))
 
     def check(self, numbers: Iterable[int], *, verify: bool) -> None:
-        """Compare what can be seen without HDF5 of some files with the manifest: presence, bytes and, if asked, digests.
+        """Compare files with the manifest, without HDF5: existence, size and, with `verify`, digests.
 
         Raises:
             ShardError: naming the file.
@@ -75,7 +75,7 @@ def _check(path: Path, entry: ShardEntry | None, *, verify: bool) -> None:
     else:
         size = status.st_size
         if not stat.S_ISREG(status.st_mode):
-            got = "a directory" if stat.S_ISDIR(status.st_mode) else "something else than a file"
+            got = "a directory" if stat.S_ISDIR(status.st_mode) else "a special file"
     if not got and not size:
         got = "an empty file, of 0 bytes"
     if got:
@@ -90,11 +90,11 @@ def _check(path: Path, entry: ShardEntry | None, *, verify: bool) -> None:
 _REMEDY = "Copy the file again, or write the shards again."
 
 
-_whole: set[ShardFile] = set()  # files that were found whole, as they were then
+_whole: set[ShardFile] = set()  # files whose digests matched, with their identity at that time
 
 
 def _verify(path: Path, entry: ShardEntry | None) -> None:
-    """Compare the digest of a file's bytes, unless this process has."""
+    """Compare the digest of a file's bytes, unless this process has done so."""
     if entry is None:
         expected = "a digest in a manifest, which verify=True compares"
         raise shard_error(path, expected, "none", "Write the shards with ms.data.write_shards, or pass verify=False.")
@@ -112,15 +112,15 @@ def _verify(path: Path, entry: ShardEntry | None) -> None:
 
 
 def remember_whole(files: Iterable[ShardFile]) -> None:
-    """Take note that files were found whole, by another rank, and need not be compared again."""
+    """Record that another rank has verified these files."""
     _whole.update(files)
 
 
 def check_ends(path: Path, entry: ShardEntry | None) -> None:
-    """Compare the digest of a file's ends with the manifest, where it has one that can be computed here.
+    """Compare the digest of a file's ends with the manifest, if it has one that can be computed here.
 
     Raises:
-        ShardError: the file is another one, for instance one of the same set that has got its name.
+        ShardError: the file is another one, for instance a renamed one of the same set.
     """
     if entry is None or not entry.ends:
         return
@@ -133,17 +133,17 @@ def check_ends(path: Path, entry: ShardEntry | None) -> None:
 
 
 def natural_key(path: Path) -> tuple[object, ...]:
-    """Sort key under which part-2 comes before part-10."""
+    """Return a sort key that puts part-2 before part-10."""
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", str(path)))
 
 
 def is_hdf5(path: Path) -> bool:
-    """Return whether a file's name ends as those of HDF5 files do, in small letters or capitals."""
+    """Return True if a file has the suffix of an HDF5 file, in any case."""
     return path.suffix.lower() in _SUFFIXES
 
 
 def manifest_path(pattern: Path) -> Path:
-    """Where the manifest of the set "train-*.h5" lies: in "train-manifest.json" beside it."""
+    """Return the path of the manifest of "train-*.h5": "train-manifest.json" in the same folder."""
     return pattern.with_name(pattern.name.partition("*")[0] + MANIFEST)
 
 
@@ -151,7 +151,7 @@ def set_pattern(function: str, target: PathLike) -> Path:
     """Return the path of a set's files, with one "*" in the name.
 
     Raises:
-        ValueError: for what is neither a directory nor such a pattern.
+        ValueError: for a target other than a directory or such a pattern.
     """
     path = Path(target)
     if not os.fspath(target):
@@ -204,7 +204,7 @@ def _pattern(pattern: str) -> FileSet:
         return _listed(paths, pattern)
     promised = _from_manifest(manifest)
     _refuse_others(paths, promised, manifest, pattern)
-    # The manifest's order and its missing files count, unless the pattern asks for a part of the set.
+    # The manifest's order and missing files count, unless the pattern selects some files of the set.
     whole = Path(pattern).name.count("*") == 1 and not set("?[") & set(Path(pattern).name)
     if whole:
         return promised
@@ -214,7 +214,7 @@ def _pattern(pattern: str) -> FileSet:
 
 
 def _refuse_others(paths: Sequence[Path], promised: FileSet, manifest: Path, asked: str) -> None:
-    """Raise if a file was asked for that the manifest does not list: leaving it out would lose rows silently."""
+    """Raise for a requested file that the manifest does not list: skipping it would lose rows silently."""
     known = {path.name for path in promised.paths}
     for path in paths:
         if path.name not in known:
@@ -224,7 +224,7 @@ def _refuse_others(paths: Sequence[Path], promised: FileSet, manifest: Path, ask
 
 
 def _listed(paths: Sequence[Path], asked: str) -> FileSet:
-    """Files as they were listed, with their entries in manifests beside them."""
+    """Return the listed files, with their entries in manifests of the same folders."""
     if not paths:
         remedy = f"Look at the path; the working directory is {Path.cwd()}."
         raise shard_error(asked, "at least one HDF5 file", "no match", remedy)
@@ -242,8 +242,8 @@ def resolve(files: PathLike | Sequence[PathLike]) -> FileSet:
     """Return the files that a path, a directory, a pattern or a list of paths names.
 
     Raises:
-        TypeError: for what is none of these.
-        ShardError: when that is no file, naming what was asked.
+        TypeError: for anything else.
+        ShardError: naming the argument, if no file exists.
     """
     if not isinstance(files, (str, os.PathLike)):
         return _listed(_paths(files), repr(files))
@@ -261,7 +261,7 @@ def resolve(files: PathLike | Sequence[PathLike]) -> FileSet:
 
 
 def _mode(path: Path) -> int | None:
-    """Return a file's mode, None where there is none. What may not be looked at raises, unlike in Path.is_dir of Python 3.14."""
+    """Return a file's mode, None if it does not exist. Raise for a forbidden one, unlike Path.is_dir of Python 3.14."""
     try:
         return path.stat().st_mode
     except PermissionError:
@@ -282,14 +282,14 @@ def _paths(files: Any) -> list[Path]:
     return paths
 
 
-_SMALL = {"xxh3_128": 1 << 30, "sha256": 1 << 28}  # bytes of a set: less than half a second where they are in memory
+_SMALL = {"xxh3_128": 1 << 30, "sha256": 1 << 28}  # bytes of a set: less than half a second if in memory
 
 
 def is_small(files: FileSet) -> bool:
-    """Return whether a set has digests that are quickly compared. For a larger one the log names the way."""
+    """Return True if a set has digests that are quickly compared. For a larger one, log how to compare them."""
     entries = [entry for entry in files.entries if entry is not None]
     if not entries or len(entries) < len(files.entries):
-        return False  # files that others wrote: there is nothing to compare with
+        return False  # foreign files have no digests
     size, algorithms = sum(entry.bytes for entry in entries), {algorithm_of(entry.digest) for entry in entries}
     if size <= min(_SMALL.get(algorithm, 0) for algorithm in algorithms):
         try:

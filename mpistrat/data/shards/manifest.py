@@ -1,4 +1,4 @@
-"""The manifest of a set of shards: its fields, and for every file its rows, bytes and digest. JSON, never pickle."""
+"""The manifest of a set of shards: its fields, and each file's rows, bytes and digests. JSON, never pickle."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = [
 ]
 
 _FORMAT, _VERSION = "mpistrat.shards", 1
-_MOST = 1 << 28  # bytes of a manifest
+_MOST = 1 << 28  # most bytes of a manifest
 _SHORT_NAME = re.compile(r"[<>|=]?[A-Za-z?][0-9]*(\[[0-9]*[A-Za-z]+\])?")
 
 
 @dataclass(frozen=True)
 class Field:
-    """What every shard holds under one name: rows of a dtype and a shape; None for a length that varies."""
+    """The rows of one name in every shard: a dtype and a shape, with None for a length that varies."""
 
     dtype: np.dtype[Any]
     shape: tuple[int | None, ...]
@@ -47,7 +47,7 @@ class Field:
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """One file of the set; `ends` is the digest of its first and last bytes, "" in a manifest that does not have it."""
+    """One file of the set; `ends` is the digest of its first and last bytes, "" in older manifests."""
 
     name: str
     rows: int
@@ -58,23 +58,22 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A set of shards as it was written."""
+    """A complete set of shards."""
 
     fields: dict[str, Field]
     shards: tuple[ShardEntry, ...]
 
 
 def fields_to_json(fields: dict[str, Field]) -> dict[str, dict[str, Any]]:
-    """Return fields as JSON has them: dtypes by NumPy's short names, None for a length that varies.
+    """Return fields for JSON: dtypes by NumPy's short names, None for a length that varies.
 
-    A structure is its members' names, dtypes and offsets, and the bytes of all; a member that is an array is what its
-    elements are, and its shape.
+    A structure is its members' names, dtypes and offsets, and its total bytes; an array member is its element dtype and shape.
     """
     return {name: {"dtype": dtype_to_json(field.dtype), "shape": list(field.shape)} for name, field in fields.items()}
 
 
 def dtype_to_json(dtype: np.dtype[Any]) -> str | dict[str, Any]:
-    """Return a dtype as JSON has it; see `fields_to_json`."""
+    """Return a dtype for JSON; see `fields_to_json`."""
     if dtype.subdtype is not None:
         element, shape = dtype.subdtype
         return {"dtype": dtype_to_json(element), "shape": list(shape)}
@@ -90,10 +89,10 @@ def dtype_to_json(dtype: np.dtype[Any]) -> str | dict[str, Any]:
 
 
 def dtype_from_json(document: Any) -> np.dtype[Any]:
-    """Return what `dtype_to_json` was given.
+    """Invert `dtype_to_json`.
 
     Raises:
-        ValueError: for what is no dtype.
+        ValueError: for an invalid dtype.
     """
     if isinstance(document, str):
         if not _SHORT_NAME.fullmatch(document):
@@ -112,7 +111,7 @@ def dtype_from_json(document: Any) -> np.dtype[Any]:
 
 
 def fields_from_json(document: dict[str, dict[str, Any]]) -> dict[str, Field]:
-    """Return what `fields_to_json` was given."""
+    """Invert `fields_to_json`."""
 
     def length(value: Any) -> int | None:
         return None if value is None else int(value)
@@ -124,7 +123,7 @@ def fields_from_json(document: dict[str, dict[str, Any]]) -> dict[str, Field]:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write aside, fsync and rename."""
+    """Write a manifest to a temporary file, flush it to disk and rename it."""
     document = {
         "rows": sum(shard.rows for shard in manifest.shards),
         "fields": fields_to_json(manifest.fields),
@@ -134,7 +133,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def write_unfinished(path: Path, names: Sequence[str]) -> None:
-    """Write a manifest that `read_manifest` refuses, of all files that may be there while a set gets its names."""
+    """Write a manifest that `read_manifest` refuses, with all files that may exist while a set is published."""
     _write(path, {"unfinished": list(names)})
 
 
@@ -166,11 +165,11 @@ def read_manifest(path: Path) -> Manifest:
     """Read a manifest.
 
     Raises:
-        ShardError: when it is damaged, of another version, or stands for a set that was not finished.
+        ShardError: when it is damaged, of another version, or of an unfinished set.
     """
     document = _load(path)
     if "unfinished" in document:
-        expected, got = "a finished set of shards", "one whose writing was interrupted, or goes on"
+        expected, got = "a finished set of shards", "one whose writing was interrupted or is in progress"
         raise shard_error(path, expected, got, "Write the shards again.")
     try:
         return _parse(document)
@@ -179,7 +178,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def listed_names(path: Path) -> list[str]:
-    """Return the names of the files of a set, be it finished or not.
+    """Return the names of the files of a set, finished or not.
 
     Raises:
         ShardError: when the manifest is damaged.

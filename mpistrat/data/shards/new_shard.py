@@ -1,4 +1,4 @@
-"""One HDF5 file of a set: its format, from the settings of the set, and the file while rows are appended to it."""
+"""One HDF5 file of a set while it is written, and its format, from the settings of the set."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["NewShard", "ShardFormat", "ShardSettings", "positive"]
 
 SHARD_BYTES = 1 << 30  # few, large shards: rows gathered over many files are slow
-_CHUNK_BYTES = 1 << 18  # where decompressing was measured to be quickest
+_CHUNK_BYTES = 1 << 18  # measured optimum for decompression
 _LARGEST_CHUNK = (1 << 32) - 1  # HDF5's
-_VARYING_ROW = 64  # bytes that a row of varying length is taken for
-_WRITE_BYTES = 1 << 22  # bytes that go to HDF5 at a time
-_VARYING_ROWS = 1 << 12  # rows at a time where they vary in length
+_VARYING_ROW = 64  # assumed bytes of a row of varying length
+_WRITE_BYTES = 1 << 22  # bytes written to HDF5 at a time
+_VARYING_ROWS = 1 << 12  # rows at a time if they vary in length
 _CHUNK_CACHE = 1 << 20  # HDF5's default
 _ALIGNMENT = 64  # bytes, of contiguous data, which is read by memory map
 
@@ -47,15 +47,15 @@ class ShardSettings(TypedDict, total=False):
 
 
 class ShardFormat:
-    """The format of the files of a set: its settings, checked, with the defaults. HDF5 datasets are made of it.
+    """The format of a set's files: checked settings with defaults, and the creation of HDF5 datasets.
 
     Args:
         function: the function of the user, for errors.
-        settings: those that the user gave.
+        settings: the user's settings.
 
     Raises:
-        TypeError: a setting is unknown, or not a number where one must be.
-        ValueError: settings are wrong, or exclude each other.
+        TypeError: a setting is unknown, or not a number where one is required.
+        ValueError: settings are invalid, or exclude each other.
     """
 
     def __init__(self, function: str, settings: ShardSettings) -> None:
@@ -108,7 +108,7 @@ class ShardFormat:
         return self.layout == "chunked"
 
     def rows_of_shard(self, fields: Mapping[str, Field]) -> int | None:
-        """Return the rows of a full shard; None where it is full at so many bytes, as rows vary."""
+        """Return the rows of a full shard; None if bytes limit it, as rows vary."""
         if self.rows_per_shard is not None:
             return self.rows_per_shard
         if any(map(varies, fields.values())):
@@ -116,7 +116,7 @@ class ShardFormat:
         return max(1, self.bytes_per_shard // max(1, sum(map(_row_bytes, fields.values()))))
 
     def check(self, function: str, argument: str, fields: Mapping[str, Field]) -> None:
-        """Check that fields can be stored so, and are those that have attributes.
+        """Check that fields can be stored in this format, and that attributes belong to fields.
 
         Raises:
             ValueError: naming the field.
@@ -137,12 +137,12 @@ class ShardFormat:
             raise ValueError(explain(function, "attributes", expected=expected, got=got))
 
     def rows_of_chunk(self, field: Field, rows: int | None) -> int:
-        """Return the rows of one chunk, in a shard of so many rows at most."""
+        """Return the rows of one chunk, in a shard of at most this many rows."""
         wanted = self.chunk_rows or max(1, _CHUNK_BYTES // max(1, _row_bytes(field)))
         return wanted if rows is None else max(1, min(wanted, rows))
 
     def create(self, file: h5py.File, name: str, field: Field, rows: int | None) -> h5py.Dataset:
-        """Make a dataset: of this many rows if contiguous, empty and growing to at most that if chunked."""
+        """Create a dataset: of this many rows if contiguous, empty and growing up to them if chunked."""
         if not self.chunked:
             return file.create_dataset(name, shape=(rows, *field.shape), dtype=field.dtype)
         import h5py
@@ -156,7 +156,7 @@ class ShardFormat:
         return file.create_dataset(
             name,
             shape=(0, *row),
-            # With a largest number of rows HDF5 keeps the table of chunks contiguously.
+            # With a maximum number of rows HDF5 stores the table of chunks contiguously.
             maxshape=(None if rows is None else max(1, rows), *(max(1, length or 0) for length in row)),
             chunks=(self.rows_of_chunk(field, rows), *(max(1, length or 0) for length in row)),
             dtype=dtype,
@@ -169,7 +169,7 @@ class ShardFormat:
 
 
 def positive(function: str, argument: str, value: Any) -> int:
-    """Return an integer of at least 1. A float without a fraction, like 1e9, is an integer.
+    """Return an integer of at least 1. A float without a fraction, like 1e9, is accepted.
 
     Raises:
         ValueError, TypeError: for anything else.
@@ -184,7 +184,7 @@ def positive(function: str, argument: str, value: Any) -> int:
 
 
 def _row_bytes(field: Field) -> int:
-    """Return the bytes of a row; a guess where rows vary."""
+    """Return the bytes of a row; an estimate if rows vary."""
     if varies(field):
         return _VARYING_ROW
     return field.dtype.itemsize * int(np.prod([length or 0 for length in field.shape], dtype=np.int64))
@@ -192,10 +192,10 @@ def _row_bytes(field: Field) -> int:
 
 @final
 class NewShard:
-    """A file that grows, to at most `capacity` rows; without one only if it is chunked.
+    """A file that grows to at most `capacity` rows; None only if it is chunked.
 
-    Contiguous data must be as long as was said when the file was made: a file that gets fewer rows is written once more
-    when it is closed. Its space on the disk is taken as rows come.
+    Contiguous data has a fixed length from the start: a file that gets fewer rows is written again when it is closed.
+    Disk space is allocated as rows are written.
     """
 
     def __init__(self, path: Path, fields: Mapping[str, Field], form: ShardFormat, capacity: int | None) -> None:
@@ -212,7 +212,7 @@ class NewShard:
         if self._varying:
             self._step = min(self._step, _VARYING_ROWS)
         largest = max(form.rows_of_chunk(field, capacity) * _row_bytes(field) for field in fields.values())
-        # A chunk that is not full yet stays in HDF5's cache, or it would be compressed again with every write.
+        # A partial chunk must stay in HDF5's cache, or each write would compress it again.
         cache = max(_CHUNK_CACHE, 2 * largest) if form.chunked else _CHUNK_CACHE
         self._raw = UnfailingFile(path, new=True)
         places = {} if form.chunked else {"alignment_threshold": 512, "alignment_interval": _ALIGNMENT}
@@ -227,7 +227,7 @@ class NewShard:
             raise
 
     def append(self, columns: Columns, start: int, stop: int, largest: int | None = None) -> int:
-        """Append rows `start` to `stop`, or fewer: up to the capacity, and to `largest` bytes. Return where it stopped."""
+        """Append rows `start` to `stop`, up to the capacity and to `largest` bytes. Return the end of the appended rows."""
         if self.capacity is not None:
             stop = min(stop, start + self.capacity - self.rows)
         while start < stop and (largest is None or self.bytes < largest):
@@ -258,7 +258,7 @@ class NewShard:
         return self.rows == self.capacity
 
     def close(self) -> None:
-        """Close the file as it is.
+        """Close the file in its current state.
 
         Raises:
             OSError: it could not be written.
@@ -268,7 +268,7 @@ class NewShard:
         self._raw.check()
 
     def finish(self, name: str) -> ShardEntry:
-        """Close the file, flush it to the disk, and return its entry in the manifest.
+        """Close the file, flush it to disk, and return its manifest entry.
 
         Raises:
             OSError: it could not be written.
@@ -283,7 +283,7 @@ class NewShard:
         return ShardEntry(name, self.rows, self.path.stat().st_size, *digests)
 
     def _rewrite(self) -> None:
-        """Write the file again with contiguous datasets of as many rows as came."""
+        """Write the file again with contiguous datasets of the actual length."""
         import h5py
 
         shorter = NewShard(self.path.with_suffix(".shorter"), self._fields, self._form, self.rows)

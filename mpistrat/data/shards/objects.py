@@ -1,4 +1,4 @@
-"""Objects of an HDF5 file by name, rows of a dataset, and what is refused: links to other files, references, unknown filters."""
+"""Objects of an HDF5 file by name, with checks: links to other files, references and unknown filters are refused."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Refused", "Unreadable", "all_names", "check_filters", "check_storage", "field_of", "find", "find_group"]
 
-_SOFT_LINKS = 16  # followed one after the other, at most
-_DEPTH = 64  # of groups in groups, at most
+_SOFT_LINKS = 16  # most soft links to follow in a row
+_DEPTH = 64  # most nested groups
 
 
 class Refused(Exception):
-    """What a file holds is not read, for this reason.
+    """The reason why a file's content is not read.
 
     Attributes:
-        remedy: what the user can do.
+        remedy: the user's fix.
     """
 
     def __init__(self, reason: str, remedy: str = "") -> None:
@@ -35,7 +35,7 @@ class Refused(Exception):
 
 
 class Unreadable(Refused):
-    """A dataset whose type or compression cannot be read. Without it the rest of the file can be."""
+    """A dataset whose type or compression cannot be read. The rest of the file can."""
 
 
 _PLUGINS = {
@@ -45,12 +45,12 @@ _PLUGINS = {
 
 
 def all_names(file: h5py.File) -> tuple[list[str], list[str]]:
-    """Return the names of all datasets that have rows, in natural order, and what is left out, each with the reason.
+    """Return the names of all datasets with rows, in natural order, and what is left out, each with the reason.
 
-    A soft link is another name of what is seen elsewhere, if it leads to anything.
+    A valid soft link is another name of an object seen elsewhere.
 
     Raises:
-        Refused: for a link to another file, and for groups that are nested too deep.
+        Refused: for a link to another file, and for groups nested too deep.
     """
     import h5py
 
@@ -72,7 +72,7 @@ def all_names(file: h5py.File) -> tuple[list[str], list[str]]:
                 continue
             item = group[key]
             if isinstance(item, h5py.Group):
-                if item not in visited:  # a group may be reached on several ways, or from inside itself
+                if item not in visited:  # a group may be linked several times, or from inside itself
                     visited.add(item)
                     yield from walk(item, f"{prefix}{key}/", depth + 1)
             elif isinstance(item, h5py.Dataset):
@@ -87,7 +87,7 @@ def all_names(file: h5py.File) -> tuple[list[str], list[str]]:
 
 
 def _broken(group: h5py.Group, path: str) -> str:
-    """Why a soft link of a group leads to nothing that is read; empty where it leads to something."""
+    """Return why a soft link cannot be followed; "" if it can."""
     try:
         return "a link to nothing" if _follow(group, path, _SOFT_LINKS) is None else ""
     except Refused as refused:
@@ -95,10 +95,10 @@ def _broken(group: h5py.Group, path: str) -> str:
 
 
 def find(file: h5py.File, name: str) -> h5py.Dataset | None:
-    """Return the dataset of a name like "group/x", or None if there is none.
+    """Return the dataset of a name like "group/x"; None if there is none.
 
     Raises:
-        Refused: when the way to it leads through a link to another file, or through soft links without end.
+        Refused: when its path has a link to another file, or endless soft links.
     """
     import h5py
 
@@ -107,7 +107,7 @@ def find(file: h5py.File, name: str) -> h5py.Dataset | None:
 
 
 def find_group(file: h5py.File, name: str) -> h5py.Group | None:
-    """Return the group of a name like "group/x", or None if there is none. Raises as `find`."""
+    """Return the group of a name like "group/x"; None if there is none. Raises as `find`."""
     import h5py
 
     item = _follow(file, name, _SOFT_LINKS)
@@ -137,28 +137,28 @@ def _follow(group: Any, name: str, soft_links: int) -> Any:
     return item
 
 
-_VIRTUAL = 8  # virtual datasets drawn from virtual datasets, at most
+_VIRTUAL = 8  # most nested virtual datasets
 
 
 def field_of(dataset: h5py.Dataset) -> Field:
     """Return the dtype and the shape of a dataset's rows.
 
-    Variable-length strings are `object`; rows of numbers whose length varies have the shape (None,).
+    Variable-length strings are `object`; rows of numbers of varying length have the shape (None,).
 
     Raises:
-        Refused: for references, and for what NumPy has no array of.
+        Refused: for references, and for types without a NumPy array.
     """
     import h5py
 
     shape = tuple(map(int, dataset.shape[1:]))
     try:
         dtype = dataset.dtype
-    except (TypeError, ValueError) as error:  # as integers of 3 bytes
+    except (TypeError, ValueError) as error:  # for example integers of 3 bytes
         kind = dataset.id.get_type()
         if kind.get_class() == h5py.h5t.TIME:
             raise Unreadable("values of HDF5's time type, which NumPy does not have") from None
         raise Unreadable(f"elements of {kind.get_size()} bytes for which h5py has no dtype ({error})") from None
-    if dtype.subdtype is not None:  # an array in each element: further axes of the rows
+    if dtype.subdtype is not None:  # an array in each element adds axes to the rows
         dtype, more = dtype.subdtype
         shape = (*shape, *more)
     string, base = h5py.check_string_dtype(dtype), h5py.check_vlen_dtype(dtype)
@@ -180,13 +180,13 @@ def field_of(dataset: h5py.Dataset) -> Field:
 def check_storage(
     dataset: h5py.Dataset, path: Path, declared: Container[Path], notes: list[str] | None = None
 ) -> set[Path]:
-    """Refuse a dataset whose data lies elsewhere than in the declared files, or cannot be decoded.
+    """Refuse a dataset with data outside the declared files, or that cannot be decoded.
 
     Args:
-        notes: gets a text for each dataset that has rows which were never written, but read as zeros.
+        notes: receives a text for each dataset with unwritten rows, which read as zeros.
 
     Returns:
-        The resolved paths of the other files that a virtual dataset draws from.
+        The resolved paths of the other files that a virtual dataset uses.
 
     Raises:
         Refused: with the reason.
@@ -212,7 +212,7 @@ def _check(
 
 
 def check_filters(dataset: h5py.Dataset) -> None:
-    """Raise Unreadable if HDF5 has not all filters of a dataset's chunks."""
+    """Raise Unreadable if HDF5 lacks a filter of a dataset's chunks."""
     import h5py
 
     plist = dataset.id.get_create_plist()
@@ -231,10 +231,10 @@ def check_filters(dataset: h5py.Dataset) -> None:
 
 
 def _unwritten(dataset: h5py.Dataset) -> int:
-    """Return how many rows read as zeros, in part at least, only because they were never written.
+    """Return the number of rows that read as zeros, at least partly, only because they were never written.
 
-    They are not counted where the file sets a fill value, which is meant to be read. Nor are rows of a chunk or a contiguous
-    dataset that was written in part: these cannot be distinguished from zeros.
+    Rows are not counted if the file sets a fill value, which is meant to be read, or if they are in a partly written
+    chunk or contiguous dataset, where they cannot be distinguished from zeros.
     """
     import h5py
 
@@ -267,7 +267,7 @@ def _unwritten(dataset: h5py.Dataset) -> int:
 
 
 def _check_source(source: Any, path: Path, declared: Container[Path], depth: int, notes: list[str] | None) -> set[Path]:
-    """Refuse a source of a virtual dataset for which HDF5 would look elsewhere, or fill in what is not there."""
+    """Refuse a source of a virtual dataset that HDF5 would search elsewhere, or replace by fill values."""
     where = f"a virtual dataset that draws from {source.dset_name} in {source.file_name}"
     if not depth:
         raise Refused(f"{where}, through too many virtual datasets")
@@ -285,7 +285,7 @@ def _check_source(source: Any, path: Path, declared: Container[Path], depth: int
 
 
 def _check_extent(source: Any, found: h5py.Dataset, where: str) -> None:
-    """Refuse a source that has fewer elements than the virtual dataset takes: some HDF5s would fill in the others."""
+    """Refuse a source with fewer elements than the virtual dataset uses: some versions of HDF5 would fill in the rest."""
     import h5py
 
     if source.src_space.get_select_type() == h5py.h5s.SEL_ALL:

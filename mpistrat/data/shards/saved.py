@@ -1,7 +1,7 @@
-"""Rows of any structure saved as a set of shards, and snapshots, which save rows when they are first read.
+"""Rows of any structure saved as a set of shards, and snapshots, which are saved on first use.
 
-The names of the fields hold the structure. A part of a dict is a group, or a field, of its key; of a tuple "(0)", "(1)" and so
-on; an array that stands alone is "()".
+Field names encode the structure. An entry of a dict is a group or field with its key; of a tuple "(0)", "(1)" and so on;
+a single array is "()".
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["load", "save", "snapshot"]
 
 _SAVE, _LOAD, _SNAPSHOT = "Dataset.save", "Dataset.load", "Dataset.snapshot"
 _ALONE, _PLACE = "()", re.compile(r"\((\d*)\)")
-_TOGETHER = 64  # rows that are written together
+_TOGETHER = 64  # rows written together
 
 
 def save(node: Node, epoch: int, path: PathLike, compression: str | None, comm: MPI.Intracomm | None) -> None:
@@ -64,7 +64,7 @@ def save(node: Node, epoch: int, path: PathLike, compression: str | None, comm: 
 def _check(node: Node) -> Node:
     refuse_batches(_SAVE, node)
     if node.cardinality() == INFINITE:
-        remedy = "Save the dataset without repeat(), or take() what is wanted."
+        remedy = "Save the dataset without repeat(), or with take()."
         raise ValueError(explain(_SAVE, "", expected="a dataset with an end", got="one without", remedy=remedy))
     return node
 
@@ -79,15 +79,15 @@ def _settings(row_spec: Any, compression: str | None) -> ShardSettings:
 
 
 def _share(node: Node, epoch: int, ranks: Ranks) -> Iterator[Any]:
-    """The rows that this rank writes."""
+    """Return the rows that this rank writes."""
     if not node.random_access:
         return iter(node.elements(epoch)) if ranks.rank == 0 else iter(())
     low, high = partition.block(node.cardinality(), ranks.size, ranks.rank)
-    return Reindexed(node, Take(high)).elements(epoch, low)  # which reads none behind
+    return Reindexed(node, Take(high)).elements(epoch, low)  # reads no rows after these
 
 
 def _names(structure: Any, above: tuple[str, ...]) -> Any:
-    """The names of the fields, in the structure of the rows."""
+    """Return the field names, in the structure of the rows."""
     if isinstance(structure, Mapping):
         for key in structure:
             if not isinstance(key, str) or not key or "/" in key or _PLACE.fullmatch(key):
@@ -103,7 +103,7 @@ def _names(structure: Any, above: tuple[str, ...]) -> Any:
 
 
 def load(path: PathLike, element_spec: Any) -> Node:
-    """The rows of a saved set; see `Dataset.load`."""
+    """Return the node of a saved set; see `Dataset.load`."""
     try:
         manifest = read_manifest(manifest_path(set_pattern(_LOAD, path)))
     except (FileNotFoundError, NotADirectoryError):
@@ -122,7 +122,7 @@ def _spec(field: Any) -> ArraySpec:
 
 
 def _structure(names: list[str]) -> Any:
-    """What `_names` returned."""
+    """Invert `_names`."""
     if names == [_ALONE]:
         return _ALONE
     tree: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def _packed(tree: Any) -> Any:
 
 @final
 class DatasetSnapshot(Stage):
-    """The rows of epoch 0, out of files. They are written when something is first read, or the ranks meet."""
+    """The rows of epoch 0 from files, which are written on first use or at distribution."""
 
     def __init__(self, parent: Node, path: PathLike, compression: str | None) -> None:
         super().__init__(parent, path, compression)
@@ -172,7 +172,7 @@ class DatasetSnapshot(Stage):
         return stored
 
     def _rows(self) -> Node:
-        """The rows in files, written by this rank alone where they are not there."""
+        """Return the rows in files; if they do not exist, this rank writes them alone."""
         with self._lock:
             if self._stored is None:
                 if not self._there:
@@ -181,8 +181,8 @@ class DatasetSnapshot(Stage):
             return self._stored
 
     def bind(self, group: ProcessGroup) -> Node:
-        """The rows in files, written by all ranks together where not all see them. Collective."""
-        parent = self._parent.bind(group)  # also where this rank has read before, which others may not have
+        """Return the rows in files; unless all ranks see them, all write them together. Collective."""
+        parent = self._parent.bind(group)  # also if this rank has read before, since others may not have
         known = self._stored is not None or self._there
         there = group.exchange("distribute_dataset", str(int(known)), detail="snapshot")
         if "0" in there:
@@ -212,7 +212,7 @@ def _as_stored(spec: ArraySpec) -> ArraySpec:
 
 
 def snapshot(parent: Node, path: PathLike, compression: str | None) -> Node:
-    """The rows of a node, kept in files; see `Dataset.snapshot`."""
+    """Return the rows of a node, stored in files; see `Dataset.snapshot`."""
     refuse_batches(_SNAPSHOT, parent)
     require_end(_SNAPSHOT, parent, "Call repeat after snapshot.")
     if compression not in ("AUTO", "NONE", "GZIP", None):

@@ -1,4 +1,4 @@
-"""A file that reports no errors to HDF5, which after one (a full disk) may crash the process when it closes the file."""
+"""A file that hides errors from HDF5, which can crash the process on closing a file after one (a full disk)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["UnfailingFile", "unfailing"]
 
 @contextlib.contextmanager
 def unfailing(path: Path, mode: str, **options: Any) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
-    """Let HDF5 write a file that is there. Yield the HDF5 file and `check`, which the caller calls often.
+    """Open an existing file for writing through HDF5. Yield the HDF5 file and `check`, which the caller calls often.
 
     Args:
-        path: of the file; an empty one for mode "w".
+        path: the file; an empty one for mode "w".
         mode: "w" or "r+".
-        options: of h5py.File.
+        options: options of h5py.File.
 
     Raises:
-        OSError: the file could not be written; `check` raises it, too.
+        OSError: the file could not be written; `check` raises it too.
     """
     import h5py
 
@@ -41,16 +41,16 @@ def unfailing(path: Path, mode: str, **options: Any) -> Iterator[tuple[h5py.File
 class UnfailingFile:
     """A file for h5py's driver "fileobj". `check` raises the first error.
 
-    After an error, what HDF5 writes stays in memory, so HDF5 reads what it has written. The caller must call `check` often.
+    After an error, HDF5's writes stay in memory, so that HDF5 can read them back. The caller must call `check` often.
     """
 
     def __init__(self, path: Path, new: bool = False) -> None:
-        """Open a file that is there, or make a new one."""
+        """Open an existing file, or create a new one."""
         self._path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if new else 0), 0o666)
         self._position, self._size = 0, os.fstat(self._descriptor).st_size
         self._error: OSError | None = None
-        self._unwritten: list[tuple[int, bytes]] = []  # since the error, by the place in the file
+        self._unwritten: list[tuple[int, bytes]] = []  # writes since the error, by position
 
     def check(self) -> None:
         """Raise the first error.
@@ -62,29 +62,29 @@ class UnfailingFile:
             raise type(self._error)(self._error.errno, self._error.strerror, str(self._path))
 
     def close(self) -> None:
-        """Close the file; nothing if it is closed."""
+        """Close the file, unless it is closed."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    # what HDF5 calls
+    # methods that HDF5 calls
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a place in the file, and return it."""
+        """Move to a position in the file, and return it."""
         self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         return self._position
 
     def tell(self) -> int:
-        """Return the place."""
+        """Return the position."""
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        """Return some bytes from the place on."""
+        """Return bytes from the position on."""
         data = bytearray(max(0, self._size - self._position) if size < 0 else size)
         return bytes(data[: self.readinto(data)])
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer from the place on; return the number of bytes."""
+        """Fill a buffer from the position on; return the number of bytes."""
         target, start = memoryview(buffer).cast("B"), self._position
         count = max(0, min(len(target), self._size - start))
         found = os.pread(self._descriptor, count, start)
@@ -97,7 +97,7 @@ class UnfailingFile:
         return count
 
     def write(self, data: Any) -> int:
-        """Write at the place; return the number of bytes, also after an error."""
+        """Write at the position; return the number of bytes, also after an error."""
         source, at = memoryview(data).cast("B"), self._position
         try:
             if self._error is None:
@@ -113,7 +113,7 @@ class UnfailingFile:
         return len(source)
 
     def truncate(self, size: int) -> int:
-        """Cut the file off, or enlarge it."""
+        """Truncate or extend the file."""
         try:
             if self._error is None:
                 os.ftruncate(self._descriptor, size)
@@ -123,4 +123,4 @@ class UnfailingFile:
         return size
 
     def flush(self) -> None:
-        """Nothing: the system has it."""
+        """Do nothing: the system has the data."""

@@ -1,4 +1,4 @@
-"""write_shards, which writes arrays, rows or a dataset as a set of shards."""
+"""`write_shards`, which writes arrays, rows or a dataset as a set of shards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["write_shards"]
 
 _NAME = "write_shards"
 _DATA = (_NAME, "data")  # for errors
-_ROWS = 64  # of a dataset, written together
+_ROWS = 64  # rows of a dataset written together
 
 
 def write_shards(
@@ -35,11 +35,11 @@ def write_shards(
     comm: MPI.Intracomm | None = None,
     **settings: Unpack[ShardSettings],
 ) -> list[Path]:
-    """Write data as HDF5 shards with a manifest, and return the shards' paths. Collective over `comm`, if there is one.
+    """Write data as HDF5 shards with a manifest, and return the shards' paths. Collective over `comm`, if given.
 
-    Files are written aside, flushed to disk and renamed, the manifest last. An older set of the same name is replaced.
-    Uncompressed data is stored contiguously, so that it can be read through a memory map. With `comm` every rank writes
-    the data that it passes, and the set has it in rank order.
+    Files are written to a temporary folder, flushed to disk and renamed, the manifest last. An older set of the same name
+    is replaced. Uncompressed data is contiguous, for reading through a memory map. With `comm` every rank writes its
+    data, and the set has it in rank order.
 
     Args:
         target: a directory, whose shards become 00000-of-00004.h5 and so on with manifest.json; or a pattern like
@@ -51,18 +51,18 @@ def write_shards(
             a dataset whose elements are dicts, of which one epoch is written;
             a function of (rank, number of ranks) that returns one of these.
         rows_per_shard: rows in every shard but the last.
-        bytes_per_shard: instead, about so many bytes before compression.
-        num_shards: instead, for arrays only, how many shards (of this rank); their rows differ by at most one. With
-            none of the three, shards have about 1 GiB.
+        bytes_per_shard: instead, approximate bytes before compression.
+        num_shards: instead, for arrays only, the number of this rank's shards; their rows differ by at most one. Without
+            any of the three, shards have about 1 GiB.
         batched: whether the items of an iterable are batches, not rows.
-        layout, compression, shuffle, fletcher32, chunk_rows, attributes: as `ShardWriter` says.
-        comm: mpi4py's communicator of the ranks that write together, for instance `strategy.comm`. Without it this
-            rank writes a set of its own, and must be the only one of that name.
+        layout, compression, shuffle, fletcher32, chunk_rows, attributes: as for `ShardWriter`.
+        comm: mpi4py's communicator of the ranks that write together, for instance `strategy.comm`. Without it this rank
+            writes its own set, and must be the only one of that name.
 
     Raises:
-        ValueError: for arrays of different lengths, of a dtype that has no HDF5 form, for wrong arguments.
+        ValueError: for arrays of different lengths, a dtype without an HDF5 form, and invalid arguments.
         ShardError: when an older set's manifest is damaged, or another rank failed.
-        OSError: when the disk does not take it.
+        OSError: when the files cannot be written.
 
     Example:
         >>> import tempfile
@@ -108,7 +108,7 @@ def _write_arrays(writer: ShardWriter, data: Mapping[str, Any], num_shards: int 
 
 def _write_dataset(writer: ShardWriter, dataset: Dataset) -> None:
     if dataset.cardinality() == INFINITE:
-        remedy = "Write the dataset without repeat(), or take() what is wanted."
+        remedy = "Write the dataset without repeat(), or with take()."
         raise ValueError(explain(_NAME, "data", expected="a dataset with an end", got="one without", remedy=remedy))
     if not isinstance(dataset.node.row_spec, Mapping):
         got, remedy = f"elements of {dataset.node.row_spec}", 'Name the arrays: .map(lambda x, y: {"x": x, "y": y}).'

@@ -1,4 +1,4 @@
-"""The writer of a set of shards: each rank of a job appends rows, and one set of HDF5 shards appears, or none."""
+"""The writer of a set of shards: all ranks of a job append rows; one complete set of HDF5 shards appears, or none."""
 
 from __future__ import annotations
 
@@ -42,42 +42,42 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardWriter"]
 
-_PENDING_BYTES = 1 << 20  # small writes are collected up to so many bytes
-_PENDING_ROWS = 1 << 12  # and rows
+_PENDING_BYTES = 1 << 20  # small writes are collected up to this number of bytes
+_PENDING_ROWS = 1 << 12  # or rows
 
 
 @final
 class ShardWriter:
-    """Writes rows as a set of HDF5 shards with a manifest, some at a time, alone or on all ranks. Collective over `comm`.
+    """A writer of rows as a set of HDF5 shards with a manifest, alone or on all ranks. Collective over `comm`.
 
-    Use it as a context manager. The set appears when the context ends: files are written aside, flushed to the disk and
-    renamed, and an older set of the same name is replaced. If an exception ends the context, on any rank, nothing new
-    is left, an older set stays as it was, and every rank gets an exception.
+    Use it as a context manager. The set appears when the context ends: files are written to a temporary folder, flushed
+    to disk and renamed, and an older set of the same name is replaced. If an exception ends the context on any rank, no
+    new file remains, an older set is unchanged, and every rank gets an exception.
 
-    With `comm` each rank writes the rows that it is given into shards of its own; `write` needs no other rank. In the
-    set the ranks' shards come in rank order. Only making a writer and leaving its context are collective.
+    With `comm` each rank writes its rows into its own shards, and `write` is not collective. The set has the ranks'
+    shards in rank order. Only creating a writer and leaving its context are collective.
 
-    Memory: about 1 MiB of small writes, and 4 MiB on the way to HDF5, whatever is written. Contiguous data must
-    know its length in advance, so of each rank the last shard, if it is not full, is written twice.
+    Memory: about 1 MiB of small writes, plus 4 MiB of buffers for HDF5. Contiguous data needs a known length, so each
+    rank's last shard is written twice if it is not full.
 
     Args:
         target: a directory, whose shards become 00000-of-00004.h5 and so on with manifest.json; or a pattern like
             `data/train-*.h5`: then they are data/train-00000-of-00004.h5 and so on with data/train-manifest.json.
         rows_per_shard: rows in every shard but a rank's last.
-        bytes_per_shard: instead, about so many bytes before compression; by default 1 GiB.
-        layout: "contiguous", which is read by memory map and is the default, or "chunked".
-        compression: "gzip", "lzf", or gzip's level 0 to 9; means layout="chunked".
-        shuffle: put bytes of equal weight together before compressing; default where there is a compression.
-        fletcher32: a checksum for every chunk; default for chunked data. Contiguous data cannot have it.
+        bytes_per_shard: instead, approximate bytes before compression; by default 1 GiB.
+        layout: "contiguous" (default), which is read by memory map, or "chunked".
+        compression: "gzip", "lzf", or gzip's level 0 to 9; implies layout="chunked".
+        shuffle: group bytes of equal significance before compressing; default with compression.
+        fletcher32: a checksum per chunk; default for chunked data. Not for contiguous data.
         chunk_rows: rows in a chunk; by default about 256 KiB of each field.
         attributes: HDF5 attributes of the fields, {"label": {"classes": ["cat", "dog"]}}; equal on every rank.
         comm: mpi4py's communicator of the ranks that write the set together, for instance `strategy.comm`.
 
     Raises:
-        ValueError: for arguments that do not exist or do not go together, and a wrong target.
-        CollectiveMismatchError: when ranks pass different arguments or rows of different kinds.
+        ValueError: for unknown or incompatible arguments, and an invalid target.
+        CollectiveMismatchError: when ranks pass different arguments or rows of different fields.
         ShardError: when another rank failed, naming it, and when an older set's manifest is damaged.
-        OSError: when the disk does not take the files.
+        OSError: when the files cannot be written.
 
     Example:
         >>> import tempfile
@@ -103,7 +103,7 @@ class ShardWriter:
         comm: MPI.Intracomm | None,
         rows: int | None = None,
     ) -> ShardWriter:
-        """Return the writer of another function of the user, which errors name. Collective over `comm`.
+        """Return the writer for another function of the user, which errors name. Collective over `comm`.
 
         A rank that knows its number of `rows` writes its last shard once.
         """
@@ -128,8 +128,8 @@ class ShardWriter:
         self._given, self._pattern = self._pattern, self._pattern.absolute()
         self._fields: dict[str, Field] | None = None
         self._spec: dict[str, Any] = {}
-        self._pending: list[Columns] = []  # that wait for more
-        self._pending_rows: list[dict[str, Any]] = []  # single rows that came behind them
+        self._pending: list[Columns] = []  # small writes not stored yet
+        self._pending_rows: list[dict[str, Any]] = []  # single rows after them
         self._pending_bytes = 0
         self._rows_to_come = rows
         self._aside: Path | None = None
@@ -141,54 +141,52 @@ class ShardWriter:
 
     @property
     def paths(self) -> list[Path]:
-        """Paths of the set's files, of all ranks, once the writer is closed; the same on every rank."""
+        """The paths of the set's files, of all ranks, once the writer is closed; equal on every rank."""
         return list(self._paths)
 
     @property
     def rank(self) -> int:
-        """This rank's number among those that write the set."""
+        """The number of this rank among the writing ones."""
         return self._ranks.rank
 
     @property
     def size(self) -> int:
-        """How many ranks write the set."""
+        """The number of ranks that write the set."""
         return self._ranks.size
 
     def write(self, rows: Any) -> None:
-        """Append rows.
+        """Append rows. Not collective.
 
         Args:
-            rows: a dict of arrays whose first axis counts the rows. Dicts in it become groups, whose fields are called
-                "group/x". All rows, on all ranks, have the same names, dtypes and row shapes. Arrays hold numbers,
-                booleans, bytes, or structures of these. Layout "chunked" also takes strings (dtype <U, or object with a
-                str in each place) and rows that differ in length (a 1-D array of dtype object that holds a 1-D array
-                for each row).
+            rows: a dict of arrays whose first axis counts the rows. Nested dicts become groups with fields "group/x". All
+                rows, on all ranks, have the same names, dtypes and row shapes. Arrays contain numbers, booleans, bytes,
+                or structures of these. Layout "chunked" also takes strings (dtype <U, or object with a str per element)
+                and rows of varying length (a 1-D array of dtype object with a 1-D array per row).
 
         Raises:
-            ValueError: for rows that have no form in HDF5, or are not like those before.
+            ValueError: for rows without an HDF5 form, or unlike earlier ones.
             ClosedError: after the context.
         """
         self._append(rows, "ShardWriter.write", "rows")
 
     def write_row(self, row: Any) -> None:
-        """Append one row.
+        """Append one row. Not collective.
 
         Args:
-            row: a dict of arrays, numbers and strings; arrays without an axis that counts rows. The first row decides
-                on dtypes and shapes.
+            row: a dict of arrays, numbers and strings, without an axis for rows. The first row defines dtypes and shapes.
 
         Raises:
-            ValueError: for a row that has no form in HDF5, or is not like those before.
+            ValueError: for a row without an HDF5 form, or unlike earlier ones.
             ClosedError: after the context.
         """
         self._append_row(row, "ShardWriter.write_row", "row")
 
     def close(self) -> None:
-        """Finish the set: what leaving the context does. Collective.
+        """Finish the set, like leaving the context. Collective.
 
         Raises:
-            ValueError: when no rank has written anything, not even an array of no rows.
-            CollectiveMismatchError, ShardError, OSError: as the class says; nothing new is left then.
+            ValueError: when no rank has written rows, not even an array of no rows.
+            CollectiveMismatchError, ShardError, OSError: as for the class; no new file remains.
         """
         if self._closed:
             return
@@ -217,10 +215,9 @@ class ShardWriter:
             finally:
                 self._discard()
 
-    # Rows, of whatever function of the user; errors name it, and its argument.
+    # Rows of any function of the user; errors name it and its argument.
 
     def _append(self, rows: Any, where: str, argument: str) -> None:
-        """Append rows."""
         self._require_open(where)
         columns = columns_of(where, argument, rows)
         if self._fields is None:
@@ -231,7 +228,6 @@ class ShardWriter:
         self._take(columns)
 
     def _append_row(self, row: Any, where: str, argument: str) -> None:
-        """Append one row."""
         self._require_open(where)
         values = named(where, argument, row, "a dict of arrays, numbers and strings by name")
         if self._fields is None:
@@ -258,7 +254,7 @@ class ShardWriter:
             self._flush()
 
     def _append_shards(self, columns: Columns, bounds: Iterable[tuple[int, int]], where: str, argument: str) -> None:
-        """Append rows as shards from and to these rows, of exactly so many, even if that is none."""
+        """Append rows as shards with these bounds, even if empty."""
         self._require_open(where)
         if self._fields is None:
             self._begin(where, argument, fields_of(where, argument, columns))
@@ -281,11 +277,11 @@ class ShardWriter:
             raise ClosedError(explain(where, "", expected="an open writer", got="one that was closed"))
 
     def _begin(self, where: str, argument: str, fields: dict[str, Field]) -> None:
-        """Take the fields of the first rows for those of all."""
+        """Set the fields of all rows to those of the first ones."""
         self._form.check(where, argument, fields)
         self._fields, self._spec = fields, spec_of_fields(fields)
 
-    # Small writes are collected, and go to HDF5 together.
+    # Small writes are collected and written to HDF5 together.
 
     def _take(self, columns: Columns) -> None:
         size, rows = sum(map(content_bytes, columns.values())), _rows(columns)
@@ -318,7 +314,7 @@ class ShardWriter:
     # Shards.
 
     def _store(self, columns: Columns, start: int, stop: int) -> None:
-        self._failed = True  # until it is done: a set with rows missing must not come out
+        self._failed = True  # until it is done: a set with missing rows must not be published
         while start < stop:
             if self._shard is None:
                 self._shard = self._open_shard(self._expected_rows())
@@ -328,19 +324,19 @@ class ShardWriter:
         self._failed = False
 
     def _capacity(self) -> int | None:
-        """The most rows of a shard, where that is known."""
+        """Return the most rows of a shard; None if unknown."""
         assert self._fields is not None
         return self._form.rows_of_shard(self._fields)
 
     def _expected_rows(self) -> int | None:
-        """The most rows of the next shard, where that is known."""
+        """Return the most rows of the next shard; None if unknown."""
         capacity, rows = self._capacity(), self._rows_to_come
         if capacity is None or rows is None:
             return capacity
         return min(capacity, max(1, rows - sum(entry.rows for _, entry in self._files)))
 
     def _limit(self) -> int | None:
-        """The bytes at which a shard is full, where the bytes of a row are not known."""
+        """Return the bytes of a full shard, if the bytes of a row are unknown."""
         return self._form.bytes_per_shard if self._capacity() is None else None
 
     def _open_shard(self, capacity: int | None) -> NewShard:
@@ -348,7 +344,7 @@ class ShardWriter:
         if self._aside is None:
             self._make_folder()
             self._aside = Path(tempfile.mkdtemp(prefix=".shards-", suffix=".tmp", dir=self._pattern.parent))
-            # For a writer that is not closed: only files, no communication.
+            # For a writer that is not closed: removes files without communication.
             weakref.finalize(self, shutil.rmtree, self._aside, ignore_errors=True)
         path = self._aside / f"{len(self._files):05d}.h5"
         return NewShard(path, self._fields, self._form, capacity)
@@ -359,12 +355,12 @@ class ShardWriter:
             self._files.append((shard.path, shard.finish(shard.path.name)))
 
     def _finish(self) -> tuple[Path, ShardEntry] | None:
-        """Write what waits. Return a file without rows if this rank has no other."""
+        """Write pending rows. Return a file without rows if this rank has no other."""
         if self._failed:
             raise ShardError(explain(self._function, "", expected="rows that were written", got="a write that failed"))
         columns = self._collected()
         if columns is not None:
-            if self._shard is None:  # few rows, all of them known: no need to write them twice
+            if self._shard is None:  # few rows of known number are written once
                 self._shard = self._open_shard(min(self._capacity() or _rows(columns), _rows(columns)))
             self._store(columns, 0, _rows(columns))
         self._finish_shard()
@@ -376,16 +372,16 @@ class ShardWriter:
     def _discard(self) -> None:
         self._pending, self._pending_rows = [], []
         if self._shard is not None:
-            with contextlib.suppress(OSError):  # of a file that is removed
+            with contextlib.suppress(OSError):  # the file is removed anyway
                 self._shard.close()
             self._shard = None
         if self._aside is not None:
             shutil.rmtree(self._aside, ignore_errors=True)
 
     def _publish(self, empty: tuple[Path, ShardEntry] | None) -> list[Path]:
-        """Give the files of all ranks their names, in rank order, and write the manifest. Collective.
+        """Rename the files of all ranks, in rank order, and write the manifest. Collective.
 
-        Meanwhile there is a manifest marked "unfinished", so that what a crash leaves behind is refused, not mixed. `empty` is a
+        Meanwhile a manifest is marked "unfinished", so that the remains of a crash are refused, not mixed. `empty` is a
         file without rows, for the case that no rank has another.
 
         Raises:
@@ -436,7 +432,7 @@ def _rows(columns: Columns) -> int:
 
 
 def _replaced(pattern: Path, names: Sequence[str]) -> Iterator[str]:
-    """Yield those of the names in an older manifest that are shards of this pattern: nothing else is removed for it."""
+    """Yield the names in an older manifest that are shards of this pattern; no other files are removed."""
     shard = re.compile(re.escape(pattern.name).replace(r"\*", "[0-9]+-of-[0-9]+"))
     for name in names:
         with contextlib.suppress(FileNotFoundError):
@@ -445,7 +441,7 @@ def _replaced(pattern: Path, names: Sequence[str]) -> Iterator[str]:
 
 
 def _agreed(function: str, fields: list[dict[str, dict[str, object]] | None]) -> dict[str, dict[str, object]]:
-    """The fields that all ranks have seen."""
+    """Return the fields of all ranks."""
     known = {rank: one for rank, one in enumerate(fields) if one is not None}
     if not known:
         remedy = "Write an array of no rows to make an empty set."

@@ -230,7 +230,7 @@ def test_a_file_that_the_manifest_does_not_list_is_named(shards: list[Path]) -> 
     [
         (lambda path: path.write_bytes(b""), "an empty file, of 0 bytes"),
         (lambda path: path.mkdir(), "a directory"),
-        (lambda path: os.mkfifo(path), "something else than a file"),
+        (lambda path: os.mkfifo(path), "a special file"),
         (lambda path: path.symlink_to("nowhere"), "no such file"),
         (lambda path: plain(path), "at least one dataset with rows, got none"),
         (lambda path: plain(path, mean=np.array(3.0)), r"only mean \(no rows\)"),

@@ -1,1 +1,1 @@
-"""Files of other kinds as rows: NumPy's arrays, tables, folders of images."""
+"""Converters of other file kinds to rows: NumPy arrays, tables, image folders."""

@@ -1,4 +1,4 @@
-"""The protocol of converters: rows of files of another kind, of which each rank reads its part, some at a time."""
+"""The protocol of converters: rows from other file kinds, of which each rank reads its share in batches."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _BATCH_BYTES = 1 << 23
 
 
 class PresumptionError(Exception):
-    """A later row is of another kind than the first ones."""
+    """The error of a row whose kind differs from the presumed one."""
 
 
 class Converter(ABC):
     """Rows of some files.
 
     Attributes:
-        rows: how many there are.
+        rows: the number of rows.
         attributes: HDF5 attributes by field.
-        notes: what a user should know of the conversion.
+        notes: remarks on the conversion for the user.
     """
 
     rows: int
@@ -35,14 +35,14 @@ class Converter(ABC):
 
     @property
     def presumed(self) -> bool:
-        """Whether the files were looked at in part only, so that `batches` may find something else."""
+        """True if only some of the files' content was checked, so that `batches` may raise."""
         return False
 
-    def settle(self) -> None:  # noqa: B027 - where nothing is presumed there is nothing to do
-        """Look at all that is in the files: then nothing is presumed."""
+    def settle(self) -> None:  # noqa: B027 - nothing to do unless something is presumed
+        """Check all content of the files, so that nothing is presumed."""
 
     def why_text(self, name: str) -> str:
-        """Return the first cell that makes a column text, and its row; "" for a column that was asked for as text."""
+        """Return the first cell that makes a column text, and its row; "" for a column requested as text."""
         return ""
 
     @abstractmethod
@@ -50,16 +50,16 @@ class Converter(ABC):
         """Return the rows from `start` to `stop` in batches.
 
         Raises:
-            PresumptionError: when the rows are not what was presumed. `settle`, and take all batches again.
+            PresumptionError: when the rows are not as presumed. Call `settle`, and take all batches again.
         """
 
 
 def bad_input(path: object, expected: str, got: object, remedy: str = "") -> ShardError:
-    """Return the error about a file that cannot be converted."""
+    """Return the error of a file that cannot be converted."""
     return ShardError(explain("shards write", str(path), expected=expected, got=got, remedy=remedy))
 
 
 def batch_rows(*arrays: tuple[np.dtype[Any], tuple[int, ...]]) -> int:
-    """Return how many rows of these dtypes and shapes make a batch."""
+    """Return the number of rows of these dtypes and shapes in a batch."""
     row_bytes = sum(dtype.itemsize * int(np.prod(shape, dtype=np.int64)) for dtype, shape in arrays)
     return max(1, _BATCH_BYTES // max(1, row_bytes))

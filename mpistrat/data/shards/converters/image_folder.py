@@ -1,4 +1,4 @@
-"""A folder with a sub-folder of images for each class as rows: the pixels, and the number of the class."""
+"""The converter of a folder with one sub-folder of images per class: rows of pixels and class number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .converter import Converter, bad_input, batch_rows
 __all__ = ["ImageFolder"]
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
-_MOST_THREADS = 8  # other ranks of the node may have as many
+_MOST_THREADS = 8  # other ranks of the node may use the same number
 _MODES = {"rgb": "RGB", "gray": "L"}
 
 
@@ -28,9 +28,9 @@ _MODES = {"rgb": "RGB", "gray": "L"}
 class ImageFolder(Converter):
     """Images of one size: `image` [height, width, 3], or [height, width] in gray, and `label` int64.
 
-    Values are uint8; those of gray images with more bits, or signs, or floats are as the file has them. Alpha channels are
-    left out. Classes are numbered by their folders' names in alphabetical order; the names are an attribute of `label`. Rows come
-    class by class.
+    Values are uint8; gray images with more bits, signs or floats have their file's dtype. Alpha channels are dropped.
+    Classes are numbered by their folders' names in alphabetical order; the names are an attribute of `label`. Rows are
+    sorted by class.
     """
 
     def __init__(self, path: Path, color: str, resize: tuple[int, int] | None) -> None:
@@ -65,7 +65,7 @@ class ImageFolder(Converter):
             for first in range(start, stop, step):
                 files = self._files[first : min(first + step, stop)]
                 images = np.empty((len(files), *self._first.shape), self._first.dtype)
-                # The error of the first image that is wrong is raised, whichever was read first.
+                # The first invalid image raises its error, whichever was read first.
                 for _ in pool.map(self._read_into, images, (path for path, _ in files)):
                     pass
                 yield {"image": images, "label": np.array([label for _, label in files], np.int64)}
@@ -89,7 +89,7 @@ class ImageFolder(Converter):
         try:
             with self._pillow.open(path) as image:
                 frames = getattr(image, "n_frames", 1)
-                if frames > 1 and image.format != "MPO":  # a camera's JPEG, and its previews behind it
+                if frames > 1 and image.format != "MPO":  # a camera's JPEG, followed by previews
                     remedy = "Write each into a file of its own."
                     raise bad_input(path, "one image", f"{frames} frames or pages", remedy)
                 dtype = _dtype(image)
@@ -100,12 +100,12 @@ class ImageFolder(Converter):
             raise bad_input(path, "an image that Pillow reads", error) from error
 
     def _usual(self, image: Any) -> np.ndarray[Any, Any]:
-        """The pixels of an image of at most 8 bits a channel."""
+        """Return the pixels of an image of at most 8 bits per channel."""
         image = image.convert(self._mode)
         return np.asarray(image if self._resize is None else self._resized(image))
 
     def _exact(self, path: Path, image: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        """The pixels of other images, with their values: `convert` would cut these off at 255."""
+        """Return the pixels of other images, with their values, which `convert` would clip at 255."""
         largest = _largest(image)
         values = np.asarray(image)
         if values.ndim > 2 or values.itemsize < dtype.itemsize:
@@ -114,10 +114,10 @@ class ImageFolder(Converter):
             raise bad_input(path, expected, f"{8 * dtype.itemsize} bits, mode {image.mode}", remedy)
         values = values.astype(values.dtype.newbyteorder("="), copy=False)
         values = values.view(dtype) if values.itemsize == dtype.itemsize else values.astype(dtype)
-        if largest is not None:  # Pillow scales the values so that it becomes 65535
+        if largest is not None:  # Pillow scales this maximum to 65535
             values = np.rint(values * (largest / 65535)).astype(dtype)
         if self._resize is not None:
-            wide = np.dtype(np.float32 if dtype.kind == "f" else np.int32)  # what Pillow interpolates
+            wide = np.dtype(np.float32 if dtype.kind == "f" else np.int32)  # dtype that Pillow can interpolate
             if not np.can_cast(dtype, wide):
                 raise bad_input(path, f"pixels that {wide} holds, for --resize", str(dtype), "Resize them beforehand.")
             values = np.asarray(self._resized(self._pillow.fromarray(values.astype(wide)))).astype(dtype)
@@ -128,12 +128,12 @@ class ImageFolder(Converter):
         return image.resize((width, height), self._pillow.Resampling.BILINEAR)
 
 
-_SAMPLE_FORMATS = {2: "i", 3: "f"}  # of TIFF; all others are unsigned
-_BITS_PER_SAMPLE, _SAMPLE_FORMAT = 258, 339  # tags of TIFF
+_SAMPLE_FORMATS = {2: "i", 3: "f"}  # TIFF's; all others are unsigned
+_BITS_PER_SAMPLE, _SAMPLE_FORMAT = 258, 339  # TIFF's tags
 
 
 def _dtype(image: Any) -> np.dtype[Any]:
-    """The dtype of a channel in an image's file; uint8 for up to 8 bits, which Pillow scales to 8."""
+    """Return the dtype of a channel in an image's file; uint8 for up to 8 bits, which Pillow scales to 8."""
     if image.format == "TIFF":
         bits = max(image.tag_v2.get(_BITS_PER_SAMPLE, (1,)))
         kind = _SAMPLE_FORMATS.get(image.tag_v2.get(_SAMPLE_FORMAT, (1,))[0], "u")
@@ -141,7 +141,7 @@ def _dtype(image: Any) -> np.dtype[Any]:
     if image.mode == "F":
         return np.dtype(np.float32)
     raw = image.tile[0][3] if image.tile else image.mode
-    name = raw[0] if isinstance(raw, tuple) else raw  # Pillow's for what is in the file, such as "RGB;16B"
+    name = raw[0] if isinstance(raw, tuple) else raw  # Pillow's name of the file's layout, such as "RGB;16B"
     sixteen = re.search(r";16[BLN]", str(name)) or (_largest(image) or 0) > 255
     if sixteen or image.mode.startswith("I;16"):
         return np.dtype(np.uint16)
@@ -149,7 +149,7 @@ def _dtype(image: Any) -> np.dtype[Any]:
 
 
 def _largest(image: Any) -> int | None:
-    """The largest value that a Netpbm file's values are a part of, where Pillow scales them; before they are read."""
+    """Return the maximum value of a Netpbm file if Pillow scales its values; before they are read."""
     raw = image.tile[0][3] if image.format == "PPM" and image.tile else ()
     return raw[1] if isinstance(raw, tuple) and len(raw) > 1 and raw[0] in ("L", "I", "RGB") else None
 

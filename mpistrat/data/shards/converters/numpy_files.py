@@ -1,4 +1,4 @@
-"""NumPy's .npy and .npz files as rows. The files stay on the disk; pickled objects are refused."""
+"""The converters of NumPy's .npy and .npz files. Data stays on disk; pickled objects are refused."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .converter import Converter, bad_input, batch_rows
 __all__ = ["NpyFiles", "NpzFile"]
 
 
-# RuntimeError: where an archive is encrypted; TokenError and SyntaxError: where a header is damaged.
+# RuntimeError: encrypted archive; TokenError and SyntaxError: damaged header.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, tokenize.TokenError, SyntaxError)
 
 
 def _check_rows(rows: Mapping[str, tuple[int, ...]], where: object) -> int:
-    """The number of rows that all arrays have."""
+    """Return the number of rows, which all arrays must share."""
     for name, shape in rows.items():
         if not shape:
             raise bad_input(where, "arrays with rows along a first axis", f"a scalar: {name!r}")
@@ -36,7 +36,7 @@ def _check_rows(rows: Mapping[str, tuple[int, ...]], where: object) -> int:
 
 @final
 class NpyFiles(Converter):
-    """One array a file, by memory map."""
+    """One array per file, by memory map."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         self._arrays = {name: _mapped(path) for name, path in paths.items()}
@@ -63,7 +63,7 @@ def _mapped(path: Path) -> np.ndarray[Any, Any]:
 
 @final
 class NpzFile(Converter):
-    """The arrays of an archive, read in order as the rows are written."""
+    """The arrays of an archive, read in order while the rows are written."""
 
     def __init__(self, path: Path, names: Sequence[str] | None) -> None:
         self._path = path
@@ -84,7 +84,7 @@ class NpzFile(Converter):
         self.notes: list[str] = []
 
     def _header(self, archive: zipfile.ZipFile, name: str) -> tuple[np.dtype[Any], tuple[int, ...], int]:
-        """An array's dtype and shape, and where its data begins."""
+        """Return an array's dtype and shape, and the offset of its data."""
         with archive.open(f"{name}.npy") as file:
             version = np.lib.format.read_magic(file)
             read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}

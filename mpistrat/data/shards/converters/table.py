@@ -1,4 +1,4 @@
-"""A CSV file as rows: numbers where a column holds nothing else, text elsewhere. Never held as a whole."""
+"""The converter of a CSV file: numbers in columns of numbers, text elsewhere. The file is never in memory as a whole."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from .numeric_lines import NumericLines, NumericReader
 
 __all__ = ["Table"]
 
-_BLOCK = 1 << 21  # bytes at a time, up to the end of a line
-_FIRST_BLOCK = 1 << 16  # which is read cell by cell
-_LINES = 4096  # at a time where a row may be several lines
-_SAMPLE = 256  # lines of a block that are read to learn what its columns hold
+_BLOCK = 1 << 21  # bytes read at a time, up to the end of a line
+_FIRST_BLOCK = 1 << 16  # read cell by cell
+_LINES = 4096  # lines at a time if a row may span several
+_SAMPLE = 256  # lines of a block that are read to determine column types
 _INTEGER, _FLOAT, _TEXT = range(3)
 _DTYPES: dict[int, np.dtype[Any]] = {_INTEGER: np.dtype(np.int64), _FLOAT: np.dtype(np.float64)}
 
 
 class _Start(NamedTuple):
-    """Where a block starts."""
+    """The start of a block."""
 
-    offset: int  # in the file
-    line: int  # the lines before it
-    row: int  # the rows before it
+    offset: int  # offset in the file
+    line: int  # lines before it
+    row: int  # rows before it
 
 
 @final
 class _Block:
-    """Some successive rows of the file: either lines, or the cells of rows that may take several lines.
+    """Successive rows of the file: either lines, or the cells of rows that may span several lines.
 
     Attributes:
-        start: where they begin.
-        rows: how many they are.
+        start: the start of the block.
+        rows: the number of rows.
     """
 
     def __init__(self, start: _Start, data: bytes, cells: list[list[str]] | None) -> None:
@@ -59,19 +59,19 @@ class _Block:
 
 @final
 class Table(Converter):
-    """The rows of a CSV file whose first line names the columns, or already is a row.
+    """The rows of a CSV file whose first line names the columns, or is a row.
 
-    What the columns hold is presumed from the first block and some lines of each other block, if all that is in the
-    file may be numbers; then only `batches` reads every number. Otherwise, and after `settle`, every cell was looked at.
+    Column types are presumed from the first block and some lines of each other block, if the whole file may be numbers;
+    then only `batches` reads every number. Otherwise, and after `settle`, every cell was checked.
 
     Args:
         path: the file, in UTF-8.
-        names: the columns wanted; None for all.
-        delimiter: between cells.
-        array: a name: all columns of numbers become one array of it, in their order.
-        text: columns that are text whatever they hold.
-        header: whether the first line names the columns; None for that it does, unless a name is a number. Without names
-            columns are "column_0", "column_1", and so on.
+        names: the wanted columns; None for all.
+        delimiter: the separator of cells.
+        array: the name of one array for all columns of numbers, in their order.
+        text: columns that are text in any case.
+        header: whether the first line names the columns; None for True, with an error if a name is a number. Without
+            names columns are "column_0", "column_1", and so on.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Table(Converter):
         self._delimiter = delimiter
         self._array = array
         self._named = header
-        self._plain = True  # whether lines may be read as bytes from the first row on
+        self._plain = True  # whether lines can be read as bytes from the first row on
         self._header, self._first = self._read_header()
         self._numeric = NumericReader(delimiter)
         self._names = list(self._header) if names is None else list(names)
@@ -115,7 +115,7 @@ class Table(Converter):
             raise bad_input(self._path, "text in UTF-8", error, "Convert it: iconv -f LATIN1 -t UTF-8.") from error
 
     def _read_header(self) -> tuple[list[str], _Start]:
-        """The header, and where the first row starts."""
+        """Return the header, and the start of the first row."""
         with self._open() as file:
             marked = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
             file.seek(0)
@@ -135,7 +135,7 @@ class Table(Converter):
             return header, _Start(file.tell(), number, 0) if self._plain else _Start(0, 0, 0)
 
     def _cells(self, lines: Iterable[str], before: int) -> Iterator[tuple[int, list[str]]]:
-        """The number and the cells of each line that is not empty, behind so many others."""
+        """Yield the number and the cells of each non-empty line, after `before` other lines."""
         reader = csv.reader(lines, delimiter=self._delimiter, strict=True)
         try:
             for cells in reader:
@@ -150,7 +150,7 @@ class Table(Converter):
             file.seek(start.offset)
             while data := file.read(size := _BLOCK if start.row else _FIRST_BLOCK):
                 data = data if len(data) < size else data[: data.rfind(b"\n") + 1]
-                if not (self._plain and data) or b'"' in data or _odd(data):  # a row may go on behind these lines
+                if not (self._plain and data) or b'"' in data or _odd(data):  # a row may continue after these lines
                     file.seek(start.offset)
                     yield from self._blocks_of_cells(file, start)
                     return
@@ -184,14 +184,14 @@ class Table(Converter):
         return found
 
     def _scan(self, *, thoroughly: bool) -> None:
-        """Count the rows, and find out what each column holds."""
+        """Count the rows, and determine each column's type."""
         self._kinds = {name: _TEXT if name in self._text else _INTEGER for name in self._names}
-        self._first_texts: dict[str, str] = {}  # of columns that were not to be text
-        self._changed: dict[str, str] = {}  # the first number of a column that float64 does not hold
+        self._first_texts: dict[str, str] = {}  # of columns that were not requested as text
+        self._changed: dict[str, str] = {}  # the first number of a column that float64 cannot represent
         self._starts: list[_Start] = []
         self.rows = 0
         self._presumed: set[_Start] = set()  # blocks
-        empty = np.zeros(len(self._header), np.int64)  # cells by column
+        empty = np.zeros(len(self._header), np.int64)  # cells per column
         for block in self._blocks(self._first):
             if block.start not in self._starts[-1:]:
                 self._starts.append(block.start)
@@ -226,7 +226,7 @@ class Table(Converter):
         self.attributes = {} if self._array is None else {self._array: {"columns": numbers}}
 
     def _look(self, lines: NumericLines, empty: NDArray[np.int64], *, every: bool = False) -> bool:
-        """Count the empty cells, where cells are numbers of the kinds found so far; False where they are not.
+        """Count the empty cells; return False if cells are not numbers of the types found so far.
 
         Every line is read, or only some of them.
         """
@@ -236,7 +236,7 @@ class Table(Converter):
             return False
         empty += counts
         for name, place in zip(self._names, self._places, strict=True):
-            if self._kinds[name] == _INTEGER:  # which may become floats behind these lines
+            if self._kinds[name] == _INTEGER:  # later lines may make it a float column
                 for row in np.flatnonzero(not_held(found[place], _DTYPES[_FLOAT]))[:1]:
                     self._note_change(name, row, str(found[place][row]))
         return True
@@ -264,7 +264,7 @@ class Table(Converter):
         return self._first_texts.get(name, "")
 
     def _dtypes(self) -> list[np.dtype[Any]]:
-        """What each column of the file is read as, where all cells are numbers."""
+        """Return the dtype for each column of the file if all cells are numbers."""
         dtypes = [_DTYPES[_FLOAT]] * len(self._header)
         for name, place in zip(self._names, self._places, strict=True):
             if self._kinds[name] == _INTEGER:
@@ -328,12 +328,12 @@ def _text(file: BinaryIO, offset: int) -> io.TextIOWrapper:
 
 
 def _odd(lines: bytes) -> bool:
-    r"""Whether some end with "\r" alone."""
+    """Return True if a line ends with a carriage return alone."""
     return b"\r" in lines and b"\r" in lines.replace(b"\r\n", b"\n")
 
 
 def _full_lines(data: bytes) -> bytes:
-    r"""Those of some lines that are not empty, each ended by "\n"."""
+    """Return the non-empty lines, each ended by a newline."""
     if b"\r" in data:
         data = data.replace(b"\r\n", b"\n")
     data = data if data.endswith(b"\n") else data + b"\n"
@@ -343,11 +343,11 @@ def _full_lines(data: bytes) -> bytes:
 
 
 def _kind(cells: list[str]) -> int:
-    """What some cells, none of them empty, are at the least."""
+    """Return the most specific type of some cells, none of them empty."""
     if not cells:
         return _INTEGER
     texts = np.array(cells)
-    if any("_" in cell for cell in cells):  # Python's digits, not those of tables
+    if any("_" in cell for cell in cells):  # Python accepts "_" in numbers, tables do not
         return _TEXT
     for kind, dtype in _DTYPES.items():
         try:
@@ -355,14 +355,14 @@ def _kind(cells: list[str]) -> int:
             return kind
         except OverflowError:
             if all(cell.lstrip("+-").isdigit() for cell in cells):
-                return _TEXT  # no float has all digits of so large an integer
+                return _TEXT  # no float has all digits of such a large integer
         except ValueError:
             continue
     return _TEXT
 
 
 def _is_changed(cell: str) -> bool:
-    """Whether a number is an integer that float64 rounds, or so large that it becomes inf."""
+    """Return True for an integer that float64 rounds, or a number so large that it becomes inf."""
     try:
         return int(cell) != float(cell)  # compared exactly
     except ValueError:

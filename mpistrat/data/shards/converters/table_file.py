@@ -1,4 +1,4 @@
-"""A file of Parquet, Arrow or JSON lines as rows, by pyarrow."""
+"""The converter of Parquet, Arrow and JSON-lines files, through pyarrow."""
 
 from __future__ import annotations
 
