@@ -80,7 +80,7 @@ def _operator_with_datasets(
 
 
 def _source(function: Callable[P, Node]) -> staticmethod[P, Dataset]:
-    """Return a static method of `Dataset` for a function that returns a node."""
+    """Return a static method of `Dataset` for a source."""
 
     @tensorflow_names()
     @functools.wraps(function)
@@ -91,7 +91,7 @@ def _source(function: Callable[P, Node]) -> staticmethod[P, Dataset]:
 
 
 def _as_method(method: M, function: Callable[..., Any], hidden: int, ours: dict[str, str]) -> M:
-    """Give a method the documentation and parameters of a function, without its first `hidden` parameters."""
+    """Give a method a function's documentation and parameters, without its first `hidden` ones."""
     wrapped = functools.update_wrapper(method, function)
     signature = inspect.signature(function)
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *signature.parameters.values()]
@@ -368,9 +368,9 @@ class Dataset:
     def snapshot(self, path: str | os.PathLike[str], compression: str | None = "AUTO") -> Dataset:
         """Store the rows of epoch 0 in files, for this run and later ones; `cache` stores them in memory.
 
-        If `path` (as in `save`) does not exist, it is written: by all ranks together in `distribute_dataset`, into a
-        folder that all see; else on the first read. Existing files are only checked for spec and row count: after a
-        change of a function choose another path. `compression` is as in `save`; "AUTO" is none.
+        If `path` (as in `save`) does not exist, it is written: in `distribute_dataset` by all ranks, into a folder that
+        all see; else on the first read. Existing files are only checked for spec and row count: after a change of a
+        function choose another path. `compression` is as in `save`; "AUTO" is none.
 
         Raises:
             ValueError: as `save`, and while reading for files of another dataset.

@@ -18,8 +18,7 @@ def from_arrays(arrays: Any, *, copy: bool = False) -> Dataset:
     """Make a dataset of the rows of arrays in memory (TF: tf.data.Dataset.from_tensor_slices). Not collective.
 
     Arrays are not copied: batches contain the rows' values at reading time. If the program changes the arrays later, for
-    example one buffer that a loop fills again, epochs differ, and ranks may get inconsistent batches. Pass `copy=True`
-    then.
+    example a buffer that a loop reuses, epochs differ, and ranks may get inconsistent batches. Pass `copy=True` then.
 
     Args:
         arrays: a nest of arrays with the same length along their first axis; elements have its structure. A list of
@@ -69,8 +68,8 @@ def from_map_style(samples: Any, *, workers: int = 0, processes: bool = False, e
     """Make a dataset of the samples of an object with `__len__` and `__getitem__`. Not collective.
 
     Such objects are PyTorch's map-style datasets, those of Hugging Face's `datasets`, Grain's data sources, lists (of
-    files, for instance) and objects of your own classes. The dataset has random access: each rank reads its own rows
-    only. Shuffles, `batch`, caches and iterator positions work as with files, so you need no sampler or DataLoader.
+    files, for instance) and your own classes. The dataset has random access: each rank reads its own rows only. Shuffles,
+    `batch`, caches and iterator positions work as with files; you need no sampler or DataLoader.
 
     Args:
         samples: `samples[row]` returns a nest of arrays, tensors, images, numbers, strings or lists of numbers, for each
@@ -80,7 +79,7 @@ def from_map_style(samples: Any, *, workers: int = 0, processes: bool = False, e
             of cores, at most 8.
         processes: whether the workers are processes instead of threads, as for `Dataset.map`: the object must be
             picklable, and the main program needs `if __name__ == "__main__":`.
-        element_spec: a nest of `ArraySpec`, with None in a shape for a length that varies; None for the spec of the first sample.
+        element_spec: a nest of `ArraySpec`, with None in a shape for a length that varies; None for the first sample's spec.
 
     Raises:
         TypeError: for an object without a length or without items by row number, or that cannot be sent to a process.

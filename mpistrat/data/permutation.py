@@ -8,9 +8,8 @@ is visibly unfair between whole permutations, so small n sort hashes instead.
 `BlockOrder` permutes chunks, and the rows within each window of chunks. It depends on the chunks' lengths too; per epoch
 it stores one integer per chunk, none per row. Rows of one chunk are never more than a window and a chunk apart.
 
-The locality of a row groups the rows of a shuffled batch: it is the position of its chunk among the mixed ones. Every
-rank sorts the whole batch by it before taking its slice, and so decodes few chunks. The batch has the same rows in the
-same order for any number of ranks.
+The locality of a row is its chunk's position among the mixed ones. Every rank sorts the whole batch by it before taking
+its slice, and so decodes few chunks. The batch has the same rows in the same order for any number of ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ def _digest(key: _Key, words: int) -> NDArray[np.uint64]:
 
 @functools.lru_cache(maxsize=64)
 def _keys(key: _Key) -> NDArray[np.uint64]:
-    """Return one 64-bit key per round."""
     return _digest(key, _ROUNDS)
 
 
@@ -220,7 +218,6 @@ class _Epoch(NamedTuple):
     bounds: list[int]  # window_starts as a list
 
     def window(self, position: int) -> int:
-        """Return the window of a position."""
         return bisect_right(self.bounds, position) - 1
 
 

@@ -279,7 +279,6 @@ def _is_flat(structure: Any, leaf: type) -> bool:
 
 
 def _dict_columns(rows: Sequence[Any], row_spec: dict[Any, Any]) -> list[list[Any]]:
-    """Return the columns in the order of `nest.flatten`."""
     try:
         keys = sorted(row_spec)
     except TypeError:

@@ -93,7 +93,7 @@ def _refusal(expected: str, got: str, remedy: str = "") -> ValueError:
 
 
 def _replaced(dataset: Node, replacements: Mapping[Node, Node]) -> Node:
-    """Return the chain with some stages, and all below them, replaced."""
+    """Return the chain with some stages replaced, with all below them."""
     if dataset in replacements:
         return replacements[dataset]
     return dataset.rebuild([_replaced(parent, replacements) for parent in dataset.parents])
@@ -128,7 +128,7 @@ def _sources(dataset: Node) -> Sequence[Node]:
 
 
 def _resized(dataset: Node, shares: Sequence[NDArray[np.int64]], worker: int) -> Node:
-    """Return the chain with the batch size of a worker's share."""
+    """Return the chain with a worker's batch sizes."""
     sizes = zip(_batch_stages(dataset), shares, strict=True)
     return _replaced(dataset, {stage: stage.resized(int(share[worker])) for stage, share in sizes})
 
@@ -138,8 +138,8 @@ def _kinds(
 ) -> Iterator[tuple[Node | SuccessiveBatches, int]]:
     """Yield a chain that workers read, or its form, and the number of workers with equal rows per step; `own` is this worker's.
 
-    Workers with the same chain have equal shares of each batch, from equally many elements. Their files may differ in
-    rows, for which the form is computed without a dataset.
+    Workers with one chain have equal shares of each batch, from equally many elements. Their files may differ in rows:
+    then the form is computed, without a dataset.
     """
     numbers = np.stack([*shares, *_divided(dataset, policy, workers.count)])
     columns, firsts, counts = np.unique(numbers, axis=1, return_index=True, return_counts=True)
@@ -154,7 +154,7 @@ def _kinds(
 
 
 def _length_over_files(node: Node, rows: int) -> int:
-    """Return the number of elements of a chain over files of this many rows; UNKNOWN if only the files can show it."""
+    """Return a chain's number of elements over files with this many rows; UNKNOWN if only the files show it."""
     if isinstance(node, FileShard):
         return rows
     return node.length_over(_length_over_files(node.parents[0], rows)) if isinstance(node, Stage) else UNKNOWN
@@ -189,7 +189,6 @@ def _batch_stages(dataset: Node) -> list[Any]:
 
 
 def _shares(stage: Node, workers: Workers, policy: str) -> NDArray[np.int64]:
-    """Return each worker's rows of each batch."""
     if stage.batching is None or not isinstance(stage, Batches):
         raise _refusal(f"batch() under {policy}", stage.describe(), "Use AutoShardPolicy.DATA.")
     shares = workers.shares(stage.batching.size)
@@ -223,7 +222,6 @@ class FileShard(InputRows):
         return int(self._starts[-1])
 
     def _rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the source's numbers of these rows."""
         file = np.searchsorted(self._starts, positions, side="right") - 1
         return positions + (self._first - self._starts[:-1])[file]
 

@@ -55,7 +55,7 @@ def successive_batches(dataset: Node, epoch: int, start: int, part: OwnRows | No
 
 
 class _Pace:
-    """The time per row of the latest call: slow batches are read one at a time, to keep latency low."""
+    """The time per row of the latest call: slow batches are read one at a time, for low latency."""
 
     seconds = 0.0
 
@@ -153,7 +153,7 @@ class LookAhead:
         yield from waiting
 
     def rows(self, addresses: Addresses) -> None:
-        """Announce that rows will be read soon."""
+        """Announce rows."""
         if self._useful and np.size(addresses[0]):
             self._dataset.expect(*addresses)
 

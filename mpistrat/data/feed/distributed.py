@@ -61,8 +61,8 @@ class Device(Protocol):
 class Devices:
     """The copies of each step to the devices: started when it is read, finished when it is delivered.
 
-    The thread that reads ahead also starts the copies, so up to the read-ahead's number of steps are on the devices.
-    Without devices the arrays stay in place.
+    The thread that reads ahead starts the copies, so its number of steps are on the devices. Without devices arrays stay
+    in place.
 
     Args:
         devices: one for each local replica, None for one that takes host arrays; None if all do.
@@ -93,9 +93,9 @@ class Devices:
         ]
 
     def hand_out(self, step: Step, plan: Plan) -> tuple[Any, list[list[Any]]]:
-        """Return the element of a step, and each replica's arrays in it.
+        """Return the element of a step, and each replica's arrays in it, on its device.
 
-        The arrays are on the replicas' devices, with zero rows if the worker has none left.
+        The arrays have zero rows if the worker has none left.
         """
         blocks = step.blocks
         if blocks is None:
@@ -147,7 +147,7 @@ class DistributedIterator(Feed):
     a step is collective only if the dataset's number of rows is unknown (see DistributedDataset).
 
     Args:
-        plan, devices: the source and target of steps; the thread that reads ahead references these, not the iterator.
+        plan, devices: the source and target of steps, without a reference from threads to this iterator.
         sum_over_ranks, stats, handed_out, passes, drawn: see `DistributedDataset`, which makes iterators.
         reading: the other arguments of `Feed`.
 
@@ -216,7 +216,6 @@ class DistributedIterator(Feed):
         return element
 
     def _look(self) -> _Ahead:
-        """Return the next step; StopIteration at the end of all ranks."""
         if self._ended:
             raise StopIteration
         if self._passes is not None and not self._pass_open:
@@ -250,7 +249,7 @@ class DistributedIterator(Feed):
         return self._answers[self._next]
 
     def _time(self, started: float) -> float:
-        """Add the time since `started` to the waiting time, and the time before it to the loop's; return the current time."""
+        """Add the time since `started` to the wait, and that before it to the loop; return the current time."""
         now = time.perf_counter()
         self._stats.wait_seconds += now - started
         self._stats.seconds += now - (started if self._last is None else self._last)
@@ -332,19 +331,18 @@ class DistributedDataset:
 
     `strategy.distribute_dataset` and `strategy.distribute_datasets_from_function` make them. Each `iter()` is the next
     epoch. All ranks take the same number of steps, until no replica has a row left. A replica without a row gets arrays
-    of zero rows. If a rank cannot compute the rows of all others, iterating is collective: one small sum over the ranks
-    at the start of every step or, if each rank knows its own rows in advance, of some steps.
+    of zero rows. If a rank cannot compute all others' rows, iterating is collective: one small sum over the ranks in
+    every step or, if each rank knows its own rows in advance, in some steps.
 
     Args:
         plan: the steps of this worker.
         devices: one for each local replica, or None for host arrays.
-        buffer_size: buffered steps, in addition to the one being read; 0 reads in the iterating thread. So are steps that
-            are read faster than a thread could pass them on.
+        buffer_size: buffered steps, in addition to the one being read; 0 reads in the iterating thread, which also reads
+            very fast steps.
         sum_over_ranks: returns the elementwise sum of a small int64 array over all ranks; collective.
         passes: called at the start and end of an epoch.
         same_length: whether an epoch has the same number of steps wherever an iterator's state is restored.
-        drawn: called with the epoch and step of each delivered batch, and `Plan.first_read`; None if the ranks may draw
-            differently.
+        drawn: called with the epoch and step of each delivered batch, and `Plan.first_read`; None if ranks may draw differently.
         ledger: records the delivered batches.
     """
 
@@ -461,7 +459,7 @@ def distribute(dataset: Dataset, workers: Workers, divide: Divide = auto_shard, 
 
 
 def _stages(datasets: Sequence[Node]) -> Iterator[tuple[str, StageStats | None]]:
-    """Each stage's description and counters, sources first."""
+    """Yield each stage's description and counters, sources first."""
     for dataset in datasets:
         yield from _stages(dataset.parents)
         yield dataset.describe(), dataset.counters

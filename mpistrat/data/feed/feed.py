@@ -34,7 +34,7 @@ def _end_all() -> None:
 
 
 def _fill(produce: Callable[[], Any], room: SimpleQueue[bool], items: SimpleQueue[tuple[bool, Any]]) -> None:
-    """Produce items while there is room, until StopIteration, an error, or the end of the reader."""
+    """Produce items while there is room, until StopIteration, an error, or the reader's end."""
     try:
         while room.get():
             try:
@@ -127,9 +127,8 @@ class Feed(Iterator[Any], ABC):
     Args:
         elements: returns an iterator over an epoch's elements from a position on.
         cardinality: elements in an epoch; negative for no end or an unknown one.
-        epoch: the epoch.
         prefetch: the most elements that a thread reads ahead; 0 for no thread.
-        patience: start the thread when reading an element takes longer than this on average, in seconds; 0 for immediately.
+        patience: start the thread when elements take longer on average, in seconds; 0 for immediately.
         same_length: whether an epoch has the same length wherever its state is restored.
         supplier: the origin of the elements.
         set_epoch: called with the epoch after a restored one.

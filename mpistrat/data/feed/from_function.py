@@ -111,7 +111,7 @@ def call_dataset_fn(
 class FunctionPlan(Plan):
     """One element for each local replica at every step. The workers exchange the lengths of their iterables.
 
-    If all are Datasets with random access, one exchange covers many steps, else each step has one.
+    If all are Datasets with random access, one exchange covers many steps, else one.
 
     Args:
         iterables: one, from which the local replicas take elements in turn; or one per local replica. Elements are nests
@@ -196,7 +196,6 @@ class FunctionPlan(Plan):
         return map(self._block, iterable)
 
     def _block(self, element: Any) -> Any:
-        """Return a batch of an iterable other than Dataset."""
         block = nest.map_structure(lambda leaf: plain_array(leaf, FUNCTION, "dataset_fn"), element)
         if self._row_spec is None:
             if any(leaf.ndim == 0 for leaf in nest.flatten(block)):

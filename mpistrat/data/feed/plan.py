@@ -43,9 +43,9 @@ class Step(NamedTuple):
     Attributes:
         rows: the rows of all replicas together; None if the workers must exchange them.
         blocks: each local replica's rows; None if this worker has none left.
-        counts: for this step and later ones, whether this worker has rows, and their number; shape (steps, 2), int64. All
-            workers have the same number of steps in it, so one exchange covers them. None for this step alone, without
-            rows, and for steps covered before.
+        counts: for this step and later ones, whether this worker has rows, and their number; shape (steps, 2), int64,
+            equal on all workers, so one exchange covers them. None for this step alone, without rows, and for steps
+            covered before.
     """
 
     rows: int | None
@@ -68,12 +68,10 @@ class Plan(ABC):
         self.quorum = quorum
 
     def check(self) -> None:
-        """Raise if a source of this worker has changed since it was opened."""
         for dataset in self.datasets:
             dataset.check()
 
     def count_wait(self, seconds: float) -> None:
-        """Record the loop's wait for the thread that reads ahead."""
         for dataset in self.datasets:
             dataset.count_wait(seconds)
 
@@ -114,7 +112,6 @@ class GlobalPlan(Plan):
     With random access a worker reads its own rows only; in order, it makes all batches and takes its slice of each.
 
     Args:
-        dataset, workers: the dataset, and the workers that share a batch.
         which: the policy's name for texts.
         dealt: the dataset whose batches are distributed round-robin, of which `dataset` is a share, and the number of shares.
     """
@@ -136,19 +133,16 @@ class GlobalPlan(Plan):
         return itertools.starmap(self._divided, successive_batches(self._dataset, epoch, start, self._own_rows))
 
     def _cut(self, batch: Any) -> Step:
-        """Return the step of a whole batch."""
         count = row_count(batch)
         return Step(count, cut(batch, self.workers.blocks(count)))
 
     def _divided(self, count: int, rows: Any) -> Step:
-        """Return the step of this worker's rows of a batch of `count` rows."""
         if self._is_single:
             return Step(count, [rows])
         blocks = self.workers.blocks(count)
         return Step(count, cut(rows, [(low - blocks[0][0], high - blocks[0][0]) for low, high in blocks]))
 
     def _own_rows(self, count: int) -> tuple[int, int]:
-        """Return this worker's range of the rows of a batch."""
         blocks = self.workers.blocks(count)
         return blocks[0][0], blocks[-1][1]
 
@@ -166,7 +160,7 @@ class GlobalPlan(Plan):
 
 
 class NoPlan(Plan):
-    """A plan without steps, for a rank that only serves. It has the dataset, so that ranks can be compared."""
+    """No steps, for a rank that only serves. It has the dataset, so that ranks can be compared."""
 
     def __init__(self, dataset: Node | None, workers: Workers) -> None:
         super().__init__(workers, [] if dataset is None else [dataset])
@@ -217,13 +211,13 @@ class WorkerPlan(Plan):
     """FILE, OFF and HINT: each worker reads its own dataset, in batches of its share of the global batch.
 
     A worker at its end gets zero rows until no worker has any; with drop_remainder the steps end with the first such
-    worker. With random access every worker computes the rows of all workers, from few kinds of workers, and by arithmetic
-    if batches are not reordered; in order, they exchange them.
+    worker. With random access every worker computes all workers' rows, from few kinds of workers, and by arithmetic if
+    batches are not reordered; in order, they exchange them.
 
     Args:
         own: the chain that this worker reads.
-        kinds: the chains that the workers read, or their forms, and the number of workers with equal rows at each step;
-            empty if unknown.
+        kinds: the workers' chains, or their forms, each with the number of workers with equal rows at each step; empty if
+            unknown.
         workers, policy: the workers, and the policy's name.
     """
 
@@ -274,12 +268,10 @@ class WorkerPlan(Plan):
         return map(functools.partial(self._read, own, epoch), steps)
 
     def _split(self, batch: Any) -> Step:
-        """Return the step of a batch whose rows in the global batch are not known."""
         rows = row_count(batch)
         return Step(None, self.workers.split(batch, rows), np.array([[1, rows]], np.int64))
 
     def _read(self, own: Iterator[tuple[int, Any]], epoch: int, step: int) -> Step:
-        """Return the step of this worker's next batch."""
         count = self._whole_rows
         if step >= self._whole_steps:
             count = sum(n * batches.rows(step) for batches, n in self._forms)

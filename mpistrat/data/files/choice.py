@@ -36,7 +36,7 @@ def choose_reader(storages: Sequence[Storage], reader: str, hdf5: OpenFiles[h5py
 
     Args:
         storages: the field in each file, in the set's order.
-        reader: one of READERS: the reader of contiguous data, or "h5py" for everything through h5py.
+        reader: one of READERS, for contiguous data, or "h5py" for all data.
         hdf5: opens files for h5py.
     """
     storages = [storage for storage in storages if storage.rows] or storages[:1]
@@ -105,7 +105,7 @@ def _not_mapped(storages: Sequence[Storage], reader: str, error: OSError) -> Pos
 
 
 class MixedReader(FieldReader):
-    """A reader that distributes rows to several readers, each for some of the files with its own row numbers."""
+    """A reader that distributes rows to several readers, each of some files and with its own row numbers."""
 
     def __init__(self, rows: Sequence[int], parts: Sequence[Sequence[int]], readers: Sequence[FieldReader]) -> None:
         self._index = RowIndex(rows)
@@ -126,7 +126,7 @@ class MixedReader(FieldReader):
         return StageStats.reading(reader.counters for reader in self._readers)
 
     def _shares(self, rows: NDArray[np.int64]) -> list[tuple[FieldReader, NDArray[np.int64], NDArray[np.int64]]]:
-        """Return each reader with a share of the rows: their indices among the rows, and the reader's numbers of them."""
+        """Return each reader with a share of the rows: their indices, and the reader's numbers of them."""
         shards = self._index.shard_of(rows)
         reader_of, own = self._reader_of[shards], rows + self._shift[shards]
         chosen = ((reader, np.flatnonzero(reader_of == number)) for number, reader in enumerate(self._readers))

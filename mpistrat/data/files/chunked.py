@@ -126,16 +126,15 @@ os.register_at_fork(after_in_child=_decoder.cache_clear)  # threads do not exist
 class ChunkCache:
     """Decoded chunks in slots of one array. If all slots are in use, the least recently used one is replaced.
 
-    One thread reads (`acquire`, copies rows, `release`); any thread may announce what will be read soon. An expected
-    chunk stays until it is read, so a hint without room is dropped.
+    One thread reads (`acquire`, copies rows, `release`); any thread may announce reads. An expected chunk stays until it
+    is read, so a hint without room is dropped.
 
     Args:
         chunks: the number of chunks.
         slot_bytes: the size of the largest.
         slots: the most slots.
         decode: decodes a chunk; called in several threads at once.
-        counters: counters of chunks, bytes read, seconds of reading and decoding over all threads, and the reader's
-            seconds of waiting.
+        counters: count chunks, bytes read, seconds of reading and decoding over all threads, and the reader's waits.
     """
 
     def __init__(self, chunks: int, slot_bytes: int, slots: int, decode: Decode, counters: StageStats) -> None:
@@ -285,7 +284,6 @@ class ChunkCache:
             self._fill(slot)
 
     def _fill(self, slot: int) -> None:
-        """Decode a slot's chunk, unless that is done or in progress."""
         with self._changed:
             if self._state[slot] != _QUEUED or slot in self._errors:
                 return
@@ -357,16 +355,10 @@ class ChunkedReader(FieldReader):
         return np.searchsorted(self._starts, rows, side="right") - 1
 
     def expect(self, rows: NDArray[np.int64]) -> None:
-        """Start to decode the chunks of rows that will be read soon, without waiting."""
         if rows.size:
             self._opened().expect(self._chunks_of(rows))
 
     def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
-        """Copy rows, in range and in any order, into a C-contiguous buffer of the file's dtype.
-
-        Raises:
-            ShardError: for a damaged chunk.
-        """
         if not rows.size or not self._row_bytes:
             return
         chunks = self._chunks_of(rows)
@@ -398,7 +390,6 @@ class ChunkedReader(FieldReader):
         rows: NDArray[np.int64],
         out: NDArray[np.uint8],
     ) -> None:
-        """Copy rows from held slots, and release these."""
         try:
             places = slots * self._slot_rows + (rows - self._starts[chunks])
             take_rows(cache.memory.reshape(-1, self._row_bytes), places, out)

@@ -80,7 +80,6 @@ def _zlib(module: str) -> Decoder:
 
 
 def _compiled(decode: Callable[[Bytes, Bytes], int]) -> Decoder:
-    """Return the decoder of a compiled loop, which also decodes into the buffer."""
 
     def into(encoded: Bytes, out: Bytes) -> int:
         filled = decode(out, encoded)

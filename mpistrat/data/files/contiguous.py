@@ -3,7 +3,7 @@
 Gathering rows from many arrays takes one call per array; from one array it is one `take`. So all files are mapped next to
 each other into one address range, in which all rows must have one stride. A file's rows start at the same offset in a
 memory page as in the file's page; so files are placed some pages apart, until every row is a multiple of `row_bytes`
-after the first. The gaps are reserved addresses, not memory.
+after the first. Gaps are reserved addresses, not memory.
 
 Positional reads are for files that may be truncated while they are read: under a map, that kills the process.
 """
@@ -160,7 +160,6 @@ def _libc() -> Any:
 
 
 def _limit_of_maps() -> int:
-    """Return the system's limit of maps per process."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):
@@ -226,13 +225,13 @@ class _Reserved:
 
 @final
 class MappedReader(FieldReader):
-    """Rows of contiguous data from as few arrays as the files allow. A file is mapped at the first read of its rows.
+    """Rows of contiguous data from as few arrays as possible. A file is mapped at the first read of its rows.
 
     Rows are copied as bytes, so alignment and byte order do not matter, and single rows are cheap.
 
     Args:
         storages: the field in each file.
-        instead: returns the reader to use if the system turns out not to map a file, or raises.
+        instead: returns the reader to use if the system does not map a file, or raises.
 
     Raises:
         OSError: when the system does not map files, or not this many.
@@ -279,7 +278,6 @@ class MappedReader(FieldReader):
         }
 
     def _map(self, shards: NDArray[np.int64]) -> None:
-        """Map the files that are not mapped yet."""
         missing = np.unique(shards[~self._mapped[shards]]).tolist()
         if not missing:
             return
@@ -370,7 +368,6 @@ class PositionalReader(FieldReader):
                     self._fill(storage, first * self._row_bytes, buffers, file.fileno())
 
     def _fill(self, storage: Storage, start: int, buffers: list[memoryview], descriptor: int) -> None:
-        """Read bytes of a dataset, from `start` on, into several buffers."""
         assert isinstance(storage.layout, Contiguous)
         position = storage.layout.offset + start
         while buffers:

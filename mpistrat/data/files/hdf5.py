@@ -160,14 +160,14 @@ class HDF5Rows(InputRows):
 
     @property
     def skipped(self) -> tuple[tuple[Path, str], ...]:
-        """The files skipped by on_error="skip", each with the reason."""
+        """The skipped files (on_error="skip"), each with the reason."""
         return self._open().skipped
 
     def fingerprint(self) -> int:
         """Return a number below 2**63 that is equal wherever the same rows are read.
 
-        It combines the files' names, rows and fields, their digests in a manifest, and the names of skipped files; for
-        files without a digest also about 64 rows at fixed positions of each field, if its chunks have at most 4 MiB.
+        It combines the files' names, rows and fields, their digests in a manifest, and skipped files' names; for files
+        without a digest also about 64 rows at fixed positions of each field, if its chunks have at most 4 MiB.
         """
         opened = self._open()
         fields = sorted((name, str(field)) for name, field in opened.fields.items())
@@ -281,7 +281,6 @@ class HDF5Rows(InputRows):
             reader.expect(positions)
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
-        """Return the chunk starts of the field with the largest rows, among chunked fields if any."""
         return self._open().chunk_starts
 
     def keep(self, rows: int) -> None:
@@ -314,14 +313,13 @@ def _native(rows: NDArray[Any]) -> NDArray[Any]:
 
 
 def _described(opened: _Opened, name: str) -> str:
-    """Return a field's spec, its reader, and why it has no faster one."""
     field, reader = opened.fields[name], opened.readers[name]
     how = f"{reader.kind}: {reader.reason}" if reader.reason else reader.kind
     return f"{ArraySpec(field.shape, field.dtype)} ({how})"
 
 
 def _is_compared_decoded(storage: Storage) -> bool:
-    """Return True if rows are compared as decoded by a reader, not as bytes of the file: for chunks that are not too large."""
+    """Return True if ranks compare decoded rows, not bytes of the file: for chunks that are not too large."""
     cheap = isinstance(storage.layout, Contiguous) and storage.field.dtype.fields is None
     return storage.rows > 0 and not cheap and max(1, storage.chunk_rows) * storage.row_bytes <= _LARGEST_COMPARED
 

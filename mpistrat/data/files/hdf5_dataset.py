@@ -33,21 +33,21 @@ class HDF5Dataset(Dataset):
             these; a tuple of names for a tuple; a dict from new names to names in the file; one name for that array
             alone. A name is like "x" or "group/x".
         verify: whether to compare the files' bytes with the manifest's digests. True: all bytes before HDF5 opens a file.
-            False: none. "auto": the first and last 64 KiB of each file when it is opened, and all bytes of a set of at
-            most 1 GiB (256 MiB without xxhash), once per job: in `distribute_dataset` by the ranks together, else when
-            the first epoch starts.
+            False: none. "auto": the first and last 64 KiB of each file when it is opened, and all of a set of at most 1
+            GiB (256 MiB without xxhash), once per job: in `distribute_dataset` by the ranks together, else at the first
+            epoch.
         reader: the reader of contiguous uncompressed data: "auto" or "mmap" through a memory map, "pread" by reads, for
-            file systems where a file may be truncated while it is read (under a map, that kills the process). Other data
-            is read equally under all of these. "h5py": everything through h5py.
+            file systems where a file may be truncated while it is read (under a map, that kills the process). These do
+            not change how other data is read. "h5py": everything through h5py.
         on_error: "raise", or "skip" to skip files that cannot be opened or do not match the others; see `skipped`. Every
             rank must see the same files; compare `fingerprint`.
         driver: "mpio" to read everything through h5py and MPI-IO, each rank independently, with an h5py built with MPI.
             MPI must be running with MPI_THREAD_MULTIPLE; after its end nothing can be read. No virtual datasets.
 
     Raises:
-        ShardError: for a missing, truncated or damaged file, for one that does not match the others or the manifest, and
-            for data in other files; naming the file, on first use of the dataset or at distribution. Immediately for
-            names without files, and for a single missing file.
+        ShardError: naming the file, for a missing, truncated or damaged one, one that does not match the others or the
+            manifest, or has data in other files; on first use or distribution. Immediately for names without files, and
+            for a single missing file.
         MissingDependencyError: for driver="mpio" with an h5py built without MPI.
         LayoutError: for driver="mpio" if MPI is not running, or with a lower thread level.
 
@@ -78,7 +78,7 @@ class HDF5Dataset(Dataset):
 
     @property
     def skipped(self) -> tuple[tuple[Path, str], ...]:
-        """The files skipped by on_error="skip", each with the reason."""
+        """The skipped files (on_error="skip"), each with the reason."""
         return self._rows.skipped
 
     def fingerprint(self) -> int:

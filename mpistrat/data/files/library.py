@@ -49,7 +49,6 @@ class LibraryReader(FieldReader):
             take_rows(ordered, inverse.reshape(-1), out)
 
     def _read_shard(self, shard: int, wanted: NDArray[np.int64], out: NDArray[Any]) -> None:
-        """Read increasing rows of one file."""
         touched = np.unique(wanted // self._storages[shard].block_rows).tolist()
         for first_row, run in self._runs(shard, touched):
             start, stop = np.searchsorted(wanted, (first_row, first_row + len(run)))
@@ -116,7 +115,6 @@ def all_kept(storages: Sequence[Storage]) -> bool:
 
 
 def _rows(dataset: h5py.Dataset, storage: Storage, start: int, stop: int) -> NDArray[Any]:
-    """Return some rows, with strings as `str`."""
     if None in storage.field.shape:
         rows = np.empty(stop - start, object)
         for i, row in enumerate(dataset[start:stop]):

@@ -123,14 +123,10 @@ class Storage:
     """One dataset of one file: all that a reader needs without an open file.
 
     Attributes:
-        file: the file.
-        name: the dataset.
         field: the dtype and shape of its rows.
-        rows: the number of rows.
         row_bytes: bytes of a row; approximate if they vary.
         block_rows: rows that h5py should read together.
         chunk_rows: rows of a stored chunk, for any reader; 0 without chunks.
-        layout: the storage layout.
     """
 
     file: ShardFile
@@ -167,7 +163,7 @@ class RowIndex:
         return int(self.starts[-1])
 
     def shard_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of each row's file."""
+        """Return the file number of each row."""
         if self._equal:
             return rows // self._equal
         return np.searchsorted(self.starts, rows, side="right") - 1

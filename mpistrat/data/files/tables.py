@@ -288,7 +288,6 @@ class TableRows(InputRows):
 
     @staticmethod
     def _place(column: NDArray[Any], rows: NDArray[np.int64], places: NDArray[np.int64], out: NDArray[Any]) -> None:
-        """Copy rows of a column to their indices, in one call if these are successive."""
         first, last = int(places[0]), int(places[-1])
         if last - first == places.size - 1 and not out.dtype.hasobject:
             take_rows(column, rows, out[first : last + 1])
@@ -322,7 +321,6 @@ class TableRows(InputRows):
         return columns
 
     def chunk_starts(self) -> NDArray[np.int64]:
-        """Return the first rows of the units."""
         return np.unique(self._open().starts)
 
     def keep(self, rows: int) -> None:

@@ -71,7 +71,6 @@ class Batches(Stage):
         return (np.full(positions.size, epoch, np.int64), positions), counts, ends
 
     def _counts(self, start: int, stop: int) -> list[int]:
-        """Return the rows of successive batches: the last one of an epoch may have fewer."""
         rows, size = self._parent.cardinality(), self._batching.size
         last = size if rows < 0 else min(size, rows - (stop - 1) * size)
         return [size] * (stop - start - 1) + [last]

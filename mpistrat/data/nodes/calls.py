@@ -114,7 +114,6 @@ _starting = threading.Lock()
 
 
 def _begin() -> None:
-    """Set up signals and the environment of a process that calls a function."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank gets Ctrl-C, and ends this process
     if (said := os.environ.get("PYTHONSAFEPATH", "")).startswith(
         _BY_US
@@ -159,7 +158,7 @@ END_SECONDS = 2.0  # for a process to end on request
 
 
 class ProcessTraceback(Exception):
-    """The cause of an error from a process: its traceback there, as text."""
+    """The cause of an error from a process: its traceback as text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -316,8 +315,6 @@ class Processes:
     """Processes that call one function. They start at the first call and end with this object.
 
     Args:
-        function: the function to call.
-        count: the number of processes.
         caller: the user's call and its argument that gave the function, for errors.
 
     Raises:
@@ -366,7 +363,7 @@ class Calls:
         function: gets an element; a plain tuple is passed as several arguments.
         parallel: the number of parallel calls; None for one, in the calling thread; AUTOTUNE for one per core.
         deterministic: whether results of a stream have the order of their elements.
-        processes: whether processes make the calls, as many as `parallel`.
+        processes: whether to use processes instead of threads.
         caller: the user's call and its argument that gave the function, for errors.
 
     Attributes:

@@ -98,7 +98,6 @@ def random(seed: int | None = None, rerandomize_each_iteration: bool | None = No
     each_epoch = bool(rerandomize_each_iteration)
 
     def words(epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return 32-bit words."""
         numbers = np.empty(positions.shape, np.int64)
         keys = epochs if each_epoch else np.zeros_like(epochs)
         for key in np.unique(keys).tolist():

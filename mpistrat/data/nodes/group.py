@@ -38,7 +38,6 @@ def _grouped(elements: Iterable[Any], key_of: Callable[[Any], int], size_of: Cal
 
 
 def _answer(function: str, argument: str, value: Any) -> int:
-    """Return the result of a user's function as an integer."""
     answer = value.item() if getattr(value, "size", 0) == 1 else value
     return integer(function, argument, answer, remedy="The function must return an integer.")
 

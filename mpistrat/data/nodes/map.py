@@ -141,7 +141,6 @@ class Mapped(Stage):
             self._raise(failed.error, int(epochs[failed.index]), int(positions[failed.index]))
 
     def _raise(self, error: BaseException, epoch: int, position: int) -> NoReturn:
-        """Raise the function's error, with a note of the position."""
         where = f"{self._name}: raised at {self._noun} {position} of epoch {epoch}"
         if isinstance(error, StopIteration):  # it would look like the end
             raise RuntimeError(f"{where}: StopIteration") from error
@@ -152,7 +151,6 @@ class Mapped(Stage):
         raise error
 
     def _batch(self, rows: Any, count: int, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        """Return the function of a batch, which must have as many rows."""
         epoch, row = (int(epochs[0]), int(positions[0])) if positions.size else (0, 0)
         position = row // self._parent.batching.size if self._parent.batching is not None else row
         try:
@@ -243,7 +241,6 @@ class Mapped(Stage):
 
     @property
     def _name(self) -> str:
-        """The name of this node in errors."""
         return self.describe()
 
     def describe(self) -> str:
@@ -284,7 +281,7 @@ def map(
     and keep the number of rows.
 
     An error of the function is raised with its traceback and a note of the element's position, after all earlier
-    elements. The function may be called twice for these.
+    elements, for which the function may be called twice.
 
     Args:
         function: returns the new element, a nest of arrays, numbers or strings. It is also called once on the first row

@@ -48,9 +48,7 @@ class Padding:
         """Return stacked rows, ragged or not, as dense arrays.
 
         Args:
-            rows: rows of row_spec.
             row_spec: the spec of an unpadded row.
-            buffers: the memory of the arrays.
             length: the padded length of axes that vary; None for the longest row.
         """
         leaves = zip(nest.flatten(rows), self.leaves(row_spec), nest.paths(row_spec), strict=True)
@@ -102,7 +100,6 @@ def _leaves_like(given: Any, row_spec: Any, argument: str) -> list[Any]:
 
 
 def _leaf(spec: ArraySpec, name: str, shape: Any, value: Any) -> tuple[ArraySpec, Any]:
-    """Return one array's padded spec and value."""
     place = f"padded_shapes{name}"
     if shape is None:
         shape = spec.shape
@@ -125,7 +122,6 @@ def _leaf(spec: ArraySpec, name: str, shape: Any, value: Any) -> tuple[ArraySpec
 
 
 def _is_value(dtype: np.dtype[Any], value: Any) -> bool:
-    """Return True if arrays of a dtype can contain the value."""
     if dtype.kind in "OUS":
         return isinstance(value, (str, bytes) if dtype.kind == "O" else str if dtype.kind == "U" else bytes)
     if np.ndim(value) or not np.can_cast(np.min_scalar_type(value), dtype, "same_kind"):

@@ -55,7 +55,6 @@ class CycledBatches(Stage):
         return rounds * len(self._sizes) + whole + more
 
     def _first(self, position: int) -> int:
-        """Return the first row of a batch."""
         rounds, place = divmod(position, len(self._sizes))
         return rounds * self._ends[-1] + (self._ends[place - 1] if place else 0)
 

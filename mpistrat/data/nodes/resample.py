@@ -74,7 +74,6 @@ def _class_of(class_func: Callable[..., Any], classes: int, row: Any, position: 
 
 
 def _kept(pairs: Iterator[Pair], proportions: _Proportions, words: Iterator[int]) -> Iterator[Pair]:
-    """Yield the accepted rows."""
     while together := list(itertools.islice(pairs, _TOGETHER)):
         proportions.see(np.array([number for number, _ in together]))
         for number, row in together:
@@ -85,7 +84,6 @@ def _kept(pairs: Iterator[Pair], proportions: _Proportions, words: Iterator[int]
 def _resampled(
     class_func: Callable[..., Any], target: Distribution, initial: Distribution | None, seed: int, epoch: int, below: Node
 ) -> Iterator[Pair]:  # fmt: skip
-    """Yield pairs of a class and a row, in the target proportions."""
 
     def classified() -> Iterator[Pair]:
         for position, row in enumerate(below.elements(epoch)):

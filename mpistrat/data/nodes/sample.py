@@ -99,7 +99,6 @@ def _block(seed: int, epoch: int, phase: Phase, number: int) -> tuple[NDArray[np
 
 
 def _draws(seed: int, epoch: int, phase: Phase) -> Iterator[int]:
-    """Yield the dataset of each draw."""
     for number in itertools.count():
         if phase.length is not None and number * BLOCK >= phase.length:
             return

@@ -49,7 +49,6 @@ class _ItemsTogether(_Items, SeveralAtOnce):
     """The same for an object with `__getitems__`, which returns the samples of several rows as a list."""
 
     def together(self, elements: Sequence[Any]) -> list[Any]:
-        """Return the samples of several rows."""
         rows = [int(row) for row in elements]
         found = self._samples.__getitems__(rows)
         if len(found) != len(rows):

@@ -92,7 +92,6 @@ class BlockShuffled(Reordered):
         super().expect(epochs, positions)
 
     def _near(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which positions are in the window being read or the next one; there is no room for more."""
         epoch, window = self._told[:2]
         bound = self._order.window_end(self._shuffle.key(epoch), window + 1) if epoch >= 0 else 0
         return (epochs == epoch) & (positions < bound)
@@ -234,7 +233,6 @@ def shuffle(
 def _choose(
     dataset: Node, buffer_size: int | None, seed: int, reshuffle_each_epoch: bool, mode: str, window_bytes: int | None
 ) -> Node:
-    """Return the kind of shuffle for a dataset with random access."""
     if dataset.batching is not None:
         full, why = mode != "block", "whole batches are moved"
     else:

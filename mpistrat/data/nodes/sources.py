@@ -106,7 +106,6 @@ def array_rows(arrays: Any, copy: bool = False) -> Node:
 
 
 def _copied(array: NDArray[Any]) -> NDArray[Any]:
-    """Return a deep copy of an array."""
     return deepcopy(array) if array.dtype.hasobject else np.array(array)
 
 

@@ -109,7 +109,6 @@ class Windows(Stage):
         return nest.pack_like(spec, columns)
 
     def _part(self, epoch: int, number: int) -> Node:
-        """Return the node of a window's elements among those below."""
         orders: list[Order] = [_OfEpoch(epoch), Skip(number * self._shift), Take(self._span)]
         if self._stride > 1:
             orders.append(ShardOrder(self._stride, 0))

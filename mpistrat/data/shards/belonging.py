@@ -103,6 +103,5 @@ def _has_no_values(dataset: h5py.Dataset) -> bool:
 
 
 def _is_sparse(group: h5py.Group) -> bool:
-    """Return True if a group is a sparse matrix of anndata."""
     kinds = (_attribute(group, "encoding-type"), _attribute(group, "h5sparse_format"))
     return any(isinstance(kind, bytes) and kind.decode(errors="replace") in _SPARSE for kind in kinds)

@@ -40,13 +40,7 @@ _SUFFIXES = (".h5", ".hdf5")
 
 @dataclass(frozen=True)
 class FileSet:
-    """Files in order, each with its manifest entry if any, and the fields of the manifest.
-
-    Attributes:
-        paths: the files.
-        entries: each file's manifest entry, or None.
-        fields: the fields of the set's manifest.
-    """
+    """Files in order, each with its manifest entry if any, and the fields of the set's manifest."""
 
     paths: tuple[Path, ...]
     entries: tuple[ShardEntry | None, ...]

@@ -184,7 +184,6 @@ def positive(function: str, argument: str, value: Any) -> int:
 
 
 def _row_bytes(field: Field) -> int:
-    """Return the bytes of a row; an estimate if rows vary."""
     if varies(field):
         return _VARYING_ROW
     return field.dtype.itemsize * int(np.prod([length or 0 for length in field.shape], dtype=np.int64))

@@ -87,7 +87,6 @@ def all_names(file: h5py.File) -> tuple[list[str], list[str]]:
 
 
 def _broken(group: h5py.Group, path: str) -> str:
-    """Return why a soft link cannot be followed; "" if it can."""
     try:
         return "a link to nothing" if _follow(group, path, _SOFT_LINKS) is None else ""
     except Refused as refused:

@@ -46,7 +46,7 @@ _TOGETHER = 64  # rows written together
 
 
 def save(node: Node, epoch: int, path: PathLike, compression: str | None, comm: MPI.Intracomm | None) -> None:
-    """Write the rows of an epoch; see `Dataset.save`. Collective over `comm`."""
+    """Write the rows of an epoch. Collective over `comm`."""
     ranks = Ranks(given_comm(comm, _SAVE), _SAVE)
     with ranks.together():
         names = nest.flatten(_names(_check(node).row_spec, ()))
@@ -79,7 +79,6 @@ def _settings(row_spec: Any, compression: str | None) -> ShardSettings:
 
 
 def _share(node: Node, epoch: int, ranks: Ranks) -> Iterator[Any]:
-    """Return the rows that this rank writes."""
     if not node.random_access:
         return iter(node.elements(epoch)) if ranks.rank == 0 else iter(())
     low, high = partition.block(node.cardinality(), ranks.size, ranks.rank)

@@ -277,7 +277,6 @@ class ShardWriter:
             raise ClosedError(explain(where, "", expected="an open writer", got="one that was closed"))
 
     def _begin(self, where: str, argument: str, fields: dict[str, Field]) -> None:
-        """Set the fields of all rows to those of the first ones."""
         self._form.check(where, argument, fields)
         self._fields, self._spec = fields, spec_of_fields(fields)
 
@@ -324,12 +323,12 @@ class ShardWriter:
         self._failed = False
 
     def _capacity(self) -> int | None:
-        """Return the most rows of a shard; None if unknown."""
+        """Return the most rows of a shard, if known."""
         assert self._fields is not None
         return self._form.rows_of_shard(self._fields)
 
     def _expected_rows(self) -> int | None:
-        """Return the most rows of the next shard; None if unknown."""
+        """Return the most rows of the next shard, if known."""
         capacity, rows = self._capacity(), self._rows_to_come
         if capacity is None or rows is None:
             return capacity
@@ -441,7 +440,6 @@ def _replaced(pattern: Path, names: Sequence[str]) -> Iterator[str]:
 
 
 def _agreed(function: str, fields: list[dict[str, dict[str, object]] | None]) -> dict[str, dict[str, object]]:
-    """Return the fields of all ranks."""
     known = {rank: one for rank, one in enumerate(fields) if one is not None}
     if not known:
         remedy = "Write an array of no rows to make an empty set."

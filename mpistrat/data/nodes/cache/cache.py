@@ -102,7 +102,6 @@ class Cached(Stage):
     """Rows with random access, cached as in epoch 0.
 
     Args:
-        parent: the node of the rows.
         scope: the ranks that share the cache.
         transport: the transfer between the nodes of a job.
         group: the ranks that share memory, allocated at once, collectively; None allocates memory of this process at first use.
@@ -145,7 +144,6 @@ class Cached(Stage):
         return memory
 
     def _of_rank(self) -> FilledMemory:
-        """Allocate memory of this process."""
         source, sharers = self._rows(), self._sharers
         nbytes = RowMemory.nbytes(source.row_spec, source.count)
         what = f"{source.count} rows" + (f" in each of the node's {sharers} ranks" if sharers > 1 else "")

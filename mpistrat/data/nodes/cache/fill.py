@@ -1,9 +1,9 @@
 """Memory that fills with rows on demand: each chunk is read once, by the first thread or process that needs it.
 
-The memory belongs to a process, or is shared by the ranks of a node. A claim on a chunk is a system lock on one byte of a
-file that the node's ranks have open: taking and releasing it costs a microsecond, as much as MPI's compare-and-swap, and
-the system releases the locks of a process that dies. If reading fails, the reader gets the error and the chunk is free
-again; waiting ranks then try to read it and get the error themselves.
+The memory belongs to a process, or is shared by a node's ranks. A claim on a chunk is a system lock on one byte of a file
+that these ranks have open: taking and releasing it costs a microsecond, as much as MPI's compare-and-swap, and the system
+releases the locks of a process that dies. If reading fails, the reader gets the error and the chunk is free again;
+waiting ranks then try to read it and get the error themselves.
 """
 
 from __future__ import annotations
@@ -153,11 +153,8 @@ class FilledMemory:
     """Rows of a source in memory; threads and processes that share the claims read missing rows.
 
     Args:
-        source: the source.
-        memory: the memory of the rows.
         chunks: the units of reading.
-        claims: the claims on them.
-        counters: counters of rows, chunks (chunk_reads), seconds of reading, chunks waited for and seconds of waiting.
+        counters: count rows, chunks (chunk_reads), seconds of reading, chunks waited for and seconds of waiting.
         text: the description of the memory.
         provide: called with the byte range of each write; raises if the system lacks memory.
     """
@@ -220,7 +217,6 @@ class FilledMemory:
         self._counters.add(waits=waited, wait_seconds=wait_seconds)
 
     def _read(self, memory: RowMemory, claimed: NDArray[np.int64]) -> None:
-        """Read the claimed chunks, and release the claims."""
         if not claimed.size:
             return
         ready = False
@@ -245,7 +241,6 @@ class FilledMemory:
         memory.put(numbers, stacked)
 
     def describe(self) -> str:
-        """Return the size and place of the memory."""
         return self._text
 
     def close(self) -> None:

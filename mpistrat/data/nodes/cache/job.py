@@ -44,7 +44,7 @@ class RowTransport(Protocol):
         """Free resources. Collective."""
 
     def leave(self) -> Callable[[], None] | None:
-        """Announce that this rank needs no more rows; return a function that waits for the others."""
+        """Announce that this rank needs no more rows; return a function that waits until no rank does."""
 
     def abandon(self) -> None:
         """End the thread, if any. Local."""
@@ -226,12 +226,10 @@ class JobMemory:
     """The rows of a job, of which this node stores a share. Created by `job_memory`.
 
     Args:
-        source: the source of the rows.
         parts: the rows of each node.
         own_node: the index of this node.
         memory: this node's rows.
         transport: fetches other nodes' rows; None for one node.
-        counters: the counters.
     """
 
     def __init__(
@@ -296,7 +294,6 @@ class JobMemory:
         return nest.pack_like(self._source.row_spec, out)
 
     def describe(self) -> str:
-        """Return the size and place of the memory."""
         nbytes = RowMemory.nbytes(self._source.row_spec, self._source.count)
         where = f"{decimal_size(nbytes)} in the memory of {len(self._parts.borders) - 1} ranks"
         return where if self._transport is None else f"{where}, fetched between nodes by {self._transport.name}"
@@ -311,7 +308,6 @@ class JobMemory:
             self._transport = None
 
     def leave(self) -> Callable[[], None] | None:
-        """Announce that this rank needs no more rows; return a function that waits for the others."""
         return None if self._transport is None else self._transport.leave()
 
     def abandon(self) -> None:

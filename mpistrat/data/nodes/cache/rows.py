@@ -31,7 +31,6 @@ class ParentRows:
     """The rows of a dataset's epoch 0 by number. After `batch`, batch i starts at number i × batch size.
 
     Attributes:
-        dataset: the dataset.
         slot: numbers per element: 1, or the batch size.
         count: the total of numbers. A batch smaller than the batch size leaves its last ones unused.
     """

@@ -89,7 +89,6 @@ class RowMessages:
     # asking
 
     def start(self, node: int, rows: NDArray[np.int64], places: NDArray[np.int64]) -> list[Reply]:
-        """Request rows of a node's memory, for given indices of a batch."""
         rank = self._holders[node]
         replies = []
         for low in range(0, rows.size, self._limit):
@@ -175,12 +174,10 @@ class RowMessages:
         self._comm.Free()
 
     def leave(self) -> Callable[[], None]:
-        """Announce that this rank needs no more rows; return a function that answers until all ranks have left."""
         self._leaving.set()
         return self._thread.join
 
     def abandon(self) -> None:
-        """End the thread. Local."""
         self._stop.set()
 
 
@@ -219,7 +216,6 @@ class RowGets:
         self._window = RemoteWindow.over(comm, segment, 'cache("job")')
 
     def start(self, node: int, rows: NDArray[np.int64], places: NDArray[np.int64]) -> list[Reply]:
-        """Start to get rows of a node's memory, for given indices of a batch."""
         replies = []
         for low in range(0, rows.size, self._limit):
             some = rows[low : low + self._limit]
@@ -235,7 +231,6 @@ class RowGets:
         return replies
 
     def finish(self, replies: list[Reply]) -> list[Reply]:
-        """Wait for the rows."""
         with self._lock:
             for rank in sorted({reply.rank for reply in replies}):
                 self._window.flush(rank)

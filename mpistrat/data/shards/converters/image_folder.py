@@ -100,7 +100,6 @@ class ImageFolder(Converter):
             raise bad_input(path, "an image that Pillow reads", error) from error
 
     def _usual(self, image: Any) -> np.ndarray[Any, Any]:
-        """Return the pixels of an image of at most 8 bits per channel."""
         image = image.convert(self._mode)
         return np.asarray(image if self._resize is None else self._resized(image))
 

@@ -23,7 +23,6 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, tokenize.Toke
 
 
 def _check_rows(rows: Mapping[str, tuple[int, ...]], where: object) -> int:
-    """Return the number of rows, which all arrays must share."""
     for name, shape in rows.items():
         if not shape:
             raise bad_input(where, "arrays with rows along a first axis", f"a scalar: {name!r}")

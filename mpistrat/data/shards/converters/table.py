@@ -42,12 +42,7 @@ class _Start(NamedTuple):
 
 @final
 class _Block:
-    """Successive rows of the file: either lines, or the cells of rows that may span several lines.
-
-    Attributes:
-        start: the start of the block.
-        rows: the number of rows.
-    """
+    """Successive rows of the file: either lines, or the cells of rows that may span several lines."""
 
     def __init__(self, start: _Start, data: bytes, cells: list[list[str]] | None) -> None:
         self.start = start
@@ -115,7 +110,6 @@ class Table(Converter):
             raise bad_input(self._path, "text in UTF-8", error, "Convert it: iconv -f LATIN1 -t UTF-8.") from error
 
     def _read_header(self) -> tuple[list[str], _Start]:
-        """Return the header, and the start of the first row."""
         with self._open() as file:
             marked = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
             file.seek(0)
@@ -264,7 +258,6 @@ class Table(Converter):
         return self._first_texts.get(name, "")
 
     def _dtypes(self) -> list[np.dtype[Any]]:
-        """Return the dtype for each column of the file if all cells are numbers."""
         dtypes = [_DTYPES[_FLOAT]] * len(self._header)
         for name, place in zip(self._names, self._places, strict=True):
             if self._kinds[name] == _INTEGER:
