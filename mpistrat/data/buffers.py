@@ -51,7 +51,7 @@ def take_rows(array: NDArray[Any], rows: NDArray[np.int64], out: NDArray[Any]) -
 
 @final
 class LastRead(Generic[T]):
-    """A cache of least recently used values. Thread-safe.
+    """A cache that evicts the least recently used values. Thread-safe.
 
     Args:
         limit: the bytes to cache; the newest value is cached whatever its size.

@@ -145,7 +145,7 @@ class Dataset:
     def __len__(self) -> int:
         length = self.cardinality()
         if length < 0:
-            why = "is repeated without end" if length == INFINITE else "reads in order, to an end that is not known"
+            why = "is repeated without end" if length == INFINITE else "reads in order, to an unknown end"
             raise TypeError(f"Dataset: len: the dataset {why}, and has no length; call cardinality()")
         return length
 
@@ -324,7 +324,7 @@ class Dataset:
             10
         """
         check_callable("Dataset.reduce", "reduce_func", reduce_func)
-        batches.require_end("Dataset.reduce", self.node, "Put take(n) in front.")
+        batches.require_end("Dataset.reduce", self.node, "Call take(n) before it.")
         state = scan.State("Dataset.reduce", initial_state)
         for element in self:
             state.set("reduce_func", reduce_func(state.value, element))

@@ -31,9 +31,7 @@ def auto_shard(dataset: Node, workers: Workers) -> Plan:
     if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
         if workers.count > 1 and not (dataset.random_access or dataset.traits.deterministic):
             remedy = "Map with deterministic=True, or let each worker read its own: FILE, OFF or HINT."
-            raise _refusal(
-                "the same elements in the same order on every worker", "a map that is free to choose", remedy
-            )
+            raise _refusal("the same elements in the same order on every worker", "map(deterministic=False)", remedy)
         return GlobalPlan(dataset, workers)
     own = _own_shard(dataset, policy, workers.count, workers.index)
     shares = [_shares(stage, workers, policy.name) for stage in _batch_stages(own)]

@@ -100,7 +100,7 @@ class Devices:
         blocks = step.blocks
         if blocks is None:
             if plan.row_spec is None:
-                expected = "at least one batch on every worker, or a Dataset, to know what zero rows look like"
+                expected = "at least one batch on every worker, or a Dataset, to know the spec of zero rows"
                 raise ValueError(
                     explain("distribute_datasets_from_function", "dataset_fn", expected=expected, got="none")
                 )
@@ -317,7 +317,7 @@ class DistributedIterator(Feed):
 _WITHOUT_LENGTH = {
     INFINITE: ("no end", "Use take(n) after repeat, or break out of the loop."),
     UNKNOWN: (
-        "an end that is found while it is read",
+        "an end that only reading shows",
         "Loop to the end; cardinality() is UNKNOWN for such datasets.",
     ),
 }

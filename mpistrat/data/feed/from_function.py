@@ -190,7 +190,7 @@ class FunctionPlan(Plan):
         if isinstance(iterable, Dataset):
             return iterable.node.elements(epoch, start)
         if start:
-            expected = "a Dataset from the dataset function, to begin anywhere but at the start"
+            expected = "a Dataset from the dataset function, to start after the first element"
             remedy = "Return one made with ms.data.from_generator, for example."
             raise ValueError(explain("restore", "", expected=expected, got=type(iterable).__name__, remedy=remedy))
         return map(self._block, iterable)

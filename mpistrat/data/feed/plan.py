@@ -192,13 +192,11 @@ class SuccessiveBatches(NamedTuple):
         return cls(dataset.parents[0].cardinality(), *astuple(dataset.batching))
 
     def steps(self) -> int:
-        """Return the number of batches."""
         if self.below < 0:
             return self.below
         return self.below // self.size if self.drop_remainder else -(-self.below // self.size)
 
     def whole(self) -> int:
-        """Return the number of full batches."""
         return sys.maxsize if self.below < 0 else self.below // self.size
 
     def rows(self, number: int) -> int:

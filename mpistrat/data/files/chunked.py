@@ -93,7 +93,7 @@ def _chunks(storage: Storage) -> Chunks:
     assert isinstance(layout, Chunks)
     outside = np.flatnonzero(layout.offsets + layout.sizes > storage.file.bytes)
     if outside.size:
-        raise _error(storage, int(outside[0]), f"a file of {storage.file.bytes} bytes, in which it does not lie")
+        raise _error(storage, int(outside[0]), f"a file of {storage.file.bytes} bytes, which ends before it")
     return layout
 
 

@@ -385,7 +385,7 @@ class PositionalReader(FieldReader):
 
     @staticmethod
     def _error(storage: Storage, position: int, got: str) -> ShardError:
-        remedy = "The file was cut while it was read: copy it again, or write the shards again."
+        remedy = "The file was truncated while it was read: copy it again, or write the shards again."
         return shard_error(storage.where, f"bytes at {position}", got, remedy)
 
 

@@ -123,7 +123,7 @@ Handle = TypeVar("Handle", bound=_Closing)
 
 
 class OpenFiles(Generic[Handle]):
-    """The least recently used files, kept open. Each is lent to one thread at a time; two threads get two handles of a file."""
+    """The most recently used files, kept open. Each is lent to one thread at a time; two threads get two handles of a file."""
 
     def __init__(self, opener: Callable[[ShardFile], Handle], keep: int = _KEPT_OPEN) -> None:
         self._opener = opener
@@ -279,7 +279,7 @@ def mpi_io_options(path: Path) -> dict[str, Any]:
     """
     if ":" in str(path):
         expected, remedy = "a path without a colon", "Rename it, or leave driver out."
-        got = "one of which MPI-IO takes what stands before the colon for a file system"
+        got = "one in which MPI-IO takes the text before the colon for a file system"
         raise shard_error(path, expected, got, remedy)
     return {"driver": "mpio", "comm": running_mpi("HDF5Dataset").COMM_SELF}
 

@@ -65,7 +65,7 @@ class Chunks:
         if dataset.file.userblock_size:  # in some versions of HDF5 addresses of chunks count from its end
             return "a user block"
         if dataset.id.get_type() != h5py.h5t.py_create(dataset.dtype, logical=True):
-            return "a type that NumPy has not"
+            return "a type that NumPy does not have"
         offsets, sizes = np.full(count, -1, np.int64), np.zeros(count, np.int64)
         masks = np.zeros(count, np.uint32)
 

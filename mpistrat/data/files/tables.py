@@ -151,7 +151,7 @@ def table_paths(files: PathLike | Sequence[PathLike], format: str | None) -> tup
     else:
         paths = [Path(one) for one in files]
     if not paths:
-        raise _error(files, "at least one file", "none", f"Look at the path; the working directory is {Path.cwd()}.")
+        raise _error(files, "at least one file", "none", f"Check the path; the working directory is {Path.cwd()}.")
     for path in paths:
         if not path.is_file():
             raise _error(path, "a file", "no such file")

@@ -120,7 +120,7 @@ class VaryingReader(FieldReader):
         try:
             return _Collection(bytes(data))
         except ValueError as error:
-            raise self._error(shard, address, "objects behind each other", str(error)) from error
+            raise self._error(shard, address, "a sequence of objects", str(error)) from error
 
     def _error(self, shard: int, address: int, expected: str, got: str) -> ShardError:
         where = self._storages[shard].where

@@ -347,5 +347,5 @@ def refuse_batches(function: str, parent: Node) -> None:
 def require_end(function: str, parent: Node, remedy: str) -> None:
     """Raise ValueError, naming the function, for a dataset without an end. Files are opened only if a node repeats."""
     if parent.traits.repeated and parent.cardinality() == INFINITE:
-        expected, got = "a dataset with an end", "one repeated for ever"
+        expected, got = "a dataset with an end", "an endless one"
         raise ValueError(explain(function, "", expected=expected, got=got, remedy=remedy))

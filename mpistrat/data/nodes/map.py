@@ -39,7 +39,7 @@ class Mapped(Stage):
     """A function of every element."""
 
     _noun = "element"
-    _remedy = "The function must return the new element, in every case."
+    _remedy = "The function must always return the new element."
 
     def __init__(self, parent: Node, calls: Calls, row_spec: Any = None) -> None:
         super().__init__(parent, calls, row_spec)
@@ -183,7 +183,7 @@ class Mapped(Stage):
             text = f"{self._name}: {self._noun} {position}: {error}, unlike the first {self._noun}"
             if self._given is not None:
                 raise ValueError(f"{text[: text.rindex(',')]}, unlike element_spec") from None
-            remedy = "Where lengths vary, say so with element_spec (None for such an axis), and use padded_batch."
+            remedy = "If lengths vary, pass element_spec with None for such an axis, and use padded_batch."
             raise ValueError(f"{text}. {remedy}") from None
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:

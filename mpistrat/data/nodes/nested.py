@@ -78,7 +78,7 @@ class _Nested(Stage):
         specs = zip(nest.flatten(self._parent.row_spec), nest.flatten(batch), strict=True)
         if not self._ragged and any(leaf.dtype == object != spec.dtype for spec, leaf in specs):
             expected, remedy = "batches that are arrays of one shape each", "Use padded_batch in place of ragged_batch."
-            raise ValueError(explain(self._function, "", expected=expected, got="ragged ones", remedy=remedy))
+            raise ValueError(explain(self._function, "", expected=expected, got="ragged batches", remedy=remedy))
         length = self._first_length() if self._one_length else None
         if length is not None and row_count(batch) != length:
             expected, got = (

@@ -209,7 +209,7 @@ def shuffle(
     """
     reshuffle_each_epoch = bool(reshuffle_each_epoch)
     seed = integer(
-        "Dataset.shuffle", "seed", DEFAULT_SEED if seed is None else seed, remedy="All ranks must name the same seed."
+        "Dataset.shuffle", "seed", DEFAULT_SEED if seed is None else seed, remedy="All ranks must pass the same seed."
     )
     if buffer_size is not None:
         buffer_size = integer("Dataset.shuffle", "buffer_size", buffer_size, 1)
@@ -226,7 +226,7 @@ def shuffle(
         raise ValueError(explain("Dataset.shuffle", "mode", expected="no window", got="one", remedy=remedy))
     if not parent.random_access:
         return _in_order(parent, buffer_size, seed, reshuffle_each_epoch, mode)
-    require_end("Dataset.shuffle", parent, "Shuffle before repeat: each repetition then has an order of its own.")
+    require_end("Dataset.shuffle", parent, "Shuffle before repeat: then each repetition has a different order.")
     return Shuffled(parent, buffer_size, seed, reshuffle_each_epoch, mode, window_bytes)
 
 

@@ -213,14 +213,14 @@ def _refuse_others(paths: Sequence[Path], promised: FileSet, manifest: Path, ask
     for path in paths:
         if path.name not in known:
             remedy = f"Name the files that you mean, remove this one, or {manifest} if it is out of date."
-            expected = f"a shard that {manifest.name} lists, as it lies in {asked}"
-            raise shard_error(path, expected, "one it does not", remedy)
+            expected = f"a shard in {asked} that {manifest.name} lists"
+            raise shard_error(path, expected, "an unlisted file", remedy)
 
 
 def _listed(paths: Sequence[Path], asked: str) -> FileSet:
     """Return the listed files, with their entries in manifests of the same folders."""
     if not paths:
-        remedy = f"Look at the path; the working directory is {Path.cwd()}."
+        remedy = f"Check the path; the working directory is {Path.cwd()}."
         raise shard_error(asked, "at least one HDF5 file", "no match", remedy)
     by_directory: dict[Path, list[Manifest]] = {}
     for directory in {path.parent for path in paths}:

@@ -47,7 +47,7 @@ class Field:
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """One file of the set; `ends` is the digest of its first and last bytes, "" in older manifests."""
+    """One file of the set; `ends` is the digest of its first and last bytes, "" if the manifest lacks it."""
 
     name: str
     rows: int

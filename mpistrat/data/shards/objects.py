@@ -271,10 +271,10 @@ def _check_source(source: Any, path: Path, declared: Container[Path], depth: int
     if not depth:
         raise Refused(f"{where}, through too many virtual datasets")
     if source.file_name != "." and os.environ.get("HDF5_VDS_PREFIX"):
-        raise Refused(f"{where}, while HDF5_VDS_PREFIX says where to look for it")
+        raise Refused(f"{where}, while HDF5_VDS_PREFIX is set, which moves its sources")
     file_path = path if source.file_name == "." else (path.resolve().parent / source.file_name).resolve()
     if file_path.resolve() not in declared:
-        raise Refused(f"{where}, which is none of the files of this dataset")
+        raise Refused(f"{where}, which is not a file of this dataset")
     with open_hdf5(file_path) as file:
         found = find(file, source.dset_name)
         if found is None:

@@ -90,7 +90,7 @@ def _names(structure: Any, above: tuple[str, ...]) -> Any:
     if isinstance(structure, Mapping):
         for key in structure:
             if not isinstance(key, str) or not key or "/" in key or _PLACE.fullmatch(key):
-                expected = "keys that are names of HDF5, not empty, without a slash, and are not like '(0)'"
+                expected = "keys that are valid names in HDF5: not empty, without a slash, and not like '(0)'"
                 raise ValueError(explain(_SAVE, "", expected=expected, got=repr(key)))
         return {key: _names(part, (*above, key)) for key, part in structure.items()}
     if isinstance(structure, (tuple, list)):
@@ -106,7 +106,7 @@ def load(path: PathLike, element_spec: Any) -> Node:
     try:
         manifest = read_manifest(manifest_path(set_pattern(_LOAD, path)))
     except (FileNotFoundError, NotADirectoryError):
-        expected, got = "a path at which Dataset.save has written", f"{os.fspath(path)!r}, where there is no such set"
+        expected, got = "a path written by Dataset.save", f"{os.fspath(path)!r}, where there is no such set"
         raise FileNotFoundError(explain(_LOAD, "path", expected=expected, got=got)) from None
     structure = _structure(list(manifest.fields))
     if element_spec is not None:

@@ -70,21 +70,17 @@ class UnfailingFile:
     # methods that HDF5 calls
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to a position in the file, and return it."""
         self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         return self._position
 
     def tell(self) -> int:
-        """Return the position."""
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        """Return bytes from the position on."""
         data = bytearray(max(0, self._size - self._position) if size < 0 else size)
         return bytes(data[: self.readinto(data)])
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer from the position on; return the number of bytes."""
         target, start = memoryview(buffer).cast("B"), self._position
         count = max(0, min(len(target), self._size - start))
         found = os.pread(self._descriptor, count, start)
@@ -113,7 +109,6 @@ class UnfailingFile:
         return len(source)
 
     def truncate(self, size: int) -> int:
-        """Truncate or extend the file."""
         try:
             if self._error is None:
                 os.ftruncate(self._descriptor, size)

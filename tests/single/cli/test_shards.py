@@ -98,7 +98,7 @@ def test_images(tmp_path: Path) -> None:
     (tmp_path / "photos/readme.txt").write_text("hello")
     done = mpistrat("shards", "write", "set", "photos", "--rows-per-shard", 5, cwd=tmp_path)
     assert "2 classes: cat, dog" in done.stdout
-    assert "no images: 1" in done.stdout
+    assert "not images: 1" in done.stdout
     found = read(tmp_path / "set")
     order = [1, 3, 5, 7, 9, 11, 0, 2, 4, 6, 8, 10]  # cats first; p2 before p10
     assert np.array_equal(found["image"], pixels[order])

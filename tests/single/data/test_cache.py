@@ -149,7 +149,7 @@ def test_batches_that_a_map_says_wrongly_to_be_equally_wide(lengths):
     spec = ArraySpec((None,), np.int64)
     padded = ms.data.from_arrays(np.array(lengths)).map(lambda i: np.arange(i), element_spec=spec).padded_batch(2)
     with pytest.raises(
-        ValueError, match=r"Dataset\.cache: expected rows like the first ones, int64\[\d\], got.*in map"
+        ValueError, match=r"Dataset\.cache: expected rows like the first ones, int64\[\d\], got.*to map"
     ):
         list(padded.map(lambda batch: -batch).cache())
     cached = padded.map(lambda batch: -batch, element_spec=spec).cache()

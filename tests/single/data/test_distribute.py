@@ -302,9 +302,9 @@ def test_wrong_use_is_explained() -> None:
     for epoch in ("a", 1.5):
         with pytest.raises(TypeError, match="DistributedDataset.set_epoch: epoch: expected an integer, got"):
             distribute(rows.batch(2), Workers()).set_epoch(epoch)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"DistributedDataset: len: .*got no end. Put take\(n\) behind repeat"):
+    with pytest.raises(TypeError, match=r"DistributedDataset: len: .*got no end. Use take\(n\) after repeat"):
         len(distribute(rows.batch(2).repeat(), Workers()))
-    with pytest.raises(TypeError, match=r"DistributedDataset: len: .*while it is read. Loop to the end"):
+    with pytest.raises(TypeError, match=r"DistributedDataset: len: .*got an end that only reading shows. Loop to the end"):
         len(distribute(rows.filter(lambda x: True).batch(2), Workers()))
 
 

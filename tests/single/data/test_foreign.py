@@ -323,7 +323,7 @@ def test_virtual_datasets_over_other_files_are_refused_by_name(tmp_path: Path, m
     plain(inside / "a.h5")
     plain(tmp_path / "other.h5")
     virtual(inside / "a.h5", "../other.h5")
-    with pytest.raises(ShardError, match=r"a\.h5: v: .*\.\./other\.h5, which is none of the files"):
+    with pytest.raises(ShardError, match=r"a\.h5: v: .*\.\./other\.h5, which is not a file of this dataset"):
         len(HDF5Dataset(inside))
     monkeypatch.setenv("HDF5_VDS_PREFIX", str(tmp_path))
     with pytest.raises(ShardError, match="HDF5_VDS_PREFIX"):

@@ -110,7 +110,7 @@ def test_sizes_and_shares_that_are_none() -> None:
 
 
 def test_an_empty_key_is_no_name(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match="expected keys that are names of HDF5, not empty"):
+    with pytest.raises(ValueError, match="expected keys that are valid names in HDF5: not empty"):
         from_arrays({"": np.arange(3)}).save(tmp_path / "set")
 
 

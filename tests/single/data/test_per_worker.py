@@ -246,7 +246,7 @@ def test_the_end_holds_until_restored() -> None:
 def test_the_length_is_not_known() -> None:
     dataset = made(from_arrays(np.arange(4)).batch(2))
     assert dataset.cardinality() == UNKNOWN
-    with pytest.raises(TypeError, match="found while it is read"):
+    with pytest.raises(TypeError, match="an end that only reading shows"):
         len(dataset)
 
 

@@ -83,7 +83,7 @@ def test_what_cannot_be_saved_is_explained(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"compression: expected None, 'NONE' or 'GZIP', got 'SNAPPY'"):
         Dataset.range(3).save(tmp_path, compression="SNAPPY")
     for key in ("a/b", "(0)", 3):
-        with pytest.raises(ValueError, match=r"Dataset\.save: expected keys that are names of HDF5"):
+        with pytest.raises(ValueError, match=r"Dataset\.save: expected keys that are valid names in HDF5"):
             from_arrays({key: np.arange(2)}).save(tmp_path)
     assert not list(tmp_path.iterdir())
     with pytest.raises(FileNotFoundError, match=r"none', where there is no such set"):

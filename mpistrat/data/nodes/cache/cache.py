@@ -81,7 +81,7 @@ def cache(parent: Node, scope: Scope = "rank", *, transport: Transport = "auto")
         return Cached(parent, scope, transport)
     if scope != "rank":
         got = f"{parent.describe()}, which reads in order"
-        remedy = "Use cache(), which every rank keeps for itself, or put cache in front of it."
+        remedy = "Use cache(), which each rank fills for itself, or call cache before it."
         expected = f"a dataset with random access for cache({scope!r})"
         raise ValueError(explain(FUNCTION, "", expected=expected, got=got, remedy=remedy))
     return CachedInOrder(parent)
@@ -187,7 +187,7 @@ class Cached(Stage):
         for name, leaf in zip(nest.paths(source.row_spec), nest.flatten(source.row_spec), strict=True):
             if is_ragged(leaf) or leaf.dtype.hasobject:
                 got = f"{leaf}{name and ' at ' + name}"
-                remedy = "Use cache(), which every rank keeps for itself."
+                remedy = "Use cache(), which each rank fills for itself."
                 expected = f"rows of one shape, of numbers, for cache({self._scope!r})"
                 raise ValueError(explain(FUNCTION, "", expected=expected, got=got, remedy=remedy))
         if self._scope == "node":
@@ -198,7 +198,7 @@ class Cached(Stage):
         if parents[0] is self._parent:
             return self
         if self._shared:
-            got = "others on each, as AutoShardPolicy.FILE and HINT make them"
+            got = "different rows, as under AutoShardPolicy.FILE and HINT"
             remedy = "Use AutoShardPolicy.DATA, or cache()."
             expected = f"the same rows below cache({self._scope!r}) on every rank"
             raise ValueError(explain("distribute_dataset", "dataset", expected=expected, got=got, remedy=remedy))

@@ -189,7 +189,7 @@ class FilledMemory:
         """
         memory = self._memory  # keep a reference, so that it is not freed meanwhile
         if memory is None:
-            raise ClosedError("cache: the strategy that kept the rows was closed")
+            raise ClosedError("cache: the strategy with the rows was closed")
         missing = self._claims.missing(self._chunks.numbers(numbers))
         if missing.size:
             self._fill(memory, missing)

@@ -75,12 +75,10 @@ class RowPartition:
         return cls(ranks, [chunks.border(chunks.rows * place // size) for place in range(size)] + [chunks.rows])
 
     def of_node(self, node: int) -> tuple[int, int]:
-        """Return the range of rows that a node stores."""
         first = sum(map(len, self.ranks[:node]))
         return self.borders[first], self.borders[first + len(self.ranks[node])]
 
     def of_rank(self, rank: int) -> tuple[int, int]:
-        """Return the range of rows that a rank reads."""
         place = [each for ranks in self.ranks for each in ranks].index(rank)
         return self.borders[place], self.borders[place + 1]
 
@@ -111,7 +109,7 @@ def job_memory(source: ParentRows, group: ProcessGroup, transport: str, counters
     rank = group.topology.rank
 
     def exchange(text: str) -> list[str]:
-        """Exchange texts of all ranks. Collective."""
+        """Exchange texts. Collective."""
         with group.collective("cache", "job: everything read"):
             node.sync()
             texts = group.all_gather_text(text)
@@ -165,7 +163,7 @@ def _fill(
 def _could_not_read(failures: Mapping[int, Failure]) -> Exception:
     rank, failure = next(iter(failures.items()))
     kind = ShardError if failure.kind == "ShardError" else RuntimeError
-    return kind(f'cache("job"): rank {rank} could not read its part: {failure}')
+    return kind(f'cache("job"): rank {rank} could not read its share: {failure}')
 
 
 def _make_transport(
@@ -260,7 +258,7 @@ class JobMemory:
         with self._lock:
             memory, transport = self._memory, self._transport  # keep references, so that they are not freed meanwhile
             if memory is None:
-                raise ClosedError('cache("job"): the strategy that kept the rows was closed')
+                raise ClosedError('cache("job"): the strategy with the rows was closed')
             self._fetching += 1
         try:
             if transport is None:

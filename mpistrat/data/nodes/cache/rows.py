@@ -77,7 +77,7 @@ class ParentRows:
             if not fits:
                 expected = f"rows like the first ones, {spec}{name and ' at ' + name}"
                 got = str(ArraySpec(leaf.shape[1:], leaf.dtype))
-                remedy = "Where lengths vary, say so with element_spec in map (None for such an axis)."
+                remedy = "If lengths vary, pass element_spec to map, with None for such an axis."
                 raise ValueError(explain("Dataset.cache", "", expected=expected, got=got, remedy=remedy))
 
     def _addresses(self, numbers: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], Addresses]]:

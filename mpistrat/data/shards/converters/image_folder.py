@@ -55,7 +55,7 @@ class ImageFolder(Converter):
         if len(folders) > 10:
             self.notes[0] += ", ..."
         if others:
-            self.notes.append(f"left out, as they are no images: {len(others)}, such as {others[0]}")
+            self.notes.append(f"left out, as they are not images: {len(others)}, such as {others[0]}")
         self._first = self._read(self._files[0][0])
 
     def batches(self, start: int, stop: int) -> Iterator[Columns]:
@@ -81,7 +81,7 @@ class ImageFolder(Converter):
             remedy = f"Bring all images to one size: --resize {height}x{width}."
             raise bad_input(path, expected, f"{pixels.shape[0]}x{pixels.shape[1]}", remedy)
         if pixels.dtype != self._first.dtype:
-            remedy = "Write images of each kind into a set of their own."
+            remedy = "Write the images of each dtype as a separate set."
             raise bad_input(path, f"pixels of {self._first.dtype}, as {first} has", str(pixels.dtype), remedy)
         image[...] = pixels
 
@@ -90,7 +90,7 @@ class ImageFolder(Converter):
             with self._pillow.open(path) as image:
                 frames = getattr(image, "n_frames", 1)
                 if frames > 1 and image.format != "MPO":  # a camera's JPEG, followed by previews
-                    remedy = "Write each into a file of its own."
+                    remedy = "Write each to a separate file."
                     raise bad_input(path, "one image", f"{frames} frames or pages", remedy)
                 dtype = _dtype(image)
                 return self._usual(image) if dtype == np.uint8 else self._exact(path, image, dtype)
