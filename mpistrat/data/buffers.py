@@ -62,7 +62,7 @@ class LastRead(Generic[T]):
         self._lock = threading.Lock()
         self._values: OrderedDict[Hashable, tuple[T, int]] = (
             OrderedDict()
-        )  # each with its bytes, the one used last last
+        )  # each with its bytes; most recently used last
         self._bytes = 0
 
     def get(self, key: Hashable) -> T | None:

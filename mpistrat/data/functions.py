@@ -54,7 +54,7 @@ def from_generator(function: Callable[..., Iterable[Any]], element_spec: Any = N
         TypeError: for a function that is not callable, or a spec that is not a nest of ArraySpec; while reading, for
             masked numbers.
         ValueError: while reading, for an element unlike the spec, naming its position. Lists are structures here: convert
-            other lists to arrays.
+            lists of numbers to arrays.
 
     Example:
         >>> dataset = from_generator(lambda epoch: (10 * epoch + i for i in range(3)))

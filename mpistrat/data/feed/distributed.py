@@ -147,7 +147,7 @@ class DistributedIterator(Feed):
     a step is collective only if the dataset's number of rows is unknown (see DistributedDataset).
 
     Args:
-        plan, devices: the source and target of steps, without a reference from threads to this iterator.
+        plan, devices: the source and target of steps; threads reference these, not the iterator.
         sum_over_ranks, stats, handed_out, passes, drawn: see `DistributedDataset`, which makes iterators.
         reading: the other arguments of `Feed`.
 

@@ -43,8 +43,8 @@ class Step(NamedTuple):
     Attributes:
         rows: the rows of all replicas together; None if the workers must exchange them.
         blocks: each local replica's rows; None if this worker has none left.
-        counts: for this step and later ones, whether this worker has rows, and their number; shape (steps, 2), int64,
-            equal on all workers, so one exchange covers them. None for this step alone, without rows, and for steps
+        counts: for this step and later ones, whether this worker has rows, and their number; shape (steps, 2), int64. All
+            workers cover the same steps, so one exchange is enough. None for this step alone, without rows, and for steps
             covered before.
     """
 

@@ -131,7 +131,7 @@ class OpenFiles(Generic[Handle]):
         self._changed = threading.Condition(threading.Lock())
         self._closed = False
         self._lent = self._waiting = 0  # threads with a file, or about to open one; those waiting for room
-        self._idle: list[tuple[Path, Handle]] = []  # the one used last at the end
+        self._idle: list[tuple[Path, Handle]] = []  # most recently used last
         self.opened: set[ShardFile] = set()  # all files ever opened
         weakref.finalize(self, _close, self._idle).atexit = False
 

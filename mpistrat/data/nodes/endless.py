@@ -86,7 +86,7 @@ def random(seed: int | None = None, rerandomize_each_iteration: bool | None = No
     They depend on the seed, the epoch and the position, and are the same for any number of ranks.
 
     Args:
-        seed: any integer, the same on every rank. None is 0, in every run. (TensorFlow draws another one for each run.)
+        seed: any integer, the same on every rank; None is 0 in every run (TensorFlow draws one per run).
         rerandomize_each_iteration: whether each epoch has different numbers; None is False.
 
     Example:

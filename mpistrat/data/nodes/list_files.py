@@ -59,8 +59,7 @@ def list_files(file_pattern: Pattern | Sequence[Pattern], shuffle: bool | None =
     Args:
         file_pattern: a pattern of `glob.glob`, or several; a file that matches two patterns appears twice.
         shuffle: whether names are in a random order, different in each epoch; None is True. Else they are sorted.
-        seed: the seed of that order: any integer, the same on every rank. None is 0, in every run. (TensorFlow draws
-            another one for each run.)
+        seed: any integer, the same on every rank; None is 0 in every run (TensorFlow draws one per run).
 
     Raises:
         ValueError: if no file matches.

@@ -115,7 +115,7 @@ def rejection_resample(
         class_func: returns the class of a row, an integer from 0 on, int64 in the result; a tuple is passed as several arguments.
         target_dist: the target share of each class; they add up to 1.
         initial_dist: the present share of each class; None estimates it while reading.
-        seed: any integer, the same on every rank. None is 0, in every run. (TensorFlow draws another one for each run.)
+        seed: any integer, the same on every rank; None is 0 in every run (TensorFlow draws one per run).
 
     Raises:
         TypeError: for a function that is not callable.

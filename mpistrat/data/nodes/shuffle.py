@@ -50,7 +50,7 @@ class BlockShuffled(Reordered):
         super().__init__(parent, shuffle)
         self._shuffle = shuffle
         self._made: BlockOrder | None = None
-        self._of_chunks = False  # whether data's own chunks are mixed; known once the order is made
+        self._of_chunks = False  # whether the data's own chunks are mixed; known once the order is made
         self._lock = threading.Lock()
         self._in_turn = False  # whether `expect` is called; then windows are read in sequence
         # Epoch, window, and the range of the next window's chunks that were announced to the source.
@@ -193,8 +193,8 @@ def shuffle(
 
     Args:
         buffer_size: elements in a window, or in the buffer; a full shuffle needs none.
-        seed: any integer, the same on every rank. None is 0, in every run, so that all ranks agree and a resumed job has
-            the same order. (TensorFlow draws another one for each run.)
+        seed: any integer, the same on every rank; None is 0 in every run (TensorFlow draws one per run), so ranks agree
+            and a resumed job has the same order.
         reshuffle_each_epoch: whether each epoch has a different order.
         mode: "full", "block", or "auto": full if single rows are cheap to read, else (compressed data) block.
         window_bytes: the size of a window in bytes, instead of `buffer_size`; 64 MiB if neither is given.

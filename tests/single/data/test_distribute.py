@@ -304,7 +304,9 @@ def test_wrong_use_is_explained() -> None:
             distribute(rows.batch(2), Workers()).set_epoch(epoch)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"DistributedDataset: len: .*got no end. Use take\(n\) after repeat"):
         len(distribute(rows.batch(2).repeat(), Workers()))
-    with pytest.raises(TypeError, match=r"DistributedDataset: len: .*got an end that only reading shows. Loop to the end"):
+    with pytest.raises(
+        TypeError, match=r"DistributedDataset: len: .*got an end that only reading shows. Loop to the end"
+    ):
         len(distribute(rows.filter(lambda x: True).batch(2), Workers()))
 
 

@@ -41,7 +41,9 @@ def test_ragged_batches_are_rows_of_ragged_batches_only():
     assert [[[row.tolist() for row in inner] for inner in batch] for batch in rows.ragged_batch(2)] == [
         [[[], [0]], [[0, 1], [0, 1, 2]]], [[[0, 1, 2, 3]]]
     ]  # fmt: skip
-    with pytest.raises(ValueError, match=r"padded_batch: .*got ragged batches. Use padded_batch in place of ragged_batch"):
+    with pytest.raises(
+        ValueError, match=r"padded_batch: .*got ragged batches. Use padded_batch in place of ragged_batch"
+    ):
         list(rows.padded_batch(2))
     with pytest.raises(ValueError, match=r"batch: expected rows of one shape"):
         list(rows.batch(2))
