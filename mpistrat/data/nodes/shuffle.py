@@ -103,7 +103,7 @@ class BlockShuffled(Reordered):
         return self._shuffle.rows(epochs, positions, order.localities)[1]
 
     def _expect_window(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        """While a window is read, prefetch the next one chunk by chunk: two windows are in memory, never three.
+        """Prefetch the next window chunk by chunk while this one is read: two windows are in memory, never three.
 
         Where ranks split batches by locality, this one prefetches the same range of the next window as it reads of this one.
         """
