@@ -116,7 +116,7 @@ class Dataset:
         self._epoch = 0
 
     def rows(self, indices: ArrayLike, *, epoch: int = 0) -> Any:
-        """Return the rows at given positions of an epoch's order, stacked along a first axis. Not collective.
+        """Return the rows at given positions of an epoch's order, stacked along a first axis.
 
         Args:
             indices: integers in [0, len), in any order, repeated or not.
@@ -307,7 +307,7 @@ class Dataset:
 
     @tensorflow_names()
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Fold all elements of the next `iter()`'s epoch into a state. Not collective.
+        """Fold all elements of the next `iter()`'s epoch into a state.
 
         This rank reads the whole dataset in order, so all ranks get the same result.
 
@@ -382,7 +382,7 @@ class Dataset:
     @staticmethod
     @tensorflow_names("compression")
     def load(path: str | os.PathLike[str], element_spec: Any = None) -> Dataset:
-        """Make a dataset of the rows that `save` wrote, in their order; random access. Not collective.
+        """Make a dataset of the rows that `save` wrote, in their order; random access.
 
         Args:
             path: the path passed to `save`.

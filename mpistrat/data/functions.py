@@ -15,7 +15,7 @@ __all__ = ["from_arrays", "from_generator", "from_map_style", "from_tables", "sa
 
 
 def from_arrays(arrays: Any, *, copy: bool = False) -> Dataset:
-    """Make a dataset of the rows of arrays in memory (TF: tf.data.Dataset.from_tensor_slices). Not collective.
+    """Make a dataset of the rows of arrays in memory (TF: tf.data.Dataset.from_tensor_slices).
 
     Arrays are not copied: batches contain the rows' values at reading time. If the program changes the arrays later, for
     example a buffer that a loop reuses, epochs differ, and ranks may get inconsistent batches. Pass `copy=True` then.
@@ -39,7 +39,7 @@ def from_arrays(arrays: Any, *, copy: bool = False) -> Dataset:
 
 
 def from_generator(function: Callable[..., Iterable[Any]], element_spec: Any = None) -> Dataset:
-    """Make a dataset from a function that returns an iterator (TF: tf.data.Dataset.from_generator). Not collective.
+    """Make a dataset from a function that returns an iterator (TF: tf.data.Dataset.from_generator).
 
     It reads in order: every rank runs the whole iterator, which must yield the same elements on all ranks. A restored
     iterator over the dataset runs it again up to its position.
@@ -65,7 +65,7 @@ def from_generator(function: Callable[..., Iterable[Any]], element_spec: Any = N
 
 
 def from_map_style(samples: Any, *, workers: int = 0, processes: bool = False, element_spec: Any = None) -> Dataset:
-    """Make a dataset of the samples of an object with `__len__` and `__getitem__`. Not collective.
+    """Make a dataset of the samples of an object with `__len__` and `__getitem__`.
 
     Such objects are PyTorch's map-style datasets, those of Hugging Face's `datasets`, Grain's data sources, lists (of
     files, for instance) and your own classes. The dataset has random access: each rank reads its own rows only. Shuffles,
@@ -103,7 +103,7 @@ def from_map_style(samples: Any, *, workers: int = 0, processes: bool = False, e
 
 
 def from_tables(files: PathLike | Sequence[PathLike], columns: Columns = None, *, format: str | None = None) -> Dataset:
-    """Make a dataset of the rows of Parquet, Arrow, CSV or JSON-lines files. Not collective. It needs pyarrow.
+    """Make a dataset of the rows of Parquet, Arrow, CSV or JSON-lines files. It needs pyarrow.
 
     It has random access in units that are read as a whole: row groups of Parquet, record batches of Arrow (Feather),
     whole text files. So a shuffle without a mode shuffles these units as blocks. Files are opened on first use of the
@@ -134,7 +134,7 @@ def from_tables(files: PathLike | Sequence[PathLike], columns: Columns = None, *
 
 
 def zip(*datasets: Any) -> Dataset:
-    """Combine datasets element by element (TF: tf.data.Dataset.zip). Not collective.
+    """Combine datasets element by element (TF: tf.data.Dataset.zip).
 
     The result is as long as the shortest dataset.
 
@@ -156,7 +156,7 @@ def sample_from_datasets(
     datasets: Sequence[Dataset], weights: Sequence[float] | None = None, seed: int | None = None,
     stop_on_empty_dataset: bool = False,
 ) -> Dataset:  # fmt: skip
-    """Draw each element from one of several datasets (TF: tf.data.Dataset.sample_from_datasets). Not collective.
+    """Draw each element from one of several datasets (TF: tf.data.Dataset.sample_from_datasets).
 
     Draws match the weights exactly: after any multiple of 256 draws each dataset's count is off by less than one draw per
     dataset. The sequence depends on the seed and the epoch only. Each dataset's elements keep their order.

@@ -398,7 +398,7 @@ class DistributedDataset:
         self._epoch = integer("DistributedDataset.set_epoch", "epoch", epoch, 0)
 
     def stats(self) -> InputStats:
-        """Return the counters of this rank's input, over all epochs. Not collective.
+        """Return the counters of this rank's input, over all epochs.
 
         Example:
             >>> data = ms.get_strategy().distribute_dataset(ms.data.from_arrays(np.arange(10)).batch(4))

@@ -58,7 +58,7 @@ class InputContext:
             raise ValueError(explain("InputContext", "", expected=expected, got=self.input_pipeline_id))
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return one replica's rows of a global batch. Not collective.
+        """Return one replica's rows of a global batch.
 
         Raises:
             ValueError: when the batch size is not a multiple of the replicas.

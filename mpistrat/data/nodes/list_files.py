@@ -52,7 +52,7 @@ class _Names(InputRows):
 
 
 def list_files(file_pattern: Pattern | Sequence[Pattern], shuffle: bool | None = None, seed: int | None = None) -> Node:
-    """Make a dataset of the names of all files that match patterns; random access. Not collective.
+    """Make a dataset of the names of all files that match patterns; random access.
 
     Each rank lists the files at once; `strategy.distribute_dataset` raises an error if the ranks' lists differ.
 

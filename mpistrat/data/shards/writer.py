@@ -155,7 +155,7 @@ class ShardWriter:
         return self._ranks.size
 
     def write(self, rows: Any) -> None:
-        """Append rows. Not collective.
+        """Append rows.
 
         Args:
             rows: a dict of arrays whose first axis counts the rows. Nested dicts become groups with fields "group/x". All
@@ -170,7 +170,7 @@ class ShardWriter:
         self._append(rows, "ShardWriter.write", "rows")
 
     def write_row(self, row: Any) -> None:
-        """Append one row. Not collective.
+        """Append one row.
 
         Args:
             row: a dict of arrays, numbers and strings, without an axis for rows. The first row defines dtypes and shapes.
