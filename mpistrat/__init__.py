@@ -1,6 +1,6 @@
 """mpistrat: tf.distribute for MPI programs. Write one training step, choose a Strategy.
 
-Importing starts no MPI and needs no optional library; creating a strategy does what it needs.
+The import starts no MPI and needs no optional library.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as _numpy
 
-from . import errors  # at once: it is the module that the error classes name as theirs, by which cloudpickle finds them
+from . import errors  # now: cloudpickle finds the error classes by this module's name
 from .base.context import set_default as _set_default
 from .base.errors import check_framework as _check_framework
 from .base.lazy import lazy
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         timeline,
         train,
     )
-    from . import jax as jax  # the frameworks, which need not be installed: no part of __all__
+    from . import jax as jax  # optional frameworks, not in __all__
     from . import keras as keras
     from . import torch as torch
     from .base.context import (
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from .data import InputContext, InputOptions, InputReplicationMode
     from .launcher.multi_process_runner import (
         MultiProcessRunner,
-        launch,  # for programs that are no ranks
+        launch,  # for programs that are not ranks
     )
     from .launcher.survive import survive
     from .parameter_server.strategy import ParameterServerStrategy

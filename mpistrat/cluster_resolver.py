@@ -1,4 +1,4 @@
-"""`ms.cluster_resolver`: find the tasks of a cluster by what MPI, the batch system, a cloud or the program says."""
+"""`ms.cluster_resolver`: find the tasks of a cluster, from MPI, the batch system, a cloud or the program."""
 
 from .cluster import ClusterSpec
 from .cluster import resolvers as _resolvers

@@ -1,4 +1,4 @@
-"""`ms.lookup`: tables from keys to values that do not change (TF: tf.lookup)."""
+"""`ms.lookup`: constant tables from keys to values (TF: tf.lookup)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _INTEGERS = np.dtype(np.int64)
 
 @final
 class KeyValueTensorInitializer:
-    """The keys and values that a table begins with, and keeps (TF: tf.lookup.KeyValueTensorInitializer).
+    """The keys and values of a table (TF: tf.lookup.KeyValueTensorInitializer).
 
     Args:
         keys: integers, text or bytes, (n,).
         values: numbers or text, (n,).
-        key_dtype, value_dtype: default those that NumPy gives the arrays.
+        key_dtype, value_dtype: default those of NumPy's arrays.
 
     Raises:
         TypeError: keys of another kind.
         OverflowError: integers that value_dtype or key_dtype cannot hold.
-        ValueError: not as many keys as values, or more than one dimension; other values that a dtype cannot hold, such as text
+        ValueError: not as many keys as values; more than one dimension; other values that a dtype cannot hold, such as text
             that is too long.
     """
 
@@ -45,20 +45,20 @@ class KeyValueTensorInitializer:
 
 @final
 class StaticHashTable:
-    """A table from keys to values that does not change (TF: tf.lookup.StaticHashTable).
+    """A constant table from keys to values (TF: tf.lookup.StaticHashTable).
 
-    Each rank has a table of its own, and looks up there: nothing is collective. A function that a coordinator schedules finds
-    its worker's table where it refers to the chief's: the table is sent to each worker once, before the first function that
-    refers to it, and freed there when the chief has freed it (TF: DistributedTable).
+    Each rank has its own table; every call is local. A function that a coordinator schedules may refer to the chief's table: it
+    is sent to each worker once, before the first such function, and freed there when the chief has freed it (TF:
+    DistributedTable).
 
     Args:
         initializer: the keys and values.
-        default_value: of keys that are not there.
+        default_value: the value of missing keys.
         name: for errors.
 
     Raises:
         ValueError: a key has two values.
-        TypeError: a default value of another kind than the values.
+        TypeError: the default value is of another kind than the values.
 
     Example:
         >>> words = KeyValueTensorInitializer(["tea", "cup"], [7, 8])
@@ -95,12 +95,12 @@ class StaticHashTable:
 
     @property
     def arguments(self) -> tuple[KeyValueTensorInitializer, Any, str]:
-        """What it was made with."""
+        """The arguments of the constructor."""
         return self._initializer, self.default_value, self.name
 
     @property
     def key_dtype(self) -> np.dtype:
-        """The dtype of the keys: int64, or that of text or bytes as long as the longest key."""
+        """The dtype of the keys: int64, or text or bytes of the longest key's length."""
         return self._keys.dtype
 
     @property

@@ -1,4 +1,4 @@
-"""`ms.nn`: the right scale of losses."""
+"""`ms.nn`: scaled losses."""
 
 from .strategy.loss import compute_average_loss, scale_regularization_loss
 

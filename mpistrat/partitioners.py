@@ -1,4 +1,4 @@
-"""`ms.partitioners`: into how many shards variables are cut (TF: tf.distribute.experimental.partitioners)."""
+"""`ms.partitioners`: the number of shards of variables (TF: tf.distribute.experimental.partitioners)."""
 
 from .variables.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner, Partitioner
 

@@ -1,6 +1,6 @@
-"""All strategies in one table: the default one, and those that the environment can name.
+"""All strategies in one table: the default one, and those that MPISTRAT_STRATEGY can name.
 
-`mpistrat/__init__.py` registers the default strategy from here. A strategy's module is loaded when a program first asks for it.
+A strategy's module is loaded when it is first used. `mpistrat/__init__.py` registers the default strategy from here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME = "strategy_from_environment"
 
 
 def default_frame() -> Frame:
-    """Make the default strategy, which is this process alone, and return its frame."""
+    """Create the default strategy, which is this process alone, and return its frame."""
     from .strategy.synchronous import DefaultStrategy
 
     return DefaultStrategy().extended.replicas[0].frame
@@ -47,11 +47,11 @@ def strategy_from_environment(default: str = "multi_worker_mirrored", **settings
     """Return a new strategy of the kind that MPISTRAT_STRATEGY names. Collective.
 
     `mpistrat run --strategy NAME --ps N program.py` and the scripts of `mpistrat job` set MPISTRAT_STRATEGY and
-    MPISTRAT_NUM_PS, so that a program need not know under which strategy it runs.
+    MPISTRAT_NUM_PS, so one program runs under any strategy.
 
     Args:
-        default: the strategy where the variable is not set: "one_device", "mirrored", "multi_worker_mirrored",
-            "central_storage" or "parameter_server".
+        default: the strategy if the variable is not set: "one_device", "mirrored", "multi_worker_mirrored", "central_storage"
+            or "parameter_server".
         settings: passed to the strategy. `num_ps` precedes MPISTRAT_NUM_PS.
 
     Raises:

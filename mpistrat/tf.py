@@ -1,6 +1,6 @@
-"""`ms.tf`: TensorFlow's other spellings, for programs that were written for tf.distribute.
+"""`ms.tf`: TensorFlow's other names, for programs written for tf.distribute.
 
-Functions that stand for a method of a strategy get the strategy first, those for one of its inner parts `strategy.extended`.
+A function that stands for a method gets the strategy first, or `strategy.extended`.
 """
 
 from .base.options import CommunicationOptions as CollectiveHints

@@ -1,4 +1,4 @@
-"""The timeline of a run: what each rank did when, from the flight recorder; traces for Perfetto, and who makes others wait."""
+"""The timeline of a run from the flight recorder: traces for Perfetto, time shares of each rank, and stragglers."""
 
 from __future__ import annotations
 

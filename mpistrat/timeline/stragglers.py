@@ -1,4 +1,4 @@
-"""Where the time of each rank went, and which ranks the others wait for: from the recorded events."""
+"""Time shares of each rank, and the ranks that others wait for, computed from the recorded events."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from .trace import clock_offset, process_group_of
 
 __all__ = ["RankTimes", "shares", "times"]
 
-_LATE_NS = 100_000  # who comes less than that after the first has not come late
-_MOST = 8192  # collectives that are compared
+_LATE_NS = 100_000  # a rank is late if it comes more than that after the first
+_MOST = 8192  # collectives compared, at most
 
 
 class RankTimes(NamedTuple):
-    """What one rank did with its time, as far as its recorder remembers.
+    """The time of one rank, as far as its recorder reaches back.
 
     Attributes:
-        rank, host: which one.
-        seconds: that the recorder remembers.
-        input, compute, communication, waiting, saving: shares of them, between 0 and 1: in the input; in `run` outside of
-            collectives; in collectives without waiting; in waiting for other ranks of its node; in saving.
-        steps: calls of `run` in these seconds.
-        last: in how many of the collectives that all remember this rank came last, and more than 0.1 ms after the first.
-        compared: how many these are.
-        cost: seconds that the others, taken together, have waited for it then.
+        rank, host: the rank and its node.
+        seconds: the recorded time.
+        input, compute, communication, waiting, saving: shares of `seconds`, between 0 and 1: in the input; in `run` outside of
+            collectives; in collectives without waiting; in waiting for ranks of its node; in saving.
+        steps: calls of `run` in that time.
+        last: collectives in which this rank came last, and more than 0.1 ms after the first.
+        compared: collectives that all ranks have recorded.
+        cost: seconds that the other ranks waited for this one, in total.
     """
 
     rank: int
@@ -47,12 +47,12 @@ class RankTimes(NamedTuple):
 
 
 def times(strategy: Any = None, seconds: float | None = None) -> list[RankTimes]:
-    """Return where the time of each rank went, and who made others wait, by rank. Collective.
+    """Return the time shares of each rank, and how long others waited for it, by rank. Collective.
 
     Args:
         strategy: a strategy, or a process group of torch.distributed; default the current strategy, or outside of scopes the
             default group.
-        seconds: of the last so many; default all that the recorders remember.
+        seconds: use the last n seconds; default all that is recorded.
 
     Example:
         >>> with ms.OneDeviceStrategy() as strategy:
@@ -86,7 +86,7 @@ def _times(group: ProcessGroup, seconds: float | None) -> list[RankTimes]:
 
 
 def shares(ring: Ring, first: int) -> tuple[float, ...]:
-    """Seconds that are remembered since a moment, and the shares of `RankTimes` in its order, and steps."""
+    """Return the recorded seconds since a moment, the shares of `RankTimes` in its order, and the steps."""
     now = perf_counter_ns()
     end = np.where(ring.end == 0, now, ring.end)
     kept = end > first
@@ -97,7 +97,7 @@ def shares(ring: Ring, first: int) -> tuple[float, ...]:
     whole = max(int(end.max()) - int(begin[0]), 1)
 
     def outermost(letters: str) -> np.ndarray:
-        """Which events of these kinds lie in no other of them."""
+        """Return the events of these kinds that lie in no other of them."""
         among = np.flatnonzero(np.isin(kinds, [ord(letter) for letter in letters]))
         before = np.maximum.accumulate(end[among])
         inside = np.r_[False, end[among][1:] <= before[:-1]] if len(among) else np.zeros(0, bool)
@@ -131,7 +131,7 @@ def _within(begin: np.ndarray, end: np.ndarray, rows: np.ndarray, around: np.nda
 
 
 def _lateness(group: ProcessGroup, ring: Ring, since: int) -> tuple[int, int, float]:
-    """In how many collectives this rank came last, of how many, and what that cost the others. Collective."""
+    """Return in how many collectives this rank came last, of how many, and the others' cost in seconds. Collective."""
     topology = group.topology
     if topology.size == 1:
         return 0, 0, 0.0
@@ -145,7 +145,7 @@ def _lateness(group: ProcessGroup, ring: Ring, since: int) -> tuple[int, int, fl
     low = max(low, high - _MOST)
     if high < low:
         return 0, 0, 0.0
-    mine = np.array([known.get(number, 0) for number in range(low, high)], np.int64)  # without the one that this is
+    mine = np.array([known.get(number, 0) for number in range(low, high)], np.int64)  # without the current one
     latest, first, total = (np.empty_like(mine) for _ in range(3))
     from mpi4py import MPI
 

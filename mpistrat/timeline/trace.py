@@ -1,6 +1,6 @@
-"""Traces: the recorded events of ranks as one file that Perfetto and chrome://tracing open.
+"""Traces: the recorded events of ranks in one file for Perfetto and chrome://tracing.
 
-One clock for all ranks: how far a node's monotonic clock is from that of rank 0's node.
+All times are on the monotonic clock of rank 0's node.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = [
 ]
 
 
-_JOURNEYS = 20  # of a message, of which the quickest counts
+_JOURNEYS = 20  # round trips of a message; the quickest counts
 _TAG = 7301
 
 
 class Offset(NamedTuple):
-    """What to add to this rank's clock.
+    """The offset of rank 0's clock from this rank's.
 
     Attributes:
-        ns: nanoseconds.
-        doubt: by how many it may be wrong.
+        ns: nanoseconds to add.
+        doubt: its largest error, in nanoseconds.
     """
 
     ns: int
@@ -50,10 +50,10 @@ class Offset(NamedTuple):
 
 
 def clock_offset(group: ProcessGroup) -> Offset:
-    """Return what to add to this rank's monotonic clock for that of rank 0. Collective; inside `collective()`.
+    """Return the offset of rank 0's monotonic clock from this rank's. Collective; inside `collective()`.
 
-    The ranks of a node have one clock. Between nodes the first rank of each asks one that knows already, in as many rounds as the
-    number of nodes has binary digits; half of a journey's time is its doubt, and doubts add up.
+    The ranks of a node share a clock. The first rank of each node asks one that already knows its offset, in ⌈log2(nodes)⌉
+    rounds. The doubt is half a round trip, summed over the rounds.
 
     Source: F. Cristian, Probabilistic clock synchronization, Distributed Computing 3 (1989).
     """
@@ -91,14 +91,14 @@ def _ask(comm: object, node: int, nodes: int) -> tuple[int, int]:
     return ns, doubt
 
 
-_ALL = 64  # up to so many ranks are all written, unless some are asked for
+_ALL = 64  # of more ranks, only the first of each node is written by default
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Return a context that is an event of this rank's timeline, under a name of yours. Local.
+    """Return a context that records an event of this rank's timeline, under a name of yours. Local.
 
     Args:
-        name: the same one for the same kind of work: the recorder keeps each once, some thousands in all.
+        name: use one name per kind of work: the recorder stores each name once, some thousands in all.
 
     Example:
         >>> with ms.timeline.span("augment"):
@@ -115,21 +115,21 @@ def process_group_of(strategy: Any, function: str) -> ProcessGroup:
 
 
 def save(path: str | os.PathLike[str], strategy: Any = None, ranks: Sequence[int] | None = None) -> Path:
-    """Write the last events of ranks as a trace, which https://ui.perfetto.dev opens. Collective.
+    """Write the last events of ranks as a trace for https://ui.perfetto.dev. Collective.
 
-    It is Chrome's JSON, gzipped: a process for each rank, a slice for each `run`, collective, batch, save and `span`; in a
-    collective's arguments is how long this rank waited in it for others. Times are those of rank 0's clock, with which the other
-    nodes' are compared now. How many events a rank keeps MPISTRAT_EVENTS says, 16384 by default.
+    The file is Chrome's JSON, gzipped: a process for each rank, a slice for each `run`, collective, batch, save and `span`. The
+    arguments of a collective give how long this rank waited in it for others. Times are on rank 0's clock. A rank records its
+    last MPISTRAT_EVENTS events, by default 16384.
 
     Args:
-        path: the file; ".json.gz" is its usual end. One that exists is replaced.
+        path: the file, usually "*.json.gz". An existing file is replaced.
         strategy: a strategy, or a process group of torch.distributed; default the current strategy, or outside of scopes the
             default group.
-        ranks: which; default all, of more than 64 the first of each node.
+        ranks: default all; of more than 64 ranks the first of each node.
 
     Raises:
         ValueError: on every rank: there is no such rank.
-        OSError: on rank 0, when it cannot be written.
+        OSError: on rank 0: the file cannot be written.
 
     Example:
         >>> import tempfile
@@ -165,17 +165,17 @@ def _save(group: ProcessGroup, path: str | os.PathLike[str], ranks: Sequence[int
         if topology.rank in ranks:
             part = gzip.compress(encoded(_fragment(group, ring, offset, zero)), 6)
         parts = [part] if topology.comm is None or topology.size == 1 else topology.comm.gather(part)
-    # After the collective, whose error the other ranks would get, too.
+    # After the collective: an error in it would raise on the other ranks, too.
     if topology.rank == 0 and parts is not None:
         with replacing(Path(path)) as beside, open(beside, "wb") as file:
             file.write(gzip.compress(b'{"displayTimeUnit": "ms", "traceEvents": [\n'))
             for number, one in enumerate(filter(None, parts)):
-                file.write((gzip.compress(b",\n") if number else b"") + one)  # gzip's files may be put end to end
+                file.write((gzip.compress(b",\n") if number else b"") + one)  # gzip files can be concatenated
             file.write(gzip.compress(b"\n]}\n"))
 
 
 def _fragment(group: ProcessGroup, ring: Ring, offset: Offset, zero: int) -> str:
-    """This rank's events as JSON, without the brackets around them."""
+    """Return this rank's events as JSON, without the brackets around them."""
     topology = group.topology
     about = f"rank {topology.rank} on {topology.hostname or 'this host'}"
     if offset.doubt:
@@ -192,9 +192,9 @@ def _fragment(group: ProcessGroup, ring: Ring, offset: Offset, zero: int) -> str
         }  # fmt: skip
         if kind in "cpi":
             row["args"] = {"number": number}
-        if kind == "c" and group_number:  # else it is a wait for one that was started before
+        if kind == "c" and group_number:  # 0: a wait for a collective that was started earlier
             apart = (group_number - group.monitor.group + GROUPS // 2) % GROUPS
-            row["args"]["group"] = apart - GROUPS // 2  # 0 is that of `save`, on all ranks
+            row["args"]["group"] = apart - GROUPS // 2  # 0 is the group of `save`, on all ranks
             row["args"]["waited_us"] = waited / 1000 if end else None
         if not end:
             row["args"] = {**row.get("args", {}), "unfinished": True}
