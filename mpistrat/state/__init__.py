@@ -1,1 +1,1 @@
-"""Files of a strategy: checkpoints, snapshots in memory, and others' weights."""
+"""Files of a strategy: checkpoints, in-memory snapshots, and safetensors."""

@@ -1,7 +1,6 @@
-"""Checkpoints: all variables, what optimizers keep, and what the program adds, in one file for any layout and any strategy.
+"""Checkpoints: variables, optimizer states and the program's `extra` in one file, for any layout and any strategy.
 
-Here ranks agree on what each writes; `writer` writes it, in threads where the program goes on, and
-`restore` reads.
+This module divides the writing among ranks; `writing` writes, in threads if the program continues; `restore` reads.
 """
 
 from __future__ import annotations
@@ -34,25 +33,25 @@ from .writing import Layout, Saving, check_space
 __all__ = ["Checkpoint", "SavedState", "StrategyState"]
 
 _ALIGNMENT = 64  # bytes, of copies
-_mentioned: set[str] = set()  # variables in no file that the log has named
+_mentioned: set[str] = set()  # unsaved variables that were logged
 
 
 class SavedState(Protocol):
-    """What a checkpoint has: a strategy's variables and optimizers, or a module's of PyTorch."""
+    """The contents of a checkpoint: variables and optimizers of a strategy, or of a PyTorch module."""
 
     def arrays(self, ranks: Sequence[int], each_node: bool) -> tuple[dict[str, Form], list[Slice]]:
-        """Return the forms of all arrays, and what this rank writes of them. Collective. See `Writers`."""
+        """Return the forms of all arrays, and this rank's slices. Collective. See `Writers`."""
 
     def optimizers(self) -> list[dict[str, Any]]:
         """Return name, iterations and settings of each optimizer, the same on all ranks."""
 
     def check(self) -> None:
-        """Log what no file has. Local."""
+        """Log the variables that are in no file. Local."""
 
     def restore(
         self, path: str, opening: Callable[[], SnapshotFile] | None, root: int, names: Mapping[str, str], strict: bool
     ) -> dict[str, Any]:
-        """Read all of it; return the program's addition. Collective. See `Strategy.restore`, and `OpenState`."""
+        """Read everything; return the program's `extra`. Collective. See `Strategy.restore` and `OpenState`."""
 
 
 @final
@@ -63,12 +62,12 @@ class StrategyState:
         self._group, self._placement, self._states = group, placement, states
 
     def arrays(self, ranks: Sequence[int], each_node: bool) -> tuple[dict[str, Form], list[Slice]]:
-        """Return the forms of all arrays, and what this rank writes of them. Collective. See `Writers`."""
+        """Return the forms of all arrays, and this rank's slices. Collective. See `Writers`."""
         writers = Writers(self._group, self._placement.grid, ranks, each_node)
         return slices_of(entries(self._placement, self._states, writers), writers)
 
     def variables(self) -> tuple[dict[str, Form], list[Slice]]:
-        """Return the forms of the variables alone, of which rank 0 writes all. Collective."""
+        """Return the forms of the variables alone, and on rank 0 all their slices. Collective."""
         writers = Writers(self._group, self._placement.grid, [0])
         return slices_of(variable_entries(self._placement, locations(self._placement), writers), writers)
 
@@ -77,7 +76,7 @@ class StrategyState:
         return [kept.about() for kept in self._states.kept()]
 
     def check(self) -> None:
-        """Log the variables that no file has: those made outside of every scope."""
+        """Log the variables that are in no file: those made outside of every scope."""
         outside = context.default_strategy()
         if outside is None or outside.extended.placement is self._placement:
             return
@@ -93,7 +92,7 @@ class StrategyState:
     def restore(
         self, path: str, opening: Callable[[], SnapshotFile] | None, root: int, names: Mapping[str, str], strict: bool
     ) -> dict[str, Any]:
-        """Read all of it; return the program's addition. Collective. See `Strategy.restore`."""
+        """Read everything; return the program's `extra`. Collective. See `Strategy.restore`."""
         from .restore import Restoring
 
         return Restoring(self._group, self._placement, self._states, path, opening, root).restore(names, strict)
@@ -101,12 +100,12 @@ class StrategyState:
 
 @final
 class Checkpoint:
-    """Saves and restores one state, by the ranks of one group."""
+    """Saves and restores of one state by the ranks of one group."""
 
     def __init__(self, group: ProcessGroup, state: SavedState) -> None:
         self._group, self._state = group, state
         self._layout: Layout | None = None
-        self._memory = np.empty(0, np.uint8)  # of a file that is written while the program goes on
+        self._memory = np.empty(0, np.uint8)  # copies for a file that is written while the program continues
         self._saving: Saving | None = None
         self._seconds = 0.0
         self._snapshots = Snapshots(group)
@@ -114,13 +113,15 @@ class Checkpoint:
 
     @property
     def seconds(self) -> float:
-        """The longest time that a file took on this rank, from the call until it was complete, or this rank's part written."""
+        """The longest time to write a file on this rank: until this rank's slices were written, on rank 0 until it was
+        complete.
+        """
         if self._saving is not None:
             self._seconds = max(self._seconds, self._saving.seconds)
         return self._seconds
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None) -> None:
-        """Write all variables and what optimizers keep. Collective. See `Strategy.save`."""
+        """Write all variables and optimizer states. Collective. See `Strategy.save`."""
         with RECORDER.span("s", "save"):
             saving = self._saving = self._prepare(path, extra, keeps=False)
             saving.write()
@@ -132,7 +133,7 @@ class Checkpoint:
     def begin(
         self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None, then: Callable[[], None] | None
     ) -> Saving:
-        """Copy this rank's part of it, and write that in a thread. Collective. See `Strategy.begin_save`."""
+        """Copy this rank's slices, and write them in a thread. Collective. See `Strategy.begin_save`."""
         with RECORDER.span("s", "begin_save"):
             saving = self._saving = self._prepare(path, extra, keeps=True)
             saving.then = then
@@ -140,7 +141,7 @@ class Checkpoint:
         return saving
 
     def prepare(self) -> None:
-        """Have memory for copies, as much as they would take now. Collective. See `Strategy.prepare_save`."""
+        """Allocate memory for the copies of a save. Collective. See `Strategy.prepare_save`."""
         _, slices = self._state.arrays(range(self._group.topology.size), False)
         self._reserve(slices)
 
@@ -157,7 +158,7 @@ class Checkpoint:
         from_rank_0(self._group, "export", path, write)
 
     def end(self) -> None:
-        """Wait for a file that is being written; an error is a warning. Collective."""
+        """Wait for a file being written; log an error as a warning. Collective."""
         saving = self._saving
         if saving is not None:
             try:
@@ -168,39 +169,39 @@ class Checkpoint:
             self._forget()
 
     def end_runs(self) -> None:
-        """Give back the memory of snapshots that are not needed any more. Local."""
+        """Free the memory of unneeded snapshots. Local."""
         self._snapshots.end()
 
     def note_saved(self, run: str, step: int) -> None:
-        """Note that there is a complete checkpoint of a run after a step. Local."""
+        """Record the step of a complete checkpoint of a run. Local."""
         self._snapshots.note_saved(run, step)
 
     def _forget(self) -> None:
         self._seconds, self._saving = self.seconds, None
 
     def restore(self, path: str | os.PathLike[str], names: Mapping[str, str], strict: bool) -> dict[str, Any]:
-        """Read all variables and what optimizers keep; return what was added. Collective. See `Strategy.restore`."""
+        """Read all variables and optimizer states; return the program's `extra`. Collective. See `Strategy.restore`."""
         self.end()
         self._state.check()
         with RECORDER.span("s", "restore"):
             return self._state.restore(os.fspath(path), None, 0, names, strict)
 
     def close(self) -> None:
-        """Nothing: the strategy has called `end`, for as long as ranks could meet."""
+        """Do nothing: the strategy called `end` while ranks could still communicate."""
 
     def leave(self) -> Callable[[], None] | None:
         """See `comm.process_group.Attachment`."""
         return None if self._saving is None else self._saving.leave()
 
     def abandon(self) -> None:
-        """Nothing: a part of a file that is being written needs nobody else."""
+        """Do nothing: this rank's writing needs no other rank."""
 
     def _prepare(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None, keeps: bool) -> Saving:
-        """Agree on a file, and on who writes what of it. Collective.
+        """Agree on a file, and on the slices that each rank writes. Collective.
 
         Args:
             path, extra: see `Strategy.save`.
-            keeps: whether what is written is as it is now, though the program goes on: it is copied.
+            keeps: whether to copy the slices, because the program continues.
         """
         self.end()
         began = time.monotonic()
@@ -220,7 +221,7 @@ class Checkpoint:
             layout = self._layout_of(forms, beside, path)
             kept = self._copied(slices) if keeps else slices
             with group.collective("save", "pieces"):
-                pieces = int(group.all_gather_int([layout.pieces(kept)]).max())  # all have copied, too
+                pieces = int(group.all_gather_int([layout.pieces(kept)]).max())  # also: all have copied
         except BaseException as error:
             with contextlib.suppress(BaseException):
                 replacement.__exit__(type(error), error, error.__traceback__)
@@ -229,13 +230,13 @@ class Checkpoint:
         return Saving(target, group, beside, layout, kept, writers, pieces, complete, replacement, began)
 
     def _writers(self, beside: Path) -> list[int]:
-        """Return the ranks that reach the file: all, where the folder is on a file system of all nodes. Collective."""
+        """Return the ranks that can write the file: all, if the folder is on a shared file system. Collective."""
         with self._group.collective("save", "writers"):
             reached = self._group.all_gather_int([os.access(beside, os.W_OK)])[:, 0]
         return [rank for rank, reaches in enumerate(reached) if reaches]
 
     def _layout_of(self, forms: dict[str, Form], beside: Path, path: str | os.PathLike[str]) -> Layout:
-        """Return where arrays lie in the file. Collective."""
+        """Return the offsets of arrays in the file. Collective."""
         if self._layout is None or self._layout.forms != forms:
             own: list[Layout] = []
 
@@ -257,7 +258,7 @@ class Checkpoint:
         return layout
 
     def _copied(self, slices: list[Slice]) -> list[Slice]:
-        """Return slices in memory of their own, which is used again for the next file."""
+        """Return copies of slices, in memory that later saves reuse."""
         copied = []
         for part, low in zip(slices, self._reserve(slices), strict=True):
             target = self._memory[low : low + part.array.nbytes].view(part.array.dtype)
@@ -266,17 +267,17 @@ class Checkpoint:
         return copied
 
     def _reserve(self, slices: list[Slice]) -> list[int]:
-        """Have memory for copies of slices; return where in it each begins."""
+        """Allocate memory for copies of slices; return the offset of each."""
         begins, end = [], 0
         for part in slices:
             begins.append(end)
             end += -(-part.array.nbytes // _ALIGNMENT) * _ALIGNMENT
         if self._memory.size < end:
-            self._memory = np.full(end, 0, np.uint8)  # touched: the system has given all pages
+            self._memory = np.full(end, 0, np.uint8)  # touched, so that all pages are allocated
         return begins
 
     def take_snapshot(self, step: int, extra: Mapping[str, Any], run: str) -> None:
-        """Keep the state in memory of each node. Collective. See `Strategy.take_snapshot`."""
+        """Copy the state into the memory of each node. Collective. See `Strategy.take_snapshot`."""
         with RECORDER.span("s", "snapshot"):
             self._state.check()
             text = agree_extra(self._group, "", extra)
@@ -285,15 +286,15 @@ class Checkpoint:
             self._snapshots.take(run, step, forms, slices, notes)
 
     def reach(self, step: int) -> None:
-        """Tell the supervisor which step the job has reached. Local."""
+        """Record the step that the job has reached, for the supervisor. Local."""
         self._snapshots.reach(step)
 
     def newest_snapshot(self, run: str) -> Snapshot | None:
-        """Return the newest state of a run that is whole on some node. Collective."""
+        """Return the newest state of a run that is complete on some node. Collective."""
         return self._snapshots.newest(run)
 
     def restore_snapshot(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Restore a state from memory; return what was added. Collective."""
+        """Restore a state from memory; return the program's `extra`. Collective."""
         with RECORDER.span("s", "restore"):
             opening = partial(self._snapshots.open, snapshot)
             return self._state.restore(f"the snapshot of step {snapshot.step}", opening, snapshot.root, {}, True)

@@ -1,6 +1,7 @@
-"""The program's addition to a file, in JSON: notes, and the states of objects such as learning rate schedulers.
+"""The program's `extra` in a file, as JSON: values, and the states of objects such as learning rate schedulers.
 
-States of objects may have what JSON lacks: numbers as keys, tuples, bytes, and small arrays, such as those of random generators.
+States of objects may hold what JSON lacks: numbers as keys, tuples, bytes, and small arrays, such as those of random
+generators.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from ..comm.process_group import ProcessGroup
 
 __all__ = ["agree_extra", "has_state", "read_extra", "state_of_text", "text_of_state"]
 
-_SHOWN = 200  # characters of what a rank has given
+_SHOWN = 200  # characters of a rank's value in errors
 _LARGEST = 1 << 20  # bytes of an array in the state of an object
-# A dict with one of these keys alone has keys that are numbers: a list of pairs, since JSON's keys are text.
+# A dict with only one of these keys stands for a dict with numbers as keys: a list of pairs, since JSON's keys are text.
 _ITEMS: dict[str, type[dict[Any, Any]]] = {"mpistrat:dict": dict, "mpistrat:Counter": Counter}
-# A dict with one of these keys alone is another thing of an object's state.
+# A dict with only one of these keys stands for another value of an object's state.
 _TUPLE, _BYTES, _ARRAY, _TENSOR = (f"mpistrat:{name}" for name in ("tuple", "bytes", "array", "tensor"))
 _OTHERS = (_TUPLE, _BYTES, _ARRAY, _TENSOR)
 
 
 def agree_extra(group: ProcessGroup, path: str | os.PathLike[str], extra: Mapping[str, Any] | None) -> str | None:
-    """Return the program's addition to a file as JSON. Collective.
+    """Return the program's `extra` as JSON. Collective.
 
     Raises:
         TypeError, ValueError: on every rank, for values that JSON cannot hold.
-        CollectiveMismatchError: on every rank, when it is not the same on all.
+        CollectiveMismatchError: on every rank: ranks passed different values.
     """
     exchange = partial(group.exchange, "save", detail=os.fspath(path))
     with together(exchange):
         text = None if extra is None else _json_of(extra)
 
     def differ(texts: Mapping[int, str]) -> CollectiveMismatchError:
-        remedy = "Pass what all ranks have alike; of what each has of its own, all of it: strategy.gather"
+        remedy = "Pass values that are equal on all ranks; collect per-rank values with strategy.gather first"
         expected, got = "the same on every rank", by_rank(texts)
         return CollectiveMismatchError(explain("Strategy.save", "extra", expected=expected, got=got, remedy=remedy))
 
@@ -54,7 +55,7 @@ def agree_extra(group: ProcessGroup, path: str | os.PathLike[str], extra: Mappin
 
 
 def has_state(value: Any) -> bool:
-    """Return whether an object has `state_dict` and `load_state_dict`, as a scheduler or a GradScaler of PyTorch."""
+    """Return whether an object has `state_dict` and `load_state_dict`, like a scheduler or GradScaler of PyTorch."""
     if isinstance(value, type):
         return False
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
@@ -65,10 +66,10 @@ def text_of_state(value: Any, where: str) -> str:
 
     Args:
         value: has `state_dict`.
-        where: the words for it in errors.
+        where: its description in errors.
 
     Raises:
-        TypeError, ValueError: the state has something else than text can hold.
+        TypeError, ValueError: the state has values that text cannot hold.
 
     Example:
         >>> class Position:
@@ -81,14 +82,14 @@ def text_of_state(value: Any, where: str) -> str:
 
 
 def state_of_text(text: str) -> Any:
-    """Return the state that `text_of_state` was given."""
+    """Return the state from the text of `text_of_state`."""
     return read_extra(json.loads(text))
 
 
 def read_extra(value: Any) -> Any:
-    """Return what `agree_extra` was given, from JSON that was parsed: the state of an object instead of it.
+    """Return the `extra` of parsed JSON, with the states of objects in place of the objects.
 
-    Tuples are lists but in states of objects.
+    Tuples are lists, except in states of objects.
     """
     if isinstance(value, list):
         return list(map(read_extra, value))
@@ -113,10 +114,10 @@ def _json_of(extra: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any, where: str, of_object: bool = False) -> Any:
-    """Return a value as JSON holds it: lists for tuples, Python's numbers for NumPy's, of an object its state.
+    """Return a value as JSON holds it: tuples as lists, NumPy's numbers as Python's, objects as their states.
 
-    In the state of an object (`of_object`) keys may be numbers, as MultiStepLR's milestones are, and there may be tuples, bytes
-    and arrays.
+    In the state of an object (`of_object`) there may be tuples, bytes and arrays, and keys may be numbers, like MultiStepLR's
+    milestones.
     """
     if isinstance(value, np.ndarray):
         value = plain_array(value, "Strategy.save", where)
@@ -124,7 +125,7 @@ def _plain(value: Any, where: str, of_object: bool = False) -> Any:
         found = _plain_other(value, where)
         if found is not None:
             return found
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # as v.numpy() returns it; torch's tensors, too
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # the result of v.numpy(); also torch's tensors
         value = value.item()
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
@@ -168,7 +169,7 @@ def _text(data: bytes, where: str) -> str:
     """Return bytes as text.
 
     Raises:
-        TypeError: they are too many.
+        TypeError: there are more than 1 MiB.
     """
     if len(data) > _LARGEST:
         expected, got = f"at most {_LARGEST} bytes in an array of the state of an object", str(len(data))
@@ -177,7 +178,7 @@ def _text(data: bytes, where: str) -> str:
 
 
 def _other(kind: str, value: Any) -> Any:
-    """Return what `_plain_other` was given."""
+    """Return the value that `_plain_other` converted."""
     if kind == _TUPLE:
         return tuple(map(read_extra, value))
     if kind == _BYTES:
@@ -186,7 +187,7 @@ def _other(kind: str, value: Any) -> Any:
     data = bytearray(base64.b64decode(text))
     if kind == _ARRAY:
         return np.frombuffer(data, name).reshape(shape)
-    torch = sys.modules["torch"]  # of an object of the program, which has imported it
+    torch = sys.modules["torch"]  # imported by the program, whose object it is
     dtype = getattr(torch, name.removeprefix("torch."))
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)

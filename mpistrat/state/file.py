@@ -3,13 +3,13 @@
     /                 attributes format="mpistrat checkpoint", version=2; digest, that of the dataset digests
     /variables/NAME   one dataset each, contiguous, from a page's start; the attribute dtype where HDF5 has no such
                       type (bfloat16 as uint16)
-    /optimizers/0     attributes name, iterations, and made, its number in the scope of the program or, with parameter
-                      servers, in the program, and settings, JSON: a dict for each group; slots/NAME/SLOT one dataset each
-    /extra            what the program gave beside, in JSON
+    /optimizers/0     attributes name; iterations; made, its number in the scope or, with parameter servers, in the
+                      program; settings, JSON: a dict for each group; slots/NAME/SLOT one dataset each
+    /extra            the program's `extra`, in JSON
     /digests          JSON: the digests of all elements of these datasets, in the pieces in which they were written, and
                       the attributes of the optimizers
 
-A ShardedVariable is one dataset too, and so are its slots: a program that restores it may have other shards, or none.
+A ShardedVariable is one dataset, and so are its slots: the program that restores it may have other shards, or none.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ _REMEDY = "Restore an older file, or another copy of it"
 
 
 class DamagedError(Exception):
-    """The file is not what was saved."""
+    """The error of a file that differs from what was saved."""
 
 
 def stored(dtype: np.dtype) -> np.dtype:
-    """Return the dtype that HDF5 has for one; bfloat16's bits are uint16."""
+    """Return the dtype in HDF5: uint16 for the bits of bfloat16, else the same."""
     return np.dtype(np.uint16) if dtype.name == "bfloat16" else dtype
 
 
 def complete_file(path: Path, digests: Digests, optimizers: Sequence[Mapping[str, Any]], extra: str | None) -> None:
-    """Make a file whose arrays are written a checkpoint: add all else.
+    """Complete a checkpoint whose arrays are written: add everything else.
 
     Raises:
-        OSError, RuntimeError, ValueError: what h5py and the system raise.
+        OSError, RuntimeError, ValueError: from h5py and the system.
     """
     with unfailing(path, "r+") as (file, check):
         plain, settings = [], []
@@ -92,17 +92,17 @@ def complete_file(path: Path, digests: Digests, optimizers: Sequence[Mapping[str
 
 
 def about_slice(key: str, shape: Sequence[int], start: int) -> str:
-    """Return what the digest of a slice says about it, beside its elements."""
+    """Return the text about a slice that its digest includes."""
     return f"{key} {tuple(map(int, shape))} {start}"
 
 
 def from_rank_0(
     group: ProcessGroup, function: str, path: str | os.PathLike[str], call: Callable[[], dict[str, Any]], root: int = 0
 ) -> dict[str, Any]:
-    """Return on every rank what a call returned on the root. Collective.
+    """Return on every rank the result of a call on the root. Collective.
 
     Raises:
-        OSError: on every rank, when it failed.
+        OSError: on every rank: the call failed.
     """
     own: dict[str, Any] = {}
 
@@ -118,7 +118,7 @@ def on_all(group: ProcessGroup, function: str, path: str | os.PathLike[str], cal
     """Make a call on each rank that has one. Collective.
 
     Raises:
-        OSError: on every rank, when one failed.
+        OSError: on every rank: a call failed.
     """
     with together(partial(group.exchange, function, detail=os.fspath(path)), as_told):
         try:
@@ -136,15 +136,15 @@ def _reason(function: str, error: Exception) -> str:
 
 @final
 class CheckpointFile:
-    """A checkpoint that is being read. Only what is asked for is read, and only where it lies in this file.
+    """A checkpoint open for reading. Only requested data are read, and only data stored in this file.
 
     Attributes:
-        optimizers: name, iterations, made and settings of each, None for what the file has not.
-        weights_only: whether a file of this kind has no optimizers.
+        optimizers: name, iterations, made and settings of each; None for values that the file lacks.
+        weights_only: whether files of this kind have no optimizers.
 
     Raises:
-        DamagedError: for what is no checkpoint, or not as it was saved.
-        OSError: the file is not there or cannot be read.
+        DamagedError: it is not a checkpoint, or differs from what was saved.
+        OSError: the file does not exist or cannot be read.
     """
 
     weights_only = False
@@ -157,19 +157,19 @@ class CheckpointFile:
             raise OSError("expected a file, got a directory or a device")
         try:
             self._file = h5py.File(path, "r")
-        except BlockingIOError:  # nobody writes what has this name, but its writer's lock may last a little longer
+        except BlockingIOError:  # a file of this name is complete; its writer's lock may last a little longer
             self._file = h5py.File(path, "r", locking=False)
         try:
             attributes = self._file.attrs
             if attributes.get("format") != FORMAT or attributes.get("version") != VERSION:
-                raise DamagedError(f"expected a {FORMAT}, version {VERSION}, got another file")
+                raise DamagedError(f"not a {FORMAT} of version {VERSION}")
             self._digests: Digests | None = None
             self.optimizers = self._optimizers()
             self._read_digests()
             for about in self.optimizers:
                 about["settings"] = _parsed(about["settings"])
             if self.optimizers and all(about["settings"] is None for about in self.optimizers):
-                text = f"{path} has no learning rates and other settings of optimizers: the program's stay"
+                text = f"{path} has no learning rates and other settings of optimizers: the program's settings are used"
                 log.once(logging.WARNING, f"Strategy.restore: {text}")
         except BaseException:
             self._file.close()
@@ -184,7 +184,7 @@ class CheckpointFile:
         self._file.close()
 
     def forms(self, names: Iterable[str]) -> dict[str, Form]:
-        """Return shape and dtype of the variables of these names, where they are there, and of their slots; no values."""
+        """Return shape and dtype of the existing variables of these names, and of their slots; no values."""
         forms: dict[str, Form] = {}
         prefixes = [f"optimizers/{index}/slots/" for index in range(len(self.optimizers))]
         wanted = set(names)
@@ -210,7 +210,7 @@ class CheckpointFile:
             return list(find_group(self._file, "variables") or ())
 
     def read_array(self, key: str, form: Form) -> np.ndarray:
-        """Return the values of a dataset, after a comparison with their digests."""
+        """Return the values of a dataset, after comparing them with their digests."""
         with _named(key):
             dataset = find(self._file, key)
             if dataset is None or self._form(dataset) != form:
@@ -225,7 +225,7 @@ class CheckpointFile:
         return array
 
     def places(self, keys: Iterable[str]) -> dict[str, Any] | None:
-        """Return where arrays lie in the file, for `FileSlices`; None where only this reader can tell."""
+        """Return the offsets of arrays in the file, for `FileSlices`; None if only HDF5 can find them."""
         dataset, digest = find(self._file, "digests"), self._file.attrs.get("digest")
         if self._digests is None or dataset is None or dataset.id.get_offset() is None:
             return None
@@ -238,7 +238,7 @@ class CheckpointFile:
         return {"offsets": offsets, "table": [dataset.id.get_offset(), int(dataset.size)], "digest": digest}
 
     def extra(self) -> Any:
-        """Return what the program gave beside; None where it gave nothing."""
+        """Return the program's `extra`; None if there is none."""
         kept = None if self._digests is None else self._digests.get("extra")
         if find(self._file, "extra") is None:
             return None if kept is None else _damaged("extra", "was saved, but is not there")
@@ -251,7 +251,7 @@ class CheckpointFile:
             return json.loads(text.tobytes())
 
     def _form(self, dataset: Any) -> Form:
-        """The form of a dataset whose values lie in this file, and were written."""
+        """Return the form of a dataset; raise Refused unless its values were written, and in this file."""
         if dataset.is_virtual:
             raise Refused("a virtual dataset, which may draw from other files")
         check_storage(dataset, self._path, {self._path.resolve()})
@@ -281,7 +281,7 @@ class CheckpointFile:
             for index in range(count):
                 own = find_group(self._file, f"optimizers/{index}")
                 if own is None:
-                    raise Refused(f"{count} entries, among which {index} is none")
+                    raise Refused(f"{count} entries, but no entry {index}")
                 found.append(_optimizer(own.attrs))
         return found
 
@@ -289,7 +289,7 @@ class CheckpointFile:
         with _named("digests"):
             digest = self._file.attrs.get("digest")
             if digest is None and find(self._file, "digests") is None:
-                text = f"{self._path} was saved without digests: whether its values are as they were cannot be told"
+                text = f"{self._path} was saved without digests: its values cannot be verified"
                 log.once(logging.WARNING, f"Strategy.restore: {text}")
                 return
             if not isinstance(digest, str):
@@ -305,7 +305,7 @@ class CheckpointFile:
             if not same:
                 _damaged("digests", "is not as it was saved")
             document = json.loads(table)
-            texts = document.get("settings", itertools.repeat(None))  # beside them, for readers that know no settings
+            texts = document.get("settings", itertools.repeat(None))  # separate, for readers without settings
             kept = [
                 {"made": None, **about, "settings": s} for about, s in zip(document["optimizers"], texts, strict=False)
             ]
@@ -327,10 +327,10 @@ def check_digests(
     read: Callable[[int, int], np.ndarray],
     numbers: Container[int],
 ) -> None:
-    """Compare an array with its digests: those of some numbers, and that they are of all elements.
+    """Compare an array with some of its digests, and check that the digests cover all elements.
 
     Raises:
-        DamagedError: it is not as it was saved.
+        DamagedError: it differs from what was saved.
     """
     end = 0
     with _named(key):
@@ -365,22 +365,22 @@ def _optimizer(attributes: Any) -> dict[str, Any]:
 
 
 def _parsed(settings: str | None) -> list[dict[str, Any]] | None:
-    """Return the settings of an optimizer from their text."""
+    """Return the settings of an optimizer from their JSON text."""
     with _named("settings"):
         found = None if settings is None else json.loads(settings)
         if found is not None and (not isinstance(found, list) or not all(isinstance(group, dict) for group in found)):
-            raise Refused("settings that are no list of dicts")
+            raise Refused("settings that are not a list of dicts")
         return found
 
 
 @contextlib.contextmanager
 def _named(key: str) -> Iterator[None]:
-    """Raise errors as DamagedError with the name of what was read."""
+    """Raise errors as DamagedError with the name of the data."""
     try:
         yield
     except DamagedError:
         raise
-    except Exception as error:  # h5py raises many kinds for what is damaged
+    except Exception as error:  # h5py raises many kinds of errors for damaged files
         text = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
         raise DamagedError(f"{key}: {text}. {_REMEDY}") from error
 

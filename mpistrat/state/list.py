@@ -1,9 +1,8 @@
-"""The state of a job as one list: the name of each array, the box of it that this rank has, and its elements.
+"""The state of a job as one list of entries: an array's name, this rank's box of it, and the elements of the box.
 
-`entries` makes the list of all variables and of what optimizers keep. A file, a snapshot in memory and an export are written
-from it, in flat slices: `Writers` says which rank writes which elements of what several ranks have. `locations` says the same
-of variables for a restore, whose ranks take boxes of other layouts. An array need not be a variable's: whoever has an array
-and its box can put an entry into the list.
+`entries` lists all variables and optimizer slots. Files, snapshots and exports are written from this list, in flat slices.
+`Writers` selects the elements that each rank writes. `locations` gives the same boxes of variables to a restore, whose ranks
+may have other boxes. Any array with a box can be an entry, not only a variable's.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ __all__ = [
 
 
 class Form(NamedTuple):
-    """The shape and the dtype of a whole array. The dtype is a name, since files may have one that NumPy lacks."""
+    """The shape and dtype of a whole array. The dtype is a name: files may have dtypes that NumPy lacks."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -55,12 +54,12 @@ class Form(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """The bytes of all elements."""
         return self.size * self.kind.itemsize
 
 
@@ -73,15 +72,15 @@ class Slice(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An array of the state, and what this rank has of it.
+    """An array of the state, and this rank's share of it.
 
     Attributes:
         key: the array's name in files.
         dtype: of its elements.
-        box: the part of the whole array.
-        parts: elements of the box that this rank has: the number of the first one, and a flat array.
+        box: the range of the whole array.
+        parts: this rank's elements of the box: the number of the first one, and a flat array.
         everywhere: whether all ranks have the box; else each element is on one rank.
-        part: how the ranks of a replica divide the whole, each of which has a box; None where they do not.
+        part: the division of the whole among the ranks of a replica, each of which has a box; None if not divided.
     """
 
     key: str
@@ -93,12 +92,12 @@ class Entry(NamedTuple):
 
 
 class Location(NamedTuple):
-    """Where a variable lies: all of an array, rows of a ShardedVariable, or on each rank of a mesh a box.
+    """The location of a variable: a whole array, rows of a ShardedVariable, or on each rank of a mesh a box.
 
     Attributes:
         name: of the array.
         box: the variable in it.
-        part: how the ranks of a replica divide the array; None where they do not.
+        part: the division of the array among the ranks of a replica; None if not divided.
     """
 
     name: str
@@ -107,7 +106,7 @@ class Location(NamedTuple):
 
 
 def locations(placement: Placement) -> dict[str, Location]:
-    """Return where each variable lies, by its name."""
+    """Return the location of each variable, by its name."""
     found = {}
     for variable in placement.variables:
         part = variable.part
@@ -119,7 +118,7 @@ def locations(placement: Placement) -> dict[str, Location]:
 
 
 def entries(placement: Placement, states: OptimizerStates, writers: Writers) -> Iterator[Entry]:
-    """Yield all variables, and the slots of all optimizers. Collective: take each one's slices before the next."""
+    """Yield all variables, and the slots of all optimizers. Collective: take the slices of each before the next."""
     found = locations(placement)
     yield from variable_entries(placement, found, writers)
     dtypes = {variable.name: accumulation_dtype(variable.dtype) for variable in placement.variables}
@@ -140,7 +139,7 @@ def variable_entries(placement: Placement, found: Mapping[str, Location], writer
             value = store.value_here(variable)
             yield Entry(key, dtype, where.box, [] if value is None else [(0, value)])
         else:
-            value = value_for_file(variable)  # of ON_READ variables it is collective
+            value = value_for_file(variable)  # collective for ON_READ variables
             yield Entry(key, dtype, where.box, [(0, value)] if writers.leads else [])
 
 
@@ -158,7 +157,7 @@ def _slot_entries(
     for name, shape, dtype, slots in kept.slots_here(ranks, writers.leads, writers.each_node):
         whole_name, box, part = found.get(name) or Location(name, Box(shape))
         dtype = dtypes.get(name, dtype)
-        none = placement.grid is not None and part is None and not writers.leads  # every rank of a replica has it
+        none = placement.grid is not None and part is None and not writers.leads  # all ranks of a replica have it
         first, size = (box.first, math.prod(shape)) if part is None else (0, part.whole_size)
         for slot, parts in slots.items():
             key = f"optimizers/{index}/slots/{key_of(whole_name)}/{key_of(slot)}"
@@ -174,18 +173,18 @@ def _slot_entries(
 
 @final
 class Writers:
-    """The ranks that write, and the elements that each writes of what several have.
+    """The ranks that write, and the elements that each writes of arrays on several ranks.
 
-    Nodes have equal copies of most: then all writers write a share, with borders at pages of the file. What lies on some rank
-    only is written there; what no other writer reaches comes to the first one.
+    Nodes have equal copies of most arrays: all writers write a share, with borders at pages of the file. Elements on one rank
+    are written there, or by the first writer if that rank does not write.
 
     Attributes:
-        ranks: those that write.
+        ranks: the writers.
         each_node: whether the ranks of each node write all, divided among them.
         leads: whether this rank writes what is not divided: rank 0, or the first of each node.
         all: whether all ranks write.
         reach_servers: whether each parameter server writes its own variables.
-        sets: the ranks that together write all of it, once: those of each node, or all that write.
+        sets: the sets of ranks that write everything once: the ranks of each node, or all writers.
     """
 
     def __init__(self, group: ProcessGroup, grid: Grid | None, ranks: Sequence[int], each_node: bool = False) -> None:
@@ -202,9 +201,9 @@ class Writers:
             self._shares[rank] = (among.index(rank), len(among)) if among else (0, 0)
 
     def slices(self, entry: Entry) -> list[Slice]:
-        """Return what this rank writes of an entry. Collective over a replica that divides the array."""
+        """Return the slices of an entry that this rank writes. Collective over a replica that divides the array."""
         key, dtype, box, parts, everywhere, part = entry
-        if part is not None:  # each rank of the replica gives its box, and gets what it writes
+        if part is not None:  # each rank of the replica sends its box, and receives the elements it writes
             wanted = [self._share(part.whole_size, dtype, rank) for rank in self._replica]
             start, _ = self._share(part.whole_size, dtype, self._rank)
             return [Slice(key, start, _flat(part.elements(_flat(parts[0][1], dtype), wanted), dtype))]
@@ -220,13 +219,13 @@ class Writers:
         ]
 
     def _share(self, size: int, dtype: np.dtype, rank: int) -> tuple[int, int]:
-        """Return which elements a rank writes of what all have."""
+        """Return the range that a rank writes of elements that all ranks have."""
         index, count = self._shares[rank]
         return aligned_block(size, count, index, PAGE // dtype.itemsize) if count else (0, 0)
 
 
 def slices_of(found: Iterable[Entry], writers: Writers) -> tuple[dict[str, Form], list[Slice]]:
-    """Return the forms of all arrays of a list, and what this rank writes, each element on one rank. Collective."""
+    """Return the forms of all arrays of a list, and this rank's slices; each element is on one rank. Collective."""
     forms: dict[str, Form] = {}
     slices: list[Slice] = []
     for entry in found:
@@ -237,7 +236,7 @@ def slices_of(found: Iterable[Entry], writers: Writers) -> tuple[dict[str, Form]
 
 
 def wholes(forms: dict[str, Form], slices: Iterable[Slice]) -> dict[str, np.ndarray]:
-    """Return whole arrays by key, of slices that have all their elements: views where one slice has them."""
+    """Return whole arrays by key from slices with all their elements: views where one slice has all."""
     found: dict[str, np.ndarray] = {}
     for key, start, array in slices:
         form = forms[key]
@@ -251,12 +250,12 @@ def wholes(forms: dict[str, Form], slices: Iterable[Slice]) -> dict[str, np.ndar
 
 @functools.cache
 def _dtype_name(dtype: np.dtype) -> str:
-    """Return NumPy's name of a dtype, which NumPy forms anew each time."""
+    """Return NumPy's name of a dtype, cached: NumPy builds it on each call."""
     return dtype.name
 
 
 def _flat(array: Any, dtype: np.dtype) -> np.ndarray:
-    """Return elements as files have them: a program may have given an optimizer slots of another dtype."""
+    """Return flat elements in the dtype of files: a program may have set slots of another dtype."""
     return np.ascontiguousarray(to_host(array), dtype).reshape(-1)
 
 
@@ -264,17 +263,17 @@ def _flat(array: Any, dtype: np.dtype) -> np.ndarray:
 
 
 def key_of(name: str) -> str:
-    """Return a name as one link of HDF5, which cuts at slashes and takes "." for the group itself."""
+    """Return a name as one link of HDF5, which splits at slashes and reads "." as the group itself."""
     quoted = name.replace("%", "%25").replace("/", "%2F")
     return quoted.replace(".", "%2E") if set(quoted) == {"."} else quoted
 
 
 def name_of(key: str) -> str:
-    """Return the name that `key_of` was given."""
+    """Return the name of a key: the inverse of `key_of`."""
     return key.replace("%2E", ".").replace("%2F", "/").replace("%25", "%")
 
 
 def link_of(key: str) -> str:
-    """Return the link of the variable that an array in files is, or is a slot of."""
+    """Return the link of the variable of an array in files: of itself, or of the slot's variable."""
     words = key.split("/")
     return words[1 if words[0] == "variables" else 3]

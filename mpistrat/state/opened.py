@@ -1,6 +1,6 @@
-"""A file or a snapshot that one rank has opened for all: its list of arrays, the comparison with what was saved, the values.
+"""A file or snapshot that one rank opened for all: its list of arrays, its comparison with the digests, its values.
 
-Each rank reads what it takes itself where all ranks find what the root has opened; else the root reads and sends.
+If all ranks find the root's file, each rank reads its own elements. Otherwise the root reads and sends.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["OpenState"]
 
 @final
 class OpenState:
-    """A file or a snapshot while it is restored. A `with` block closes it; its methods are called in this order.
+    """A file or snapshot during a restore. A `with` block closes it. Call its methods in the order of this class.
 
     Args:
         group: the ranks.
-        path: the file, or the words for it in errors.
+        path: the file, or its description in errors.
         opening: opens the file on the root, if the path does not name it.
         root: the rank that reads.
     """
@@ -47,15 +47,15 @@ class OpenState:
         self._stack.close()
 
     def look(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the list of what is in it: optimizers, forms of the arrays of these names, all names. Collective.
+        """Return the contents: optimizers, forms of the arrays of these names, all names. Collective.
 
         Raises:
-            OSError: on every rank, when it cannot be read.
+            OSError: on every rank: the file cannot be read.
         """
         return from_rank_0(self._group, "restore", self._path, partial(self._look, names), self._root)
 
     def _look(self, names: Iterable[str]) -> dict[str, Any]:
-        """Open the file, and return the list of what is in it. On the root."""
+        """Open the file, and return its contents. On the root."""
         path = Path(self._path)
         if self._opening is not None:
             file: CheckpointFile | SafetensorsFile | SnapshotFile = self._opening()
@@ -70,20 +70,20 @@ class OpenState:
         return {**about, "names": file.names(), "places": file.places(forms)}
 
     def check(self, places: Mapping[str, Any] | None, forms: Mapping[str, Form]) -> None:
-        """Compare arrays with what was saved. Collective.
+        """Compare arrays with their digests. Collective.
 
         Args:
-            places: where the arrays lie in the file, as `look` has found.
-            forms: the arrays that will be taken.
+            places: the offsets of the arrays in the file, from `look`.
+            forms: the arrays to restore.
 
         Raises:
-            OSError: on every rank, when one differs.
+            OSError: on every rank: an array differs.
         """
         self._reader = self._own_reader(places)
         on_all(self._group, "restore", self._path, partial(self._compare, forms))
 
     def _own_reader(self, places: Mapping[str, Any] | None) -> SliceReader | None:
-        """Return the reader of this rank's elements; None where not all find what the root has. Collective."""
+        """Return the reader of this rank's elements; None unless all ranks find the root's file. Collective."""
         if places is None:
             return None
         reader: SliceReader | None = None
@@ -96,7 +96,7 @@ class OpenState:
             return reader if self._group.agree(int(reader is not None), "min") else None
 
     def _compare(self, forms: Mapping[str, Form]) -> None:
-        """Compare all that will be read with what was saved."""
+        """Compare all arrays to be read with their digests."""
         topology = self._group.topology
         if self._reader is not None:
             self._reader.check(forms, topology.local_rank, topology.local_size)
@@ -105,7 +105,7 @@ class OpenState:
                 self._file.read_array(key, form)
 
     def extra(self) -> Any:
-        """Return the program's addition. Collective."""
+        """Return the program's `extra`. Collective."""
         return from_rank_0(self._group, "restore", self._path, self._extra, self._root)["extra"]
 
     def _extra(self) -> dict[str, Any]:
@@ -113,13 +113,13 @@ class OpenState:
         return {"extra": self._file.extra()}
 
     def take(self, forms: Mapping[str, Form], receivers: Mapping[str, Sequence[Receiver]]) -> None:
-        """Read what this rank takes. Collective.
+        """Read this rank's elements. Collective.
 
         Raises:
-            OSError: on every rank, when it cannot be read; what was there before is changed in part.
+            OSError: on every rank: the file cannot be read; variables are partly changed.
         """
         problem: Exception | None = None
-        self._group.barrier("restore")  # nobody reads what is overwritten
+        self._group.barrier("restore")  # no rank still reads the values that are overwritten
         if self._reader is None:
             read = None if self._file is None else self._file.read_array
             problem = send(self._group, self._root, read, forms, receivers)
@@ -129,12 +129,12 @@ class OpenState:
     def _change(
         self, problem: Exception | None, forms: Mapping[str, Form], receivers: Mapping[str, Sequence[Receiver]]
     ) -> None:
-        """Read what this rank takes, unless it was sent; raise what went wrong, and that it leaves no whole state."""
+        """Read this rank's elements unless they were sent; raise errors with the note that the state is partly changed."""
         try:
             if problem is not None:
                 raise problem
             if self._reader is not None:
                 read_own(self._reader, forms, receivers)
         except Exception as error:
-            left = "variables and optimizers have been changed in part: restore a file before you go on"
+            left = "variables and optimizers have been changed in part: restore a file before you continue"
             raise OSError(printable(f"{type(error).__name__}: {error}; {left}")) from error

@@ -1,4 +1,4 @@
-"""The optimizers of a strategy: their numbers in files, and what was restored for them."""
+"""The optimizers of a strategy: their numbers in files, and restored states of optimizers not created yet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Kept", "OptimizerStates"]
 
 
 class _Restored(NamedTuple):
-    """The state of an optimizer that is not known yet. `made` is its number in the scope of the program that saved it."""
+    """The restored state of an optimizer not created yet. `made` is its number in the scope of the program that saved it."""
 
     name: str
     state: dict[str, Any]
@@ -29,13 +29,13 @@ class _Restored(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Kept:
-    """What a file holds of one optimizer.
+    """The state of one optimizer in a file.
 
     Attributes:
         name: of the optimizer.
-        made: its number in the scope of the program; None where it was made outside.
-        optimizer: the optimizer; None where the program has not made it yet.
-        state: what waits for its first step; None where it has taken one.
+        made: its number in the scope of the program; None if made outside.
+        optimizer: the optimizer; None if the program has not created it yet.
+        state: the state before its first step; None afterwards.
         placement: of the strategy.
     """
 
@@ -46,7 +46,7 @@ class Kept:
     placement: Placement
 
     def about(self) -> dict[str, Any]:
-        """Return its numbers in a file. Collective."""
+        """Return its numbers and settings for a file. Collective."""
         if self.state is None:
             one = self.optimizer
             iterations, settings = one._core.all_iterations(), one.get_settings()
@@ -56,20 +56,20 @@ class Kept:
         return {name: value for name, value in about.items() if value is not None}
 
     def start_of(self, slot: str) -> float:
-        """Return what a slot is where there is none."""
+        """Return the start value of a slot."""
         return 0.0 if self.optimizer is None else self.optimizer._core.slot_start.get(slot, 0.0)
 
     def slots_here(
         self, writers: Collection[int] | None, all_else: bool, each_node: bool = False
     ) -> Iterator[SlotsHere]:
-        """Yield for each variable this rank's part of its slots, each element on one rank. Collective.
+        """Yield this rank's slots of each variable, each element on one rank. Collective.
 
-        Where replicas are divided over ranks, each rank gives all that the variable has there: whoever writes it takes a share.
+        If replicas are divided over ranks, each rank yields all its elements of the variable, and `Writers` divides them.
 
         Args:
-            writers: the ranks that write; None for all, among whom nodes divide what they have alike.
-            all_else: whether this rank gives what all ranks have alike.
-            each_node: whether the ranks of each node give all.
+            writers: the ranks that write; None for all, which divide equal copies of nodes.
+            all_else: whether this rank yields undivided values that all ranks have.
+            each_node: whether the ranks of each node yield all.
         """
         waiting = None if self.state is None else self.state["slots"].items()
         if self.placement.grid is not None:
@@ -85,14 +85,13 @@ class Kept:
 
 @final
 class OptimizerStates:
-    """Knows the optimizers of a strategy, and what waits for those that are yet to be made.
+    """The optimizers of a strategy, and the restored states of optimizers not created yet.
 
-    A file lists optimizers in the order of their first steps, and says of those that were made in the scope which one
-    each was: these get their states when they are restored, the others at their first step. With parameter servers the number
-    in files is the one by which the program makes them.
+    A file lists optimizers in the order of their first steps, with the creation number of those created in the scope. These get
+    their states on restore, the others at their first step. With parameter servers the number in files is the creation number.
 
     Attributes:
-        registered: those that were applied or restored, in that order, the same on every rank.
+        registered: optimizers that were applied or restored, in that order, the same on every rank.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -103,10 +102,10 @@ class OptimizerStates:
         self._restored: dict[int, _Restored] = {}
 
     def register(self, optimizer: Any) -> None:
-        """Note an optimizer, and give it what was restored for it.
+        """Register an optimizer, and give it its restored state.
 
         Raises:
-            ValueError: that belongs to another optimizer.
+            ValueError: that state belongs to another optimizer.
         """
         with self._lock:
             if any(known is optimizer for known in self.registered):
@@ -133,11 +132,13 @@ class OptimizerStates:
         return next(number for number in range(len(taken) + 1) if number not in taken)
 
     def number_of(self, optimizer: Any) -> int:
-        """Return the number by which files know an optimizer that was registered."""
+        """Return the number in files of a registered optimizer."""
         return self._numbers[id(optimizer)]
 
     def kept(self) -> list[Kept]:
-        """Return what files hold of each optimizer: registered ones, states that wait, and early ones of the scope."""
+        """Return the states for files: registered optimizers, restored states not used yet, and optimizers of the scope before
+        their first step.
+        """
         placement, store = self._placement, self._placement.store
         found = {}
         for one in self.registered:
@@ -155,7 +156,7 @@ class OptimizerStates:
         return [found[number] for number in sorted(found)]
 
     def _early(self) -> list[Any]:
-        """The optimizers that were made in the scope and have taken no step, the same on every rank."""
+        """Return the optimizers created in the scope that have taken no step, the same on every rank."""
         store, strategy = self._placement.store, self._placement.strategy
         if store is not None:
             return store.early
@@ -163,10 +164,10 @@ class OptimizerStates:
         return [one for one in self._placement.made if id(one) not in known and one._core.may_join(strategy)]
 
     def numbers(self, optimizers: Sequence[Mapping[str, Any]], begun: Collection[int]) -> list[int | None]:
-        """Return the number by which this strategy knows each optimizer of a file; None for one that is not taken.
+        """Return the number here of each optimizer of a file; None if it is not restored.
 
-        One that was made in the scope is known by its number there, others by their order. One that had taken no step is only
-        taken by the optimizer that was made as that number.
+        Optimizers created in the scope are identified by that number, others by their order. One without a step is restored
+        only into the optimizer created with its number.
 
         Args:
             optimizers: of the file.
@@ -196,9 +197,9 @@ class OptimizerStates:
         return numbers
 
     def begin(self, numbered: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take what a file has of optimizers by number, but for their slots; it replaces what was restored before.
+        """Take the state of optimizers except their slots, by number; it replaces restored states. Call it on all ranks.
 
-        One that is not known yet gets its state when it is applied. Done by all ranks alike.
+        An optimizer not created yet gets its state when it is applied.
         """
         with self._lock:
             self._restored.clear()
@@ -211,11 +212,11 @@ class OptimizerStates:
                     optimizer._core.set_counts(about["iterations"], about["settings"])
 
     def fill(self, number: int, slots: Mapping[str, Any], restarted: Collection[Any]) -> None:
-        """Take slots of an optimizer that `begin` was called for, by name of variable. Done by all ranks alike.
+        """Take slots of an optimizer after `begin`, by name of variable. Call it on all ranks.
 
         Args:
             number: of the optimizer.
-            slots: whole.
+            slots: whole arrays.
             restarted: variables of which the file has no slots.
         """
         with self._lock:
@@ -227,15 +228,15 @@ class OptimizerStates:
                 self._restored[number].state["slots"].update(slots)
 
     def with_number(self, number: int) -> Any:
-        """Return the registered optimizer that files know by a number; None where there is none."""
+        """Return the registered optimizer of a number in files; None if there is none."""
         return next((one for one in self.registered if self.number_of(one) == number), None)
 
     def taking(self, number: int, about: Mapping[str, Any]) -> Any:
-        """Return the optimizer that takes what a file has under a number; None where the program has not made it."""
+        """Return the optimizer that takes the state of a number in a file; None if not created."""
         return self.with_number(number) or self._find(number, _Restored(about["name"], {}, about["made"]))
 
     def instead_of(self, about: Mapping[str, Any]) -> Any:
-        """Return what the program has made in the place of an optimizer of a file; None if that may be made yet."""
+        """Return the optimizer created with the number of another one in a file; None if that may still be created."""
         store, new = self._placement.store, list(self._made())
         if about["made"] is None or any(one.name == about["name"] for one in new):
             return None
@@ -243,7 +244,7 @@ class OptimizerStates:
         return next((one for number, one in numbers if number == about["made"]), None)
 
     def give(self) -> None:
-        """Give those that the program has made already what was restored for them. Done by all ranks alike."""
+        """Give existing optimizers their restored states. Call it on all ranks."""
         with self._lock:
             strategy = self._placement.strategy
             for number in sorted(self._restored):
@@ -252,27 +253,27 @@ class OptimizerStates:
                     optimizer._core.join(strategy)
 
     def drop_waiting(self) -> list[str]:
-        """Forget what was restored for optimizers that the program has not made, and return their names."""
+        """Drop restored states of optimizers not created, and return their names."""
         with self._lock:
             names = [waiting.name for waiting in self._restored.values()]
             self._restored.clear()
             return names
 
     def _find(self, number: int, waiting: _Restored) -> Any:
-        """The optimizer that will get a state for certain, if it was made."""
+        """Return the existing optimizer that certainly gets a state; None if there is none."""
         new = [one for one in self._made() if one.name == waiting.name]
         store = self._placement.store
         if store is not None:
             found = (one for one in new if store.number_of(one) == number)
         elif waiting.made is not None:
             found = (one for one in new if one._core.number_in(self._placement) == waiting.made)
-        else:  # a file without these numbers: only a name that is there once identifies
+        else:  # a file without these numbers: only a unique name identifies
             alike = [other for other in self._restored.values() if other.name == waiting.name]
             found = (one for one in new if len(new) == len(alike) == 1)
         return next(found, None)
 
     def _made(self) -> Iterator[Any]:
-        """The optimizers that were made, and not registered."""
+        """Return the optimizers that exist and are not registered."""
         store, strategy = self._placement.store, self._placement.strategy
         made = self._placement.made if store is None else store.made()
         known = set(map(id, self.registered))
@@ -280,7 +281,7 @@ class OptimizerStates:
 
 
 def _first_free(least: int, taken: set[int | None]) -> int:
-    """Return the first number that is not taken, and take it."""
+    """Return the first free number, and take it."""
     found = next(number for number in itertools.count(least) if number not in taken)
     taken.add(found)
     return found

@@ -1,8 +1,8 @@
-"""Elements of a checkpoint's arrays: each rank reads those that it takes, or the root reads all and sends them.
+"""Reading a checkpoint's arrays: each rank reads its elements, or the root reads all and sends them.
 
-Where all ranks find the file that the root has opened, no values are sent: the ranks of a node compare its digests together,
-and then each reads the elements that it takes. Else the root reads, and every node gets each element once: through
-the staging memory of the root's node, whose ranks send a slice each to their peers.
+If all ranks find the file that the root opened, no values are sent: the ranks of a node share the comparison of digests, then
+each rank reads its elements. Otherwise the root reads, and each node receives each element once, through the staging memory of
+the root's node, whose ranks send a slice each to their peers.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from .list import Form
 
 __all__ = ["FileSlices", "SliceReader", "read_own", "send"]
 
-_ALIGNMENT = 64  # bytes, of arrays in what is sent
-_PIECE = 16 << 20  # bytes that are read at a time
+_ALIGNMENT = 64  # bytes, of arrays in the stream
+_PIECE = 16 << 20  # bytes per read
 
 
 class SliceReader(ABC):
-    """Reads slices of arrays on each rank."""
+    """A reader of slices of arrays, on each rank."""
 
     @abstractmethod
     def check(self, forms: Mapping[str, Form], index: int, count: int) -> None:
-        """Compare one of so many shares of arrays with what was saved."""
+        """Compare share `index` of `count` of the arrays with their digests."""
 
     @abstractmethod
     def read(self, key: str, form: Form, start: int, stop: int) -> np.ndarray:
@@ -47,11 +47,11 @@ class SliceReader(ABC):
 
 @final
 class FileSlices(SliceReader):
-    """The file of a checkpoint without HDF5, by what its reader has found: `CheckpointFile.places`.
+    """The file of a checkpoint, read without HDF5 at the offsets of `CheckpointFile.places`.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is another one.
+        ValueError: it is not the root's file.
     """
 
     def __init__(self, path: Path, places: Mapping[str, Any]) -> None:
@@ -71,7 +71,7 @@ class FileSlices(SliceReader):
         os.close(self._descriptor)
 
     def check(self, forms: Mapping[str, Form], index: int, count: int) -> None:
-        """See `SliceReader.check`. Raises DamagedError, too."""
+        """Compare a share with its digests, see `SliceReader.check`. Also raises DamagedError."""
         pieces = [(key, number) for key in forms for number in range(len(self._digests[key]))]
         ends = np.cumsum([self._digests[key][number][1] - self._digests[key][number][0] for key, number in pieces])
         low, high = block(int(ends[-1]) if pieces else 0, count, index)
@@ -98,11 +98,11 @@ class FileSlices(SliceReader):
         return data
 
 
-Receivers = Mapping[str, Sequence[Receiver]]  # what this rank takes of each array, by key
+Receivers = Mapping[str, Sequence[Receiver]]  # of this rank, by key of the array
 
 
 def read_own(reader: SliceReader, forms: Mapping[str, Form], receivers: Receivers) -> None:
-    """Read what this rank takes of arrays. Local."""
+    """Read this rank's elements of arrays. Local."""
     for key, takers in receivers.items():
         step = max(1, _PIECE // stored(forms[key].kind).itemsize)
         for receiver in takers:
@@ -119,14 +119,14 @@ def send(
 ) -> Exception | None:
     """Send arrays from the root to all nodes, whose ranks take their elements. Collective.
 
-    If the root cannot read, it returns the error; what ranks take from there on means nothing.
+    If the root cannot read, it returns the error; later values are undefined.
 
     Args:
         group: the ranks.
         root: the rank that reads.
         read: returns an array, on the root.
         forms: of the arrays.
-        receivers: by the keys of the arrays that are sent, the same on all ranks and in the same order.
+        receivers: by the keys of the sent arrays, equal on all ranks and in equal order.
     """
     begins = [0]
     for key in receivers:
@@ -137,13 +137,13 @@ def send(
     room = min(STAGING_BYTES, max(1, -(-begins[-1] // (slices * _ALIGNMENT))) * _ALIGNMENT)  # 0 bytes take no round
     with group.collective("restore", "values", detail=(len(receivers), begins[-1])) as call:
         for base in range(0, begins[-1], room * slices):
-            buffers = node.staging()  # of an odd number of barriers, so that the next ones are the others
+            buffers = node.staging()  # an odd number of barriers, so that the next buffers are the other ones
             cuts = [(low, min(low + room, begins[-1])) for low in range(base, base + room * slices, room)]
             if group.topology.rank == root and problem is None:
                 try:
                     for buffer, (low, high) in zip(buffers, cuts, strict=False):
                         stream.fill(buffer, low, high)
-                except Exception as error:  # the others are here until the end
+                except Exception as error:  # the other ranks stay in this loop to its end
                     problem = error
             node.barrier(call)
             if group.num_nodes > 1 and group.slice_index is not None:
@@ -165,7 +165,7 @@ def _broadcast(group: ProcessGroup, data: np.ndarray, home: int) -> None:
 
 @final
 class _Stream:
-    """Arrays one after the other, each from a multiple of 64 bytes on."""
+    """Arrays one after the other, each starting at a multiple of 64 bytes."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class _Stream:
         self._cached: tuple[str, np.ndarray] | None = None
 
     def _inside(self, low: int, high: int) -> Iterator[tuple[str, Form, int, int, int]]:
-        """Yield the arrays of some bytes: key, form, the place of its elements in them, and which elements: [first, stop)."""
+        """Yield the arrays in a range of bytes: key, form, their offset in the range, and their elements [first, stop)."""
         for index in range(max(bisect_right(self._begins, low) - 1, 0), len(self._keys)):
             begin, key = self._begins[index], self._keys[index]
             if begin >= high:
@@ -200,13 +200,13 @@ class _Stream:
         assert self._read is not None
         for key, form, at, first, stop in self._inside(low, high):
             if self._cached is None or self._cached[0] != key:
-                self._cached = None  # before another one is read
+                self._cached = None  # freed before the next array is read
                 self._cached = key, np.ascontiguousarray(self._read(key, form)).reshape(-1)
             part = self._cached[1][first:stop].view(np.uint8)
             buffer[at : at + part.size] = part
 
     def take(self, buffer: np.ndarray, low: int, high: int) -> None:
-        """Give bytes [low, high) to this rank's receivers."""
+        """Pass bytes [low, high) to this rank's receivers."""
         for key, form, at, first, stop in self._inside(low, high):
             flat = buffer[at : at + (stop - first) * form.kind.itemsize].view(form.kind)
             for receiver in self._receivers[key]:

@@ -1,10 +1,10 @@
-"""Restoring a checkpoint: everything is read and compared before a variable is written; a damaged file changes nothing.
+"""Restoring a checkpoint. Everything is read and compared before any variable is written: a damaged file changes nothing.
 
-It is read again to be taken: where that fails, the error says that variables have been changed in part.
+The values are then read a second time. If that fails, the error reports that variables are partly changed.
 
-Rank 0 reads the list of arrays. Then each rank reads the elements that it takes, see `reading`: its share of its node's
-variables, and the slots of the elements that it updates. All ranks take the whole slots of an optimizer that the program has
-not made yet, and of variables on servers.
+Rank 0 reads the list of arrays. Then each rank reads its elements (see `reading`): its share of its node's variables, and the
+slots of the elements that it updates. All ranks read the whole slots of optimizers that the program has not created yet, and of
+variables on servers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Restoring"]
 class Restoring:
     """One restore of the variables and optimizers of a strategy.
 
-    `forms` of the arrays that are taken, and receivers by the same keys, are to a restore what forms and slices are to a save.
+    Its `forms` and receivers, by equal keys, correspond to the forms and slices of a save.
     """
 
     def __init__(
@@ -47,27 +47,29 @@ class Restoring:
         opening: Callable[[], SnapshotFile] | None,
         root: int,
     ) -> None:
-        """Take what is restored.
+        """Set up a restore.
 
         Args:
             group, placement, states: of the strategy.
-            path: the file, or the words for it in errors.
+            path: the file, or its description in errors.
             opening: opens the file on the root, if the path does not name it.
             root: the rank that reads.
         """
         self._group, self._placement, self._states, self._path = group, placement, states, path
         self._opened = OpenState(group, path, opening, root)
         self._locations = locations(placement)
-        self._there: dict[str, str] = {}  # names in the file, by those here
+        self._there: dict[str, str] = {}  # names in the file, by the program's names
         self._forms: dict[str, Form] = {}
-        self._slot_names: dict[str, str] = {}  # names here, by keys of slots; "" for slots that no node takes
+        self._slot_names: dict[str, str] = {}  # the program's names, by keys of slots; "" for slots that no node takes
         self._optimizers: dict[int, dict[str, Any]] = {}  # by number
-        self._restarted: dict[int, list[Any]] = {}  # variables that an optimizer had not updated, by its number
+        self._restarted: dict[
+            int, list[Any]
+        ] = {}  # variables that an optimizer had not updated, by the optimizer's number
         self._receivers: dict[str, list[Receiver]] = {}  # of this rank, by key
         self._whole: dict[int, dict[str, dict[str, np.ndarray]]] = {}  # slots by optimizer's number, variable and name
 
     def restore(self, names: Mapping[str, str], strict: bool) -> dict[str, Any]:
-        """Read all variables and what optimizers keep; return the program's addition. Collective. See `Strategy.restore`."""
+        """Read all variables and optimizer states; return the program's `extra`. Collective. See `Strategy.restore`."""
         group, path = self._group, self._path
         wanted: dict[str, Form] = {}
         for variable in self._placement.variables:
@@ -86,7 +88,7 @@ class Restoring:
                 self._take_slots(number, known)
             opened.take(self._forms, self._receivers)
         self._finish()
-        group.barrier("restore")  # no worker pushes to a server that has not got its part yet
+        group.barrier("restore")  # no worker may push to a server that has not finished its restore
         if not strict:
             dropped = self._states.drop_waiting()
             here = set(self._there.values())
@@ -101,10 +103,10 @@ class Restoring:
     def _compare_with_program(
         self, wanted: Mapping[str, Form], found: Mapping[str, Any], strict: bool
     ) -> tuple[dict[str, str], dict[int, str]]:
-        """Drop what is not taken; return the texts of what does not fit: of arrays by key, of optimizers by number.
+        """Drop arrays that are not restored; return the texts of misfits, of arrays by key and of optimizers by number.
 
         Raises:
-            ValueError: anything does not fit, and must.
+            ValueError: there is a misfit, and `strict`.
         """
         with_slots = {(int(key.split("/")[1]), link_of(key)) for key in self._forms if key.startswith("optimizers/")}
         numbers = self._states.numbers(found["optimizers"], {index for index, _ in with_slots})
@@ -132,11 +134,11 @@ class Restoring:
         return problems, strangers
 
     def _link(self, variable: Any) -> str:
-        """Return the link in the file of the array that a variable is in."""
+        """Return the link in the file of a variable's array."""
         return key_of(self._there[self._locations[variable.name].name])
 
     def _slots_taken(self) -> dict[str, str]:
-        """Return the names that this node's optimizers have for slots that they take, by key, "" for what no node takes."""
+        """Return the names of this node's slots by key; "" for slots that no node takes."""
         by_owner: dict[str, list[str]] = {}
         for key in self._forms:
             if key.startswith("optimizers/"):
@@ -153,11 +155,11 @@ class Restoring:
     # what this rank takes
 
     def _begin_optimizers(self) -> set[int]:
-        """Give optimizers their numbers of steps; return the numbers of those that all ranks have. Collective.
+        """Set the step counts of optimizers; return the numbers of those that all ranks have. Collective.
 
-        One that the program has dropped may be there still on some ranks, where Python has not removed it yet.
+        An optimizer that the program has dropped may still exist on some ranks, until Python collects it.
         """
-        self._placement.apart.clear()  # a file has what nodes have alike
+        self._placement.apart.clear()  # files have only values that are equal on all nodes
         self._states.begin(self._optimizers)
         self._states.give()
         with self._group.collective("restore", "optimizers", detail=len(self._optimizers)):
@@ -172,13 +174,15 @@ class Restoring:
                 self._receivers.setdefault(key, []).append(receiver)
 
     def _take_slots(self, number: int, known: set[int]) -> None:
-        """Take the slots of an optimizer; note those that this rank takes whole."""
+        """Take the slots of an optimizer; record those that this rank takes whole."""
         optimizer = self._states.with_number(number) if number in known else None
         prefix, whole = f"optimizers/{self._optimizers[number]['index']}/slots/", self._whole.setdefault(number, {})
         variables = {variable.name: [variable] for variable in self._placement.variables}
         variables |= {each.name: each.variables for each in self._placement.sharded}
         here = {name: own for own, name in self._there.items()}
-        by_link: dict[str, dict[str, str]] = {}  # key of a slot, by link of the variable and name of the slot here
+        by_link: dict[
+            str, dict[str, str]
+        ] = {}  # key of a slot, by link of the variable and the program's name of the slot
         for key in sorted(key for key in self._forms if key.startswith(prefix)):
             self._receivers[key] = []
             if key in self._slot_names:
@@ -194,7 +198,7 @@ class Restoring:
                     self._receivers[slots[slot]].append(box.receiver(receiver))
 
     def _finish(self) -> None:
-        """Complete what was taken, and give optimizers the whole slots. Collective."""
+        """Complete the receivers, and pass whole slots to optimizers. Collective."""
         for receivers in self._receivers.values():
             for receiver in receivers:
                 receiver.finish()
@@ -202,7 +206,7 @@ class Restoring:
             self._states.fill(number, slots, self._restarted[number])
 
     def _strangers(self) -> dict[int, str]:
-        """Return the texts of what does not fit the optimizers here, by number."""
+        """Return the texts of misfits of optimizers, by number."""
         problems, optimizers = dict[int, str](), self._optimizers
         for optimizer in self._states.registered:
             number = self._states.number_of(optimizer)
@@ -231,7 +235,7 @@ class Restoring:
 
 
 def _slots_of(index: int, names_here: Mapping[str, str]) -> set[frozenset[str]]:
-    """Return the names of the slots that variables have by an optimizer of a file, as they are here."""
+    """Return the sets of slot names that variables have by an optimizer of a file, in the program's names."""
     found: dict[str, set[str]] = {}
     for key, name in names_here.items():
         owner, _, _ = key.rpartition("/")
@@ -241,7 +245,7 @@ def _slots_of(index: int, names_here: Mapping[str, str]) -> set[frozenset[str]]:
 
 
 def _whole_slots(variable: Any, dtypes: Mapping[str, np.dtype]) -> tuple[dict[str, np.ndarray], dict[str, Receiver]]:
-    """Return arrays for the slots of a variable but the residual of its weights, and what fills all. Every rank calls it."""
+    """Return arrays for the slots of a variable except its wire residual, and receivers for all. Call it on every rank."""
     kept = {slot: np.empty(variable.shape, dtype) for slot, dtype in dtypes.items() if slot != WIRE_RESIDUAL}
     receivers = {slot: Receiver.whole(array) for slot, array in kept.items()}
     if WIRE_RESIDUAL in dtypes:
@@ -250,7 +254,7 @@ def _whole_slots(variable: Any, dtypes: Mapping[str, np.dtype]) -> tuple[dict[st
 
 
 def _misfits(wanted: Mapping[str, Form], there: Mapping[str, str], forms: Mapping[str, Form]) -> dict[str, str]:
-    """Return the texts of arrays of the file that do not fit the program's variables, by key."""
+    """Return the texts of arrays in the file that do not fit the program's variables, by key."""
     problems: dict[str, str] = {}
     here = {name: own for own, name in there.items()}
     for name, own in wanted.items():
@@ -275,7 +279,7 @@ def _names_there(wanted: Iterable[str], names: Mapping[str, str]) -> dict[str, s
     """Return the name of each variable in the file.
 
     Raises:
-        ValueError: names that no variable has, or that two would have.
+        ValueError: no variable has one of the names, or two variables would get the same.
     """
     known = list(wanted)
     there = {name: names.get(name, name) for name in known}
@@ -283,14 +287,14 @@ def _names_there(wanted: Iterable[str], names: Mapping[str, str]) -> dict[str, s
     twice = sorted({repr(name) for name in there.values() if list(there.values()).count(name) > 1}) if names else []
     if unknown or twice:
         expected = "names of variables here, each with a name of its own in the file"
-        got = f"{', '.join(unknown)}, which none has" if unknown else f"{', '.join(twice)} for several variables"
+        got = f"{', '.join(unknown)}, which no variable has" if unknown else f"{', '.join(twice)} for several variables"
         raise ValueError(explain("Strategy.restore", "map", expected=expected, got=got))
     return there
 
 
 def _log_what_is_left(path: str, stays: Sequence[str], unused: Sequence[str]) -> None:
-    """Log the parts that a restore that is not strict has left."""
+    """Log what a restore that is not strict did not restore."""
     stays = [f"stay as they are: {'; '.join(stays)}"] if stays else []
-    told = [*stays, *([f"not used of it: {', '.join(unused)}"] if unused else [])]
+    told = [*stays, *([f"unused in the file: {', '.join(unused)}"] if unused else [])]
     if told:
         log.logger.warning("Strategy.restore: %s: %s", path, ". ".join(told))

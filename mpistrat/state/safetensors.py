@@ -1,4 +1,4 @@
-"""Files of safetensors: weights alone, as other programs write and read them. Needs the extra `safetensors`."""
+"""Files of safetensors: weights alone, compatible with other programs. Needs the extra `safetensors`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .list import Form, key_of, name_of
 __all__ = ["SUFFIX", "SafetensorsFile", "is_safetensors", "write_safetensors"]
 
 SUFFIX = ".safetensors"
-# NumPy's and ml_dtypes' names of the format's types; others keep the format's name, by which errors name them.
+# NumPy's and ml_dtypes' names of the format's types. Other types keep the format's name, for errors.
 _DTYPES = {
     "BOOL": "bool", "F16": "float16", "F32": "float32", "F64": "float64", "C64": "complex64", "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
@@ -28,7 +28,7 @@ _DTYPES = {
 
 
 def is_safetensors(path: Path) -> bool:
-    """Return whether a file's name ends in ".safetensors", in small letters or capitals."""
+    """Return whether a file's name ends in ".safetensors", in any case."""
     return path.suffix.lower() == SUFFIX
 
 
@@ -40,11 +40,11 @@ def _library() -> Any:
 
 
 def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays by name; `path` is whole, or as it was.
+    """Write arrays by name, atomically.
 
     Raises:
         MissingDependencyError: safetensors is not installed.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     library = _library()
     with replacing(path) as beside:
@@ -53,14 +53,14 @@ def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 @final
 class SafetensorsFile:
-    """Weights that are being read, as `CheckpointFile` reads its own. There are no optimizers in it.
+    """A file of weights open for reading, like `CheckpointFile`, without optimizers.
 
     A tensor is read when its values are needed. One of a type that NumPy lacks does not affect the others.
 
     Raises:
         MissingDependencyError: safetensors is not installed.
-        DamagedError: it is no such file.
-        OSError: the file is not there or cannot be read.
+        DamagedError: it is not a safetensors file.
+        OSError: the file does not exist or cannot be read.
     """
 
     weights_only = True
@@ -75,7 +75,7 @@ class SafetensorsFile:
         try:
             self._file = safe_open(str(path), framework="numpy")
             self._names = list(self._file.keys())
-        except Exception as error:  # the library has an error of its own
+        except Exception as error:  # the library's own error class
             raise DamagedError(f"no file of safetensors: {error}") from error
 
     def __enter__(self) -> SafetensorsFile:
@@ -88,11 +88,11 @@ class SafetensorsFile:
         self._file.__exit__(kind, error, trace)
 
     def names(self) -> list[str]:
-        """Return the links of all variables, as `CheckpointFile` has them."""
+        """Return the links of all variables, like `CheckpointFile.names`."""
         return list(map(key_of, self._names))
 
     def forms(self, names: Iterable[str]) -> dict[str, Form]:
-        """Return shape and dtype of the variables of these links, where they are there."""
+        """Return shape and dtype of the existing variables of these links."""
         there = set(self._names)
         return {f"variables/{link}": self._form(name_of(link)) for link in names if name_of(link) in there}
 
@@ -103,7 +103,7 @@ class SafetensorsFile:
 
     def read_array(self, key: str, form: Form) -> np.ndarray:
         """Return the values of a variable."""
-        parse_dtype(form.dtype)  # imports ml_dtypes, so that NumPy knows the name bfloat16 when the library uses it
+        parse_dtype(form.dtype)  # imports ml_dtypes: the library needs NumPy to know bfloat16
         name = name_of(key.removeprefix("variables/"))
         try:
             return np.asarray(self._file.get_tensor(name))
@@ -111,7 +111,7 @@ class SafetensorsFile:
             raise DamagedError(f"{name}: {error}") from error
 
     def places(self, keys: Iterable[str]) -> None:
-        """None: no digest tells whether another rank has the same file."""
+        """Return None: without digests, ranks cannot check that they have the same file."""
 
     def extra(self) -> None:
-        """Nothing is beside them."""
+        """Return None: the format has no `extra`."""

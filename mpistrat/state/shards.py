@@ -1,6 +1,6 @@
-"""Arrays of which each rank has a box or nothing: the rank that writes each box to a file, and to the memory of each node.
+"""Arrays of which each rank has a box or nothing: the choice of the ranks that write each box, to a file or to node memory.
 
-A rank writes the box that it has. A box that no rank of a node has, or none that reaches the file, is sent to one of them.
+A rank writes its own box. A box that no rank of a node has, or no rank that reaches the file, is sent to one of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Moves(NamedTuple):
     """The boxes of an array that ranks send each other before they are written.
 
     Attributes:
-        keeps: whether this rank writes the box that it has.
+        keeps: whether this rank writes its own box.
         targets: the ranks that it sends its box to.
         coming: the ranks that send it a box, and the boxes.
         any: whether some rank of the group sends a box.
@@ -38,7 +38,7 @@ class _Moves(NamedTuple):
 
 @final
 class Shards:
-    """The boxes that the ranks of a group have, by array. Equal boxes have equal elements; others have none in common."""
+    """The boxes of the ranks of a group, by array. Two boxes are equal, with equal elements, or disjoint."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -50,7 +50,7 @@ class Shards:
         """Yield the entries that this rank writes. Collective.
 
         Args:
-            own: an entry for each array, the same arrays on all ranks, with the box that this rank has; no parts for nothing.
+            own: an entry for each array, the same arrays on all ranks, with this rank's box; without parts if it has none.
             writers: the ranks that write.
         """
         self._update(own)
@@ -58,7 +58,7 @@ class Shards:
             yield from self._written(entry, writers)
 
     def _update(self, own: Sequence[Entry]) -> None:
-        """Learn the boxes of all ranks, if some rank has others than the last time. Collective."""
+        """Exchange the boxes of all ranks, if a rank has other boxes than last time. Collective."""
         row = list[int]()
         for entry in own:
             row += [int(bool(entry.parts)), *(index for pair in entry.box.ranges for index in pair)]
@@ -79,7 +79,7 @@ class Shards:
         self._texts = texts
 
     def _written(self, own: Entry, writers: Writers) -> Iterator[Entry]:
-        """Yield what this rank writes of an array. Collective, if ranks send boxes of it."""
+        """Yield the entries of an array that this rank writes. Collective, if ranks send boxes of it."""
         key = own.key, writers.sets
         if key not in self._moves:
             self._moves[key] = self._planned(own.key, writers)

@@ -1,13 +1,13 @@
-"""Snapshots: the state of a strategy in memory of each node that outlives its ranks, for a job that is started again.
+"""Snapshots: the state of a strategy in each node's memory, which outlives its ranks, for jobs with restarts.
 
-Each node has all of it, in a file of /dev/shm that carries the job's key: two buffers, written in turn, with a word for each
-rank and buffer that says of which step this rank's part is. A buffer is whole when all its words say the same step. All ranks
-have copied, and said so, before any goes on; so while one buffer is written the other one is whole on every node, and
-whenever ranks are killed the newest whole one is the state after some step.
+Each node has the whole state, in a file of /dev/shm named by the job's key. It has two buffers, written in turn. Each rank
+stores in a word the step of its part of a buffer; a buffer is complete if all words have the same step. No rank continues
+before all have copied and set their words. So while one buffer is written, the other one is complete on every node, and the
+newest complete buffer is always the state after some step.
 
-A rank that is killed takes nothing along: what has a name stays until the job has ended, or a closed strategy has it in a file.
+A killed rank does not remove the file: it stays until the job ends, or until a closed strategy has its state in a checkpoint.
 
-A program may have several runs, as one for each fold of its data: a run has a name, and files of its own.
+A program may have several runs, such as one per fold of its data. Each run has a name and its own files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WORD = 8
 
 
 class Snapshot(NamedTuple):
-    """A state of a run that is whole on some node: the newest generation of ranks first, then the newest step."""
+    """A state of a run that is complete on some node: of the newest generation of ranks, then of the newest step."""
 
     run: str
     generation: int
@@ -54,13 +54,13 @@ class Snapshot(NamedTuple):
 
 @final
 class SnapshotFile(SliceReader):
-    """A file of snapshots of this node, read as `CheckpointFile` reads its own.
+    """A snapshot file of this node, read like `CheckpointFile`.
 
     Attributes:
         path: the file.
-        generation: how often the job had been started again when it was made.
-        arrays: the form of each array, and where it begins in a buffer.
-        optimizers: of the buffer that is read: name, iterations, made and settings of each.
+        generation: the number of restarts before the file was created.
+        arrays: the form of each array, and its offset in a buffer.
+        optimizers: of the selected buffer: name, iterations, made and settings of each.
     """
 
     weights_only = False
@@ -69,8 +69,8 @@ class SnapshotFile(SliceReader):
         """Map a file.
 
         Raises:
-            OSError: it cannot be opened, or is another user's.
-            ValueError: it is no such file, or was not finished.
+            OSError: it cannot be opened, or belongs to another user.
+            ValueError: it is not a snapshot file, or incomplete.
         """
         self.path, self.generation = path, job_files.generation_of(path)
         weakref.finalize(self, os.close, job_files.hold(path))
@@ -89,7 +89,7 @@ class SnapshotFile(SliceReader):
 
     @classmethod
     def make(cls, path: Path, forms: Mapping[str, Form], ranks: int, notes_bytes: int) -> SnapshotFile:
-        """Make a file; all its memory is there then.
+        """Create a file with all its memory allocated.
 
         Raises:
             OSError: there is no room.
@@ -106,7 +106,7 @@ class SnapshotFile(SliceReader):
     # writing
 
     def begin(self, buffer: int, rank: int) -> None:
-        """Say that a rank of the node writes its part of a buffer."""
+        """Mark the buffer of a rank of the node as being written."""
         self._words[buffer * self.ranks + rank] = 0
 
     def write(self, buffer: int, slices: Iterable[Slice]) -> None:
@@ -122,18 +122,18 @@ class SnapshotFile(SliceReader):
         return np.frombuffer(self._memory, kind, size, at)
 
     def write_notes(self, buffer: int, data: bytes) -> None:
-        """Write what belongs to a buffer beside the arrays."""
+        """Write the notes of a buffer."""
         at = self._notes_at + buffer * _rounded(self.notes_bytes)
         self._memory[at : at + _WORD + len(data)] = len(data).to_bytes(_WORD, "little") + data
 
     def end(self, buffer: int, rank: int, step: int) -> None:
-        """Say that a rank of the node has written its part of a buffer, as it is after a step. A fence comes before it."""
+        """Mark the buffer of a rank of the node as complete after a step. Call it after a fence."""
         self._words[buffer * self.ranks + rank] = step
 
     # reading
 
     def newest(self) -> int:
-        """Return the newest step of which a buffer is whole, 0 if none is; it is the one that is read."""
+        """Return the newest step with a complete buffer, which is then read; 0 if there is none."""
         found = {}
         for buffer in (0, 1):
             words = self._words[buffer * self.ranks : (buffer + 1) * self.ranks]
@@ -152,7 +152,7 @@ class SnapshotFile(SliceReader):
         return [{"made": None, "settings": None, **about} for about in self._notes["optimizers"]]
 
     def extra(self) -> Any:
-        """Return what the program gave beside."""
+        """Return the program's `extra`."""
         return self._notes["extra"]
 
     def names(self) -> list[str]:
@@ -160,12 +160,12 @@ class SnapshotFile(SliceReader):
         return [key.removeprefix("variables/") for key in self.arrays if key.startswith("variables/")]
 
     def forms(self, names: Iterable[str]) -> dict[str, Form]:
-        """Return shape and dtype of the variables of these links, where they are there, and of their slots."""
+        """Return shape and dtype of the existing variables of these links, and of their slots."""
         wanted = set(names)
         return {key: form for key, (form, _) in self.arrays.items() if link_of(key) in wanted}
 
     def places(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Nothing: other nodes that have the snapshot have all of it."""
+        """Return an empty dict: other nodes have the whole snapshot."""
         return {}
 
     def read_array(self, key: str, form: Form) -> np.ndarray:
@@ -173,7 +173,7 @@ class SnapshotFile(SliceReader):
         return self.read(key, form, 0, form.size).reshape(form.shape)
 
     def check(self, forms: Mapping[str, Form], index: int, count: int) -> None:
-        """Nothing: memory has no digests."""
+        """Do nothing: memory has no digests."""
 
     def read(self, key: str, form: Form, start: int, stop: int) -> np.ndarray:
         """Return elements of an array, flat, as a view."""
@@ -185,18 +185,18 @@ class SnapshotFile(SliceReader):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing: the memory is given back with the object."""
+        """Do nothing: the memory is freed with the object."""
 
 
 @dataclass
 class _Run:
-    """What a strategy has made for one run."""
+    """The snapshots of one run."""
 
     file: SnapshotFile | None = None
     serial: int = 0  # of the file
     taken: int = 0  # snapshots in it
     newest: int = 0  # step
-    saved: int = -1  # the step of which there is a checkpoint, on a disk
+    saved: int = -1  # the step of the checkpoint on disk
 
 
 @final
@@ -208,31 +208,31 @@ class Snapshots:
         self._runs: dict[str, _Run] = {}
         self._reached: memoryview | None = None
         if self._job and group.node.rank == 0:
-            if not job_files.mark(self._job, "lock").exists():  # no supervisor begins on this node
+            if not job_files.mark(self._job, "lock").exists():  # no supervisor is starting on this node
                 job_files.sweep(self._job)
             job_files.expect_end(self._job, group.environment.generation, group.topology.rank == 0)
         if self._job and group.topology.rank == 0:
             self._reached = job_files.state(self._job)
 
     def reach(self, step: int) -> None:
-        """Tell the supervisor which step the job has reached: one at which it dies again and again is given up. Local."""
+        """Record the step reached, for the supervisor, which gives up at a step where the job keeps dying. Local."""
         if self._reached is not None:
             self._reached[job_files.STEP] = step
 
     def take(
         self, run: str, step: int, forms: Mapping[str, Form], slices: Sequence[Slice], notes: Mapping[str, Any]
     ) -> None:
-        """Keep the state of a run after a step; of all ranks of a node all of it. Collective.
+        """Copy the state of a run after a step into the memory of each node. Collective.
 
         Args:
             run: its name.
             step: 1 or more.
             forms: the arrays, the same on all ranks.
-            slices: this rank's part of them.
-            notes: what belongs to it beside, the same on all ranks.
+            slices: this rank's slices; those of a node's ranks cover everything.
+            notes: other data of the state, the same on all ranks.
 
         Raises:
-            SharedMemoryError: on every rank, where the memory of any node is too small.
+            SharedMemoryError: on every rank: the memory of some node is too small.
         """
         group, node = self._group, self._group.node
         data = json.dumps(dict(notes)).encode()
@@ -241,7 +241,7 @@ class Snapshots:
         with group.collective("snapshot", "file"):
             there = group.agree(int(file is not None and file.path.exists()), "min")
         if file is not None and not there and node.rank == 0 and not file.path.exists():
-            text = "somebody has removed %s: it is made again. systemd's RemoveIPC=yes does so when its user logs out"
+            text = "%s was removed and is created again. systemd's RemoveIPC=yes removes it when the user logs out"
             logger.warning(text, file.path)
         if (
             file is None
@@ -257,21 +257,21 @@ class Snapshots:
         if node.rank == 0:
             file.write_notes(buffer, data)
             with contextlib.suppress(OSError):
-                os.utime(file.path)  # memory that is written says nothing of when; see `job_files.sweep`
+                os.utime(file.path)  # mapped writes do not update the time; see `job_files.sweep`
         node.sync()
         file.end(buffer, node.rank, step)
-        group.barrier("snapshot")  # all have copied: arrays may change; and the other buffer may
+        group.barrier("snapshot")  # all have copied: arrays and the other buffer may change
         kept.taken, kept.newest = kept.taken + 1, step
         if kept.taken == 1 and group.topology.rank == 0:
             job_files.note_modules(self._job)
-        if kept.taken == 2 and node.rank == 0:  # every node has a whole one of this file
+        if kept.taken == 2 and node.rank == 0:  # every node has a complete snapshot in this file
             job_files.remove_older(self._job, file.path)
 
     def _make(self, run: str, kept: _Run, forms: Mapping[str, Form], notes_bytes: int) -> SnapshotFile:
         group, node = self._group, self._group.node
         kept.serial, kept.taken = kept.serial + 1, 0
 
-        def path() -> Path:  # the leader makes the folder, whose name the others find
+        def path() -> Path:  # the leader creates the folder, the other ranks find its name
             return job_files.path_of(self._job, run, group.environment.generation, kept.serial, node.ranks[0])
 
         exchange = partial(group.exchange, "snapshot", detail=f"{len(forms)} arrays")
@@ -280,10 +280,10 @@ class Snapshots:
             with together(exchange, as_told):
                 try:
                     return call()
-                except (OSError, ValueError) as error:  # no room; or somebody has removed it, or changed it
+                except (OSError, ValueError) as error:  # no room; or the file was removed or changed
                     text = f"snapshots on the node of rank {group.topology.rank}: {error}"
                     raise SharedMemoryError(
-                        f"{text}. Enlarge it: {ENLARGE}; or take none: snapshot_seconds=None"
+                        f"{text}. Enlarge it: {ENLARGE}; or disable snapshots: snapshot_seconds=None"
                     ) from None
 
         leads = node.rank == 0
@@ -293,7 +293,7 @@ class Snapshots:
         return kept.file
 
     def newest(self, run: str) -> Snapshot | None:
-        """Return the newest state of a run that is whole on some node; None where there is none. Collective."""
+        """Return the newest state of a run that is complete on some node; None if there is none. Collective."""
         group, best = self._group, (0, 0)
         if group.node.rank == 0:
             best = max(((f.generation + 1, step) for f, step in self._here(run)), default=best)
@@ -306,24 +306,24 @@ class Snapshots:
         return Snapshot(run, generation - 1, step, table.tolist().index([generation, step]))
 
     def open(self, snapshot: Snapshot) -> SnapshotFile:
-        """Return the file that has a state, on its root: this node's own, where the machine has those of several.
+        """Return the file of a state, on its root: this node's own file, if the machine has several.
 
         Raises:
-            OSError: it is not there any more.
+            OSError: the file no longer exists.
         """
         wanted, found = (snapshot.generation, snapshot.step), self._here(snapshot.run)
         files = {job_files.first_of(file.path): file for file, step in found if (file.generation, step) == wanted}
         if not files:
-            raise OSError(f"the snapshot of step {snapshot.step} is not there any more")
+            raise OSError(f"the snapshot of step {snapshot.step} no longer exists")
         return files.get(self._group.node.ranks[0]) or next(iter(files.values()))
 
     def note_saved(self, run: str, step: int) -> None:
-        """Note that there is a complete checkpoint of a run after a step. Local."""
+        """Record the step of a complete checkpoint of a run. Local."""
         if self._job:
             self._runs.setdefault(run, _Run()).saved = step
 
     def end(self) -> None:
-        """Give back the memory of runs of whose newest state there is a checkpoint, where no error ends them. Local."""
+        """Free the memory of runs whose newest state is in a checkpoint, unless an error is being raised. Local."""
         if sys.exc_info()[0] is None and self._group.node.rank == 0:
             for run, kept in self._runs.items():
                 for path in job_files.paths(self._job, run) if kept.saved >= kept.newest else ():
@@ -336,7 +336,7 @@ class Snapshots:
         for path in job_files.paths(self._job, run):
             try:
                 file = SnapshotFile(path)
-            except (OSError, ValueError):  # made by a rank that was killed then
+            except (OSError, ValueError):  # its rank was killed while creating it
                 continue
             if step := file.newest():
                 found.append((file, step))
@@ -344,10 +344,10 @@ class Snapshots:
 
 
 def check_restarts(group: ProcessGroup, function: str) -> None:
-    """Raise ContextError unless `mpistrat run --restarts` starts the job again."""
+    """Raise ContextError unless the job runs under `mpistrat run --restarts`."""
     if not group.environment.job:
-        expected, remedy = "a job that is started again", "mpistrat run --restarts 20 train.py"
-        raise ContextError(explain(function, "", expected=expected, got="another", remedy=remedy))
+        expected, remedy = "a job with restarts", "Start it with mpistrat run --restarts 20 train.py"
+        raise ContextError(explain(function, "", expected=expected, got="a job without", remedy=remedy))
 
 
 def _rounded(nbytes: int) -> int:

@@ -1,9 +1,8 @@
-"""Writing a checkpoint by all ranks: each writes its slices of the arrays where the file has them, rank 0 completes the file.
+"""Writing a checkpoint on all ranks: each writes its slices at their offsets, rank 0 completes the file.
 
-Rank 0 has HDF5 lay out the arrays, contiguous and from a page's start each, and tells where; then everybody writes with
-`pwrite`, flushes to the disk, and reports digests in a page of its own behind the arrays. Rank 0 waits for these reports, cuts
-them off, adds digests and what the program gave, and renames the file. No message is sent in between, so all of it may go
-on in threads while the ranks train: what one of them knows depends on no other rank's next collective.
+Rank 0 lays out the arrays with HDF5, contiguous and each from a page's start, and sends the offsets. Each rank writes with
+`pwrite`, flushes to the disk, and reports digests in its own page after the arrays. Rank 0 waits for the reports, cuts them
+off, adds digests and `extra`, and renames the file. No message is sent in between, so it runs in threads while the ranks train.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .list import Form, Slice
 __all__ = ["Layout", "Saving", "check_space"]
 
 _PIECE = 16 << 20  # bytes of a digest
-_RECORD = 160  # bytes of a piece in a report, at most
+_RECORD = 160  # bytes per piece in a report, at most
 _HEAD = 21  # bytes of a report's length and checksum
 _PATIENCE = 600.0  # seconds without a report
 _LONGEST_PAUSE = 0.05
@@ -42,11 +41,11 @@ _LONGEST_PAUSE = 0.05
 
 @final
 class Layout:
-    """Where the arrays of a file lie. It stays the same while names, shapes and dtypes do.
+    """The offsets of the arrays in a file. Reused while names, shapes and dtypes stay equal.
 
     Attributes:
         forms: of the arrays, by key.
-        offsets: bytes from the file's start to each; None for those without elements.
+        offsets: bytes from the file's start to each; None for arrays without elements.
         end: the size of the file.
     """
 
@@ -57,19 +56,19 @@ class Layout:
         end: int,
         gaps: Sequence[tuple[int, bytes]] = (),
     ) -> None:
-        """Take what `made` found. `gaps` is what the file has between the arrays; for rank 0."""
+        """Store the results of `made`. `gaps`, on rank 0, are the bytes between the arrays."""
         self.forms, self.end, self._gaps = dict(forms), end, list(gaps)
         self.offsets = dict(zip(forms, offsets, strict=True))
 
     @classmethod
     def made(cls, path: Path, forms: Mapping[str, Form]) -> Layout:
-        """Have HDF5 lay out arrays in a file, without writing them.
+        """Lay out arrays in a file with HDF5, without writing them.
 
-        Names and forms come first, then the arrays, each at a page. HDF5 aligns only the arrays, or it would give each name pages
-        of its own, and it looks for no free space, which would take longer with each array.
+        Names and forms come first, then the arrays, each from a page's start. HDF5 aligns only the arrays, else each name would
+        take its own pages. It does not search for free space: the time would grow with each array.
 
         Raises:
-            OSError, RuntimeError, ValueError: what h5py and the system raise.
+            OSError, RuntimeError, ValueError: from h5py and the system.
         """
         import h5py
 
@@ -101,41 +100,41 @@ class Layout:
             for begin, after in [*arrays, (end, end)]:
                 raw.seek(low)
                 data = raw.read(begin - low)
-                if data.strip(b"\0"):  # else the file has it without being written
+                if data.strip(b"\0"):  # zeros need not be written
                     gaps.append((low, data))
                 low = after
         return cls(forms, offsets, end, gaps)
 
     def write_gaps(self, descriptor: int) -> None:
-        """Write what lies between the arrays into an empty file."""
+        """Write the bytes between the arrays into an empty file."""
         for at, data in self._gaps:
             _write(descriptor, memoryview(data), at)
 
     def pieces(self, slices: Sequence[Slice]) -> int:
-        """Return into how many pieces slices are cut."""
+        """Return the number of pieces of slices."""
         return sum(-(-part.array.nbytes // _PIECE) for part in slices)
 
 
 @final
 @dataclass(eq=False, repr=False)
 class Saving:
-    """A file that is being written, as `Strategy.begin_save` returns it.
+    """A file being written, as `Strategy.begin_save` returns it.
 
     Attributes:
         path: the name of the complete file.
-        seconds: how long it took until this rank's slices were written, on rank 0 until it was complete; 0 before.
+        seconds: the time until this rank's slices were written, on rank 0 until the file was complete; 0 before.
         then: called on rank 0 when it is complete.
     """
 
     path: Path
     _group: ProcessGroup
-    _beside: Path  # the name of the file until it is complete
+    _beside: Path  # the file's name until it is complete
     _layout: Layout
     _slices: Sequence[Slice]  # of this rank
     _writers: Collection[int]  # ranks
     _pieces: int  # in a report, at most
     _complete: Callable[[Digests], None]  # adds all else to the file, on rank 0
-    _replacement: contextlib.ExitStack  # gives the file its name when it is left, on rank 0
+    _replacement: contextlib.ExitStack  # renames the file on exit, on rank 0
     _began: float  # when the save was called, by the monotonic clock
     then: Callable[[], None] | None = None
     seconds: float = field(default=0.0, init=False)
@@ -144,13 +143,13 @@ class Saving:
         self._rank = self._group.topology.rank
         self._block = -(-(_HEAD + _RECORD * (self._pieces + 2)) // PAGE) * PAGE  # bytes of a report
         self._error: BaseException | None = None  # of this rank
-        self._unreported = ""  # an error that rank 0 cannot know of
-        self._lost = ""  # those of all ranks, once they have been exchanged
+        self._unreported = ""  # an error that this rank could not report in the file
+        self._lost = ""  # those errors of all ranks, once exchanged
         self._thread: threading.Thread | None = None
         self._outcome: str | None = None
 
     def start(self) -> None:
-        """Write in a thread."""
+        """Start the thread that writes."""
         self._thread = threading.Thread(target=self._run, name="mpistrat checkpoint", daemon=True)
         self._thread.start()
 
@@ -160,7 +159,7 @@ class Saving:
             self._finish()
 
     def write(self) -> None:
-        """Write this rank's slices and its report. Errors are kept."""
+        """Write this rank's slices and its report. Errors are stored."""
         try:
             if self._rank in self._writers:
                 self._write_slices()
@@ -208,7 +207,7 @@ class Saving:
     # rank 0
 
     def _finish(self) -> None:
-        """Complete the file when all have written, and give it its name; or remove it. Errors are kept."""
+        """Complete and rename the file when all ranks have written, or remove it. Errors are stored."""
         try:
             with self._replacement:
                 if self._error is not None:
@@ -223,14 +222,14 @@ class Saving:
             self._error = error
 
     def _reports(self) -> list[Any]:
-        """Return the pieces of all ranks, as soon as they are there.
+        """Wait for the reports of all ranks, and return their pieces.
 
         Raises:
-            OSError: a rank could not write, or does not.
+            OSError: a rank could not write, or did not in time.
         """
         missing, records, pause, last = set(self._writers), [], 0.001, time.monotonic()
         while missing:
-            descriptor = os.open(self._beside, os.O_RDONLY | os.O_CLOEXEC)  # anew: NFS looks at the server then
+            descriptor = os.open(self._beside, os.O_RDONLY | os.O_CLOEXEC)  # reopened: NFS then asks the server
             try:
                 found = {rank: self._read_report(descriptor, rank) for rank in missing}
             finally:
@@ -274,14 +273,14 @@ class Saving:
 
     @property
     def running(self) -> bool:
-        """Whether this rank still writes. Local."""
+        """True while this rank is writing. Local."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until the file is complete. Collective; again, it does nothing.
+        """Wait until the file is complete. Collective; a second call returns at once.
 
         Raises:
-            OSError: on every rank, when it could not be written. What had that name before is there still.
+            OSError: on every rank: the file could not be written. An older file of that name is unchanged.
         """
         if self._outcome is None:
             self._outcome = self._group.in_order("Strategy.save", self._agree)
@@ -304,19 +303,19 @@ class Saving:
         return exchange(words)[0]
 
     def leave(self) -> Callable[[], None] | None:
-        """At the end of a program that has not waited: return what does, for this rank's part."""
+        """Return a function that waits for this rank's thread, for a program that ends without waiting."""
         return None if self._thread is None or self._outcome is not None else self._thread.join
 
 
 def check_space(folder: Path, nbytes: int) -> None:
-    """Raise OSError if a file system has less space than that."""
+    """Raise OSError if a file system has less than `nbytes` free."""
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise OSError(errno.ENOSPC, f"No space left on device: {nbytes:,} bytes needed, {free:,} free")
 
 
 def _allocated(dataset: Any) -> int:
-    """Have HDF5 take space for an array, as it does when an element is first written; return where."""
+    """Allocate space for an array in HDF5, by writing its first element; return the offset."""
     import h5py
 
     first, axes = dataset.get_space(), len(dataset.shape)

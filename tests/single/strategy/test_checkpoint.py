@@ -151,7 +151,7 @@ def test_files_that_are_none(tmp_path):
             strategy.restore(tmp_path / "text.h5")
         with h5py.File(tmp_path / "other.h5", "w") as file:
             file["x"] = 1
-        with pytest.raises(OSError, match="expected a mpistrat checkpoint"):
+        with pytest.raises(OSError, match="not a mpistrat checkpoint of version 2"):
             strategy.restore(tmp_path / "other.h5")
         with pytest.raises(OSError, match="Strategy.save"):
             strategy.save(tmp_path / "no_such_folder" / "x.h5")

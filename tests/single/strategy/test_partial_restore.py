@@ -69,13 +69,13 @@ def test_renamed_variables(saved, caplog):
         for variable, array in zip((a, b, head), arrays, strict=True):
             assert np.array_equal(variable.numpy(), array)
         assert np.array_equal(optimizer.slots(a)["momentum"], slot)
-        with pytest.raises(ValueError, match="'encoder/three', which none has"):
+        with pytest.raises(ValueError, match="'encoder/three', which no variable has"):
             strategy.restore(folder / "x.h5", map={"encoder/three": "body/a"})
         with pytest.raises(ValueError, match="'body/a' for several variables"):
             strategy.restore(folder / "x.h5", map={"encoder/one": "body/a", "encoder/two": "body/a"})
         with caplog.at_level(logging.WARNING):
             strategy.restore(folder / "x.h5", map={"encoder/one": "body/a"}, strict=False)
-        assert "variable 'encoder/two' is not in it. not used of it: 'body/b'" in caplog.text
+        assert "variable 'encoder/two' is not in it. unused in the file: 'body/b'" in caplog.text
 
 
 def test_no_optimizer_here_or_there(saved, caplog, tmp_path):
@@ -86,7 +86,7 @@ def test_no_optimizer_here_or_there(saved, caplog, tmp_path):
         with caplog.at_level(logging.WARNING):
             strategy.restore(folder / "x.h5", strict=False)
         assert np.array_equal(a.numpy(), arrays[0])
-        assert "not used of it: 'body/b', 'head', optimizer 'sgd'" in caplog.text
+        assert "unused in the file: 'body/b', 'head', optimizer 'sgd'" in caplog.text
         strategy.save(tmp_path / "bare.h5")
     with without_mpi() as strategy:
         variables, optimizer = body(strategy)
