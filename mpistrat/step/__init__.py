@@ -1,1 +1,1 @@
-"""The training step: each owner of a block sums what the holders have of it, updates it, and publishes the new weights."""
+"""The training step: each owner of a block sums the holders' gradients, updates its weights, and publishes them."""

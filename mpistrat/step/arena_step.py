@@ -1,4 +1,4 @@
-"""What one training step does on one arena: which elements it updates, with what, and what it keeps between two passes."""
+"""A training step on one arena: the elements it updates, their sums, and the sums it keeps between two passes."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 __all__ = ["ArenaStep", "blocks_in_cache", "not_finite_of", "whole_arenas"]
 
-_LARGE_BLOCK = 16 * BLOCK  # elements that a compiled loop sums and updates at a time
+_LARGE_BLOCK = 16 * BLOCK  # elements per call of a compiled loop
 
 N = TypeVar("N", int, float)
 
 
 @final
 class ArenaStep:
-    """What a step does on one arena.
+    """The step on one arena.
 
     Attributes:
-        squares: of sums that were kept, added up over what this rank updates: of each variable, or all under one's name.
-        norms: squares of each variable's weights and of the direction of its update, under its name and "weights" or "direction".
-        matrices: by name of a variable with matrices, sums of their rows and columns, in the slot that the rule factors.
+        squares: squares of kept sums, added up over this rank's elements: of each variable, or all under the first one's name.
+        norms: squares of each variable's weights and update direction, by name and "weights" or "direction".
+        matrices: row and column sums of each variable with matrices, in the slot that the rule factors, by name.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ArenaStep:
         self.squares: dict[str, float] = {}
         self.norms: dict[tuple[str, str], float] = {}
         self.matrices: dict[str, MatrixSums] = {}
-        # Variables are padded with zeros, which every rule leaves as they are: what lies side by side is one range.
+        # Variables are padded with zeros, which no rule changes, so neighbours form one range.
         ends = padded(arena, variables)
         self.ranges = merge(list(ends.items()))
         self._ends = ends
@@ -66,46 +66,46 @@ class ArenaStep:
         self._factor = 1.0
         self._slots, self._engine = core.slots.of(arena), parts.engine_of(arena.values)
         self._publish = parts.publish(arena, self.ranges, self._slots)
-        self._kept: tuple[Any, int] | None = None  # the sums of this step, and which element comes first there
-        self._formed = False  # whether they are there before `keep` is called
+        self._kept: tuple[Any, int] | None = None  # the sums of this step, and the number of their first element
+        self._formed = False  # whether they exist before `keep` is called
         self._device_squares: DeviceSquares | None = None
         self._rule = BlockUpdate(core.optimizer, arena.dtype, lambda: self._slots.scratch)
         self.read_settings()
 
     def read_settings(self) -> None:
-        """Read the settings that each variable has of its own, after the optimizer's numbers have changed."""
+        """Read the settings of each variable again, after the optimizer's numbers have changed."""
         core, ends = self._core, self._ends
         self._decays = _merged((v.offset, ends[v.offset], core.decay_of(v)) for v in self.variables)
         self._groups = _merged((v.offset, ends[v.offset], core.group_of(v)) for v in self.variables)
 
     @property
     def gradients(self) -> Any:
-        return self.arena.gradients  # never kept: memory with references cannot be freed
+        return self.arena.gradients  # never stored: referenced memory cannot be freed
 
     @property
     def unsent(self) -> Unsent | None:
-        """What was not sent of the gradients, where that is to follow."""
+        """The error feedback of the gradients, if the wire has one."""
         return self._slots.unsent
 
     def forget_unsent(self) -> None:
-        """Forget what was not sent of the gradients: they are refused."""
+        """Reset the error feedback of refused gradients."""
         self._slots.forget_unsent()
 
     def digest(self) -> int:
-        """Return a digest of this rank's slice of the weights, by one pass over it."""
+        """Return a digest of this rank's slice of the weights, in one pass."""
         total = 0
         for low, high in blocks(self.arena.sliced(self.ranges), self._engine.block):
             total = (total * 3 + quick_digest(self.arena.values[low:high])) & ((1 << 63) - 1)
         return total
 
     def begin(self, step: int, rate: float, number: int, two_passes: bool, factor: float) -> None:
-        """Set what is the same for all blocks of update `step`, in the `number`-th call.
+        """Set the values that all blocks of update `step` share, in the `number`-th call.
 
         With `two_passes` sums are kept first. All sums are multiplied by the factor.
         """
         optimizer = self._optimizer
         self._forget_sums()
-        self._mean = optimizer.gradient_accumulation_steps or 0  # of so many calls, 0 for no mean
+        self._mean = optimizer.gradient_accumulation_steps or 0  # calls per mean, 0 for no mean
         self._number, self._updates = number, self._core.updates_at(number)
         self._factor = factor
         self._rule.begin(step, rate, 1.0 if two_passes else factor)
@@ -115,17 +115,17 @@ class ArenaStep:
             self.squares = dict.fromkeys(names if self._each else names[:1], 0.0)
 
     def begin_publish(self) -> None:
-        """Begin to exchange what this step makes of the weights, if it changes them. Collective over peers."""
+        """Start the exchange of new weights, if this step changes them. Collective over peers."""
         if self._core.changes_weights(self._number):
             self._publish.begin()
 
     def publish(self) -> None:
-        """Wait until the weights of all nodes are here. Collective over peers."""
+        """Wait for the weights of all nodes. Collective over peers."""
         self._forget_sums()
         self._publish.finish()
 
     def leave(self) -> None:
-        """Leave what is under way after an error."""
+        """Cancel exchanges after an error."""
         self._forget_sums()
         self._publish.leave()
 
@@ -133,23 +133,23 @@ class ArenaStep:
         self._kept, self._formed = None, False
 
     def add_up(self, arrays: Sequence[Any], consume: Consume) -> None:
-        """Hand out flat arrays in place of their sum: what consumes them adds them up in the same pass."""
+        """Pass flat arrays in place of their sum: `consume` adds them up in the same pass."""
         if len(arrays) == 1 and self._kept is None and self._keeps_as_they_are():
             self._kept, self._formed = (arrays[0], 0), True
         for low, high in self._large_blocks():
             consume(low, high, [array[low:high] for array in arrays])
 
     def keep_in(self, memory: Any) -> None:
-        """Know that the sums lie in memory of their own, `memory[low:high]`, which passes may overwrite."""
+        """Use `memory[low:high]` as the sums; passes may overwrite it."""
         low, high = self._slots.low, self._slots.high
         self._kept, self._formed = (memory[low:high] if low < high else self._slots.scratch[0][:0], low), True
 
     def _large_blocks(self) -> list[tuple[int, int]]:
-        """Return what this rank updates in blocks, large ones where the weights need no scratch memory."""
+        """Return this rank's elements in blocks, large ones if the weights need no scratch memory."""
         return blocks(self.arena.owned(self.ranges), self._publish.block or self._engine.update)
 
     def take(self, low: int, high: int, gradient: Any) -> None:
-        """Take the sum of elements [low, high), or a list of what is to be summed: update, or add to what is accumulated."""
+        """Take the sum of elements [low, high), or a list of arrays to sum: update, or accumulate."""
         parts = gradient if isinstance(gradient, list) else [gradient]
         if self._updates:
             self._update(low, high, parts, (), self._mean)
@@ -164,7 +164,7 @@ class ArenaStep:
             self._publish.commit(low, high, target)
 
     def _update(self, low: int, high: int, parts: list[Any], scales: Sequence[Span], calls: int) -> None:
-        at = low  # elements between the groups' are of group 0: padding, or variables of it
+        at = low  # elements between the groups belong to group 0: padding, or its variables
         for begin, end, group in spans_within(self._groups, low, high) if self._groups else ():
             if at < low + begin:
                 self._update_range(at, low + begin, low, parts, scales, calls, 0)
@@ -176,7 +176,7 @@ class ArenaStep:
     def _update_range(
         self, low: int, high: int, first: int, parts: list[Any], scales: Sequence[Span], calls: int, group: int
     ) -> None:
-        """Update elements [low, high) by parts, and scales, that begin with element `first`."""
+        """Update elements [low, high); `parts` and `scales` start at element `first`."""
         target = self._publish.target(low, high)
         slots = self._slots.of_range(low, high)
         decays = spans_within(self._decays, low, high) if self._decays else ()
@@ -192,9 +192,9 @@ class ArenaStep:
         self._publish.commit(low, high, target)
 
     def keep(self, low: int, high: int, gradient: Any) -> None:
-        """Keep a sum, or the mean of several steps, and add up the squares of its elements; takes what `take` takes.
+        """Keep a sum, or the mean of several steps, and add up its squares; the arguments are those of `take`.
 
-        Gradients stay as they are: they are the replica's own, and may be summed again.
+        The gradients are not changed: they are the replica's own, and may be summed again.
         """
         parts, (kept, base) = gradient if isinstance(gradient, list) else [gradient], self._store()
         for begin, end in blocks([(low, high)], self._engine.keep):
@@ -215,11 +215,11 @@ class ArenaStep:
 
     @property
     def on_device(self) -> bool:
-        """Whether `device_squares` has the sums of squares, and `squares` has none."""
+        """True if `device_squares` has the sums of squares; `squares` is then empty."""
         return self._engine.on_device
 
     def device_squares(self) -> tuple[DeviceSquares, Any]:
-        """Return what adds up the squares of what was kept, in the order of the names of `squares`, and the array of it."""
+        """Return the sums of squares of the kept sums, in the order of `squares`, and the array they are computed from."""
         kept, base = self._store()
         if self._device_squares is None or self._device_squares.count != len(self.squares):
             from .on_device import DeviceSquares
@@ -230,7 +230,7 @@ class ArenaStep:
         return self._device_squares, kept
 
     def form_moments(self, scales: Mapping[str, float]) -> None:
-        """Multiply what was kept by its scales, update the slot that the rule factors by it, and add up `matrices`."""
+        """Scale the kept sums, update the slot that the rule factors, and add up `matrices`."""
         from .matrix_sums import MatrixSums
 
         self.matrices = {v.name: MatrixSums(v.shape) for v in self.variables if v.ndim > 1}
@@ -240,20 +240,20 @@ class ArenaStep:
                 matrix.add(flat, first)
 
     def factor(self) -> None:
-        """Factor the slot by `matrices`, which have the sums over all ranks."""
+        """Factor the slot by `matrices`, which hold the sums over all ranks."""
         for low, high in blocks(self.arena.owned(self.ranges), self._engine.block):
             for matrix, flat, first in self._factored(low, high):
                 matrix.product(flat, first)
 
     def _factored(self, low: int, high: int) -> Iterator[tuple[MatrixSums, Any, int]]:
-        """Yield the parts of the factored slot in elements [low, high): of which matrices, and from which of their elements."""
+        """Yield the parts of the factored slot in elements [low, high): the matrices, the part, and its first element in them."""
         slot = self._slots.of_range(low, high)[self._optimizer._factored]
         for begin, end, name in spans_within(self._spans, low, high):
             if name in self.matrices:
                 yield self.matrices[name], slot[begin:end], low + begin - self._offsets[name]
 
     def _kept_blocks(self, scales: Mapping[str, float]) -> Iterator[tuple[int, int, Any]]:
-        """Yield what was kept in blocks, times its scales: it is multiplied in place."""
+        """Yield the kept sums in blocks, scaled in place."""
         kept, base = self._store()
         for low, high in blocks(self.arena.owned(self.ranges), self._engine.block):
             gradient = kept[low - base : high - base]
@@ -261,7 +261,7 @@ class ArenaStep:
             yield low, high, gradient
 
     def direct(self, scales: Mapping[str, float]) -> None:
-        """Make of what was kept, times its scales, the direction of the update, and add up `norms`."""
+        """Turn the scaled kept sums into the direction of the update, and add up `norms`."""
         self.norms = {(name, what): 0.0 for _, _, name in self._spans for what in ("weights", "direction")}
         for low, high, gradient in self._kept_blocks(scales):
             self._rule.direct(gradient, self._slots.of_range(low, high))
@@ -271,14 +271,14 @@ class ArenaStep:
                 self.norms[name, "direction"] += self._engine.squares(gradient[start:stop])
 
     def whole_gradients(self, scales: Mapping[str, float]) -> dict[str, np.ndarray]:
-        """Return what all ranks kept of each variable, times its scales. Collective, inside one."""
+        """Return the scaled kept sums of all ranks, by variable. Collective, inside one."""
         for _ in self._kept_blocks(scales):
             pass
         kept, base = self._store()
         return self._wholes(lambda low, high: {"gradient": kept[low - base : high - base]}, "gradient")
 
     def whole_weights(self) -> dict[str, np.ndarray]:
-        """Return the weights of each variable, with what was not sent of them. Collective, inside one."""
+        """Return the weights of each variable with their error feedback. Collective, inside one."""
         if not self._publish.exact:
             return self._wholes(lambda low, high: {"weights": self._publish.meant(low, high)}, "weights")
         values = self.arena.values
@@ -294,7 +294,7 @@ class ArenaStep:
         return {v.name: flat[v.offset - low : v.offset - low + v.size].reshape(v.shape) for v in self.variables}
 
     def keep_weights(self, weights: Mapping[str, Any]) -> None:
-        """Keep this rank's part of new weights in place of what was kept."""
+        """Replace the kept sums by this rank's part of new weights."""
         kept, base = self._store()
         for v in self.variables:
             flat = np.asarray(weights[v.name]).reshape(-1)
@@ -303,7 +303,7 @@ class ArenaStep:
                 target[...] = move_like(flat[low - v.offset : high - v.offset], target)
 
     def take_kept(self, scales: Mapping[str, float]) -> None:
-        """Take what was kept, as `take` does, times the scale of each variable where this is an update."""
+        """Take the kept sums, as `take` does; an update scales them by variable."""
         kept, base = self._store()
         for low, high in self._large_blocks():
             gradient = kept[low - base : high - base]
@@ -315,7 +315,7 @@ class ArenaStep:
                 self._slots.of_range(low, high)[GRADIENT_SUM][...] = 0
 
     def _scaled(self, low: int, high: int, scales: Mapping[str, float]) -> list[Span]:
-        """Return which of the elements [low, high) are multiplied by what: by one scale, or each variable's."""
+        """Return the spans of elements [low, high) with their scales: one scale, or one per variable."""
         if not scales:
             return []
         if self._spans[-1][2] not in scales:  # one for all
@@ -325,7 +325,7 @@ class ArenaStep:
         return [span for span in spans if span[2] != 1]
 
     def not_finite(self) -> dict[str, int]:
-        """Return how many numbers of this rank's part of each variable's sum are not finite."""
+        """Return the count of numbers that are not finite in this rank's part of each variable's sum."""
         kept, base = self._store()
         return {
             v.name: not_finite_of(
@@ -335,36 +335,36 @@ class ArenaStep:
         }
 
     def _keeps_as_they_are(self) -> bool:
-        """Return whether a sum of one part is that part, and no pass changes it: then it needs no memory of its own."""
+        """Return True if a sum of one array can be that array itself: no pass changes it."""
         only_read = self._factor == 1 and not self._mean and set(self._core.passes) <= {"clip"}
         return only_read and not self._rule.narrow
 
     def _store(self) -> tuple[Any, int]:
-        """Return where sums are kept, and which element of the arena comes first there."""
+        """Return the memory of kept sums, and the number of its first element in the arena."""
         if self._kept is None:
             self._kept = self._slots.kept(), self._slots.low
         return self._kept
 
 
 def blocks_in_cache(values: Any) -> StepEngine:
-    """Return the engine for weights on a CPU: blocks that stay in its cache."""
+    """Return the engine for weights on a CPU: blocks that fit in its cache."""
     return StepEngine(block=BLOCK, update=_LARGE_BLOCK, keep=BLOCK, squares=loops.squares)
 
 
 def whole_arenas(values: Any) -> StepEngine:
-    """Return the engine for weights on a GPU, where each call is a kernel: all of a flat array at once."""
+    """Return the engine for weights on a GPU: whole arenas, as each call is a kernel."""
     from ..optimizers.kernels import squares
 
     return StepEngine(block=GPU_BLOCK, update=values.size, keep=values.size, squares=squares, on_device=True)
 
 
 def not_finite_of(*arrays: Any) -> int:
-    """Return how many numbers of some arrays are not finite."""
+    """Return the count of numbers that are not finite in some arrays."""
     return sum(int(array.size) - int(np.count_nonzero(np.isfinite(array))) for array in arrays)
 
 
 def _merged(segments: Iterable[tuple[int, int, N]]) -> list[tuple[int, int, N]]:
-    """Return the element ranges whose number is not 0, in order, neighbours of equal numbers made one."""
+    """Return the ranges whose number is not 0, in order, with equal neighbours merged."""
     merged: list[tuple[int, int, N]] = []
     for low, high, number in sorted(segments):
         if not number:

@@ -1,4 +1,4 @@
-"""Sums of gradients that start when the program announces them, and the choice whether that takes less time."""
+"""Sums that start when the program announces gradients, and the choice whether that is faster."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from .interface import Starter
 
 __all__ = ["EarlyChoice", "EarlyStart"]
 
-LEAST_BYTES = 4 << 20  # of gradients that are begun together: with fewer, what it costs to agree counts
+LEAST_BYTES = 4 << 20  # of gradients started together: with fewer, agreement costs too much
 _TRIES = 7  # steps of each way
 _WARM = 2  # steps before that
-_GAIN = 0.98  # of the time without, and all but one of the tries with less: the rest may be chance
-_KEPT = 1000  # steps that go one way: of one that takes half as long again, trying costs 0.4 %
+_GAIN = 0.98  # of the time without; all but one of the tries must be faster, to exclude chance
+_KEPT = 1000  # steps until the next trial: if one way is 50 % slower, trials cost 0.4 %
 _FUNCTION = "Optimizer.begin"
 
 
 @final
 class EarlyChoice:
-    """Whether sums start in `begin`: both ways in turns for some steps, then the faster one for many, and so on.
+    """The choice whether sums start in `begin`: both ways are tried in turns, then the faster one is used for many steps.
 
-    Which one it is has no influence on numbers. All ranks choose the same.
+    The choice does not change results. All ranks choose the same.
 
     Attributes:
         early: whether sums start in `begin` now.
-        words: what was chosen last, and by which times.
+        words: the last choice, with the measured times.
     """
 
     def __init__(self) -> None:
         self.early, self.words = True, "not decided"
-        self._kept: bool | None = None  # the way that was chosen last
-        self._left = 0  # steps until both ways are measured again
+        self._kept: bool | None = None  # the last choice
+        self._left = 0  # steps until the next trial
         self._number, self._ended = 0, 0
         self._times: dict[bool, list[int]] = {True: [], False: []}
 
     @property
     def open(self) -> bool:
-        """Whether sums start early, or are tried to."""
+        """True if sums start early, or on trial."""
         return self.early or not self._left
 
     def note_step(self, group: ProcessGroup, begun: bool) -> None:
-        """Note the end of a step, and whether something was begun in it. Collective, as some of these calls compare times."""
+        """Record the end of a step, and whether it started sums early. Collective: some calls compare times."""
         now, ended = perf_counter_ns(), self._ended
         self._ended = now
         if self._left:
@@ -70,7 +70,7 @@ class EarlyChoice:
     def _decide(self, group: ProcessGroup) -> None:
         with group.collective("begin: choice"):
             sums = group.sum_int(self._times[True] + self._times[False]).reshape(2, _TRIES) / group.topology.size / 1e6
-        ratios = np.sort(sums[0] / sums[1])  # of neighbours, so that a machine that drifts drifts for both
+        ratios = np.sort(sums[0] / sums[1])  # of neighbours, so that drift of the machine cancels
         self.early = bool(np.median(ratios) < _GAIN and ratios[-2] < 1)
         early, late = np.median(sums, axis=1)
         what, ours, other = ("start there", early, late) if self.early else ("wait for apply_gradients", late, early)
@@ -84,7 +84,7 @@ class EarlyChoice:
 
 @final
 class EarlyStart(Starter):
-    """Sums that a thread of each rank carries between nodes until the step takes them: of one optimizer.
+    """The early sums of one optimizer: a thread of each rank exchanges them between nodes until the step takes them.
 
     Attributes:
         choice: whether sums start early in this step.
@@ -92,18 +92,18 @@ class EarlyStart(Starter):
 
     def __init__(self, placement: Placement) -> None:
         self._group, self._ops, self.choice = placement.group, placement.ops, EarlyChoice()
-        self._able: bool | None = None  # whether sums can start early; None: not asked yet
-        self._waiting: list[Variable] = []  # until they are enough to be sent
+        self._able: bool | None = None  # whether sums can start early; None until known
+        self._waiting: list[Variable] = []  # variables collected until they are large enough to send
         self._sent: list[tuple[ArenaSum, str, list[tuple[int, int]]]] = []
 
     @property
     def able(self) -> bool:  # type: ignore[override]
-        """Whether sums can start early, as far as it is known; the same on every rank."""
+        """True until it is known that sums cannot start early; the same on every rank."""
         return self._able is not False
 
     @property
     def early(self) -> bool:  # type: ignore[override]
-        """Whether sums start early in this step, or are tried to; the same on every rank."""
+        """True if sums start early in this step, or on trial; the same on every rank."""
         return self.able and self.choice.open
 
     def start(self, begun: Any, variables: Sequence[Variable], due: bool) -> None:
@@ -127,7 +127,7 @@ class EarlyStart(Starter):
         self._waiting = []
 
     def _is_able(self, arenas: Sequence[Arena]) -> bool:
-        """Return whether sums can start before the step, and log why not. Collective, inside one."""
+        """Return whether sums can start before the step, and log the reason if not. Collective, inside one."""
         why = ""
         if not any(arena.gradients and self._ops.early_sums(arena.gradients) for arena in arenas):
             why = "each node, or a GPU, sums and updates all weights"

@@ -1,4 +1,4 @@
-"""Weights that travel between nodes in fewer bytes: the rule updates weights and what was not sent of them, together."""
+"""Weights that nodes exchange in fewer bytes: the rule updates the weights plus their error feedback."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["ToNodesInFewerBytes"]
 
 @final
 class ToNodesInFewerBytes(ToNodes):
-    """Each node sends the changes of its piece in the arena's `wire`, and keeps what a message lacks for the next one.
+    """An exchange in the arena's `wire`: each node sends the changes of its piece, with error feedback.
 
-    A weight that is meant is the weight in memory, which all nodes have, and what its owner has not sent of it.
+    An exact weight is the weight in memory, equal on all nodes, plus its owner's error feedback.
     """
 
     block = BLOCK
     exact = False
 
     def __init__(self, arena: Arena, ranges: Sequence[Range], slots: ArenaSlots) -> None:
-        """Serve an arena with a wire, with the scratch memory of an optimizer's slots."""
+        """Serve an arena with a wire, using the scratch memory of an optimizer's slots."""
         super().__init__(arena, ranges, slots)
         self._slots, self._unsent = slots, arena.unsent
         self._messages = BufferPool(kept=16)

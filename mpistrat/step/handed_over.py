@@ -1,4 +1,4 @@
-"""Gradients that the program hands over: they are summed bucket by bucket, and each owner finds its sums in the step."""
+"""Gradients submitted before the step: they are summed bucket by bucket, and the step finds each owner's sums."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["HandOver", "HandedOverSums"]
 
 @final
 class HandOver(Starter):
-    """Hands over gradients when they are announced."""
+    """A starter that submits announced gradients."""
 
     able = early = True
 
@@ -39,7 +39,7 @@ class HandOver(Starter):
         raise unfit("", "gradients that sharded_gradients sums", "experimental_aggregate_gradients=False")
 
     def forget(self, variables: Sequence[Variable]) -> None:
-        """Let variables have gradients again, and forget the sums of those that were handed over."""
+        """Give variables gradients again, and drop the sums of submitted ones."""
         for variable in variables:
             own = own_gradients_of(variable)
             if own is not None:
@@ -57,16 +57,16 @@ class HandedOverSums(Sums):
         self._buckets, self._strategy = _buckets_of(placement), placement.strategy
 
     def load(self, begun: Any, replicas: Sequence[Any], key: tuple[int, ...]) -> None:
-        """Hand over the gradients that were not begun, and have all of a step summed. Collective."""
+        """Submit the remaining gradients, and have all gradients of the step summed. Collective."""
         check_same(replicas, key)
-        begun.starter(self._strategy)  # which gives the variables gradients again after the step
+        begun.starter(self._strategy)  # it gives the variables gradients again after the step
         rows = [pairs for pairs in zip(*replicas, strict=True) if pairs[0][0] is not None]
         rest = [
             (pairs[0][1], [flat_gradient(gradient, variable) for gradient, variable in pairs])
             for pairs in rows
             if pairs[0][1] not in begun
         ]
-        begun.note([variable for variable, _ in rest])  # not before all gradients are known to fit
+        begun.note([variable for variable, _ in rest])  # after all gradients were checked
         hand_over(self._buckets, begun, rest)
         self._buckets.send()
 
@@ -74,9 +74,9 @@ class HandedOverSums(Sums):
         self._buckets.finish()
 
     def hand_out(self, work: Work, consume: Consume) -> None:
-        """Hand out sums in the blocks in which a reduction would.
+        """Pass sums in the blocks of a reduction.
 
-        Of an arena that every node sums whole they are the node's, and become those of all.
+        The sums of an arena that every node sums whole are the node's; they are reduced over nodes here.
         """
         arena, memory = work.arena, self._buckets.memory(work.gradients)
         owned, dtype, inter = arena.owned(work.ranges), accumulation_dtype(arena.dtype), arena.group.inter
@@ -99,7 +99,7 @@ def _buckets_of(placement: Placement) -> BucketSums:
 def hand_over(
     buckets: BucketSums, begun: Any, gradients: Sequence[tuple[Variable, Sequence[Any]]], noted: bool = False
 ) -> None:
-    """Hand over the gradients of variables, flat, of each local replica. Collective."""
+    """Submit the flat gradients of variables, of each local replica. Collective."""
     for variable, flat in sorted(gradients, key=lambda pair: _place(pair[0]), reverse=True):
         arena, offset = variable.arena, variable.offset
         if arena is not None and arena.gradients is not None and variable.size:
@@ -110,5 +110,5 @@ def hand_over(
 
 
 def _place(variable: Variable) -> tuple[str, int]:
-    """Return where a variable lies: an arena has buckets of its own, so what is in one is handed over together."""
+    """Return a variable's arena and offset: each arena has its own buckets, so its variables are submitted together."""
     return "" if variable.arena is None else variable.arena.key, variable.offset

@@ -1,17 +1,17 @@
-"""The parts of a training step, one for each question that a strategy or an option answers in its own way.
+"""The parts of a training step that strategies and options implement.
 
 An arena is a flat array. Each element has one owner, which updates it; holders, which have gradients of it; and readers, which
-need the new weight. A step asks:
+need the new weight.
 
-- How does the owner get the sum? `Sums`
-- How do the readers get the weights? `Publish`
-- In which form do numbers travel between nodes? `arena.wire.Wire`
-- How do ranks add up numbers, such as squares, of what each of them updates? `Norms`
-- When do nodes meet? `NodeRounds`
-- What must the ranks of one replica hold alike? `Replica`
-- How much of an arena is summed and updated at a time? `StepEngine`
+- `Sums`: how the owner gets the sum
+- `Publish`: how the readers get the weights
+- `arena.wire.Wire`: the form of numbers between nodes
+- `Norms`: sums over ranks, such as of squares of their elements
+- `NodeRounds`: when nodes meet
+- `Replica`: the values that the ranks of one replica share
+- `StepEngine`: the elements summed and updated at a time
 
-`table.py` lists which parts the strategies and options have.
+`table.py` lists the parts of each strategy and option.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ __all__ = [
 @final
 @dataclass(frozen=True)
 class StepEngine:
-    """How much of an arena a step works on at a time: blocks that fit a cache, or all at once where each call is a kernel.
+    """The elements a step works on at a time: blocks that fit a cache, or everything if each call is a kernel.
 
     Attributes:
         block: elements of the scratch memory.
-        update: elements that are summed and updated in one call where nothing needs scratch memory.
-        keep: elements that are kept, or squared, in one call.
+        update: elements summed and updated in one call, if no scratch memory is needed.
+        keep: elements kept, or squared, in one call.
         squares: returns the sum of the squares of a flat array.
-        on_device: whether sums of squares of what is kept, and scales by them, stay where it lies.
+        on_device: whether sums of squares, and scales by them, stay on the GPU.
     """
 
     block: int
@@ -66,11 +66,11 @@ class StepEngine:
 
 
 class Work(Protocol):
-    """What a step does on one arena, as its `Sums` see it.
+    """The step on one arena, as its `Sums` see it.
 
     Attributes:
         arena: the arena.
-        ranges: its elements that the step updates, equal on all ranks.
+        ranges: the elements that the step updates, equal on all ranks.
     """
 
     @property
@@ -84,58 +84,54 @@ class Work(Protocol):
 
     @property
     def unsent(self) -> Unsent | None:
-        """What earlier messages of sums lacked, where that is sent later."""
+        """The error feedback of earlier messages of sums, if there is one."""
         ...
 
     def add_up(self, arrays: Sequence[Any], consume: Consume) -> None:
-        """Hand out flat arrays in place of their sum: what consumes them adds them up in the same pass."""
+        """Pass flat arrays in place of their sum: `consume` adds them up in the same pass."""
         ...
 
     def keep_in(self, memory: Any) -> None:
-        """Know that the sums lie in memory of their own, `memory[low:high]`, which passes may overwrite."""
+        """Use `memory[low:high]` as the sums; passes may overwrite it."""
         ...
 
 
 class Starter:
-    """What becomes of gradients that an optimizer's program announces before its step: here nothing.
+    """The handling of gradients that the program announces before the step. This one does nothing.
 
     Attributes:
-        able: False once it is known that no sum can start early; the same on every rank.
-        early: whether sums start early in this step, or are tried to; the same on every rank.
+        able: False once no sum can start early; the same on every rank.
+        early: whether sums start early in this step, or on trial; the same on every rank.
     """
 
     able: bool = False
     early: bool = False
 
     def __init__(self, placement: Any) -> None:
-        """Serve one optimizer, for the variables of a placement."""
+        """Create the starter of one optimizer, for the variables of a placement."""
 
     def start(self, begun: Any, variables: Sequence[Any], due: bool) -> None:
-        """Start to sum the gradients of variables, which `begun` has noted. Collective; `due`: as in `Replica.compare`."""
+        """Start to sum the gradients of variables recorded in `begun`. Collective; `due`: as in `Replica.compare`."""
 
     def check_unsummed(self) -> None:
-        """Do nothing if a step may take gradients that are equal on all replicas already.
-
-        Raises:
-            ValueError: it may not.
-        """
+        """Raise ValueError unless a step may take gradients that are already equal on all replicas."""
 
     def note_step(self, begun: bool) -> None:
-        """Note the end of a step, and whether something was begun in it. Collective."""
+        """Record the end of a step, and whether it started sums early. Collective."""
 
     def forget(self, variables: Sequence[Any]) -> None:
-        """Forget what was started, of these variables. Every rank does it."""
+        """Drop the started sums of these variables. Call it on every rank."""
 
 
 class Sums(ABC):
-    """How the owner of a block gets the sum of what all holders have of it."""
+    """The sums of all holders' gradients, for the owner of each block."""
 
-    #: Whether an error in the middle leaves messages between nodes under way.
+    #: Whether an error leaves messages between nodes in flight.
     sends_ahead: bool = False
 
     @abstractmethod
     def load(self, begun: Any, replicas: Sequence[Any], key: tuple[int, ...]) -> None:
-        """Take the gradients of each local replica; `begun` has those that were announced.
+        """Take the gradients of each local replica; `begun` has the announced ones.
 
         Raises:
             ValueError, TypeError: gradients that do not fit.
@@ -143,88 +139,84 @@ class Sums(ABC):
 
     @abstractmethod
     def enter(self, call: Any) -> None:
-        """Begin a step, which is the collective `call`, and wait for sums that were begun before. Collective, inside one."""
+        """Enter a step, which is the collective `call`, and wait for sums started before. Collective, inside one."""
 
     @abstractmethod
     def hand_out(self, work: Work, consume: Consume) -> None:
-        """Call consume(low, high, sum) for all that this rank owns, in order. Collective, inside one.
+        """Call consume(low, high, sum) for all elements that this rank owns, in order. Collective, inside one.
 
-        All ranks of the node have arrived; none may write a gradient before the next barrier.
+        All ranks of the node have arrived; no rank may write a gradient before the next barrier.
         """
 
 
 class Publish:
-    """How the readers of an arena get what steps make of the weights: here from memory that the ranks of a node share.
+    """The publishing of new weights to an arena's readers. This one uses memory that the ranks of a node share.
 
-    It says what the rule updates, and takes the result.
+    It returns the memory that the rule updates, and takes the result.
 
     Attributes:
-        block: how many elements the rule updates at a time at most; None for any number.
-        exact: whether the weights in memory are those that are meant.
+        block: the largest number of elements per update; None for any.
+        exact: whether the weights in memory are exact, without error feedback.
     """
 
     block: int | None = None
     exact: bool = True
 
     def __init__(self, arena: Arena, ranges: Sequence[Range], slots: Any) -> None:
-        """Serve element ranges of an arena, of which an optimizer has slots on this rank."""
+        """Serve element ranges of an arena, for an optimizer's slots on this rank."""
         self.arena, self.ranges = arena, ranges
 
     def begin(self) -> None:
-        """Begin to exchange what a step makes of the weights. Collective over peers."""
+        """Start the exchange of a step's new weights. Collective over peers."""
 
     def target(self, low: int, high: int) -> Any:
         """Return the weights of elements [low, high), which the rule updates in place."""
         return self.arena.values[low:high]
 
     def commit(self, low: int, high: int, target: Any) -> None:
-        """Take what the rule made of `target(low, high)`. Blocks come in ascending order."""
+        """Take the updated `target(low, high)`. Blocks come in ascending order."""
 
     def meant(self, low: int, high: int) -> Any:
-        """Return the weights that are meant, of any number of elements, in the dtype of sums or the arena's."""
+        """Return the exact weights of any number of elements, in the dtype of sums or the arena's."""
         return self.arena.values[low:high]
 
     def finish(self) -> None:
-        """Wait until the weights of all ranks are here. Collective over peers."""
+        """Wait for the weights of all ranks. Collective over peers."""
 
     def leave(self) -> None:
-        """Leave what is under way after an error."""
+        """Cancel exchanges after an error."""
 
 
 class NodeRounds:
-    """When nodes meet: in every step, after which all have the same weights.
+    """The steps in which nodes meet: all of them, so all nodes have equal weights.
 
     Attributes:
-        factor: what the sum of gradients is multiplied by.
-        alike: whether all nodes have the same weights after each step.
+        factor: multiplies the sum of gradients.
+        alike: whether all nodes have equal weights after each step.
     """
 
     factor: float = 1.0
     alike: bool = True
 
     def __init__(self, placement: Any) -> None:
-        """Serve one optimizer, for the variables of a placement."""
+        """Create the rounds of one optimizer, for the variables of a placement."""
 
     def check(self, variables: Sequence[Any]) -> None:
-        """Do nothing if this optimizer may update variables.
-
-        Raises:
-            ContextError: on every rank, if it may not.
-        """
+        """Raise ContextError, on every rank, if this optimizer may not update the variables."""
 
     def compares(self, due: bool) -> bool:
-        """Return whether a step compares the weights of nodes, if a comparison is due."""
+        """Return whether a step compares the weights of nodes, given that a comparison is due."""
         return due
 
     def enter(self, variables: Sequence[Any]) -> None:
-        """Act before a step that may change the weights of variables."""
+        """Prepare a step that may change the weights of variables."""
 
     def end_update(self) -> None:
-        """Act after an update. Collective."""
+        """Count an update. Collective."""
 
 
 class Replica:
-    """The ranks that hold one replica: a single one, which has all of it.
+    """The ranks of one replica. This one is a single rank with the whole replica.
 
     Attributes:
         whole: whether each rank's sums are of whole variables.
@@ -233,41 +225,39 @@ class Replica:
     whole: bool = True
 
     def __init__(self, placement: Any, variables: Sequence[Any]) -> None:
-        """Serve the steps of some variables."""
+        """Create the replica for steps of some variables."""
 
     def compare(self, detail: str, words: str, due: bool) -> None:
-        """Compare the step over the replica, and if that is due, what its ranks hold alike. Collective over the replica.
+        """Compare the step over the replica, and if due, the values its ranks share. Collective over the replica.
 
         Args:
-            detail, words: what ranks that step together compare of the step.
+            detail, words: descriptions of the step that its ranks compare.
             due: whether to compare gradients and weights.
 
         Raises:
-            CollectiveMismatchError: on every rank of the replica, when they differ.
+            CollectiveMismatchError: on every rank of the replica: they differ.
         """
 
     def total(self, squares: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums of squares of whole variables, of those of this rank's parts, the same bits on each rank.
+        """Return the sums of squares of whole variables from those of this rank's parts, the same bits on each rank.
 
         Collective over the replica.
         """
         return dict(squares)
 
     def refuse(self, number: int) -> None:
-        """Act where sums are not finite in step `number`, and none of this rank's peers has such a number.
-
-        Raises:
-            FloatingPointError: other ranks of the replica have.
+        """Raise FloatingPointError: sums are not finite in step `number`, and only other ranks of the replica have such
+        numbers.
         """
 
 
 def of_the_program(step: Any) -> Any:
-    """Return a step as it is: what the program computes is done when the step begins."""
+    """Return a step unchanged: the program's computation is done when the step starts."""
     return step
 
 
 class Norms(ABC):
-    """How ranks add up numbers of what each of them updates."""
+    """Sums over ranks of numbers of their elements."""
 
     @abstractmethod
     def totals(self, columns: Sequence[np.ndarray], arenas: Sequence[Arena]) -> list[np.ndarray]:
@@ -278,11 +268,11 @@ class Norms(ABC):
 
     @abstractmethod
     def all_finite(self, finite: bool) -> bool:
-        """Return whether sums are finite on all ranks that step together, by what this one found. Collective, inside one."""
+        """Return whether sums are finite on all ranks that step together. Collective, inside one."""
 
     @abstractmethod
     def counted(self, arena: Arena) -> list[int]:
-        """Return the ranks whose counts of an arena's elements, added up, are those of all its sums."""
+        """Return the ranks whose counts of an arena's elements add up to those of all its sums."""
 
 
 @final
@@ -291,11 +281,11 @@ class StepParts:
     """The parts of a strategy's steps.
 
     Attributes:
-        sums: how owners get sums.
-        no_sums: how they get gradients that are equal on all replicas already.
-        new_norms: returns how ranks add up norms.
-        publish: returns how the readers of an arena get weights, for its element ranges and slots.
-        engine_of: returns how much is updated at a time, for the flat array of an arena's weights.
+        sums: the sums for owners.
+        no_sums: the same for gradients that are already equal on all replicas.
+        new_norms: returns the norms.
+        publish: returns the publishing of an arena, for its element ranges and slots.
+        engine_of: returns the engine for the flat array of an arena's weights.
         replica_of: returns the ranks of a replica, for variables.
         own_gradients: whether the gradients of replicas stay in memory.
     """

@@ -1,4 +1,4 @@
-"""Sums of rows and columns of a variable's matrices, from parts of it that begin and end anywhere, and their product."""
+"""Row and column sums of a variable's matrices, from any flat parts of it, and their product."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["MatrixSums", "rectangles"]
 
 
 def rectangles(low: int, high: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the rows and columns of elements [low, high) of rows of a width: at most three rectangles, in order.
+    """Yield rows and columns of the elements [low, high) of a matrix of a width: at most three rectangles, in order.
 
     Example:
         >>> [(rows.start, rows.stop, columns.start, columns.stop) for rows, columns in rectangles(3, 14, 4)]
@@ -57,7 +57,7 @@ class MatrixSums:
 
     @may_underflow
     def add(self, flat: Any, first: int) -> None:
-        """Add elements that begin with element `first` of the array; those behind its end are left out."""
+        """Add elements that start at element `first` of the array; elements after its end are ignored."""
         for rows, columns, part in self._parts(to_host(flat), first):
             self.sums[rows] += part.sum(axis=1, dtype=np.float64)
             one, last = rows.start // self._height, (rows.stop - 1) // self._height
@@ -70,7 +70,7 @@ class MatrixSums:
 
     @may_underflow
     def product(self, flat: Any, first: int) -> None:
-        """Overwrite elements, as `add` takes them, with the sum of their row times that of their column, over their matrix's."""
+        """Overwrite elements, as in `add`, with their row sum times their column sum, divided by their matrix's sum."""
         host = to_host(flat)
         per_row = self.sums[: self._count].reshape(-1, self._height)
         shares = (per_row / per_row.sum(axis=1, keepdims=True)).reshape(-1)

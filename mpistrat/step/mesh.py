@@ -1,4 +1,4 @@
-"""Replicas that are divided over ranks: these compare what must be equal, and add up norms of parts."""
+"""Replicas divided over ranks: the ranks compare values that must be equal, and add up norms of parts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ReplicaParts(Replica):
                 raise error
 
     def total(self, squares: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums over the replica of squares of parts. Collective over the replica."""
+        """Return the sums over the replica of the squares of parts. Collective over the replica."""
         if self._group.topology.size == 1:
             return dict(squares)
         mine = np.array(list(squares.values()), np.float64)

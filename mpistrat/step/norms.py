@@ -1,4 +1,4 @@
-"""Sums over all ranks of numbers, such as squares, of what each of them updates."""
+"""Sums over all ranks of numbers, such as squares, of the elements that each updates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["OverAll"]
 
 
 class OverAll(Norms):
-    """Numbers of the owners of slices, which are the same on every node, or of pieces of slices, each on its own node."""
+    """Numbers of the owners of slices, equal on every node, or of pieces, each on its own node."""
 
     def __init__(self, placement: Placement) -> None:
         self._group = placement.group

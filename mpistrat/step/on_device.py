@@ -1,4 +1,4 @@
-"""Norms that stay on a GPU: sums of squares, and the scales that clip by them, without a number on the host."""
+"""Norms on a GPU: sums of squares, and clipping scales, without transfers to the host."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .interface import Range
 
 __all__ = ["DeviceSquares", "scales", "source", "totals_of"]
 
-_BLOCK = 4096  # elements that 64 lanes add up, one after the other
-_PARTIALS = 256  # of each sum, which one thread adds up
+_BLOCK = 4096  # elements that 64 lanes add up sequentially
+_PARTIALS = 256  # per sum, added up by one thread
 
-# All sums have a fixed order, so GPUs of equal sums find equal scales, and no rank has to send its own.
+# All sums have a fixed order: GPUs with equal sums compute equal scales, so no rank sends its own.
 _SOURCE = r"""
 extern "C" __global__ void lanes(
     const $real *__restrict__ values, $real *__restrict__ sums, const long long *__restrict__ bounds, const long long n) {
@@ -84,7 +84,7 @@ def _kernel(cupy: ModuleType, name: str, real: str) -> Any:
 
 
 def _launch(name: str, real: str, count: int, *arguments: Any) -> None:
-    """Launch a kernel on so many threads."""
+    """Launch a kernel on `count` threads."""
     _kernel(import_cupy(name), name, real)((-(-count // THREADS),), (THREADS,), arguments)
 
 
@@ -132,7 +132,7 @@ class DeviceSquares:
 
 
 def totals_of(squares: Sequence[tuple[DeviceSquares, Any]]) -> Any:
-    """Return the sums of squares of arrays, of all their spans, on the GPU of the first one."""
+    """Return the sums of squares of all spans of arrays, on the GPU of the first one."""
     cupy, first = import_cupy("totals_of"), squares[0][1]
     with on_device_of(first):
         found = cupy.empty(sum(each.count for each, _ in squares), np.float64)
@@ -144,7 +144,7 @@ def totals_of(squares: Sequence[tuple[DeviceSquares, Any]]) -> Any:
 
 
 def scales(totals: Any, limit: float, together: bool) -> list[DeviceScale]:
-    """Return what gradients are multiplied by so that their norms have a limit: each span's, or that of all together."""
+    """Return the factors that limit the norms of gradients: of each span, or of all together."""
     cupy, count = import_cupy("scales"), np.int64(totals.size)
     with on_device_of(totals):
         found = cupy.empty(totals.size, np.float64)

@@ -1,4 +1,4 @@
-"""A step on the stream on which the program computes: what it reads and writes is then in order with the program's own work."""
+"""A step on the stream on which the program computes, ordered with the program's own work."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ __all__ = ["StepOnStream"]
 
 @final
 class StepOnStream(UpdateRun):
-    """A step of variables on GPUs. Where PyTorch computes on a stream of its own, CuPy's work of the step goes there.
+    """A step of variables on GPUs. If PyTorch computes on its own stream, CuPy's work of the step runs there.
 
-    The step then comes after what CuPy's own stream has begun (values that were assigned, new slots), and what CuPy begins later
-    comes after the step.
+    The step runs after earlier work on CuPy's own stream, such as assignments, and before later work there.
     """
 
     def __init__(self, step: UpdateRun) -> None:
@@ -37,7 +36,7 @@ class StepOnStream(UpdateRun):
 
 @contextlib.contextmanager
 def _in_order() -> Iterator[None]:
-    """Enter the stream on which the program computes, for a block that is in order with CuPy's own stream."""
+    """Enter the program's stream for a block that is ordered with CuPy's own stream."""
     *others, stream = computing_streams()
     for other in others:
         stream.wait_event(other.record())

@@ -1,10 +1,10 @@
-"""Local steps: nodes train by themselves, and after so many updates take an outer step together.
+"""Local steps: each node trains separately, and after `every` updates all nodes take an outer step together.
 
-Within a round, from one outer step to the next, a step sums gradients over the node alone, and nodes' weights differ. The outer
-step sums the weights of all nodes, piece by piece, each on the node that keeps the piece's anchor and momentum: anchor minus the
-mean is the outer gradient, and SGD with Nesterov's momentum gives the new weights, which all nodes get.
+Within a round, from one outer step to the next, a step sums gradients over the node only, and the weights of nodes differ. The
+outer step sums the weights of all nodes piece by piece, on the node with the piece's anchor and momentum. Anchor minus mean is
+the outer gradient; SGD with Nesterov's momentum gives the new weights of all nodes.
 
-Source: Douillard et al., DiLoCo (arXiv 2311.08105), with the inner optimizer's slots each node's own, as there.
+Source: Douillard et al., DiLoCo (arXiv 2311.08105). As there, each node has its own slots of the inner optimizer.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ __all__ = ["OuterSteps", "OverOwnNode"]
 
 @final
 class OuterSteps(NodeRounds):
-    """The rounds of one optimizer, and what its outer steps keep.
+    """The rounds of one optimizer, and the state of its outer steps.
 
-    Which variables are in a round is in `Placement.apart`, for all that must not meet variables whose nodes differ.
+    `Placement.apart` has the variables of the round, for code that must not see variables that differ between nodes.
 
     Attributes:
-        factor: what the sum of a node's gradients is multiplied by to stand for the sum over all.
+        factor: scales the sum of a node's gradients to stand for the sum over all.
     """
 
     alike = False
@@ -57,8 +57,8 @@ class OuterSteps(NodeRounds):
         self._sums: dict[np.dtype, PieceSum] = {}
         counts = replicas_by_node(group)
         mine, common = counts[group.node_index], math.gcd(*counts)
-        # A loss is scaled for the sum over all replicas. The sum over a node's, times this, is the gradient of the mean over the
-        # node's part of the batch; and the mean over nodes of these, weighted by replicas, is the gradient of all nodes.
+        # A loss is scaled for the sum over all replicas. Times this factor, the sum over a node is the gradient of the mean
+        # over its part of the batch. The mean of these over nodes, weighted by replicas, is the gradient of all nodes.
         self.factor = sum(counts) / mine
         self._weight, self._divisor = mine // common, sum(counts) // common
 
@@ -66,18 +66,14 @@ class OuterSteps(NodeRounds):
 
     @property
     def begun(self) -> bool:
-        """Whether nodes have taken local steps since the last outer step."""
+        """True if nodes have taken local steps since the last outer step."""
         return self in self._placement.apart.values()
 
     def compares(self, due: bool) -> bool:
         return not self.begun
 
     def check(self, variables: Sequence[Variable]) -> None:
-        """Do nothing if this optimizer may update variables.
-
-        Raises:
-            ContextError: on every rank, for one that another optimizer has updated in a round of its own.
-        """
+        """Raise ContextError, on every rank, if another optimizer has updated a variable in its own round."""
         apart = self._placement.apart
         for variable in variables:
             if apart.get(variable, self) is not self:
@@ -87,7 +83,7 @@ class OuterSteps(NodeRounds):
                 raise ContextError(explain("apply_gradients", variable.name, expected=expected, got=got, remedy=remedy))
 
     def enter(self, variables: Sequence[Variable]) -> None:
-        """Take the anchors of variables before their first update in a round; nodes have the same weights of them."""
+        """Copy the anchors of variables before their first update in a round; nodes then have equal weights."""
         apart = self._placement.apart
         if not self.begun:
             self._updates = 0
@@ -105,10 +101,10 @@ class OuterSteps(NodeRounds):
     # the outer step
 
     def take(self) -> None:
-        """Take the outer step of all variables in the round, and end it. Collective."""
+        """Take the outer step of all variables in the round, and end the round. Collective."""
         group, apart = self._group, self._placement.apart
         variables = [variable for variable, owner in apart.items() if owner is self]
-        # Nodes compare a call that differs from the last one of its name: none waits in sums for one that takes no outer step.
+        # The call differs from the last one of its name, so nodes compare it: none waits for a node without an outer step.
         self._parity = 1 - self._parity
         names = ", ".join(variable.name for variable in variables)
         detail = f"of {names} by {self._how}, {'an odd' if self._parity else 'an even'} one"
@@ -131,7 +127,7 @@ class OuterSteps(NodeRounds):
             apply_constraint(variable, compare=True)
 
     def _step(self, arena: Arena, ranges: Sequence[Range], shares: list[PieceShare]) -> None:
-        """Make the new weights of element ranges, and begin to share them. Collective over `group.inter`."""
+        """Compute the new weights of element ranges, and start to share them. Collective over `group.inter`."""
         inter, kept = self._group.inter, self._of(arena)
         pieces, values = kept.pieces(ranges), arena.values
         if inter is None:
@@ -149,14 +145,14 @@ class OuterSteps(NodeRounds):
             gradient = anchor - total
             velocity *= momentum
             velocity += gradient
-            # anchor - rate (gradient + momentum velocity), from the mean on: exactly the mean with rate 1 and momentum 0
+            # anchor - rate (gradient + momentum velocity), starting from the mean: exact for rate 1 and momentum 0
             anchor[...] = total
             anchor += (1 - rate) * gradient
             anchor -= (rate * momentum) * velocity
 
-        # Nodes weigh by their replicas: weights are added as often.
+        # Nodes are weighted by their replicas: their weights are added that many times.
         sums.hand_out([values] * self._weight, pieces, how, update)
-        for low, high in pieces[inter.rank]:  # not before: others' sums are read from here
+        for low, high in pieces[inter.rank]:  # only now: other nodes' sums read from here
             values[low:high] = kept.part(kept.anchor, low, high)
         share = PieceShare(inter, values, pieces)
         shares.append(share)
@@ -165,12 +161,12 @@ class OuterSteps(NodeRounds):
     # files
 
     def reset(self) -> None:
-        """Begin anew, without momentum."""
+        """Reset the momentum."""
         for kept in self._arenas.values():
             kept.momentum[...] = 0
 
     def load(self, variable: Variable, arena: Arena, slots: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Take this rank's piece of the momentum of a variable's outer steps, where it is among slots; return the others."""
+        """Take this rank's piece of a variable's outer momentum, if it is among slots; return the others."""
         momentum = slots.get(OUTER_MOMENTUM)
         if momentum is None:
             return slots
@@ -207,7 +203,7 @@ class OuterSteps(NodeRounds):
 
 @final
 class OverOwnNode(OverAll):
-    """The owners of slices of this rank's node: each node takes its steps with sums of its own."""
+    """Norms over the owners of slices on this rank's node: each node steps with its own sums."""
 
     def _table(self, column: np.ndarray) -> np.ndarray:
         return self._group.of_own_node(column)
@@ -221,7 +217,7 @@ class OverOwnNode(OverAll):
 
 @final
 class _OuterArena:
-    """This rank's piece of an arena: the anchor, and the momentum of outer steps; each element is on one rank of all.
+    """This rank's piece of an arena: the anchor and the momentum of outer steps. Each element is on one rank of all.
 
     Attributes:
         anchor, momentum: flat arrays of the piece, in the dtype of sums.
@@ -236,25 +232,25 @@ class _OuterArena:
         self.momentum = np.zeros_like(self.anchor)
 
     def pieces(self, ranges: Sequence[Range]) -> list[list[Range]]:
-        """Return the parts of element ranges in the piece that each node has of this rank's slice."""
+        """Return the parts of element ranges in each node's piece of this rank's slice."""
         inside = [[(max(a, low), min(b, high)) for a, b in ranges] for low, high in self._bounds]
         return [[(a, b) for a, b in piece if a < b] for piece in inside]
 
     def own(self, ranges: Sequence[Range]) -> list[Range]:
-        """Return the parts in this rank's piece."""
+        """Return the parts of element ranges in this rank's piece."""
         return self.pieces(ranges)[self._arena.group.node_index]
 
     def part(self, array: np.ndarray, low: int, high: int) -> np.ndarray:
-        """Return elements [low, high) of the arena, which are in this rank's piece, of one of the arrays."""
+        """Return elements [low, high) of the arena, which lie in this rank's piece, of one of the arrays."""
         return array[low - self._low : high - self._low]
 
     def take_anchor(self, ranges: Sequence[Range]) -> None:
-        """Take the weights for anchors."""
+        """Copy the weights to the anchors."""
         for low, high in self.own(ranges):
             self.part(self.anchor, low, high)[...] = self._arena.values[low:high]
 
     def gathered(self, low: int, high: int) -> list[tuple[int, np.ndarray]]:
-        """Return the momentum of what of elements [low, high) is in this rank's slice. Collective over peers."""
+        """Return the momentum of elements [low, high) in this rank's slice. Collective over peers."""
         inter, found = self._arena.group.inter, []
         if inter is None:
             return []

@@ -1,6 +1,6 @@
-"""Passes over the sums of a step before the one that updates: clipping by norms, directions, factors, rules on whole variables.
+"""Passes over the sums of a step before the update: clipping by norms, directions, factors, rules on whole variables.
 
-A rule without any of them is one pass: each block is summed and updated while it is in cache. Else the sums are kept first.
+A rule without passes sums and updates each block while it is in cache. With passes the sums are kept first.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ __all__ = ["KeptSums"]
 
 _STEP = "apply_gradients"
 K = TypeVar("K", bound=Hashable)
-Scales = Mapping[
-    str, Any
-]  # what the sum of each variable is multiplied by, on a GPU a DeviceScale; without a name: nothing
+Scales = Mapping[str, Any]  # the factor of each variable's sum, on a GPU a DeviceScale; 1 for missing names
 
 
 @final
 class KeptSums:
-    """The sums that a step has kept, and how its ranks add up numbers of them.
+    """The kept sums of a step, and the sums over ranks of numbers of them.
 
     Attributes:
         core: of the optimizer.
@@ -41,7 +39,7 @@ class KeptSums:
         variables: those that the step updates.
         works: the arenas.
         norms, replica: see `interface`.
-        own_gradients: whether the replicas' gradients are in memory, beside the sums.
+        own_gradients: whether the replicas' gradients are in memory, separate from the sums.
     """
 
     def __init__(
@@ -72,11 +70,11 @@ class KeptSums:
 
     @property
     def on_device(self) -> bool:
-        """Whether scales can stay on the GPU on which the sums are."""
+        """True if scales can stay on the GPU of the sums."""
         return self.replica.whole and bool(self.works) and all(work.on_device for work in self.works)
 
     def squares(self) -> list[dict[str, float]]:
-        """Return the sums of squares of what this rank kept of each work, by name."""
+        """Return the sums of squares of this rank's kept sums of each work, by name."""
         if not any(work.on_device for work in self.works):
             return [work.squares for work in self.works]
         from .on_device import totals_of
@@ -85,7 +83,7 @@ class KeptSums:
         return [{name: next(totals) for name in work.squares} for work in self.works]
 
     def take(self, passes: Sequence[str], number: int, rate: float, call: Call) -> Scales:
-        """Take passes in their order, and return the scales of what is kept then. Collective, inside `call`."""
+        """Run passes in their order, and return the scales of the kept sums. Collective, inside `call`."""
         scales: Scales = {}
         updates = self.core.updates_at(number)
         for each in [_PASSES[name] for name in passes]:
@@ -95,14 +93,14 @@ class KeptSums:
 
 
 class Pass(ABC):
-    """One pass over sums that were kept."""
+    """One pass over kept sums."""
 
-    #: Whether calls that only accumulate gradients have it, too.
+    #: Whether calls that only accumulate gradients run it, too.
     always: bool = False
 
     @abstractmethod
     def take(self, kept: KeptSums, scales: Scales, number: int, rate: float, call: Call) -> Scales:
-        """Take the pass, and return the scales of what is kept then. Collective, inside `call`.
+        """Run the pass, and return the scales of the kept sums. Collective, inside `call`.
 
         Args:
             kept: the sums.
@@ -114,15 +112,15 @@ class Pass(ABC):
 
 @final
 class Clip(Pass):
-    """Scales sums so that their norms have a limit, and refuses numbers that are not finite, where that is asked for."""
+    """Clipping of sums to a norm, and with `check_numerics` the check that they are finite."""
 
     always = True
 
     def take(self, kept: KeptSums, scales: Scales, number: int, rate: float, call: Call) -> Scales:
-        """Return the factors of the gradients of each variable; NaN for what is not finite.
+        """Return the factors of the gradients of each variable; NaN for sums that are not finite.
 
         Raises:
-            FloatingPointError: on every rank, for what is not finite, with `check_numerics`.
+            FloatingPointError: on every rank, with `check_numerics`: a sum is not finite.
         """
         optimizer = kept.core.optimizer
         if kept.on_device and not optimizer.check_numerics:
@@ -142,7 +140,7 @@ class Clip(Pass):
         return dict.fromkeys(sums, scale)
 
     def _on_device(self, kept: KeptSums) -> Scales:
-        """Return the factors where the sums are. Each rank has all of them: none needs those of others."""
+        """Return the factors on the GPU of the sums. Each rank has all sums, so ranks exchange nothing."""
         from .on_device import scales, totals_of
 
         optimizer = kept.core.optimizer
@@ -155,7 +153,7 @@ class Clip(Pass):
 
 @final
 class Factor(Pass):
-    """Forms the moments of the rule, and factors them by the sums of rows and columns over all ranks."""
+    """Factored moments: forms the rule's moments, and factors them by the sums of rows and columns over all ranks."""
 
     def take(self, kept: KeptSums, scales: Scales, number: int, rate: float, call: Call) -> Scales:
         works = kept.works
@@ -172,7 +170,7 @@ class Factor(Pass):
 
 @final
 class Direct(Pass):
-    """Makes the directions of the update, and scales each variable's by the norms of its weights and of the direction."""
+    """Update directions, scaled per variable by the norms of its weights and its direction."""
 
     def take(self, kept: KeptSums, scales: Scales, number: int, rate: float, call: Call) -> Scales:
         core, works = kept.core, kept.works
@@ -186,7 +184,7 @@ class Direct(Pass):
         for work in works:
             for variable in work.variables:
                 weights, direction = (math.sqrt(norms[what][variable.name]) for what in ("weights", "direction"))
-                weights *= abs(1 - core.decay_of(variable) * rate)  # they decay before they are updated
+                weights *= abs(1 - core.decay_of(variable) * rate)  # weights decay before the update
                 size = variable.size if variable.part is None else variable.part.whole_size
                 ratios[variable.name] = core.ratio(weights, direction, size, rate)
         return ratios
@@ -194,7 +192,7 @@ class Direct(Pass):
 
 @final
 class Whole(Pass):
-    """Keeps, in place of sums times their scales, the new weights that the rule computes of whole variables."""
+    """Rules on whole variables: replaces scaled sums by the new weights that the rule computes."""
 
     def take(self, kept: KeptSums, scales: Scales, number: int, rate: float, call: Call) -> Scales:
         gradients: dict[str, np.ndarray] = {}
@@ -211,7 +209,7 @@ class Whole(Pass):
 
 
 def _refuse_numbers(kept: KeptSums, number: int) -> None:
-    """Raise with the ranks whose gradients are not finite, if any: squares may be infinite where no gradient is. Collective.
+    """Raise with the ranks whose gradients are not finite, if any: finite gradients may have infinite squares. Collective.
 
     Raises:
         FloatingPointError: on every rank.
@@ -222,7 +220,7 @@ def _refuse_numbers(kept: KeptSums, number: int) -> None:
         variable.name: not_finite_of(*(variable.gradient(i).reshape(-1) for i in range(len(work.gradients.local))))
         for work in kept.works
         for variable in work.variables
-    }  # none where they were handed over
+    }  # none if they were submitted early
     summed = {name: count for work in kept.works for name, count in work.not_finite().items()}
     counted = [json.loads(text) for text in kept.group.all_gather_text(json.dumps([own, summed]))]
     for variable in kept.variables:

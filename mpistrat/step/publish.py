@@ -1,4 +1,4 @@
-"""How readers get weights where they do not see the owner's memory: copies on each GPU, pieces between nodes."""
+"""Publishing of weights outside the owner's memory: copies on each GPU, pieces between nodes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ToDevices(Publish):
 
 
 class ToNodes(Publish):
-    """Each node updates a piece of a slice, and sends it to the others while it updates the next block."""
+    """An exchange between nodes: each updates a piece of a slice, and sends a block while it updates the next."""
 
-    _share: Any = None  # memory with references cannot be freed: None between steps
+    _share: Any = None  # None between steps: referenced memory cannot be freed
 
     def begin(self) -> None:
         pieces, inter = self.arena.pieces(self.ranges), self.arena.group.inter

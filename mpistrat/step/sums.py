@@ -1,4 +1,4 @@
-"""How owners get sums of gradients that stay where the program has written them."""
+"""Sums of gradients that stay in the program's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["OfAll", "OfNode", "OfOne"]
 
 
 class _InArenas(Sums):
-    """Sums of gradients in arenas, where those that lie elsewhere are copied to."""
+    """Sums of gradients in arenas; gradients elsewhere are copied there."""
 
     def __init__(self, placement: Placement) -> None:
         self._ops, group = placement.ops, placement.group
@@ -29,7 +29,7 @@ class _InArenas(Sums):
 
 @final
 class OfOne(_InArenas):
-    """No sum: all replicas have equal gradients, and each owner takes those of its first one."""
+    """No sum: all replicas have equal gradients, and each owner takes those of the first local one."""
 
     def hand_out(self, work: Work, consume: Consume) -> None:
         work.add_up(work.gradients.local[:1], consume)
@@ -37,7 +37,7 @@ class OfOne(_InArenas):
 
 @final
 class OfNode(_InArenas):
-    """The sums over the replicas of a node, each node for itself."""
+    """The sums over the replicas of each node."""
 
     def hand_out(self, work: Work, consume: Consume) -> None:
         work.add_up(of_node(work.gradients), consume)
@@ -45,7 +45,7 @@ class OfNode(_InArenas):
 
 @final
 class OfAll(_InArenas):
-    """The sums over all replicas, by the strategy's CrossDeviceOps; where a rank sees all gradients, it adds them up itself."""
+    """The sums over all replicas, by the strategy's CrossDeviceOps, or by the rank itself if it can read all gradients."""
 
     def hand_out(self, work: Work, consume: Consume) -> None:
         arrays = self._ops.node_gradients(work.gradients)

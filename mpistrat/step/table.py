@@ -1,7 +1,6 @@
-"""Which parts a step has: one table of all strategies and options. Of each part the first row that fits is taken.
+"""The parts of a step by strategy and option. Of each part the first row that fits is used.
 
-An option that changes how steps are taken is its rows here and the file that they name; nothing else of a step knows of it. A
-file is loaded when a row of it is taken.
+An option that changes steps consists of rows here and the file they name. A file is loaded when a row of it is used.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ __all__ = ["TABLE", "Row", "Steps", "chosen"]
 
 
 class Row(NamedTuple):
-    """One way to have a part.
+    """One implementation of a part.
 
     Attributes:
-        part: a field of `StepParts`, or what `Steps` makes.
-        name: the strategy or option that has it so.
-        fits: returns whether it is taken, for a placement, an arena or an array.
-        file, maker: what makes the part, in this folder.
+        part: a field of `StepParts`, or a product of `Steps`.
+        name: the strategy or option that uses it.
+        fits: returns whether it is used, for a placement, an arena or an array.
+        file, maker: the function or class that creates it, in this folder.
     """
 
     part: str
@@ -100,7 +99,7 @@ TABLE = (
 
 
 def chosen(part: str, of: Any) -> Any:
-    """Return what makes a part, for a placement, an arena or an array.
+    """Return the maker of a part, for a placement, an arena or an array.
 
     Example:
         >>> chosen("engine", np.zeros(3)).__name__
@@ -112,14 +111,14 @@ def chosen(part: str, of: Any) -> Any:
 
 @final
 class Steps:
-    """Makes the steps of a strategy: what its `Placement` has, for optimizers."""
+    """The factory of a strategy's steps, which its `Placement` offers to optimizers."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
 
     @functools.cached_property
     def parts(self) -> StepParts:
-        """The parts, when the first step is made."""
+        """The parts, created with the first step."""
         from .sums import OfOne
 
         placement = self._placement
@@ -134,22 +133,22 @@ class Steps:
         )
 
     def new_starter(self) -> Starter:
-        """Return what starts the sums of gradients that one optimizer's program announces."""
+        """Return the starter of sums that one optimizer's program announces."""
         made: Starter = chosen("starter", self._placement)(self._placement)
         return made
 
     def new_rounds(self) -> NodeRounds:
-        """Return when nodes meet, for one optimizer."""
+        """Return the rounds of nodes, for one optimizer."""
         made: NodeRounds = chosen("rounds", self._placement)(self._placement)
         return made
 
     def new_step(self, core: OptimizerCore, variables: Sequence[Variable], left_out: Sequence[str]) -> UpdateRun:
-        """Return the step of an optimizer on variables. All ranks make it; `left_out`: names of those without a gradient."""
+        """Return the step of an optimizer on variables. Call it on all ranks; `left_out`: variables without a gradient."""
         from .training_step import TrainingStep
 
         return TrainingStep(core, self.parts, variables, left_out)
 
     def in_order(self, step: UpdateRun) -> UpdateRun:
-        """Return a step, also one that is not of this room, in order with what the program computes."""
+        """Return any step, ordered with the program's computation."""
         made: UpdateRun = chosen("stream", self._placement)(step)
         return made

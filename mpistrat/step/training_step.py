@@ -1,6 +1,6 @@
-"""One training step: the ranks arrive, each sums what it owns of the gradients and updates it, and the ranks leave together.
+"""One training step: the ranks arrive, each sums and updates its elements, and the ranks leave together.
 
-The order of a step is here. How sums come, how weights leave, and where ranks meet is in its parts, see `interface`.
+This module has the order of a step. Sums, publishing and meetings of ranks are its parts, see `interface`.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _STEP = "apply_gradients"
 
 @final
 class TrainingStep(UpdateRun):
-    """The step of one optimizer on one set of variables, which lie in arenas."""
+    """The step of one optimizer on one set of variables in arenas."""
 
     def __init__(
         self, core: OptimizerCore, parts: StepParts, variables: Sequence[Variable], left_out: Sequence[str]
     ) -> None:
-        """Plan the step, of variables in the same order on every rank. All ranks make it.
+        """Plan the step, on all ranks, with the variables in equal order.
 
         `left_out` are names of variables without a gradient.
         """
         placement = variables[0].placement
         self.strategy = placement.strategy
         self._core, self._optimizer, self._group = core, core.optimizer, placement.group
-        self._averaged: list[Variable] = []  # those without a gradient in this step whose averages it updates
+        self._averaged: list[Variable] = []  # variables without a gradient in this step, whose averages it updates
         self._averages: list[ArenaStep] = []
-        self._known_count = -1  # when they were looked for
+        self._known_count = -1  # the number of known variables at the last search
         self._variables, self._left_out = tuple(variables), tuple(left_out)
         self._names = f"{[variable.name for variable in variables]}, not {self._left_out}"
         self._constrained = [variable for variable in variables if variable.constraint is not None]
@@ -55,14 +55,14 @@ class TrainingStep(UpdateRun):
         self._parts, self._rounds = parts, core.slots.rounds
         self._replica = parts.replica_of(variables)
         self._works = self._works_of(variables)
-        self._kept: KeptSums | None = None  # where the rule has passes
+        self._kept: KeptSums | None = None  # if the rule has passes
         self.describe()
 
     def _works_of(self, variables: Sequence[Variable]) -> list[ArenaStep]:
         return [ArenaStep(self._core, arena, some, self._parts) for arena, some in by_arena(variables).items()]
 
     def _find_averaged(self) -> None:
-        """Find the known variables that have no gradient in this step: their averages are updated as well, as Keras does."""
+        """Find known variables without a gradient in this step: their averages are updated too, as in Keras."""
         known = self._core.variables
         if self._optimizer.use_ema and len(known) != self._known_count:
             self._known_count, own = len(known), set(map(id, self._variables))
@@ -70,7 +70,7 @@ class TrainingStep(UpdateRun):
             self._averages = self._works_of(self._averaged)
 
     def describe(self) -> None:
-        """Describe anew what the ranks compare, after the optimizer's numbers have changed."""
+        """Update the description that ranks compare, after the optimizer's numbers have changed."""
         names = ", ".join(variable.name for variable in self._variables)
         absent = f", not {', '.join(self._left_out)}" if self._left_out else ""
         decays = [self._core.decay_of(variable) for variable in self._variables]
@@ -94,7 +94,7 @@ class TrainingStep(UpdateRun):
         number = core.calls + 1
         rate = core.rate_at(number)
         detail = (self._detail if aggregate else self._detail + ", without aggregation") + core.begun.words
-        if self._rate_words[0] != rate:  # a number takes longer to write than to compare
+        if self._rate_words[0] != rate:  # comparing a number is faster than formatting it
             self._rate_words = rate, repr(rate)
         words = f", step {number} at rate {self._rate_words[1]}"
         due = core.taken[self._names] % self._every == 0
@@ -121,7 +121,7 @@ class TrainingStep(UpdateRun):
             rounds.end_update()
 
     def _keep(self, sums: Sums, number: int, rate: float, call: Call) -> Mapping[str, float]:
-        """Keep all sums, and take the passes over them. Collective, inside `call`."""
+        """Keep all sums, and run the passes over them. Collective, inside `call`."""
         with np.errstate(over="ignore"), self._exchanges():  # of squares; sums are checked in the passes
             for work in self._works:
                 sums.hand_out(work, work.keep)
@@ -132,7 +132,7 @@ class TrainingStep(UpdateRun):
         return self._kept.take(self._passes, number, rate, call)
 
     def _update(self, sums: Sums, scales: Mapping[str, float]) -> None:
-        """Update what this rank owns, and send it to those that read it. Collective, inside one."""
+        """Update this rank's elements, and publish them. Collective, inside one."""
         with self._exchanges():
             for work in self._works:
                 work.begin_publish()
@@ -154,7 +154,7 @@ class TrainingStep(UpdateRun):
 
     @contextlib.contextmanager
     def _exchanges(self) -> Iterator[None]:
-        """Refuse the next collectives after an error in it: a later step would take messages that are under way for its own."""
+        """Refuse later collectives after an error inside: a later step would receive this one's messages."""
         works = (*self._works, *self._averages)
         try:
             yield
@@ -166,14 +166,14 @@ class TrainingStep(UpdateRun):
             raise
 
     def _checksum_of_gradients(self) -> int:
-        """Return a checksum of gradients that should be equal on all replicas: those of the first local one."""
+        """Return a checksum of the first local replica's gradients, which should be equal on all replicas."""
         return checksum(*(variable.gradient(0).reshape(-1) for variable in self._variables if variable.size))
 
     def _compare_nodes(self) -> None:
-        """Check that all nodes hold the same weights. Collective, inside one; all ranks have arrived.
+        """Raise unless all nodes have equal weights. Collective, inside one; all ranks have arrived.
 
         Raises:
-            CollectiveMismatchError: they do not; on every rank, with what each has of the variables that differ.
+            CollectiveMismatchError: on every rank, with each rank's values of the variables that differ.
         """
         digests = [work.digest() for work in self._works]
         error = different_nodes(_STEP, self._group, self._variables, digests)
