@@ -1,4 +1,4 @@
-"""The variables of a strategy, and the arenas in which they and their gradients lie."""
+"""The variables of a strategy, and the arenas that hold them and their gradients."""
 
 from ..arena.arena import Arena, ArenaAllocator
 from ..arena.layout import DATA, Grid, Part, Receiver

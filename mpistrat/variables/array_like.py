@@ -1,4 +1,4 @@
-"""What all variables are: arrays to NumPy, which reads them only, with methods to write them, and gradients."""
+"""The common part of all variables: read-only arrays to NumPy, with methods to write them, and gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["ArrayVariable"]
 
 
 class _Array(_Operators, metaclass=ABCMeta):
-    """What a variable is, and how NumPy reads it through its `array`, and is kept from writing to it."""
+    """The attributes of a variable, and its NumPy protocols, which read its `array` and refuse writes."""
 
     __slots__ = ("__weakref__", "_description", "dtype", "placement", "shape")
 
@@ -42,12 +42,12 @@ class _Array(_Operators, metaclass=ABCMeta):
 
     @property
     def name(self) -> str:
-        """Its name, unique in the strategy; the parts of a ShardedVariable are called name/part_0, name/part_1, ..."""
+        """Its name, unique in the strategy. Parts of a ShardedVariable are named name/part_0, name/part_1, ..."""
         return self._description.name
 
     @property
     def trainable(self) -> bool:
-        """Whether optimizers update it."""
+        """True if optimizers update it."""
         return self._description.trainable
 
     @property
@@ -57,7 +57,7 @@ class _Array(_Operators, metaclass=ABCMeta):
 
     @property
     def aggregation(self) -> VariableAggregation:
-        """How the replicas' values become one."""
+        """The reduction of the replicas' values."""
         return self._description.aggregation
 
     @property
@@ -67,17 +67,17 @@ class _Array(_Operators, metaclass=ABCMeta):
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
+        """The number of dimensions."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one copy."""
+        """The bytes of one copy."""
         return self.size * self.dtype.itemsize
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -86,7 +86,7 @@ class _Array(_Operators, metaclass=ABCMeta):
             raise TypeError("Variable: it lies on a GPU and does not become a NumPy array by itself: use v.numpy()")
         if dtype is not None and np.dtype(dtype) != array.dtype:
             if copy is False:
-                raise ValueError("Variable: another dtype cannot be had without a copy")
+                raise ValueError("Variable: a conversion to another dtype needs a copy, got copy=False")
             return array.astype(dtype)
         return array.copy() if copy else array
 
@@ -133,37 +133,39 @@ class _Array(_Operators, metaclass=ABCMeta):
     def __index__(self) -> int:
         return self.array.__index__()
 
-    __hash__ = object.__hash__  # == compares elements, but as a key a variable stands for itself
+    __hash__ = object.__hash__  # == compares elements, but as a key a variable is compared by identity
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         remedy = "Use v.numpy() for its numbers, strategy.save(path) for all variables"
-        text = explain("Variable", self.name, expected="no pickling and no copying", got="an attempt", remedy=remedy)
+        text = explain(
+            "Variable", self.name, expected="no pickling and no copying", got="pickle or copy", remedy=remedy
+        )
         raise TypeError(text)
 
 
 class ArrayVariable(ScatterMethods, _Array):
-    """What a `Variable` and a `ShardedVariable` have in common: how they are read, written and given gradients."""
+    """The common base of `Variable` and `ShardedVariable`: reading, writing and gradients."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def closed(self) -> bool:
-        """Whether the strategy was closed."""
+        """True after the strategy was closed."""
 
     @abstractmethod
     def _close(self) -> None:
-        """Free the memory; every later use raises ClosedError. The strategy calls it."""
+        """Free the memory; later use raises ClosedError. The strategy calls it."""
 
     # reading
 
     def numpy(self) -> np.ndarray:
-        """Return a copy, in the host's memory. Collective for ON_READ variables in cross-replica context only."""
+        """Return a copy in the host's memory. Collective for ON_READ variables in cross-replica context only."""
         array = self.array
         return array.copy() if type(array) is np.ndarray else to_host(array)
 
     def value(self) -> Any:
-        """Return a copy, on the variable's device. Collective for ON_READ variables in cross-replica context only."""
+        """Return a copy on the variable's device. Collective for ON_READ variables in cross-replica context only."""
         return self.array.copy()
 
     def read_value(self) -> Any:
@@ -176,18 +178,18 @@ class ArrayVariable(ScatterMethods, _Array):
         """Write a value and return the variable. Collective, except ON_READ in replica context.
 
         In cross-replica and update context every rank passes the same value, which is compared. In replica context the
-        replicas' values, Python numbers too, are aggregated; an ON_READ variable's own copy is written. A ShardedVariable
-        writes each shard its rows; a value that does not fit is refused before any is written.
+        replicas' values (also Python numbers) are aggregated, while an ON_READ variable's own copy is written. A
+        ShardedVariable writes each shard its rows, after checking the whole value.
 
         Args:
             value: array of exactly the variable's shape, of its dtype or one that NumPy casts within its kind.
-            use_locking, name, read_value: taken as TensorFlow does, without effect; what is returned is no copy.
+            use_locking, name, read_value: accepted for TensorFlow's signature and ignored; the result is not a copy.
 
         Raises:
-            ValueError: another shape; a PerReplica in cross-replica context; aggregation NONE in replica context; a
-                variable of another strategy's scope.
+            ValueError: another shape; a PerReplica in cross-replica context; aggregation NONE in replica context; a variable of
+                another strategy's scope.
             TypeError: numbers of another kind, such as a float for an integer variable.
-            CollectiveMismatchError: on every rank, when they pass different values in cross-replica context.
+            CollectiveMismatchError: on every rank: ranks pass different values in cross-replica context.
         """
         return self._update("assign", value)
 
@@ -198,7 +200,7 @@ class ArrayVariable(ScatterMethods, _Array):
         """Add a value to the variable and return it. Collective, except ON_READ in replica context; see `assign`.
 
         Raises:
-            ValueError: also for an ON_READ variable with SUM in cross-replica context: to which copy is not clear.
+            ValueError: also for an ON_READ variable with SUM in cross-replica context: it is ambiguous which copy to change.
         """
         return self._update("assign_add", value)
 
@@ -206,22 +208,22 @@ class ArrayVariable(ScatterMethods, _Array):
     def assign_sub(
         self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Self:
-        """Subtract a value from the variable and return it. Collective like `assign_add`, whose errors it raises."""
+        """Subtract a value from the variable and return it. Collective and errors as `assign_add`."""
         return self._update("assign_sub", value)
 
     @abstractmethod
     def _update(self, op: str, value: Any) -> Self:
-        """Write, add or subtract, as the context requires."""
+        """Write, add or subtract, depending on the context."""
 
     # gradients
 
     @property
     def grad(self) -> Any:
-        """This replica's gradient: a writable array of the variable's shape. What is written there is never copied.
+        """This replica's gradient: a writable array of the variable's shape. Values written there are never copied.
 
-        Only that of a ShardedVariable of several shards is copied to them by `apply_gradients`: `v.parts(g)`, or the pairs of
-        `(part.grad, part)`, spare that copy and its memory. Assigning to it copies: `v.grad = g`. Zero at first, and not
-        cleared by `apply_gradients`.
+        Exception: `apply_gradients` copies the gradient of a ShardedVariable to its shards; `v.parts(g)`, or pairs of
+        `(part.grad, part)`, save that copy and its memory. Assignment copies: `v.grad = g`. The gradient is zero at first, and
+        `apply_gradients` does not clear it.
 
         Raises:
             ValueError: the variable has no gradients.
@@ -245,7 +247,7 @@ class ArrayVariable(ScatterMethods, _Array):
 
     @abstractmethod
     def _local_replica(self, function: str) -> int:
-        """Return which local replica the call is for; `function` is named in errors.
+        """Return the local replica of a call; `function` is named in errors.
 
         Raises:
             ContextError: outside replica context on a rank with several local replicas.

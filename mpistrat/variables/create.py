@@ -1,4 +1,4 @@
-"""How a variable is made: the ranks compare what they are making, get the memory, and take global rank 0's numbers."""
+"""Creation of variables: the ranks compare them, allocate the memory, and copy global rank 0's numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .variable import Variable
 
 __all__ = ["create_variable"]
 
-CHUNK = 16 << 20  # bytes of an initial value that are sent at a time
+CHUNK = 16 << 20  # bytes of an initial value per message
 
 
 def create_variable(
@@ -42,7 +42,7 @@ def create_variable(
 ) -> Variable | ShardedVariable:
     """Return a new variable of a strategy. Collective over its ranks. Arguments and errors: see `Variable`.
 
-    With `beside` it lies where that variable of the strategy lies, and is not cut into shards.
+    With `beside` it is placed with that variable of the strategy, and not cut into shards.
     """
     if name is not None:
         check_name("Variable", name)
@@ -86,7 +86,7 @@ def create_variable(
     if shards == 1:
         return make(unique, form[0], value)
     if constraint is not None:
-        expected, got = "no constraint, which is a function of the whole array", f"one, and {shards} shards"
+        expected, got = "no constraint, which is a function of the whole array", f"a constraint and {shards} shards"
         remedy = "Let the partitioner leave this variable whole"
         raise ValueError(explain("Variable", f"{unique}: constraint", expected=expected, got=got, remedy=remedy))
     parts = []
@@ -104,7 +104,7 @@ def _part(
     on_read: bool,
     constrained: bool,
 ) -> Part | None:
-    """Return which part of a new variable each rank holds; None where each has all, or a value of its own."""
+    """Return the part of a new variable that each rank holds; None if each has all, or its own value."""
     what = f"{name}: layout"
     if placement.grid is None:
         if layout is not None:
@@ -119,7 +119,7 @@ def _part(
         return None
     part = Part(placement.grid, shape, (None,) * len(shape) if layout is None else layout, name)
     if part.split and constrained:
-        expected, got = "no constraint, which is a function of the whole array", f"one, and the layout {layout}"
+        expected, got = "no constraint, which is a function of the whole array", f"a constraint and the layout {layout}"
         raise ValueError(explain("Variable", f"{name}: constraint", expected=expected, got=got))
     return part
 
@@ -136,7 +136,7 @@ def _count_shards(placement: Placement, name: str, form: tuple[tuple[int, ...], 
 def _initial_value(
     placement: Placement, initial_value: Any, dtype: np.dtype | None, name: str
 ) -> tuple[np.ndarray | None, tuple[tuple[int, ...], np.dtype]]:
-    """Return the value, None where another rank has it, and its shape and dtype. Collective."""
+    """Return the value (None on ranks without it), its shape and its dtype. Collective."""
     if initial_value is None:
         raise ValueError(explain("Variable", "initial_value", expected="an array, number or callable", got="None"))
     if not callable(initial_value) or hasattr(initial_value, "__array__"):
@@ -184,7 +184,7 @@ def _make(placement: Placement, what: Description, value: np.ndarray | None) -> 
         else:
             _fill(group, targets, value, what)
         group.node.barrier(call)
-    if group is not placement.group:  # who steps alone may read at once what another node stores
+    if group is not placement.group:  # ranks that step alone may read another node's values at once
         group.barrier(f"Variable {what.name!r}")
     return variable
 
@@ -208,9 +208,9 @@ def _make_in_arena(placement: Placement, what: Description) -> tuple[Variable, l
 
 
 def _fill_arena(group: ProcessGroup, flat: np.ndarray, value: np.ndarray | None, call: Call) -> None:
-    """Store global rank 0's numbers in an array that the ranks of a node share, once a node. Collective, inside a collective.
+    """Store global rank 0's numbers in an array that the ranks of a node share, once per node. Collective, inside a collective.
 
-    Each owner of a slice gets it from its peer on the first node, so a node receives the value once, not once for each rank.
+    Each owner of a slice receives it from its peer on the first node, so each node receives the value once.
     """
     if value is not None and group.topology.rank == 0:
         flat[:] = value.reshape(-1)
@@ -228,7 +228,7 @@ def _fill_arena(group: ProcessGroup, flat: np.ndarray, value: np.ndarray | None,
 
 
 def _fill(group: ProcessGroup, targets: list[Target], value: np.ndarray | None, what: Description) -> None:
-    """Store global rank 0's numbers in the part [low, high) of each target, chunk by chunk. Collective, inside one."""
+    """Store global rank 0's numbers in the range [low, high) of each target, in chunks. Collective, inside one."""
     flat = None if value is None else value.reshape(-1)
     size = math.prod(what.shape) if what.part is None else what.part.whole_size
     step = max(1, CHUNK // what.dtype.itemsize) if group.topology.size > 1 else max(1, size)
@@ -248,7 +248,7 @@ def _fill(group: ProcessGroup, targets: list[Target], value: np.ndarray | None, 
 
 
 def _receiver(target: Target, part: Part | None) -> Receiver:
-    """Return what a rank takes of an initial value."""
+    """Return a rank's receiver of an initial value."""
     array, low, high = target
 
     def take(start: int, flat: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Comparison of what ranks must hold alike: the weights of nodes, and equal parts on the ranks of a mesh's replica."""
+"""Comparison of values that ranks must share: the weights of nodes, and equal parts on the ranks of a mesh's replica."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _NAMED = 5  # variables of each rank in an error
 
 
 def different_weights(function: str, placement: Placement) -> CollectiveMismatchError | None:
-    """Return the error of weights that should be equal and are not, the same on every rank; None where all are equal.
+    """Return the error of weights that must be equal and are not, the same on every rank; None if all are equal.
 
     Each rank passes once over its share of the memory. Collective over all ranks, unless they are of one node without a mesh.
 
     Args:
         function: the public caller to name in the error.
-        placement: of the strategy; what servers keep has no copies.
+        placement: of the strategy; variables on servers have no copies.
     """
     if placement.store is not None:
         return None
@@ -45,12 +45,12 @@ def different_weights(function: str, placement: Placement) -> CollectiveMismatch
     with grid.replica.collective("compare parts", function):
         error = different_parts(function, grid, held_by_several(grid, variables), ["value"]) or error
     texts = list(filter(None, grid.world.exchange("compare weights", str(error or ""), function)))
-    placement.told_apart |= bool(texts)  # by other ranks, too: all close alike
+    placement.told_apart |= bool(texts)  # on other ranks too: all close in the same way
     return CollectiveMismatchError(texts[0]) if texts else None
 
 
 def _share(group: ProcessGroup, arena: Arena) -> int:
-    """Return a checksum of this rank's share of an arena; the ranks of a node have all of it, in the same shares on each node."""
+    """Return a checksum of this rank's share of an arena; a node's ranks have all of it, in the same shares on each node."""
     if group.slice_index is None:
         return 0
     low, high = partition.aligned_bounds(arena.used, group.slices)[group.slice_index]
@@ -60,14 +60,14 @@ def _share(group: ProcessGroup, arena: Arena) -> int:
 def different_nodes(
     function: str, group: ProcessGroup, variables: Sequence[Variable], numbers: Sequence[int]
 ) -> CollectiveMismatchError | None:
-    """Return the error of weights that differ between nodes, with what each rank has; None where all are equal.
+    """Return the error of weights that differ between nodes, with each rank's values; None if all are equal.
 
     Collective, inside one; all ranks have arrived.
 
     Args:
         function: the public caller to name in the error.
         group: the ranks.
-        variables: of which the error names those that differ.
+        variables: the candidates for the error.
         numbers: digests of this rank's share of the weights.
     """
     expected = "the same weights on all nodes"
@@ -77,7 +77,7 @@ def different_nodes(
 def different_copies(
     function: str, group: ProcessGroup, variables: Sequence[Variable], numbers: Sequence[int]
 ) -> CollectiveMismatchError | None:
-    """Return what `different_nodes` does, where each rank has a copy of all weights. Collective, inside one."""
+    """Return the error as in `different_nodes`, if each rank has a copy of all weights. Collective, inside one."""
     table = group.all_gather_int(numbers)
     expected = "the same weights on all ranks"
     return None if (table == table[0]).all() else _different_weights(function, group, variables, expected)
@@ -96,21 +96,21 @@ def _different_weights(
         rank: ", ".join(f"{name} {mine[name]}" for name in names[:_NAMED]) + more for rank, mine in enumerate(shown)
     }
     remedy = (
-        "Something that no description shows has changed the weights on some ranks only: a hyperparameter, a constraint, "
+        "The weights were changed on some ranks only, by something that ranks do not compare: a hyperparameter, a constraint, "
         "a gradient that was not summed, a write into their memory, or the memory of a node. Restore the last checkpoint"
     )
     return CollectiveMismatchError(explain(function, "", expected=expected, got=by_rank(texts), remedy=remedy))
 
 
 def _shown(variable: Variable) -> str:
-    """Return a checksum of a variable's value, and how many numbers in it are not finite, in words."""
+    """Return a variable's checksum, and the count of its numbers that are not finite, as text."""
     value = to_host(variable.values[0])
     odd = value.size - int(np.count_nonzero(np.isfinite(value)))
     return f"#{checksum(value.reshape(-1)):08x}" + f" with {odd} that are not finite" * bool(odd)
 
 
 def held_by_several(grid: Grid, variables: Sequence[Variable]) -> list[Variable]:
-    """Return the variables of which several ranks of a replica hold the same part."""
+    """Return the variables with parts that several ranks of a replica hold."""
     ranks = grid.replica.topology.size
     return [variable for variable in variables if variable.part is not None and len(variable.part.holders) < ranks]
 
@@ -118,14 +118,14 @@ def held_by_several(grid: Grid, variables: Sequence[Variable]) -> list[Variable]
 def different_parts(
     function: str, grid: Grid, variables: Sequence[Variable], kinds: Sequence[str]
 ) -> CollectiveMismatchError | None:
-    """Return the error of equal parts that differ over the ranks of a replica; None where they are equal.
+    """Return the error of equal parts that differ over the ranks of a replica; None if they are equal.
 
     Collective over the replica, inside one.
 
     Args:
         function: the public caller to name in the error.
         grid: the mesh.
-        variables: some of those that several ranks hold.
+        variables: variables that several ranks hold.
         kinds: "value" and "gradient", or one of them.
     """
     if not variables:
@@ -147,10 +147,10 @@ def different_parts(
 
 def _different(function: str, name: str, what: str, layout: Sequence[str | None], got: str) -> CollectiveMismatchError:
     remedy = (
-        "Each rank of a replica must compute it alike. Where each has a share of it, sum it before the step: "
+        "Each rank of a replica must compute the same. If each has a share of it, sum it before the step: "
         'mesh.all_reduce("SUM", v.grad, mesh_axis="model")'
         if what == "gradient"
-        else "Something has changed it on some ranks only: a gradient, an assignment, a hyperparameter, the memory of a node"
+        else "It was changed on some ranks only: by a gradient, an assignment, a hyperparameter, or a memory error"
     )
     expected = f"the same {what} on the ranks of a replica that hold the same part, by its layout {tuple(layout)}"
     return CollectiveMismatchError(explain(function, name, expected=expected, got=got, remedy=remedy))

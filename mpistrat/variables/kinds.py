@@ -1,7 +1,7 @@
-"""The kinds of variables: mirrored, whose copies are equal after every write, and on-read, of which each replica has its own.
+"""The kinds of variables: mirrored, with copies that are equal after every write, and on-read, with a copy for each replica.
 
-What replicas write, or their own copies hold, becomes one value by the variable's aggregation; the functions for that, and
-which combinations of variable and write have a meaning, stand at the end.
+Values that replicas write, and on-read copies, are reduced by the variable's aggregation. The functions for that, and the
+checks of legal combinations, are at the end.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {"assign_add": np.add, "assign
 
 
 class OnWriteVariable(Variable):
-    """A variable of one value: what replicas write is aggregated first, what is written outside of them is taken as it is."""
+    """A variable with one value: replicas' writes are aggregated first, other writes are stored as they are."""
 
     __slots__ = ()
 
@@ -55,8 +55,8 @@ class OnWriteVariable(Variable):
         """Write, add or subtract a value: "assign", "assign_add" or "assign_sub".
 
         Args:
-            only: in update context the local replica whose copy is meant.
-            given: whether the program gave it, so that ranks may differ; else it was aggregated.
+            only: in update context the local replica whose copy is written.
+            given: whether the program passed it, so ranks may differ; else it was aggregated.
         """
 
     @abstractmethod
@@ -79,7 +79,7 @@ class OnWriteVariable(Variable):
         return self
 
     def _merge(self, op: str, strategy: Any, value: Any) -> None:
-        """Aggregate what the replicas wrote, and write it."""
+        """Aggregate and write the replicas' values."""
         total = aggregate(self, self._per_replica(value))
         self._store(op, as_flat(total, self.shape, self.dtype, f"Variable.{op}"))
 
@@ -95,11 +95,7 @@ class OnWriteVariable(Variable):
         return self
 
     def _require_alike(self, function: str) -> None:
-        """Do nothing unless nodes have updated it by themselves: the outer step would undo a part of what is written.
-
-        Raises:
-            ContextError: they have.
-        """
+        """Raise ContextError if nodes have updated it separately: the outer step would undo part of a write."""
         if self in self.placement.apart:
             expected, got = "nodes with the same value", "local steps since the last outer step"
             remedy = "Call strategy.outer_step() before, or write while strategy.nodes_differ is false"
@@ -113,17 +109,16 @@ class OnWriteVariable(Variable):
 class MirroredVariable(OnWriteVariable):
     """A variable whose copies are equal after every write, because every write is collective.
 
-    It is a shaped view of its arena. A write is: the value is there on every rank, barrier of the node, each rank stores
-    its part, barrier of the node.
+    It is a shaped view of its arena. A write: every rank has the value, node barrier, each rank stores its part, node barrier.
 
     Attributes:
-        arena, offset: where it lies; `offset` in elements.
+        arena, offset: its arena and first element there.
     """
 
     __slots__ = ("_gradients", "_views")
 
     def __init__(self, placement: Placement, description: Description, arena: Arena, offset: int) -> None:
-        """Make the views of elements of an arena."""
+        """Create views of elements of an arena."""
         self._hold(placement, description)
         self.arena: Arena = arena
         self.offset = offset
@@ -138,13 +133,13 @@ class MirroredVariable(OnWriteVariable):
             self._gradients = OwnGradients(self.name, self.shape, self.dtype, len(placement.devices))
 
     def _show_gradients(self) -> None:
-        """Make the views of the arena's gradients."""
+        """Create the views of the arena's gradients."""
         local = self.arena.gradients.local if self.arena.gradients else []
         where = slice(self.offset, self.offset + self.size)
         self._gradients = tuple(flat[where].reshape(self.shape) for flat in local)
 
     def _train(self) -> None:
-        """Become a trainable variable: the arena has gradients for it."""
+        """Make the variable trainable: the arena has gradients for it."""
         self._description = replace(self._description, trainable=True)
         self._show_gradients()
 
@@ -159,7 +154,7 @@ class MirroredVariable(OnWriteVariable):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """What each local replica reads, in replica order: read-only views."""
+        """The values that each local replica reads, in replica order: read-only views."""
         self._require_open()
         if len(self._views) > 1:
             return self._views
@@ -167,7 +162,7 @@ class MirroredVariable(OnWriteVariable):
 
     @property
     def num_copies(self) -> int:
-        """Physical copies that this rank writes to: 1, on GPUs one for each device."""
+        """The number of physical copies that this rank writes: 1, on GPUs one for each device."""
         self._require_open()
         return len(self._views)
 
@@ -191,16 +186,16 @@ class MirroredVariable(OnWriteVariable):
         return super().gradient(local_replica)
 
     def _value_for_file(self) -> np.ndarray:
-        """See `value_for_file`; of one that is divided, on every rank."""
+        """See `value_for_file`; a divided variable is returned on every rank."""
         value = self.numpy()
         return value if self.part is None else self.part.whole(value)
 
     def _compared(self, *arrays: Any) -> Hashable:
-        """Return a text that differs between values, so that ranks with different ones are found."""
+        """Return a checksum as text, so that ranks with different values are detected."""
         return f"value #{checksum(*arrays):08x}" if self.placement.group.topology.size > 1 else ()
 
     def _store(self, op: str, flat: Any, only: int | None = None, given: bool = False) -> None:
-        """Write a value that every rank has, to all copies or, in update context, to the one meant. Collective."""
+        """Write a value that every rank has to all copies, or in update context to one. Collective."""
         detail = self._compared(flat) if given else ()
 
         def write(copy: Any) -> None:
@@ -217,7 +212,7 @@ class MirroredVariable(OnWriteVariable):
         self._write(op, detail, write, only)
 
     def _write(self, op: str, detail: Hashable, write: Callable[[Any], None], only: int | None) -> None:
-        """Let every rank write its part between two barriers: all have come, all have written. Collective."""
+        """Call `write` on every rank between two barriers: all have arrived, all have written. Collective."""
         group = self.placement.group
         with group.collective(op, self.name, self.dtype, self.shape, detail) as call:
             for index, copy in enumerate(self.arena.copies):
@@ -231,7 +226,7 @@ class MirroredVariable(OnWriteVariable):
     def _store_rows(
         self, op: str, depth: int, delta: IndexedSlices, only: int | None = None, given: bool = False
     ) -> None:
-        """Apply updates that every rank has to the rows that this rank writes. Collective."""
+        """Apply updates, which every rank has, to the rows that this rank writes. Collective."""
         detail = self._compared(delta.indices, delta.values.reshape(-1)) if given else ()
         count = int(np.prod(self.shape[:depth], dtype=np.int64))
         width = int(np.prod(self.shape[depth:], dtype=np.int64))
@@ -252,7 +247,7 @@ class MirroredVariable(OnWriteVariable):
 
 
 def own_gradients_of(variable: Variable) -> OwnGradients | None:
-    """Return the gradients of a variable that are given up as soon as they are submitted; None where they stay."""
+    """Return the gradients of a variable that are released when submitted; None if they stay."""
     if not isinstance(variable, MirroredVariable):
         return None
     gradients = variable.arena.gradients
@@ -260,10 +255,10 @@ def own_gradients_of(variable: Variable) -> OwnGradients | None:
 
 
 def apply_constraint(variable: Variable, compare: bool = False) -> None:
-    """Replace the value of a variable by its constraint's result, if it has a constraint; optimizers call it. Collective.
+    """Apply the constraint of a variable, if it has one; for optimizers. Collective.
 
     Args:
-        variable: one in an arena, or another one, which stays as it is.
+        variable: a variable in an arena; any other is not changed.
         compare: whether the ranks compare the results of their constraints.
 
     Raises:
@@ -276,7 +271,7 @@ def apply_constraint(variable: Variable, compare: bool = False) -> None:
 
 
 def receiver_of(variable: Variable) -> Receiver:
-    """Return this rank's receiver of a value that is read from a file: of a variable in an arena, what this rank writes."""
+    """Return this rank's receiver of a value from a file; of a variable in an arena, for the elements that this rank writes."""
     if not isinstance(variable, MirroredVariable):
         value = np.empty(variable.shape, variable.dtype)
         return Receiver.whole(value, lambda: variable.load(value))
@@ -294,11 +289,11 @@ def receiver_of(variable: Variable) -> Receiver:
 
 
 def make_trainable(variable: MirroredVariable) -> None:
-    """Give a variable that was made with trainable=False memory for gradients; optimizers update it from then on. Collective.
+    """Allocate gradients for a variable made with trainable=False; optimizers update it from then on. Collective.
 
     Raises:
-        CollectiveMismatchError: on every rank, when others do not.
-        SharedMemoryError: on every rank, when the shared memory of a node cannot hold them.
+        CollectiveMismatchError: on every rank: other ranks do not.
+        SharedMemoryError: on every rank: the shared memory of a node is too small.
     """
     placement, group = variable.placement, variable.placement.creators
     with group.collective("Variable.trainable", variable.name, variable.dtype.name, variable.shape):
@@ -308,13 +303,13 @@ def make_trainable(variable: MirroredVariable) -> None:
 
 @final
 class SyncOnReadVariable(Variable):
-    """A variable that each replica writes without talking to the others, such as a sum of losses or a counter.
+    """A variable that each replica writes without communication, such as a sum of losses or a counter.
 
-    In replica and update context reading and writing concern the replica's own copy and are not collective. In
-    cross-replica context they are: a read gives the copies' aggregate; `assign` writes the value to every copy, but under
-    SUM each copy's share of it, so that the aggregate is what was written, for integers too; `assign_add` and
-    `assign_sub` change every copy, and raise under SUM. Inside `variable_sync_on_read_context` a read in replica context
-    gives the aggregate too, and every replica must take part in it.
+    In replica and update context reading and writing use the replica's own copy and are local. In cross-replica context they
+    are collective: a read returns the copies' aggregate; `assign` writes every copy, under SUM a share of the value to each, so
+    that the aggregate is the value, for integers too; `assign_add` and `assign_sub` change every copy, and raise under SUM.
+    Inside `variable_sync_on_read_context` a read in replica context returns the aggregate too, and every replica must take
+    part.
 
     Attributes:
         copies: one array for each local replica; writable, for the package's own use.
@@ -323,7 +318,7 @@ class SyncOnReadVariable(Variable):
     __slots__ = ("copies",)
 
     def __init__(self, placement: Placement, description: Description) -> None:
-        """Make zeroed copies."""
+        """Create zeroed copies."""
         self._hold(placement, description)
         on_gpu = placement.arenas.on_gpu
         count = placement.group.topology.num_local_replicas
@@ -346,19 +341,19 @@ class SyncOnReadVariable(Variable):
         """The copy of each local replica, in replica order: read-only views.
 
         Raises:
-            ContextError: beside a coordinator, whose workers have the copies.
+            ContextError: with a coordinator, whose workers have the copies.
         """
         self._require_open()
         if self.led:
-            expected = "a read of what all workers have, or in a function"
-            got = "one of this rank's copies, which none writes"
+            expected = "a read of all workers' copies, or a read in a function"
+            got = "a read of this rank's copies, which no function writes"
             remedy = "Use numpy(), or return the values from a scheduled function"
             raise ContextError(explain("Variable.values", self.name, expected=expected, got=got, remedy=remedy))
         return tuple(read_only(copy) for copy in self.copies)
 
     @property
     def num_copies(self) -> int:
-        """Physical copies that this rank writes to: one for each local replica."""
+        """The number of physical copies that this rank writes: one for each local replica."""
         self._require_open()
         return len(self.copies)
 
@@ -370,17 +365,17 @@ class SyncOnReadVariable(Variable):
         self.copies = []
 
     def storage(self, local_replica: int = 0) -> Any:
-        """Return a local replica's own copy, writable; see `Variable.storage`. No other rank shares it."""
+        """Return a local replica's own copy, writable; see `Variable.storage`. No rank shares it."""
         self._require_open()
         return self.copies[local_replica]
 
     def gathered(self) -> np.ndarray | None:
-        """See `Variable.gathered`. Beside a coordinator it is the sum of what all workers have."""
+        """Return the value as in `Variable.gathered`; with a coordinator the sum of all workers' copies."""
         return self._of_workers() if self.led else super().gathered()
 
     def _value_for_file(self) -> np.ndarray:
-        """See `value_for_file`. Where workers step alone, each has a value of its own: under SUM their sum is returned,
-        else the first one's.
+        """Return the value for files, see `value_for_file`. If workers step alone, it is the sum of their values under SUM,
+        else the first worker's.
 
         Collective.
         """
@@ -397,23 +392,23 @@ class SyncOnReadVariable(Variable):
         return np.add.reduce(values, dtype=self.dtype).reshape(self.shape)
 
     def load(self, value: np.ndarray) -> None:
-        """See `Variable.load`. Where workers step alone, the first one has all of a sum."""
+        """Write a value, see `Variable.load`. If workers step alone, the first one gets all of a sum."""
         whole = self.aggregation is not VariableAggregation.SUM or self.placement.with_first_worker
         self.write_copies("assign", value if whole else np.zeros_like(value))
 
     @property
     def led(self) -> bool:
-        """Whether a coordinator of this rank runs: the other workers, whose functions write copies, act when it says so."""
+        """True if a coordinator runs on this rank: the other workers, which have the copies, act on its requests."""
         return self.placement.store is not None and self.placement.strategy.extended.coordination.leads
 
     def _of_workers(self) -> np.ndarray:
-        """Return the aggregate of the copies of all workers, which serve this rank.
+        """Return the sum of the copies of all workers, which serve this rank.
 
         Raises:
-            ContextError: it is not their sum.
+            ContextError: the aggregation is not SUM.
         """
         if self.aggregation is not VariableAggregation.SUM:
-            remedy = "Read it in the functions, and return what you want to know"
+            remedy = "Read it in the functions, and return the values you need"
             expected = (
                 "aggregation SUM of an ON_READ variable that a coordinator reads: each worker's functions write a copy"
             )
@@ -435,7 +430,10 @@ class SyncOnReadVariable(Variable):
             return self
         if op != "assign" and self.aggregation is VariableAggregation.SUM:
             remedy = "Call it in replica context, or use assign"
-            expected, got = "another aggregation in cross-replica context", "SUM, which leaves open which copy is meant"
+            expected, got = (
+                "another aggregation in cross-replica context",
+                "SUM, for which it is ambiguous which copy to change",
+            )
             raise ValueError(explain(function, self.name, expected=expected, got=got, remedy=remedy))
         if self.led:
             value = to_host(flat).reshape(self.shape)
@@ -444,7 +442,7 @@ class SyncOnReadVariable(Variable):
         return self
 
     def write_copies(self, op: str, value: Any) -> None:
-        """Change the copies of replicas that step together: "assign", "assign_add" or "assign_sub". Collective over these."""
+        """Change the copies of replicas that step together: "assign", "assign_add" or "assign_sub". Collective over them."""
         topology, flat = self.placement.group.topology, value.reshape(-1)
         detail = f"value #{checksum(flat):08x}" if topology.size > 1 else ()
         with self.placement.group.collective(op, self.name, self.dtype, self.shape, detail):
@@ -454,7 +452,7 @@ class SyncOnReadVariable(Variable):
                 self._change(index, op, share)
 
     def _share(self, flat: Any, replica: int) -> Any:
-        """Return what one of all replicas gets of a value, so that the copies' sum is the value."""
+        """Return the share of a value for one of all replicas, so that the copies add up to the value."""
         replicas = self.placement.group.topology.num_replicas
         if self.dtype.kind in "iu":
             share, rest = np.divmod(flat, replicas)
@@ -487,10 +485,10 @@ _SCATTERS = {"add": (_SUM, _MEAN, _FIRST), "sub": (_SUM, _MEAN, _FIRST), "mul": 
 def check_kind(
     synchronization: VariableSynchronization, aggregation: VariableAggregation, trainable: bool | None, dtype: np.dtype
 ) -> tuple[VariableSynchronization, bool]:
-    """Return the synchronisation that AUTO stands for, and whether the variable is trainable.
+    """Return the synchronization that AUTO stands for, and whether the variable is trainable.
 
     Raises:
-        ValueError: a combination that has no meaning.
+        ValueError: an illegal combination.
 
     Example:
         >>> check_kind(VariableSynchronization.AUTO, VariableAggregation.NONE, None, np.dtype("f4"))
@@ -504,7 +502,7 @@ def check_kind(
             legal = f"a member of ms.{kind.__name__}"
             raise ValueError(explain("Variable", argument, expected=legal, got=repr(value)))
     if synchronization is VariableSynchronization.NONE:
-        remedy = "Copies that nobody brings together are no variable of a strategy: use a plain array"
+        remedy = "Use a plain array for copies that are never combined"
         text = explain("Variable", "synchronization", expected="AUTO, ON_WRITE or ON_READ", got="NONE", remedy=remedy)
         raise ValueError(text)
     if synchronization is VariableSynchronization.AUTO:
@@ -522,11 +520,7 @@ def check_kind(
 
 
 def check_replica_write(variable: Variable, function: str) -> None:
-    """Do nothing if the variable may be written in replica context.
-
-    Raises:
-        ValueError: its aggregation is NONE: the replicas' copies would drift apart.
-    """
+    """Raise ValueError if the aggregation is NONE: writes in replica context would make the copies differ."""
     if variable.aggregation is _NONE:
         remedy = "Create the variable with aggregation=ms.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
         expected, got = "an aggregation for a write in replica context", "NONE"
@@ -534,11 +528,11 @@ def check_replica_write(variable: Variable, function: str) -> None:
 
 
 def check_scatter(variable: Variable, op: str) -> None:
-    """Do nothing if the scatter operation has a meaning in replica context.
+    """Raise an error unless the scatter operation is legal in replica context.
 
     Raises:
         ValueError: the aggregation is NONE.
-        NotImplementedError: it is one under which the operation has no meaning.
+        NotImplementedError: the operation is undefined under the aggregation.
     """
     check_replica_write(variable, f"Variable.scatter_{op}")
     legal = _SCATTERS.get(op, (_FIRST,))
@@ -549,7 +543,7 @@ def check_scatter(variable: Variable, op: str) -> None:
 
 
 def aggregate(variable: Variable, values: Sequence[Any]) -> Any:
-    """Return the aggregate of all replicas' values, of which this rank has one for each local replica. Collective.
+    """Return the aggregate of all replicas' values; this rank passes one for each local replica. Collective.
 
     Raises:
         ValueError: the aggregation is NONE.

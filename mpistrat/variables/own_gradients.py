@@ -1,4 +1,4 @@
-"""Gradients that a program hands over: an array for each replica, made when it is asked for, and given up when it is summed."""
+"""Gradients that a program submits early: an array for each replica, created on first use, and released when summed."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ class OwnGradients:
         return len(self._arrays)
 
     def __getitem__(self, replica: int) -> Any:
-        """Return a replica's gradient: zeros when it is first asked for in a step, `HandedOver` after it was handed over."""
+        """Return a replica's gradient: zeros at its first use in a step, `HandedOver` after it was submitted."""
         found = self._arrays[replica]
         if found is None:
             found = self._arrays[replica] = np.zeros(self._shape, self._dtype)
         return found
 
     def stands_for(self, replica: int, gradient: Any) -> bool:
-        """Return whether a gradient is the one that a replica handed over, or what stands in its place."""
+        """Return whether a gradient is the one that a replica submitted, or its placeholder."""
         found = self._arrays[replica]
         return isinstance(found, HandedOver) and found.stands_for(gradient)
 
     def changed(self, replica: int, gradient: Any) -> bool:
-        """Return whether a gradient is the array that a replica handed over, with other numbers since, if that is noted."""
+        """Return whether a gradient is the array that a replica submitted, changed since; False without checksums."""
         found = self._arrays[replica]
         return isinstance(found, HandedOver) and found.changed(gradient)
 
     def hand_over(self, noted: bool = False) -> None:
-        """Give the arrays up until the end of the step; `noted`: have `changed` find what is written to them."""
+        """Release the arrays until the end of the step; `noted`: store checksums for `changed`."""
         self._arrays = [HandedOver(self._name, array, noted) for array in self._arrays]
 
     def renew(self) -> None:
-        """Have none, as at the start of a step."""
+        """Reset the arrays, as at the start of a step."""
         self._arrays = [None] * len(self._arrays)
 
 
 @final
 class HandedOver:
-    """What stands in `v.grad` for a gradient that was handed over: `apply_gradients` takes it, everything else is an error."""
+    """The placeholder in `v.grad` for a submitted gradient: only `apply_gradients` takes it, other use raises."""
 
     __slots__ = ("_array", "_mark", "_name")
     __hash__ = None  # type: ignore[assignment]
@@ -65,16 +65,16 @@ class HandedOver:
         self._array = weakref.ref(array) if isinstance(array, np.ndarray) else None
 
     def stands_for(self, gradient: Any) -> bool:
-        """Return whether a gradient is what was handed over, or this object in its place."""
+        """Return whether a gradient is the submitted array, or this object."""
         return gradient is self or (self._array is not None and gradient is not None and gradient is self._array())
 
     def changed(self, gradient: Any) -> bool:
-        """Return whether it is the array, with other numbers than at first, where these were noted."""
+        """Return whether it is the submitted array, changed since; False without a checksum."""
         return gradient is not self and self._mark is not None and checksum(gradient.reshape(-1)) != self._mark
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        remedy = "Read it before, or make the strategy without sharded_gradients"
-        expected, got = "no use of a gradient after Optimizer.begin, in a step of sharded_gradients", "one"
+        remedy = "Read it before, or create the strategy without sharded_gradients"
+        expected, got = "no use of a gradient after Optimizer.begin with sharded_gradients", "a read or write of v.grad"
         raise ValueError(explain("Variable.grad", self._name, expected=expected, got=got, remedy=remedy))
 
     def __getattr__(self, name: str) -> Any:
@@ -83,7 +83,7 @@ class HandedOver:
         self._refuse()
 
     def __repr__(self) -> str:
-        return f"<the gradient of {self._name!r}, handed over>"
+        return f"<the gradient of {self._name!r}, submitted>"
 
     __array__ = __array_ufunc__ = __array_function__ = __getitem__ = __setitem__ = __len__ = __iter__ = __float__ = (
         _refuse

@@ -1,4 +1,4 @@
-"""Partitioners: into how many shards a variable is cut, so that several servers share it."""
+"""Partitioners: the number of shards of a variable that several servers share."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner",
 
 
 class Partitioner(ABC):
-    """Decides into how many shards a variable is cut (TF: tf.distribute.experimental.partitioners.Partitioner).
+    """A function that returns the number of shards of a variable (TF: tf.distribute.experimental.partitioners.Partitioner).
 
-    Any function `f(shape, dtype, axis=0)` that returns such a list will do as well.
+    Any function `f(shape, dtype, axis=0)` that returns such a list can be used instead.
     """
 
     @abstractmethod
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return how many shards each axis is cut into: 1 on all axes but one. The same on every rank.
+        """Return the number of shards of each axis: 1 on all axes but one. The same on every rank.
 
         Args:
             shape: of the variable.
             dtype: of its elements.
-            axis: which one to cut.
+            axis: the axis to divide.
         """
 
 
 @final
 class FixedShardsPartitioner(Partitioner):
-    """Always the same number of shards, but no more than rows (TF: FixedShardsPartitioner).
+    """A fixed number of shards, but no more than rows (TF: FixedShardsPartitioner).
 
     Args:
-        num_shards: how many.
+        num_shards: the number of shards.
 
     Raises:
         ValueError: num_shards < 1.
@@ -51,7 +51,7 @@ class FixedShardsPartitioner(Partitioner):
         self.num_shards = _positive("FixedShardsPartitioner", "num_shards", num_shards)
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return how many shards each axis is cut into."""
+        """Return the number of shards of each axis."""
         return _on_axis(shape, axis, self.num_shards)
 
     def __repr__(self) -> str:
@@ -60,15 +60,15 @@ class FixedShardsPartitioner(Partitioner):
 
 @final
 class MinSizePartitioner(Partitioner):
-    """As many shards as there can be of at least `min_shard_bytes` each (TF: MinSizePartitioner).
+    """The most shards of at least `min_shard_bytes` each (TF: MinSizePartitioner).
 
-    TensorFlow rounds up, and so makes shards that are smaller than documented: of 40 bytes two of 20, where each should have
-    at least 30. Here the bound holds, for the smallest shard too.
+    The bound holds for the smallest shard. TensorFlow rounds up, so its shards can be smaller than documented: 40 bytes become
+    two shards of 20 where each should have at least 30.
 
     Args:
-        min_shard_bytes: bytes of a shard at least.
+        min_shard_bytes: least bytes of a shard.
         max_shards: most shards.
-        bytes_per_string: what an element of texts counts.
+        bytes_per_string: the size of a text element.
 
     Raises:
         ValueError: a number < 1.
@@ -85,7 +85,7 @@ class MinSizePartitioner(Partitioner):
         self.bytes_per_string = _positive("MinSizePartitioner", "bytes_per_string", bytes_per_string)
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return how many shards each axis is cut into."""
+        """Return the number of shards of each axis."""
         rows, row = _rows(shape, dtype, axis, self.bytes_per_string)
         rows_per_shard = -(-self.min_shard_bytes // row) if row else max(1, rows)
         return _on_axis(shape, axis, min(self.max_shards, rows // rows_per_shard))
@@ -96,12 +96,12 @@ class MinSizePartitioner(Partitioner):
 
 @final
 class MaxSizePartitioner(Partitioner):
-    """As few shards as there can be of at most `max_shard_bytes` each, or of one row (TF: MaxSizePartitioner).
+    """The fewest shards of at most `max_shard_bytes` each, or of one row (TF: MaxSizePartitioner).
 
     Args:
-        max_shard_bytes: bytes of a shard at most.
-        max_shards: most shards, even if they become larger then; None for any number.
-        bytes_per_string: what an element of texts counts.
+        max_shard_bytes: most bytes of a shard.
+        max_shards: most shards, even if they are then larger; None for any number.
+        bytes_per_string: the size of a text element.
 
     Raises:
         ValueError: a number < 1.
@@ -118,7 +118,7 @@ class MaxSizePartitioner(Partitioner):
         self.bytes_per_string = _positive("MaxSizePartitioner", "bytes_per_string", bytes_per_string)
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return how many shards each axis is cut into."""
+        """Return the number of shards of each axis."""
         rows, row = _rows(shape, dtype, axis, self.bytes_per_string)
         rows_per_shard = max(1, self.max_shard_bytes // row if row else rows)
         shards = -(-rows // rows_per_shard)
@@ -129,7 +129,7 @@ class MaxSizePartitioner(Partitioner):
 
 
 def check_partitions(result: Any, shape: Sequence[int], name: str = "result") -> int:
-    """Return into how many shards the rows of a variable are cut, of what a partitioner returned.
+    """Return the number of shards of a variable's rows, from the result of a partitioner.
 
     Raises:
         TypeError: no list of integers.
@@ -168,7 +168,7 @@ def _positive(function: str, argument: str, number: Any) -> int:
 
 
 def _on_axis(shape: Sequence[int], axis: int, shards: int) -> list[int]:
-    """One shard on all axes, `shards` on one: at least one, at most what there is to share. A scalar has no axis."""
+    """Return 1 for all axes but one, which gets `shards`: at least 1, at most its length. A scalar has no axes."""
     if not shape:
         return []
     _check_axis(shape, axis)
@@ -178,7 +178,7 @@ def _on_axis(shape: Sequence[int], axis: int, shards: int) -> list[int]:
 
 
 def _rows(shape: Sequence[int], dtype: Any, axis: int, bytes_per_string: int) -> tuple[int, int]:
-    """Return how many rows there are to share, and the bytes of one."""
+    """Return the number of rows, and the bytes of one."""
     if not shape:
         return 1, 0
     _check_axis(shape, axis)

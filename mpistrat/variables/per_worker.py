@@ -1,4 +1,4 @@
-"""The per-worker variable: each worker has a copy of its own, which it reads and writes alone."""
+"""The per-worker variable: each worker has its own copy, which it reads and writes locally."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["PerWorkerVariable", "check_per_worker"]
 
 @final
 class PerWorkerVariable(Variable):
-    """A variable of which each worker has its own copy, for counters and states that nobody else needs (TF: PerWorkerVariable).
+    """A variable with a copy for each worker, such as a counter (TF: PerWorkerVariable).
 
-    `ms.Variable(..., per_worker_variable=True)` makes it, which is collective; all copies begin with the same value. Reading
-    and writing concern this rank's copy, in and outside of steps, and are not collective; its replicas share it. A worker is a
-    rank with replicas. `save` writes the first worker's copy, and `restore` gives that to all.
+    `ms.Variable(..., per_worker_variable=True)` creates it, which is collective; all copies start with the same value. Reading
+    and writing use this rank's copy, in and outside of steps, and are local; its replicas share it. A worker is a rank with
+    replicas. `save` writes the first worker's copy, `restore` gives it to all.
     """
 
     __slots__ = ("_copy", "_lock")
 
     def __init__(self, placement: Placement, description: Description) -> None:
-        """Make a zeroed copy."""
+        """Create a zeroed copy."""
         self._hold(placement, description)
         device = placement.arenas.devices[0] if placement.arenas.on_gpu else "cpu:0"
         self._copy: Any = zeros(self.shape, self.dtype, device)
@@ -42,8 +42,8 @@ class PerWorkerVariable(Variable):
     def read_all(self) -> list[np.ndarray]:
         """Return the copies of all workers, in their order, as new arrays. Collective over all ranks of the strategy.
 
-        Beside a coordinator the chief calls it, those that serve take part, and the list has the workers that run functions.
-        Functions that wait are not waited for: call `join` first.
+        With a coordinator the chief calls it, the serving ranks take part, and the list has the workers that run functions. It
+        does not wait for scheduled functions: call `join` first.
 
         Raises:
             ContextError: in a step, or in a scheduled function.
@@ -69,17 +69,17 @@ class PerWorkerVariable(Variable):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """What each local replica reads: the same copy."""
+        """The values that each local replica reads: the same copy."""
         return (self.array,) * self.placement.group.topology.num_local_replicas
 
     @property
     def num_copies(self) -> int:
-        """Physical copies that this rank writes to: 1."""
+        """The number of physical copies that this rank writes: 1."""
         self._require_open()
         return 1
 
     def storage(self, local_replica: int = 0) -> Any:
-        """Return this rank's copy, writable; see `Variable.storage`. No other rank shares it."""
+        """Return this rank's copy, writable; see `Variable.storage`. No rank shares it."""
         self._require_open()
         return self._copy
 
@@ -130,11 +130,7 @@ class PerWorkerVariable(Variable):
 def check_per_worker(
     synchronization: VariableSynchronization, aggregation: VariableAggregation, trainable: bool | None
 ) -> None:
-    """Do nothing if the settings of a variable suit copies that nobody brings together.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raise ValueError unless the settings of a variable suit copies that are never combined."""
     for argument, given, legal in (
         ("synchronization", synchronization, (VariableSynchronization.AUTO, VariableSynchronization.ON_READ)),
         ("aggregation", aggregation, (VariableAggregation.NONE,)),
@@ -143,5 +139,5 @@ def check_per_worker(
         if given not in legal:
             expected = f"{' or '.join(getattr(one, 'name', str(one)) for one in legal)} with per_worker_variable=True"
             got = getattr(given, "name", repr(given))
-            remedy = "Leave it out: no worker's copy becomes another's, and no optimizer updates them"
+            remedy = "Leave it out: copies of workers are not combined, and optimizers do not update them"
             raise ValueError(explain("Variable", argument, expected=expected, got=got, remedy=remedy))

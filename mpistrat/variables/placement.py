@@ -1,4 +1,4 @@
-"""Placement of variables: where a strategy keeps them, and through what they are aggregated."""
+"""Placement of variables: the memory of a strategy's variables, and their reductions."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = ["ORDINAL_STEP", "Description", "Placement", "Store", "Target"]
 
-ORDINAL_STEP = 4096  # between the numbers of optimizers that are counted together; so many counts don't overlap
+ORDINAL_STEP = 4096  # distance of the numbers of optimizers; counts below it do not overlap
 
-Target = tuple[Any, int, int]  # a flat array, and the range of its elements that this rank stores
+Target = tuple[Any, int, int]  # a flat array, and this rank's range of its elements
 
 
 @final
 @dataclass(frozen=True)
 class Description:
-    """What is fixed about a variable when it is made, the same on every rank."""
+    """The fixed properties of a variable, the same on every rank."""
 
     index: int
     name: str
@@ -40,19 +40,19 @@ class Description:
     synchronization: VariableSynchronization
     aggregation: VariableAggregation
     constraint: Callable[[Any], Any] | None
-    beside: int | None = None  # the index of the variable that it is placed with
-    part: Part | None = None  # of a whole array, whose shape then is that of the part
-    per_worker: bool = False  # each worker has a copy of its own
+    beside: int | None = None  # the index of a variable to place it with
+    part: Part | None = None  # of a whole array; `shape` is then that of the part
+    per_worker: bool = False  # each worker has its own copy
 
 
 class Store(ABC):
-    """What keeps the variables of a strategy elsewhere than in arenas, with what optimizers keep beside them.
+    """The memory of variables and optimizer state outside of arenas.
 
-    There not all replicas step together, and ranks use optimizers in different orders. So the store also gives optimizers
-    their numbers, the same on every rank. Optimizers are opaque here.
+    Not all replicas step together there, and ranks use optimizers in different orders. So the store also numbers optimizers,
+    equally on every rank. Optimizers are opaque here.
 
     Attributes:
-        group: all ranks of the strategy, which make variables together.
+        group: all ranks of the strategy, which create variables together.
         first_worker: the first of them that has replicas.
         with_first_worker: whether this rank's replicas step together with that one's.
         is_worker: whether this rank has replicas.
@@ -65,7 +65,7 @@ class Store(ABC):
 
     @abstractmethod
     def make(self, placement: Placement, what: Description) -> tuple[Any, list[Target]]:
-        """Return a new variable, and where this rank stores its initial value. Collective, inside a collective."""
+        """Return a new variable, and this rank's targets for its initial value. Collective, inside a collective."""
 
     @abstractmethod
     def make_step(self, optimizer: Any, variables: Sequence[Any]) -> Any:
@@ -73,19 +73,19 @@ class Store(ABC):
 
     @abstractmethod
     def next_ordinal(self) -> int:
-        """Return the ordinal of the next optimizer that is made in the strategy's scope."""
+        """Return the ordinal of the next optimizer created in the strategy's scope."""
 
     @abstractmethod
     def number_of(self, optimizer: Any) -> int:
-        """Return the number by which files know an optimizer."""
+        """Return the number of an optimizer in files."""
 
     @abstractmethod
     def numbers_of_names(self, names: Sequence[str]) -> list[int]:
-        """Return numbers for optimizers of a file that has only their names."""
+        """Return numbers for the optimizers of a file that has only their names."""
 
     @abstractmethod
     def made(self) -> list[Any]:
-        """Return the optimizers that the program has made and may apply to the variables."""
+        """Return the optimizers that the program has created and may apply to the variables."""
 
     @abstractmethod
     def each_slots(self, optimizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -93,11 +93,11 @@ class Store(ABC):
 
     @abstractmethod
     def keeps(self, variable: Any) -> bool:
-        """Return whether it keeps a variable, not each replica a value of its own."""
+        """Return True for a variable in the store, False if each replica has its own value."""
 
     @abstractmethod
     def value_here(self, variable: Any) -> Any:
-        """Return a new array of a variable that lies on this rank; None on others."""
+        """Return a new array of a variable on this rank; None on other ranks."""
 
     @abstractmethod
     def slots_here(self, optimizer: Any, writers: Collection[int] | None, each_node: bool) -> Iterator[SlotsHere]:
@@ -109,23 +109,23 @@ class Store(ABC):
 
     @abstractmethod
     def write_slots(self, optimizer: Any, variable: Any, values: Mapping[str, Any]) -> None:
-        """Overwrite a variable's slots. Every rank must do it."""
+        """Overwrite a variable's slots. Call it on every rank."""
 
     @abstractmethod
     def forget_slots(self, optimizer: Any, variables: Collection[Any] | None) -> None:
-        """Forget the slots of variables that lie on this rank, None for all. Every rank must do it."""
+        """Drop the slots of variables on this rank; None for all. Call it on every rank."""
 
     @property
     @abstractmethod
     def early(self) -> list[Any]:
-        """The optimizers that were made in the scope and have taken no step on any rank, as all ranks have agreed."""
+        """The optimizers created in the scope that have taken no step on any rank, agreed on by all ranks."""
 
     @abstractmethod
     def iterations(self, optimizer: Any) -> int:
-        """Return how many steps were taken with an optimizer, the largest number of any rank. Collective."""
+        """Return the number of steps of an optimizer, the largest of any rank. Collective."""
 
 
-# A variable's name and shape, the dtype of its slots, and of each slot the elements that are here: the first one's number
+# A variable's name and shape, the dtype of its slots, and this rank's elements of each slot: the number of the first one
 # and a flat array.
 SlotsHere = tuple[str, tuple[int, ...], np.dtype, dict[str, list[tuple[int, Any]]]]
 
@@ -133,30 +133,30 @@ SlotsHere = tuple[str, tuple[int, ...], np.dtype, dict[str, list[tuple[int, Any]
 @final
 @dataclass(eq=False)
 class Placement:
-    """Where the variables of one strategy live, and through what they are aggregated.
+    """The memory of one strategy's variables, and their reductions.
 
     Args:
         group: the ranks whose replicas step together.
-        ops: how values of those replicas are reduced.
-        arenas: where variables get their memory.
+        ops: the reductions of values of those replicas.
+        arenas: the memory of variables.
         strategy: the strategy, as the frames of `context` name it; opaque here.
         devices: one for each local replica.
-        distributed: False for a strategy that has one replica by its nature (the default, OneDeviceStrategy): there a
-            write in replica context needs no aggregation, and writes what it was given.
-        store: what keeps variables, and what optimizers keep of them, where that is not the arenas.
-        local_steps: how nodes train by themselves; None where they do not, and on one node.
-        partitioner: returns into how many shards a variable is cut, see `partitioners`; default: none is cut.
-        grid: the ranks over which each replica is divided; None where it is not.
-        buckets: what sums gradients that are handed over; None where they stay.
+        distributed: False for strategies that always have one replica (the default, OneDeviceStrategy): writes in replica
+            context are not aggregated.
+        store: the memory of variables and optimizer state, if not the arenas.
+        local_steps: the options of local steps; None without them, and on one node.
+        partitioner: returns the number of shards of a variable, see `partitioners`; default: one.
+        grid: the ranks over which each replica is divided; None if it is not.
+        buckets: the sums of gradients that are submitted early; None if gradients stay.
 
     Attributes:
         variables: every `Variable`, in the order of creation, the same on every rank.
-        sharded: each `ShardedVariable` that several of them are together.
-        made: the optimizers that were made in the strategy's scope, in that order.
-        apart: the variables that nodes have updated by themselves since the last outer step, and whose outer step they wait for.
-        told_apart: whether an error has said that weights which should be equal differ.
-        steps: what makes steps and rounds for optimizers; opaque here.
-        optimizers: those counted by the store. Others may name them when this rank's program no longer holds them.
+        sharded: each `ShardedVariable` made of them.
+        made: the optimizers created in the strategy's scope, in that order.
+        apart: the variables that nodes have updated separately since the last outer step, with the rounds they wait for.
+        told_apart: whether an error has reported that weights differ that should be equal.
+        steps: the factory of steps and rounds for optimizers; opaque here.
+        optimizers: those counted by the store. Other ranks may name them after this rank's program has dropped them.
     """
 
     group: ProcessGroup
@@ -181,7 +181,7 @@ class Placement:
 
     @property
     def creators(self) -> ProcessGroup:
-        """The ranks that make variables together."""
+        """The ranks that create variables together."""
         if self.store is not None:
             return self.store.group
         return self.group if self.grid is None else self.grid.world
@@ -193,20 +193,16 @@ class Placement:
 
     @property
     def with_first_worker(self) -> bool:
-        """Whether this rank's replicas step together with the first worker's."""
+        """True if this rank's replicas step together with the first worker's."""
         return self.store is None or self.store.with_first_worker
 
     def note_optimizer(self, optimizer: Any) -> int:
-        """Note an optimizer that is made in the scope, and return its number there."""
-        self.made.append(optimizer)  # not by a weak reference: ranks would lose it at different times
+        """Register an optimizer created in the scope, and return its number there."""
+        self.made.append(optimizer)  # not a weak reference: ranks would lose it at different times
         return len(self.made) - 1
 
     def require_kept_gradients(self, function: str) -> None:
-        """Do nothing where variables keep their gradients, as what adapts a framework needs it.
-
-        Raises:
-            LayoutError: they are handed over.
-        """
+        """Raise LayoutError if gradients are submitted early: framework adapters need gradients that stay."""
         if self.buckets is not None:
             got, remedy = (
                 "one with sharded_gradients=True",
@@ -216,7 +212,7 @@ class Placement:
             raise LayoutError(explain(function, "strategy", expected=expected, got=got, remedy=remedy))
 
     def unique_name(self, name: str) -> str:
-        """Return the name, with "_1", "_2", ... where it was given before. All ranks call it alike."""
+        """Return the name, with "_1", "_2", ... if it is used. All ranks call it in the same order."""
         candidate = name
         while candidate in self._names:
             candidate = f"{name}_{self._names[name]}"
@@ -225,7 +221,7 @@ class Placement:
         return candidate
 
     def close(self) -> None:
-        """Close every variable and free their memory. Comes before the group's `close`."""
+        """Close every variable and free their memory, before the group's `close`."""
         for whole in self.sharded:
             whole._close()
         for variable in self.variables:

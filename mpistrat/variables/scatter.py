@@ -1,6 +1,6 @@
-"""Sparse reads and writes of a variable: rows by index, elements by coordinates. Rows of equal index act one by one.
+"""Sparse reads and writes of a variable: rows by index, elements by coordinates. Duplicate rows are applied one by one.
 
-`rows_of` and `row_ranges` say which rows an index of NumPy's reads, so that no more is fetched of an array in several parts.
+`rows_of` and `row_ranges` return the rows that a NumPy index reads, so that arrays in several parts fetch only those.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UFUNCS = {
 
 
 def scatter(op: str, rows: np.ndarray, first: int, indices: np.ndarray, updates: np.ndarray) -> None:
-    """Apply updates to those rows that are here; of several "update"s of a row the last one stays.
+    """Apply updates to the rows that are here; of several "update"s of a row the last one wins.
 
     Args:
         op: "update", or a key of the table above.
@@ -54,10 +54,10 @@ def scatter(op: str, rows: np.ndarray, first: int, indices: np.ndarray, updates:
 
 
 def row_numbers(shape: tuple[int, ...], indices: Any, function: str) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return flat row numbers of an array of that shape, and the shape of what reading them gives.
+    """Return flat row numbers of an array of that shape, and the shape of a read.
 
     Raises:
-        TypeError, IndexError: they are no integers, or no rows of it.
+        TypeError, IndexError: they are not integers, or not rows of it.
 
     Example:
         >>> row_numbers((5, 2), [[4, 0]], "f")
@@ -71,7 +71,7 @@ def checked_slices(slices: IndexedSlices, variable: Any, function: str) -> Index
     """Return IndexedSlices of arrays that fit a variable.
 
     Raises:
-        ValueError: rows of another shape, or rows that are not there.
+        ValueError: rows of another shape, or rows that do not exist.
         TypeError: no arrays.
     """
     shape, name = variable.shape, variable.name
@@ -92,16 +92,16 @@ def checked_slices(slices: IndexedSlices, variable: Any, function: str) -> Index
 class ScatterMethods(ABC):
     """The scatter and gather methods of a Variable (TF: those of tf.Variable, tf.gather_nd).
 
-    `delta` is an IndexedSlices, or a pair (indices, updates) with updates of shape `indices.shape + v.shape[1:]`.
-    Indices count from 0 and none may be negative. Every write is collective; in cross-replica and update context each
-    rank passes the same, in replica context what the replicas pass is put together in replica order: `add` and `sub` with
-    SUM, MEAN and ONLY_FIRST_REPLICA, `mul` and `div` with SUM and ONLY_FIRST_REPLICA, `min`, `max` and `update` with
-    ONLY_FIRST_REPLICA. The methods return the variable. ON_READ variables have none of them.
+    `delta` is an IndexedSlices, or a pair (indices, updates) with updates of shape `indices.shape + v.shape[1:]`. Indices count
+    from 0 and cannot be negative. Every write is collective. In cross-replica and update context each rank passes the same. In
+    replica context the replicas' updates are concatenated in replica order: `add` and `sub` with SUM, MEAN and
+    ONLY_FIRST_REPLICA, `mul` and `div` with SUM and ONLY_FIRST_REPLICA, `min`, `max` and `update` with ONLY_FIRST_REPLICA. The
+    methods return the variable. ON_READ variables have none of them.
 
     Raises:
         IndexError: an index outside the variable.
         ValueError: updates of another shape.
-        NotImplementedError: an ON_READ variable; an aggregation under which the operation has no meaning.
+        NotImplementedError: an ON_READ variable; an operation that is undefined under the aggregation.
     """
 
     __slots__ = ()
@@ -142,7 +142,7 @@ class ScatterMethods(ABC):
 
     @tensorflow_names("use_locking", sparse_delta="delta")
     def scatter_update(self, delta: Any) -> Self:
-        """Replace rows by updates, of duplicates by the last. Collective."""
+        """Replace rows by updates; of duplicates the last wins. Collective."""
         return self._scatter_rows("update", delta)
 
     @tensorflow_names()
@@ -199,7 +199,7 @@ class ScatterMethods(ABC):
 
     @tensorflow_names()
     def gather_nd(self, indices: Any) -> Any:
-        """Return a new array of what lies at the coordinates. Collective for ON_READ variables in cross-replica context."""
+        """Return a new array of the elements at coordinates. Collective for ON_READ variables in cross-replica context."""
         indices = _integers(indices, "gather_nd")
         flat = _flat_indices(self.shape, indices, "gather_nd")
         depth = indices.shape[-1]
@@ -207,7 +207,7 @@ class ScatterMethods(ABC):
         with on_device_of(rows):
             return rows[flat].reshape(indices.shape[:-1] + self.shape[depth:])
 
-    # what subclasses have
+    # attributes of subclasses
     shape: tuple[int, ...]
     dtype: np.dtype
 
@@ -233,7 +233,7 @@ class ScatterMethods(ABC):
             text = explain(f"Variable.{function}", "", expected="a floating dtype", got=str(self.dtype))
             raise TypeError(text)
         width = int(np.prod(self.shape[indices.shape[-1] :], dtype=np.int64))
-        # A copy, never a view: another rank might be writing to the variable that a view shows.
+        # A copy, never a view: another rank might be writing to the variable.
         rows = np.array(np.broadcast_to(array, expected)).reshape(flat.size, width)
         return self._scatter(op, indices.shape[-1], flat, rows)
 
@@ -267,19 +267,19 @@ def _flat_indices(shape: tuple[int, ...], indices: np.ndarray, function: str) ->
     return flat.reshape(-1)
 
 
-# What an index reads
+# The rows that an index reads
 
 
 def rows_of(index: Any, shape: tuple[int, ...]) -> tuple[range | np.ndarray, tuple[Any, ...]] | None:
-    """Return which rows an index reads, and the index that gives the same of these rows alone.
+    """Return the rows that an index reads, and the index that selects the same from these rows.
 
     Args:
         index: anything between [ and ].
         shape: of the array; at least one axis.
 
     Returns:
-        The rows as a range or as ascending numbers, each once, and the other index; None where the index does not begin
-        with the rows, as `...` and `None` do not, or where NumPy refuses it.
+        The rows as a range or as ascending numbers, each once, and the other index; None if the index does not start with the
+            rows, as `...` and `None` do not, or if NumPy refuses it.
 
     Raises:
         IndexError: there is no such row.
@@ -317,7 +317,7 @@ def _rows_of_array(
     if numbers.dtype == bool and numbers.ndim:
         if numbers.shape != shape[: numbers.ndim]:
             return None
-        numbers, *others = numbers.nonzero()  # what NumPy takes a mask for
+        numbers, *others = numbers.nonzero()  # as NumPy interprets a mask
         rest = (*others, *rest)
     if isinstance(first, list) and not numbers.size:
         numbers = numbers.astype(np.int64)
@@ -335,7 +335,7 @@ def _counted_from_zero(numbers: np.ndarray, length: int) -> np.ndarray:
 
 
 def row_ranges(rows: range, bounds: Sequence[tuple[int, int]]) -> list[slice | None]:
-    """Return what of ascending rows lies within each of the bounds, counted from there; None for nothing.
+    """Return the ascending rows within each of the bounds, counted from its start; None if there are none.
 
     Example:
         >>> row_ranges(range(1, 9, 3), [(0, 3), (3, 4), (4, 9)])

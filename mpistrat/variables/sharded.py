@@ -1,4 +1,4 @@
-"""The ShardedVariable: variables that hold the rows of one array, block after block, and act as that array."""
+"""The ShardedVariable: variables with blocks of rows of one array, used as that array."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _KIND = ("dtype", "trainable", "synchronization", "aggregation")
 
 @final
 class ShardedVariable(ArrayVariable):
-    """Variables that hold the rows of one array, block after block, and act as that array (TF: ShardedVariable).
+    """Variables with consecutive blocks of rows of one array, used as that array (TF: ShardedVariable).
 
-    A strategy with a `variable_partitioner` makes them, so that several servers share a large variable. To NumPy it is an
-    array, like a `Variable`; it is written, saved and restored as one, into any number of parts. It is no `Variable`:
+    A strategy with a `variable_partitioner` creates them, so that several servers share a large variable. NumPy sees one array,
+    as for a `Variable`. It is written, saved and restored as one, into any number of parts. It is not a `Variable`:
     `v.variables` are its parts.
 
-    Reading fetches only the parts, and by numbers of rows only the rows, that are asked for. What comes from several parts
-    is a copy; each part is read as it is at that moment, so that a write by another worker may be in one part and not yet
-    in the other. Collective is what is collective for its parts.
+    Reading fetches only the requested parts, and by row numbers only the requested rows. Values from several parts are a copy.
+    Each part is read at its own moment: a write by another worker may be in one part and not yet in another. A call is
+    collective if it is for its parts.
 
     Args:
-        variables: made in the scope of one strategy, of one dtype and kind, and one shape but for the first axis.
-        name: under which it is saved; one that was given before gets a suffix.
+        variables: made in the scope of one strategy, of one dtype and kind, and one shape except for the first axis.
+        name: the name in files; a used name gets a suffix.
 
     Raises:
         TypeError: no list of variables.
-        ValueError: none; one without rows, twice, or in another ShardedVariable; variables that differ.
+        ValueError: an empty list; a variable without rows, twice, or in another ShardedVariable; variables that differ.
 
     Attributes:
         variables: the parts.
@@ -58,14 +58,14 @@ class ShardedVariable(ArrayVariable):
     __slots__ = ("_bounds", "_ends", "_gradients", "offsets", "variables")
 
     def __init__(self, variables: Sequence[Variable], name: str = "ShardedVariable") -> None:
-        """Hold the parts. Every rank must do it."""
+        """Join the parts. Call it on every rank."""
         _check(variables)
         check_name("ShardedVariable", name)
         self._join(variables, variables[0].placement.unique_name(name))
 
     @classmethod
     def of(cls, variables: Sequence[Variable], name: str) -> ShardedVariable:
-        """Return the variables as one, under a name that no other has. Every rank must do it."""
+        """Return the variables as one, under a unique name. Call it on every rank."""
         self = cls.__new__(cls)
         self._join(variables, name)
         return self
@@ -84,7 +84,7 @@ class ShardedVariable(ArrayVariable):
     # what it is
 
     def part_of(self, rows: Any) -> np.ndarray:
-        """Return in which part each of these rows lies.
+        """Return the number of the part of each of these rows.
 
         Raises:
             IndexError: there is no such row.
@@ -93,7 +93,7 @@ class ShardedVariable(ArrayVariable):
         return np.searchsorted(self._ends, numbers, side="right").reshape(np.shape(rows))
 
     def _by_part(self, rows: np.ndarray) -> Iterator[tuple[Variable, np.ndarray, np.ndarray]]:
-        """Yield each part, the positions in `rows` of those that lie in it, and their numbers there."""
+        """Yield each part, the positions in `rows` of its rows, and their numbers in the part."""
         owners = np.searchsorted(self._ends, rows, side="right")
         order = np.argsort(owners, kind="stable")
         edges = np.searchsorted(owners[order], np.arange(len(self.variables) + 1))
@@ -105,19 +105,19 @@ class ShardedVariable(ArrayVariable):
 
     @property
     def array(self) -> Any:
-        """The numbers, read-only: of several parts a copy."""
+        """The numbers, read-only; a copy if there are several parts."""
         if len(self.variables) == 1:
             return self.variables[0].array
         return read_only(self.value())
 
     def numpy(self) -> np.ndarray:
-        """Return a copy, in the host's memory. Collective where reading a part is."""
+        """Return a copy in the host's memory. Collective if reading a part is."""
         if len(self.variables) == 1:
             return self.variables[0].numpy()
         return np.concatenate([to_host(v.array) for v in self.variables])
 
     def value(self) -> Any:
-        """Return a copy, on the variables' device. Collective where reading a part is."""
+        """Return a copy on the variables' device. Collective if reading a part is."""
         if len(self.variables) == 1:
             return self.variables[0].value()
         return _joined([v.array for v in self.variables])
@@ -125,7 +125,7 @@ class ShardedVariable(ArrayVariable):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         several = len(self.variables) > 1
         if several and copy is False:
-            raise ValueError("ShardedVariable: an array of several parts cannot be had without a copy")
+            raise ValueError("ShardedVariable: an array of several parts needs a copy, got copy=False")
         array = super().__array__(dtype, None if several else copy)
         return array if array.flags.writeable or not copy else array.copy()
 
@@ -138,7 +138,7 @@ class ShardedVariable(ArrayVariable):
         return block[rest]
 
     def _range(self, rows: range) -> Any:
-        """Return rows at equal distances, read from the parts in which there are any."""
+        """Return rows at equal distances, read from the parts that have any."""
         if rows.step < 0:
             return self._range(rows[::-1])[::-1]
         slices = zip(self.variables, row_ranges(rows, self._bounds), strict=True)
@@ -146,11 +146,11 @@ class ShardedVariable(ArrayVariable):
         return _joined(blocks) if blocks else zeros((0, *self.shape[1:]), self.dtype, self.variables[0].device)
 
     def _gather(self, rows: np.ndarray) -> Any:
-        """Return rows by their numbers, read from the parts in which there are any."""
+        """Return rows by their numbers, read from the parts that have any."""
         return self._collect(rows, self.shape[1:], lambda variable, at, local: variable.sparse_read(local))
 
     def _collect(self, rows: np.ndarray, shape: tuple[int, ...], read: Callable[..., Any]) -> Any:
-        """Return what `read(part, positions, rows of the part)` gives for each row, of that shape, in their order."""
+        """Return the results of `read(part, positions, rows of the part)` for all rows, of that shape, in their order."""
         blocks = [(at, read(variable, at, local)) for variable, at, local in self._by_part(rows) if at.size]
         if len(blocks) == 1:
             return blocks[0][1]
@@ -171,7 +171,7 @@ class ShardedVariable(ArrayVariable):
 
     @tensorflow_names()
     def gather_nd(self, indices: Any) -> Any:
-        """Return a new array of what lies at the coordinates. Collective for ON_READ variables in cross-replica context."""
+        """Return a new array of the elements at coordinates. Collective for ON_READ variables in cross-replica context."""
         array = to_host(as_array(indices, "Variable.gather_nd", "indices"))
         if not array.ndim or not array.size or array.shape[-1] > self.ndim:
             return super().gather_nd(indices)
@@ -193,7 +193,7 @@ class ShardedVariable(ArrayVariable):
         return self
 
     def _scatter(self, op: str, depth: int, indices: np.ndarray, updates: np.ndarray) -> ShardedVariable:
-        """Every part takes part, without rows too: for its replicas or ranks these may be others."""
+        """Apply updates to all parts, also to those without rows: other ranks or replicas may have some."""
         if depth == 0:  # the whole, seen as one row
             indices, depth = np.tile(np.arange(self.shape[0]), indices.size), 1
             updates = updates.reshape(indices.size, int(np.prod(self.shape[1:], dtype=np.int64)))
@@ -218,14 +218,13 @@ class ShardedVariable(ArrayVariable):
         return self._gradients[local_replica]
 
     def parts(self, gradient: Any) -> list[tuple[Any, Variable]]:
-        """Return the gradient of each part with the part, as `apply_gradients` takes them.
+        """Return pairs of gradient and part, for `apply_gradients`.
 
         Args:
-            gradient: an array, of which views are returned; IndexedSlices, of which each part gets its rows, or none; or
-                None for all.
+            gradient: an array, of which views are returned; IndexedSlices, which are divided among the parts; or None for all.
 
         Raises:
-            ValueError: it has another shape, or rows that are not there.
+            ValueError: it has another shape, or rows that do not exist.
             TypeError: no array.
         """
         if gradient is None:
@@ -235,7 +234,7 @@ class ShardedVariable(ArrayVariable):
         return list(zip(self.cut(gradient, "apply_gradients"), self.variables, strict=True))
 
     def cut(self, value: Any, function: str) -> list[Any]:
-        """Return the rows of each part of an array of the whole's shape, as views. Errors name `function`.
+        """Return each part's rows of an array of the whole's shape, as views. Errors name `function`.
 
         Raises:
             ValueError: it has another shape.
@@ -269,7 +268,7 @@ class ShardedVariable(ArrayVariable):
 
 
 def each_variable(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Return pairs of gradient and variable, with the parts in the place of each ShardedVariable."""
+    """Return pairs of gradient and variable, with each ShardedVariable replaced by its parts."""
     found: list[tuple[Any, Any]] = []
     for gradient, variable in pairs:
         if isinstance(variable, ShardedVariable):

@@ -1,4 +1,4 @@
-"""The Variable: an array that a strategy keeps, and the operations that all kinds of it have."""
+"""The Variable: an array that a strategy holds, and the operations of all its kinds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Variable", "explain_foreign", "require_gradient", "value_for_file"]
 
 
 class _FrontDoor(ABCMeta):
-    """Lets `Variable(...)` ask the current strategy for a variable of the kind that it keeps."""
+    """The metaclass that makes `Variable(...)` create a variable of the current strategy's kind."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is Variable:
@@ -31,45 +31,45 @@ class _FrontDoor(ABCMeta):
 
 
 class Variable(ArrayVariable, metaclass=_FrontDoor):
-    """An array of a fixed shape and dtype that the current strategy keeps (TF: tf.Variable). Creation is collective.
+    """An array of a fixed shape and dtype in the current strategy (TF: tf.Variable). Creation is collective.
 
     `Variable(initial_value, trainable=None, name=None, dtype=None, shape=None, synchronization=AUTO, aggregation=NONE,
-    constraint=None, layout=None, per_worker_variable=False)` makes it in the strategy whose scope holds.
+    constraint=None, layout=None, per_worker_variable=False)` creates it in the current scope's strategy.
 
-    Reading: wherever NumPy takes an array it takes a variable: `np.tanh(v @ x)`, `v[0]`, `np.asarray(v)`. What comes
-    without computing (`v.array`, `np.asarray(v)`, `v[0:2]`) is a read-only view that shows later writes; `v.numpy()`,
-    `v.value()` and `v.read_value()` are copies. Writing: `assign`, `assign_add`, `assign_sub` and the scatter methods,
-    which return the variable; NumPy's `v += x` and `out=v` raise.
+    Reading: NumPy takes a variable wherever it takes an array: `np.tanh(v @ x)`, `v[0]`, `np.asarray(v)`. Reads without
+    computation (`v.array`, `np.asarray(v)`, `v[0:2]`) are read-only views that show later writes; `v.numpy()`, `v.value()` and
+    `v.read_value()` are copies. Writing: `assign`, `assign_add`, `assign_sub` and the scatter methods, which return the
+    variable; NumPy's `v += x` and `out=v` raise.
 
-    Collective: reading ON_READ variables in cross-replica context, and writing, but for ON_READ variables in replica
-    context, because all ranks of a node share one copy.
+    Collective: reading ON_READ variables in cross-replica context; all writing, because the ranks of a node share one copy,
+    except of ON_READ variables in replica context.
 
-    A variable lives until its strategy is closed; then every use raises ClosedError. It cannot be pickled or copied.
+    A variable lives until its strategy is closed; later use raises ClosedError. It cannot be pickled or copied.
 
     Args:
-        initial_value: array, number, nested list of numbers, or a callable that returns one of them. A callable runs on
-            global rank 0 only; else every rank gives a value of the same shape and dtype, and rank 0's numbers win.
+        initial_value: array, number, nested list of numbers, or a callable that returns one of them. A callable runs on global
+            rank 0 only. Otherwise every rank passes a value of the same shape and dtype, and rank 0's numbers are used.
         trainable: whether it has gradients; default True, but False for ON_READ.
-        name: default "Variable"; a name that was given before gets a suffix, "w_1".
+        name: default "Variable"; a used name gets a suffix, "w_1".
         dtype: default that of an array; float32 and int32 for Python's floats and integers, as in TensorFlow.
         shape: if given, must be the initial value's; None stands for any length.
-        synchronization: AUTO and ON_WRITE keep all copies equal. ON_READ lets each replica have its own, aggregated when
-            read in cross-replica context.
-        aggregation: how values that the replicas write, or that ON_READ copies hold, become one. In replica context an
-            ON_WRITE variable with NONE cannot be written.
+        synchronization: AUTO and ON_WRITE keep all copies equal. ON_READ gives each replica its own copy, aggregated when read
+            in cross-replica context.
+        aggregation: the reduction of values that replicas write, or of ON_READ copies. With NONE an ON_WRITE variable cannot be
+            written in replica context.
         constraint: function of the whole array that returns one like it; optimizers apply it after each update.
-        layout: under a MeshStrategy, for each dimension the axis over which it is divided, or None; default: each rank has all.
-            The variable is this rank's part then: `shape`, `array`, `grad`, and what is assigned, are the part's, see `part`.
-            Initial values are those of the whole, whatever the layout.
-        per_worker_variable: let each worker have a copy of its own, which it reads and writes without the others, in and
-            outside of steps. `v.read_all()`, which all ranks call, returns a list of the copies, in the order of the workers.
+        layout: under a MeshStrategy, for each dimension the mesh axis that divides it, or None; default: each rank has all. The
+            variable is then this rank's part, see `part`: so are `shape`, `array`, `grad` and assigned values. Initial values
+            are those of the whole.
+        per_worker_variable: give each worker its own copy, which it reads and writes locally, in and outside of steps.
+            `v.read_all()`, collective, returns a list of the copies, in the order of the workers.
 
     Raises:
         ValueError: synchronization NONE; MEAN of integers; a trainable ON_READ variable; another shape than `shape`; a layout
             with other axes than the mesh's, or that does not divide the array evenly.
-        TypeError: an initial value that is no array of numbers.
-        CollectiveMismatchError: on every rank, when they make different variables.
-        SharedMemoryError: on every rank, when a node has too little.
+        TypeError: an initial value that is not an array of numbers.
+        CollectiveMismatchError: on every rank: ranks create different variables.
+        SharedMemoryError: on every rank: a node has too little shared memory.
 
     Example:
         >>> import mpistrat as ms
@@ -80,7 +80,7 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
 
     __slots__ = ("arena", "offset")
 
-    if TYPE_CHECKING:  # what a call of the class comes to, by way of the current strategy
+    if TYPE_CHECKING:  # the signature of the call, which goes to the current strategy
 
         def __new__(
             cls,
@@ -97,7 +97,7 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
         ) -> Variable: ...
 
     def _hold(self, placement: Placement, description: Description) -> None:
-        """Hold what all kinds have in common."""
+        """Set the attributes of all kinds."""
         super()._hold(placement, description)
         self.arena: Arena | None = None
         self.offset = 0
@@ -111,7 +111,7 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
 
     @property
     def part(self) -> Part | None:
-        """Under a MeshStrategy, which part of the whole array it is: `layout`, `whole_shape`, `slices`; else None."""
+        """The part of the whole array under a MeshStrategy: `layout`, `whole_shape`, `slices`; else None."""
         return self._description.part
 
     @property
@@ -126,26 +126,26 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
     @property
     @abstractmethod
     def array(self) -> Any:
-        """The numbers as a read-only view, of the copy that is read here."""
+        """The numbers as a read-only view, of this replica's copy."""
 
     @property
     @abstractmethod
     def values(self) -> tuple[Any, ...]:
-        """What each local replica reads, in replica order; read-only views, equal for ON_WRITE."""
+        """The values that each local replica reads, in replica order; read-only views, equal for ON_WRITE."""
 
     @property
     @abstractmethod
     def num_copies(self) -> int:
-        """Physical copies that this rank writes to."""
+        """The number of physical copies that this rank writes."""
 
     def gathered(self) -> np.ndarray | None:
-        """Return a copy, whole, at least on rank 0; None where this rank cannot read it. Collective.
+        """Return a copy of the whole, at least on rank 0; None on ranks that cannot read it. Collective.
 
-        Beside a coordinator the chief calls it, and those that serve take part. Functions that wait are not waited for: call
+        With a coordinator the chief calls it, and the serving ranks take part. It does not wait for scheduled functions: call
         `join` first.
 
         Raises:
-            ContextError: in a scheduled function, which one rank runs.
+            ContextError: in a scheduled function, which runs on one rank.
         """
         self._require_open()
         self.placement.strategy.extended.coordination.announce("gathered", self)
@@ -156,14 +156,13 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
         return self.numpy()
 
     def load(self, value: np.ndarray) -> None:
-        """Write a value that every rank has. Collective over all ranks of the strategy; for files."""
+        """Write a value that every rank has. Collective over all ranks of the strategy; used for files."""
         self.assign(value)
 
     def storage(self, local_replica: int = 0) -> Any:
         """Return the memory of a local replica's copy as a writable array, for adapters of other frameworks.
 
-        The ranks of a node share it: what writes there must be on all of them the same, or on one only, with barriers around
-        it. `assign` does that.
+        The ranks of a node share it: all must write the same, or only one, with barriers around it, as `assign` does.
 
         Raises:
             ValueError: the copy is not in this rank's memory, as with parameter servers.
@@ -196,7 +195,7 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
             raise ClosedError(f"Variable {self.name!r} was used after its strategy was closed")
 
     def _frame(self, function: str) -> Frame:
-        """Return the frame that holds for this variable: outside its scope, its strategy's cross-replica context."""
+        """Return the current frame of this variable's strategy: outside its scope, the cross-replica context."""
         self._require_open()
         frame = context.current()
         if frame.strategy is self.placement.strategy:
@@ -206,7 +205,7 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
         return Frame(self.placement.strategy)
 
     def _local_index(self, frame: Frame) -> int | None:
-        """Return which local replica a frame belongs to; None in cross-replica context."""
+        """Return the local replica of a frame; None in cross-replica context."""
         if frame.replica is not None:
             return frame.replica.replica_id_in_sync_group - self.placement.group.topology.replica_offset
         return frame.update_replica_id
@@ -226,27 +225,23 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
         return index
 
     def _per_replica(self, value: Any) -> Sequence[Any]:
-        """Return one value for each local replica of what a merge function got."""
+        """Return one value for each local replica, from an argument of a merge function."""
         if isinstance(value, DistributedValues):
             return value.values
         return (value,) * self.placement.group.topology.num_local_replicas
 
 
 def require_gradient(variable: Variable) -> None:
-    """Raise an error if a variable has no gradients; no memory is taken for them.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Raise ValueError if a variable has no gradients. Allocates no memory."""
     variable._require_open()
     if not variable.trainable or variable.dtype.kind in "biu":
         raise variable._without_gradients()
 
 
 def explain_foreign(function: str, variable: Any, strategy: Any) -> str:
-    """Return the text of an error about a variable that was not made in the scope of the strategy which runs.
+    """Return the error text for a variable from another strategy than the running one.
 
-    Three mistakes look alike from inside: a variable made outside of the scope, a step outside of `run`, two strategies.
+    It distinguishes three mistakes: a variable made outside of the scope, a step outside of `run`, two strategies.
     """
     owner, expected = variable.placement.strategy, f"a variable made in the scope of the {_kind(strategy)} that runs"
     if owner.extended.is_default:
@@ -259,7 +254,7 @@ def explain_foreign(function: str, variable: Any, strategy: Any) -> str:
     else:
         got = f"one of another strategy, a {_kind(owner)}"
         remedy = (
-            "Make one strategy in a program, or keep to a variable's own: its scope, its run, an optimizer for each"
+            "Create one strategy per program, or use each variable only in its own strategy's scope, run and optimizer"
         )
     return explain(function, variable.name, expected=expected, got=got, remedy=remedy)
 
@@ -269,5 +264,5 @@ def _kind(strategy: Any) -> str:
 
 
 def value_for_file(variable: Variable) -> np.ndarray | None:
-    """Do what `Variable.gathered` does, where all ranks have been made to call it. Collective."""
+    """Return `Variable.gathered`, when all ranks call it. Collective."""
     return variable._value_for_file()
