@@ -1,4 +1,4 @@
-"""Optimizers: gradients summed over all replicas and applied in one pass, each rank to its slice of the weights.
+"""Optimizers: gradients are summed over all replicas and applied in one pass; each rank updates its slice of the weights.
 
 Arguments, defaults and formulae are those of Keras 3.
 """

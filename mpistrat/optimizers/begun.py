@@ -1,4 +1,4 @@
-"""What `Optimizer.begin` was called for since the last step."""
+"""The variables passed to `Optimizer.begin` since the last step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FUNCTION = "Optimizer.begin"
 
 @final
 class Begun:
-    """The variables whose gradients one optimizer's program has announced to be final, until the next step.
+    """The variables whose gradients one optimizer's program has announced as final, until the next step.
 
     Attributes:
-        words: what ranks compare in the step: the names, in order.
+        words: the names in order, which ranks compare in the step.
         on_one_node: False: sums start early between nodes.
     """
 
@@ -33,24 +33,24 @@ class Begun:
         self._variables: dict[int, Variable] = {}
         self._marks: dict[int, int] = {}  # checksums of gradients
         self._steps = 0
-        self._strategy: Any = None  # whose starter it is
-        self._starter: Any = None  # what starts sums, see `step.interface.Starter`; None until a strategy is known
+        self._strategy: Any = None  # the starter's strategy
+        self._starter: Any = None  # a `step.interface.Starter`; None until a strategy is known
 
     @property
     def able(self) -> bool:
-        """Whether sums can start early, as far as it is known; the same on every rank."""
+        """True until it is known that sums cannot start early; the same on every rank."""
         return self._starter is None or bool(self._starter.able)
 
     @property
     def early(self) -> bool:
-        """Whether sums start early in this step, or are tried to; the same on every rank."""
+        """True if sums start early in this step, or on trial; the same on every rank."""
         return self._starter is None or bool(self._starter.early)
 
     def __bool__(self) -> bool:
         return bool(self._variables)
 
     def starter(self, strategy: Any) -> Any:
-        """Return what starts the sums of a strategy's gradients; of the last strategy that was asked for."""
+        """Return the starter of a strategy's sums; only the last strategy's is cached."""
         if self._strategy is not strategy:
             if self._starter is not None:
                 self._starter.forget([*self._variables.values()])
@@ -58,7 +58,7 @@ class Begun:
         return self._starter
 
     def add(self, strategy: Any, replicas: Sequence[Pairs]) -> None:
-        """Note variables, the same of each local replica, and start their sums. Collective, in cross-replica context.
+        """Record variables, the same of each local replica, and start their sums. Collective, in cross-replica context.
 
         Raises:
             ValueError: a variable twice in a step, without a gradient, or of another strategy; replicas that differ.
@@ -102,14 +102,14 @@ class Begun:
         return id(variable) in self._variables
 
     def note(self, variables: Sequence[Variable]) -> None:
-        """Note variables as begun."""
+        """Record variables as announced."""
         self._variables.update((id(variable), variable) for variable in variables)
 
     def check(self, strategy: Any, replicas: Sequence[Pairs], aggregate: bool) -> None:
-        """Check what `apply_gradients` was called with.
+        """Check the arguments of `apply_gradients`.
 
         Raises:
-            ValueError: variables that were begun are missing; their gradients were changed, or are elsewhere.
+            ValueError: announced variables are missing; their gradients were changed, or are elsewhere.
         """
         if not aggregate:
             self.starter(strategy).check_unsummed()
@@ -137,13 +137,13 @@ class Begun:
                 raise unfit(self._variables[key].name, "a final gradient", got)
 
     def note_step(self, strategy: Any) -> None:
-        """Note that a step has taken what was begun. Collective."""
+        """Record the end of a step, which took the announced gradients. Collective."""
         self._steps += bool(self)
         if self._starter is not None:
             self._starter.note_step(bool(self))
 
     def forget(self) -> None:
-        """Forget what was begun. Every rank does it."""
+        """Drop the announced variables. Call it on every rank."""
         if not self:
             return
         if self._starter is not None:
@@ -160,6 +160,6 @@ def _mark(variable: Variable) -> int:
 
 
 def unfit(name: str, expected: str, got: str) -> ValueError:
-    """Return the error of gradients that do not fit what was begun; `name`: of the variable."""
+    """Return the error of gradients that do not fit the announced ones; `name`: of the variable."""
     remedy = "Pass apply_gradients (v.grad, v) of all that Optimizer.begin was called for in the step"
     return ValueError(explain("apply_gradients", name, expected=expected, got=got, remedy=remedy))

@@ -1,4 +1,4 @@
-"""The core of an optimizer: its counts, steps and slots, as steps, strategies and files need them."""
+"""The core of an optimizer: its counts, steps and slots, for steps, strategies and files."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ from .slots import SlotStore, whole_slots
 
 __all__ = ["OptimizerCore", "find", "known"]
 
-_ROUNDING = 1e-12  # of a schedule that ends with 0
+_ROUNDING = 1e-12  # of a schedule that ends at 0
 _ordinals = itertools.count(step=ORDINAL_STEP)
 _known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class OptimizerCore:
-    """The counts, steps and slots of one optimizer: what other parts of the package use of it, and programs do not.
+    """The counts, steps and slots of one optimizer, for the package's own use.
 
     Attributes:
         optimizer: the optimizer.
-        ordinal: a number by which the same program names it on every rank: those of a scope are counted. In the scope of a
-            ParameterServerStrategy each has its own count, elsewhere there is one. Copies, by `copy.deepcopy` or from a pickle,
-            count as well: make them on every rank or on none.
-        taken: how many steps of each set of variables all ranks have begun, by names. Ranks compare weights now and then by
-            it, so a step that they refused does not count.
-        calls: how often `apply_gradients` was called: more than `iterations` where gradients are accumulated.
+        ordinal: a number that identifies it on every rank of the same program: optimizers of a scope are counted. Each scope of
+            a ParameterServerStrategy has its own count, all else shares one. Copies, by `copy.deepcopy` or from a pickle, count
+            too: make them on every rank or on none.
+        taken: the number of steps of each set of variables that all ranks have started, by names. It schedules the comparison
+            of weights, so refused steps do not count.
+        calls: the number of calls of `apply_gradients`: more than `iterations` with gradient accumulation.
         rate: the learning rate, as it was set.
-        revision: a number that grows whenever an attribute is set, so that `describe` may give another text.
+        revision: a number that grows whenever an attribute is set: `describe` may have changed.
         strategy: the strategy that it serves; None before the first step.
-        variables: those that were updated or restored so far, in that order.
-        updated_first: those of them that the step in progress updates for the first time.
+        variables: those updated or restored so far, in that order.
+        updated_first: those that the current step updates for the first time.
         steps: the step of each set of variables that had gradients together.
         slots: the slots of all variables.
-        slots_words: a hash of what `set_slots` was given, which ranks compare.
-        begun: what `begin` was called for since the last step.
-        unsaved: the settings that files leave out: the program, or the optimizer around this one, sets them.
-        divisor: what the sums of gradients of the next step are divided by, equal on all ranks.
-        start: the value before the first step of each slot that does not begin with 0, as it was given.
+        slots_words: a hash of the arguments of `set_slots`, which ranks compare.
+        begun: the variables passed to `begin` since the last step.
+        unsaved: the settings that are not in files: the program, or a wrapping optimizer, sets them.
+        divisor: divides the sums of gradients of the next step, equal on all ranks.
+        start: the value before the first step of each slot that does not start at 0, as it was given.
     """
 
     ordinal: int
@@ -71,9 +71,9 @@ class OptimizerCore:
         self.taken = Counter[str]()
         self.slots = SlotStore(optimizer)
         self.slots_words = ""
-        self.begun: Any = Begun()  # an adapter of a framework may put a part of its own here
+        self.begun: Any = Begun()  # a framework's adapter may replace it
         self.divisor = 1.0
-        self._counted_from = 0  # all ranks count the same steps, but one rank may set another number
+        self._counted_from = 0  # compared: ranks count equal steps, but may set other numbers
         self._private_words = ""
         self.unsaved: frozenset[str] = frozenset()
         self._made_in: Store | None
@@ -86,7 +86,7 @@ class OptimizerCore:
     # identity
 
     def take_next_ordinal(self) -> None:
-        """Have `find` find the optimizer, when it is complete."""
+        """Register the complete optimizer for `find`, with the next ordinal."""
         placement = context.get_strategy().extended.placement if context.has_strategy() else None
         self._made_in = None if placement is None else placement.store
         self._number, self.taken = None, Counter()
@@ -99,18 +99,18 @@ class OptimizerCore:
         placement.optimizers.append(self.optimizer)
 
     def take_ordinal(self, ordinal: int) -> None:
-        """Have `find` find the optimizer by an ordinal."""
+        """Register the optimizer for `find`, with an ordinal."""
         self.ordinal = ordinal
         _known[ordinal] = self.optimizer
 
     def number_in(self, placement: Any) -> int | None:
-        """Return how many optimizers were made in a scope before this one; None if it was not made there."""
+        """Return the number of optimizers created in a scope before this one; None if it was created elsewhere."""
         if self._number is None or self._number[0]() is not placement:
             return None
         return self._number[1]
 
     def join(self, strategy: Any) -> None:
-        """Serve the variables of a strategy from now on; strategies and the first step do it.
+        """Start to serve the variables of a strategy; strategies and the first step call it.
 
         Raises:
             ValueError: it serves another strategy.
@@ -120,8 +120,8 @@ class OptimizerCore:
             self.strategy = strategy
             self.slots.join(strategy.extended.placement)
         elif strategy is not self.strategy:
-            expected, got = "the strategy of the earlier steps", "another one"
-            remedy = "Make an optimizer for each strategy"
+            expected, got = "the strategy of the earlier steps", "another strategy"
+            remedy = "Create one optimizer for each strategy"
             raise ValueError(explain("apply_gradients", self.optimizer.name, expected=expected, got=got, remedy=remedy))
 
     def may_join(self, strategy: Any) -> bool:
@@ -132,11 +132,11 @@ class OptimizerCore:
 
     @property
     def updates(self) -> int:
-        """Number of updates that were made."""
+        """The number of updates so far."""
         return self.calls // (self.optimizer.gradient_accumulation_steps or 1)
 
     def set_calls(self, calls: int) -> None:
-        """Set the number of calls; ranks compare it, as one may set another number."""
+        """Set the number of calls; ranks compare it, because they may set different numbers."""
         self.calls = self._counted_from = calls
 
     def updates_at(self, call: int) -> bool:
@@ -144,12 +144,12 @@ class OptimizerCore:
         return call % (self.optimizer.gradient_accumulation_steps or 1) == 0
 
     def changes_weights(self, call: int) -> bool:
-        """Return whether a call changes weights: an update does, and one that may overwrite them with averages."""
+        """Return whether a call changes weights: updates do, and calls that may overwrite them with averages."""
         return self.updates_at(call) or self.optimizer.ema_overwrite_frequency is not None
 
     @property
     def given_rate(self) -> Rate:
-        """The value that `learning_rate` was set to: a number, a schedule, or a callable."""
+        """The value given as `learning_rate`: a number, a schedule, or a callable."""
         return self.rate.function if isinstance(self.rate, CallableRate) else self.rate
 
     def rate_at(self, step: int) -> float:
@@ -169,27 +169,27 @@ class OptimizerCore:
         return found
 
     def decay_of(self, variable: Variable) -> float:
-        """Return the part of a variable's weights, times the rate, that is subtracted before each update."""
+        """Return the fraction of a variable's weights that, times the rate, is subtracted before each update."""
         optimizer = self.optimizer
         if variable in optimizer._excluded or any(p.search(variable.name) for p in optimizer._excluded_names):
             return 0.0
         return optimizer.weight_decay or 0.0
 
     def group_of(self, variable: Variable) -> int:
-        """Return the group of variables with numbers of their own that a variable belongs to."""
+        """Return the number of a variable's group; groups have their own hyperparameters."""
         return self.optimizer._group_of(variable)
 
-    # the hooks of the rule that passes of a step call
+    # the rule's hooks for passes of a step
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """The passes over kept sums before the one that updates; none where the rule updates while it sums."""
+        """The passes over kept sums before the update; none if the rule updates while it sums."""
         optimizer = self.optimizer
         clips = optimizer.clipnorm is not None or optimizer.global_clipnorm is not None or optimizer.check_numerics
         return ("clip",) * clips + optimizer._passes
 
     def ratio(self, weights: float, direction: float, size: int, rate: float) -> float:
-        """Return the factor of a variable's direction in the next update, by the norms of its weights and of the direction."""
+        """Return the factor of a variable's direction in the next update, from the norms of its weights and direction."""
         return self.optimizer._ratio(weights, direction, size, self.updates + 1, rate)
 
     def update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> Mapping[str, Any]:
@@ -197,13 +197,13 @@ class OptimizerCore:
         return self.optimizer._update_whole(gradients, weights)
 
     def store_whole(self) -> None:
-        """Store this rank's part of the state after `update_whole`, which all ranks of the node have called."""
+        """Store this rank's part of the state after `update_whole` has run on all ranks of the node."""
         self.optimizer._store_whole()
 
-    # settings, and how ranks compare them
+    # settings, and their comparison between ranks
 
     def describe(self, without: Collection[str] = ()) -> str:
-        """Return the rule and its numbers in words, by which ranks are compared, without the named settings."""
+        """Return the rule and its numbers as text, which ranks compare, without the named settings."""
         rate: Any = self.rate
         if isinstance(rate, LearningRateSchedule) and not is_dataclass(rate):
             rate = f"{type(rate).__name__}({numbers_of(rate)})"
@@ -213,13 +213,13 @@ class OptimizerCore:
         return f"{type(self.optimizer).__name__}(learning_rate={rate}, {words})"
 
     def describe_steps(self) -> None:
-        """Let the steps describe the optimizer anew, after its numbers have changed."""
+        """Update the descriptions of the steps, after the optimizer's numbers have changed."""
         self.revision += 1
         for step in self.steps.values():
             step.describe()
 
     def forget_first_update(self, key: tuple[int, ...]) -> None:
-        """After a step that failed, forget the variables that it would have updated first, and plan it again."""
+        """Drop the variables that a failed step would have updated first, and its plan."""
         if self.updated_first:
             new = set(map(id, self.updated_first))
             self.variables[:] = [variable for variable in self.variables if id(variable) not in new]
@@ -230,23 +230,23 @@ class OptimizerCore:
 
     @property
     def slot_start(self) -> Mapping[str, float]:
-        """The value before the first step of each slot that does not begin with 0."""
+        """The value before the first step of each slot that does not start at 0."""
         return self.optimizer._slot_start()
 
     @property
     def store(self) -> Store | None:
-        """The store of the slots, where these are not next to arenas."""
+        """The store of the slots, if they are not next to arenas."""
         return self._made_in if self.strategy is None else self.strategy.extended.placement.store
 
     def early_state(self) -> dict[str, Any]:
-        """Return the state of an optimizer that has taken no step, as `get_state` does. Local."""
+        """Return the state, like `get_state`, of an optimizer that has taken no step. Local."""
         slots = {name: dict(values) for name, values in self.slots.pending.items()}
         return {"iterations": self.calls, "settings": self.optimizer.get_settings(), "slots": slots}
 
     def each_slots(self) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-        """Yield each variable's name with its slots, as `slots` gives them, one variable at a time. Collective.
+        """Yield each variable's name with its slots, as from `slots`, one variable at a time. Collective.
 
-        What `set_state` gave for variables that were not updated since is among them.
+        It includes slots of `set_state` for variables not updated since.
         """
         store = self.store
         if store is not None:
@@ -258,9 +258,9 @@ class OptimizerCore:
             yield name, whole_slots(parts.get(name), slots)
 
     def slots_of_parts(self) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-        """Yield what `each_slots` does, but of what a replica's ranks divide this rank's part. Collective; for files.
+        """Yield each variable's name with this rank's part of its slots, for files. Collective.
 
-        What waits for a first update may be whole.
+        Pending slots may be whole.
         """
         yield from self.slots.pending.items()
         for variable in self.variables:
@@ -270,12 +270,12 @@ class OptimizerCore:
     def slots_here(
         self, writers: Collection[int] | None, all_else: bool, each_node: bool = False
     ) -> Iterator[SlotsHere]:
-        """Yield this rank's part of the slots of each variable, each element on one rank; for files. Collective.
+        """Yield this rank's part of the slots of each variable, each element on one rank, for files. Collective.
 
         Args:
-            writers: the ranks that write; None for all, among whom nodes divide what they have alike.
-            all_else: whether this rank gives what all ranks have alike: what waits for the first update.
-            each_node: whether the ranks of each node give all.
+            writers: the ranks that write; None for all, which divide equal copies of nodes.
+            all_else: whether this rank yields pending slots, which all ranks have.
+            each_node: whether the ranks of each node yield all.
         """
         store = self.store
         if store is not None:
@@ -289,12 +289,12 @@ class OptimizerCore:
             yield variable.name, variable.shape, accumulation_dtype(variable.dtype), parts
 
     def all_iterations(self) -> int:
-        """Return the number of calls that all ranks made, together where they step together. Collective."""
+        """Return the number of calls of all ranks, together if they step together. Collective."""
         store = self.store
         return self.calls if store is None else store.iterations(self.optimizer)
 
     def set_counts(self, iterations: int, settings: Sequence[Mapping[str, Any]] | None) -> None:
-        """Set the number of calls, and settings if there are any; forget what waits for a step. Every rank must call it."""
+        """Set the number of calls, and settings if given; drop pending slots. Call it on every rank."""
         self.set_calls(int(iterations))
         if settings is not None:
             optimizer = self.optimizer
@@ -313,7 +313,7 @@ class OptimizerCore:
             self.slots.outer.reset()
 
     def restart_slots(self, variables: Collection[Variable] | None) -> None:
-        """Give the slots of variables, None for all, the values that they have before the first step. All ranks call it."""
+        """Reset the slots of variables, None for all, to their start values. Call it on all ranks."""
         store = self.store
         if store is not None:
             store.forget_slots(self.optimizer, variables)
@@ -322,15 +322,15 @@ class OptimizerCore:
         self.optimizer._on_restart(self.variables if variables is None else variables)
 
     def fill_slots(self, slots: Mapping[str, Mapping[str, Any]]) -> None:
-        """Overwrite the slots of variables, by name, now or at their first update. Every rank must call it."""
+        """Overwrite the slots of variables, by name, now or at their first update. Call it on every rank."""
         self.slots.pending.update((name, dict(values)) for name, values in slots.items() if values)
         self.slots.fill_pending(self.variables)
 
     def take_slots(self, variable: Variable, names: Collection[str]) -> dict[str, Receiver] | None:
-        """Return what this rank takes of a variable's slots that are read from a file, by name. All ranks call it.
+        """Return this rank's receivers of a variable's slots from a file, by name. Call it on all ranks.
 
-        None where they must be given whole, to `set_state`: they are others, or kept elsewhere, or averages, which begin with
-        the weights of the first step, or nodes train by themselves.
+        None if they must be given whole, to `set_state`: other slots, slots in a store, averages, which start from the weights
+        of the first step, or local steps.
         """
         if self.store is not None or self.slots.outer is not None or variable.arena is None or self.optimizer.use_ema:
             return None
@@ -341,14 +341,14 @@ class OptimizerCore:
         return {name: self.slots.receiver(variable, name) for name in names}
 
     def take_outer_step(self) -> None:
-        """Take an outer step now, if nodes have taken local ones: what `Strategy.outer_step` calls. Collective."""
+        """Take an outer step now, if nodes have taken local ones, for `Strategy.outer_step`. Collective."""
         outer = self.slots.outer
         if outer is not None and outer.begun:
             outer.take()
 
 
 def find(ordinal: int) -> Any:
-    """Return the optimizer with an ordinal, if this process has made it and still has it; else None.
+    """Return this process's optimizer of an ordinal; None if it does not exist.
 
     Example:
         >>> from mpistrat.optimizers import SGD
@@ -360,5 +360,5 @@ def find(ordinal: int) -> Any:
 
 
 def known() -> list[Any]:
-    """Return the optimizers that this process has made and still has, by ordinal."""
+    """Return this process's existing optimizers, by ordinal."""
     return [optimizer for _, optimizer in sorted(_known.items())]

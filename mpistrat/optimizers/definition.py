@@ -1,4 +1,4 @@
-"""The data of an optimizer in words that other processes of the job can make the same one of."""
+"""The definition of an optimizer, from which other processes of the job can create the same one."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .optimizer import Optimizer
 
 __all__ = ["Definition", "definition_of", "make_defined"]
 
-_UNDEFINED = ("_core", "slot_names")  # what a definition has apart from the other attributes, or not at all
+_UNDEFINED = ("_core", "slot_names")  # attributes that a definition stores separately, or not at all
 
 
 class Definition(NamedTuple):
-    """The data of the same optimizer in another process of the job: all but its steps and slots.
+    """The data of the same optimizer in another process of the job, without its steps and slots.
 
     Attributes:
         ordinal: see `OptimizerCore`.
         kind: its class.
         rate: the learning rate that it was given.
         base: arguments of `Optimizer.__init__`.
-        own: its other attributes, in the order in which it describes itself.
+        own: its other attributes, in the order of its description.
     """
 
     ordinal: int
@@ -32,7 +32,7 @@ class Definition(NamedTuple):
 
 
 def definition_of(optimizer: Optimizer) -> Definition:
-    """Return the data from which `make_defined` makes the same optimizer."""
+    """Return the definition of an optimizer, for `make_defined`."""
     own = {name: value for name, value in vars(optimizer).items() if name not in _UNDEFINED}
     core = optimizer._core
     base = {"slot_names": optimizer.slot_names, "slot_start": core.slot_start}
@@ -40,7 +40,7 @@ def definition_of(optimizer: Optimizer) -> Definition:
 
 
 def make_defined(definition: Definition) -> Optimizer:
-    """Return the optimizer of that ordinal, made if this process has none, with the attributes of the definition."""
+    """Return the optimizer of a definition, created if this process has none, with the definition's attributes."""
     optimizer: Optimizer | None = find(definition.ordinal)
     if optimizer is None:
         optimizer = definition.kind.__new__(definition.kind)
@@ -49,7 +49,7 @@ def make_defined(definition: Definition) -> Optimizer:
         optimizer._core.take_ordinal(definition.ordinal)
     mine = vars(optimizer)
     for name in definition.own:
-        mine.pop(name, None)  # so that they come in the definition's order
+        mine.pop(name, None)  # to get the definition's order
     mine.update(definition.own)
-    optimizer.learning_rate = definition.rate  # which makes its steps describe it anew
+    optimizer.learning_rate = definition.rate  # this also updates the descriptions of its steps
     return optimizer

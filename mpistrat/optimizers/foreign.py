@@ -1,4 +1,4 @@
-"""Rules of other libraries as optimizers of ours, on blocks or on whole tensors, and a replica's share of a gradient."""
+"""Rules of other libraries as optimizers, on blocks or on whole tensors, and a replica's share of a gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ForeignRule", "WholeRule", "write_share"]
 
 
 class WholeRule(ABC):
-    """A rule that needs whole tensors. Every rank runs it after the sum; its state lies in variables, so files have it.
+    """A rule that needs whole tensors. Every rank runs it after the sum; its state is in variables, so in files.
 
     Attributes:
         title: the optimizer, for an error.
@@ -31,10 +31,10 @@ class WholeRule(ABC):
 
     @abstractmethod
     def begin(self, variables: Sequence[Variable]) -> None:
-        """Make the variables of the state. Collective.
+        """Create the variables of the state. Collective.
 
         Args:
-            variables: those of the parameters, in the order of the optimizer's.
+            variables: those of the parameters, in the optimizer's order.
         """
 
     @abstractmethod
@@ -46,21 +46,21 @@ class WholeRule(ABC):
         """Return the arrays of the state with their values after the last update."""
 
     def store(self) -> None:
-        """Write this rank's part of the state after `update`, which all ranks of the node have called."""
-        # A new value may have the memory of an old one, so all are copied before one is written.
+        """Store this rank's part of the state after `update` has run on all ranks of the node."""
+        # A new value may share memory with an old one, so all are copied first.
         for array, parts in [(array, array.parts_of(value)) for array, value in self.new_state()]:
             array.write(parts)
 
 
 class ForeignRule(Optimizer):
-    """A rule of another library as an optimizer of ours: on blocks, else on whole tensors."""
+    """A rule of another library as an optimizer: on blocks, else on whole tensors."""
 
-    _function: ClassVar[str]  # that distributes it, for errors
+    _function: ClassVar[str]  # the function that distributes it, for errors
     _remedy: ClassVar[str]
     _whole: WholeRule | None = None
 
     def serve(self, variables: Sequence[Variable]) -> None:
-        """Begin to update the variables of the parameters, in the order of the optimizer's. Collective.
+        """Start to update the variables of the parameters, in the optimizer's order. Collective.
 
         Raises:
             TypeError: the step of a rule on whole tensors fails.
@@ -81,11 +81,11 @@ class ForeignRule(Optimizer):
         return self._whole is not None
 
     def update(self, *_: Any) -> None:
-        """Not called: see `update_block`."""
+        """Raise NotImplementedError: steps call `update_block`."""
         raise NotImplementedError(f"{type(self).__name__}.update")
 
     def update_block(self, block: Block) -> None:
-        """Update a block by the library; where the rule runs whole, the gradient is the result of `_update_whole`."""
+        """Update a block by the library; for a rule on whole tensors the gradient is the result of `_update_whole`."""
         if self._whole is None:
             self._update_by_library(block)
         else:
@@ -96,18 +96,18 @@ class ForeignRule(Optimizer):
         """Update the weights and slots of a block in place; the gradient may be overwritten."""
 
     def _update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> Mapping[str, Any]:
-        """Return new weights by name of variable, from whole arrays, which stay as they are."""
+        """Return new weights by name of variable, from whole arrays, which are not changed."""
         assert self._whole is not None
         return self._whole.update(gradients, weights, self.iterations + 1)
 
     def _store_whole(self) -> None:
-        """Store this rank's part of the state after `_update_whole`, which all ranks of the node have called."""
+        """Store this rank's part of the state after `_update_whole` has run on all ranks of the node."""
         assert self._whole is not None
         self._whole.store()
 
 
 def write_share(gradient: Any, share: float, out: Any) -> None:
-    """Write a gradient times a replica's share of the batch; zeros for a share of 0, as the mean over no row is NaN."""
+    """Write a gradient times a replica's share of the batch; zeros for a share of 0, because the mean over no rows is NaN."""
     if share:
         np.multiply(gradient, share, out=out)
     else:

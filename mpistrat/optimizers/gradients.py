@@ -1,4 +1,4 @@
-"""Gradients of users, checked and copied into the variables' gradient memory."""
+"""Gradients of the program, checked and copied into the variables' gradient memory."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def pairs_of(given: Any) -> list[list[tuple[Any, Variable]]]:
 
 
 def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[Variable]]:
-    """Return the variables that have a gradient, and those that have none.
+    """Return the variables with a gradient, and those without.
 
     Raises:
-        TypeError: what is no variable.
-        ValueError: no gradient at all, a variable twice, one without gradients or of another strategy.
+        TypeError: one is not a variable.
+        ValueError: no gradient at all; a variable twice, without gradients or of another strategy.
     """
     chosen: dict[int, Variable] = {}
     left_out: list[Variable] = []
@@ -70,25 +70,21 @@ def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[V
 
 
 def check_rule(optimizer: Any, variables: Sequence[Variable]) -> None:
-    """Raise ValueError where an optimizer's rule needs variables whole that are not."""
+    """Raise ValueError if an optimizer's rule needs whole variables and they are not."""
     kind = type(optimizer).__name__
     if variables[0].placement.store is not None and "direct" in optimizer._passes:
         expected, got = f"variables that are whole on each rank's node, for {kind}", "variables on servers"
-        remedy = "Take Adam under parameter servers"
+        remedy = "Use Adam with parameter servers"
         raise ValueError(explain(_FUNCTION, optimizer.name, expected=expected, got=got, remedy=remedy))
     divided = [v.name for v in variables if v.ndim > 1 and v.part is not None and v.part.split]
     if optimizer._factored and divided:
         expected, got = f"matrices that each rank has whole, for {kind}", f"parts of {', '.join(divided)}"
-        remedy = "Leave their layout out, or take Adam"
+        remedy = "Remove their layout, or use Adam"
         raise ValueError(explain(_FUNCTION, optimizer.name, expected=expected, got=got, remedy=remedy))
 
 
 def check_same(replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
-    """Do nothing if all local replicas have gradients for the same variables; `key` as in `load_gradients`.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raise ValueError unless all local replicas have gradients for the same variables; `key` as in `load_gradients`."""
     for replica, pairs in enumerate(replicas):
         if replica and tuple([id(v) if g is not None else -id(v) for g, v in pairs]) != key:
             got = f"others on local replica {replica}"
@@ -97,9 +93,9 @@ def check_same(replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
 
 
 def load_gradients(replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
-    """Copy the local replicas' gradients into the arenas; those that are there stay.
+    """Copy the local replicas' gradients into the arenas, unless they are there.
 
-    `key` has the ids of the variables of the first replica, negative where it has no gradient.
+    `key` has the ids of the variables of the first replica, negative for those without a gradient.
 
     Raises:
         ValueError: the replicas have gradients for other variables; a shape that is not the variable's.
@@ -115,7 +111,7 @@ def load_gradients(replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
 
 
 def flat_gradient(gradient: Any, variable: Variable) -> Any:
-    """Return a gradient as a flat array, of a variable whose gradients are handed over.
+    """Return a gradient as a flat array, for variables whose gradients are submitted early.
 
     Raises:
         ValueError, TypeError: as `checked`.
@@ -162,12 +158,12 @@ def _converted(array: Any, target: Any) -> None:
 
 
 def _copied(array: Any, target: Any) -> bool:
-    """Copy an array of the target's dtype by all threads, if it can be; return whether it was."""
+    """Copy an array of the target's dtype with all threads, if possible; return whether it was."""
     return bool(array.dtype == target.dtype and loops.copy(as_buffer(target), as_buffer(array)))
 
 
 def in_place(array: Any, target: Any) -> bool:
-    """Return whether a gradient lies where the variable's gradient is."""
+    """Return whether a gradient is in the memory of the variable's gradient."""
     if array is target:
         return True
     if type(array) is not np.ndarray or type(target) is not np.ndarray:

@@ -1,4 +1,4 @@
-"""Hyperparameters of an optimizer: the learning rate, the settings that all have in common, and the words that ranks compare."""
+"""Hyperparameters of an optimizer: the learning rate, the common settings, and the text that ranks compare."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Rate = float | LearningRateSchedule | Callable[..., float]
 
 
 class CommonSettingsButDecay(TypedDict, total=False):
-    """The arguments that all optimizers have in common, but for `weight_decay`, which AdamW has a default of its own for."""
+    """The common arguments of all optimizers except `weight_decay`, for which AdamW has its own default."""
 
     clipnorm: float | None
     clipvalue: float | None
@@ -54,17 +54,17 @@ class CommonSettingsButDecay(TypedDict, total=False):
 
 
 class CommonSettings(CommonSettingsButDecay, total=False):
-    """The arguments that all optimizers have in common; see `Optimizer`."""
+    """The common arguments of all optimizers; see `Optimizer`."""
 
     weight_decay: float | None
 
 
-# Values with which settings are left out of descriptions.
+# Settings with these values are not in descriptions.
 _DEFAULTS: dict[str, tuple[object, ...]] = dict.fromkeys(CommonSettings.__annotations__, (None, False)) | {
     "ema_momentum": (0.99,)
 }
-_FIXED = ("use_ema", "gradient_accumulation_steps")  # they decide which slots there are
-_FIXED_BY_STEPS = ("initial_accumulator_value",)  # slots began with it
+_FIXED = ("use_ema", "gradient_accumulation_steps")  # they determine the slots
+_FIXED_BY_STEPS = ("initial_accumulator_value",)  # the start value of slots
 _CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
 _LIMITS = dict.fromkeys((*_CLIPS, "loss_scale_factor"), POSITIVE) | {
     "weight_decay": AT_LEAST_ZERO,
@@ -76,7 +76,7 @@ class Hyperparameters(ABC):
     """The settings of an `Optimizer`, each checked when it is set.
 
     Attributes:
-        _limits: the values that each setting of the rule may have, if it is a number or a flag.
+        _limits: the legal values of each setting of the rule that is a number or a flag.
     """
 
     _limits: ClassVar[Mapping[str, Limits]] = {}
@@ -102,10 +102,10 @@ class Hyperparameters(ABC):
         object.__setattr__(self, name, value)
 
     def _checked(self, name: str, value: Any) -> Any:
-        """Return a setting that all optimizers have, in its own type.
+        """Return a common setting in its own type.
 
         Raises:
-            TypeError: it is no number.
+            TypeError: it is not a number.
             ValueError: it is out of range, or a second kind of clipping.
         """
         kind = type(self).__name__
@@ -122,7 +122,7 @@ class Hyperparameters(ABC):
 
 
 def fixed_at(setting: str, stepped: bool) -> str:
-    """Return since when a setting cannot be changed, in words; "" if it can."""
+    """Return the text of the moment since which a setting is fixed; "" if it can be changed."""
     if setting in _FIXED:
         return "was made"
     return "took its first step" if stepped and setting in _FIXED_BY_STEPS else ""
@@ -136,7 +136,7 @@ def _steps_or_none(kind: str, argument: str, value: int | None, least: int) -> i
 
 
 def as_rate(kind: str, value: Any) -> Rate:
-    """Return a learning rate that an optimizer of a kind was given: a number, or a schedule.
+    """Return the learning rate of an optimizer: a number, or a schedule.
 
     Raises:
         TypeError: it is neither a number nor callable.
@@ -156,7 +156,7 @@ def as_rate(kind: str, value: Any) -> Rate:
 
 
 class CallableRate:
-    """A callable as a schedule: called without arguments, as Keras does, or with the step where it needs one argument."""
+    """A callable as a schedule: called without arguments, as in Keras, or with the step if it needs one argument."""
 
     def __init__(self, function: Callable[..., float]) -> None:
         self.function = function
@@ -174,7 +174,7 @@ class CallableRate:
 
 
 def numbers_of(thing: object, without: Collection[str] = ()) -> str:
-    """Return the attributes of an object that are numbers or hold some, in words that mean the same on every rank."""
+    """Return the attributes of an object that are numbers or hold some, as text that is the same on every rank."""
     own = getattr(thing, "__dict__", {}).items()
     shown = (key for key, value in own if key[:1] != "_" and key not in without and not _is_default(key, value))
     words = ((key, _word(getattr(thing, key))) for key in shown)
@@ -188,14 +188,14 @@ def _is_default(key: str, value: object) -> bool:
 
 
 def private_numbers_of(thing: Hyperparameters) -> str:
-    """Return the same of attributes whose names begin with one underscore."""
+    """Return the same for attributes with one leading underscore."""
     own = vars(thing).items()
     words = [(key, _word(value)) for key, value in own if key[:1] == "_" and "__" not in key and key != "_core"]
     return "".join(f", {key}={word}" for key, word in words if word)
 
 
 def _word(value: object) -> str:
-    """A number, a text, or what holds some, in words; "" for all else."""
+    """Return a number, a text, or a container of them as text; "" for other values."""
     if isinstance(value, np.ndarray):
         return f"array{value.shape}#{checksum(np.ascontiguousarray(value).reshape(-1)):08x}" * (value.dtype != object)
     if isinstance(value, (list, tuple)):

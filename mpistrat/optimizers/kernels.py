@@ -1,9 +1,9 @@
-"""The update rules as CUDA kernels: one pass over any number of elements on a GPU, by one launch; and sums of squares.
+"""The update rules as CUDA kernels: one pass over any number of elements by one launch; and sums of squares.
 
-`update` and `squares` are for arrays of CuPy what those of base/loops are for NumPy's, and take the same. Kernels compute in the
+`update` and `squares` correspond to those of base/loops, for arrays of CuPy, with the same arguments. Kernels compute in the
 order of the NumPy code (rules.py, numpy_rules.py, rule.py), round each result, and fuse no multiplication with an addition. So
-they give the bits of a CPU, with two exceptions: CuPy has them compiled so that float32 numbers below 1.2e-38 count as 0, and the
-power that Ftrl takes, unless it is a root, may differ in the last places.
+they give the bits of a CPU, with two exceptions: CuPy compiles with flush-to-zero, so float32 numbers below 1.2e-38 count as 0;
+and Ftrl's power, unless it is a root, may differ in the last places.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["OPTIONS", "THREADS", "DeviceScale", "options", "source", "squares", 
 OPTIONS = ("--fmad=false",)  # of CUDA's compiler: no multiplication is fused with an addition
 _HIP_OPTIONS = ("-ffp-contract=off",)  # the same, of AMD's
 THREADS = 256  # of a block
-MOST_BLOCKS = 1 << 16  # of a launch: a thread takes several elements where there are more
-MOST_SEGMENTS = 128  # of a launch: its arguments have 4,096 bytes at most
+MOST_BLOCKS = 1 << 16  # of a launch: a thread takes several elements if there are more
+MOST_SEGMENTS = 128  # of a launch: its arguments have at most 4,096 bytes
 MOST_NUMBERS = 8  # of a rule
 
 
@@ -42,7 +42,7 @@ class DeviceScale(NamedTuple):
 
 
 class _Body(NamedTuple):
-    """What a kernel does to element i: g is its gradient, w its weight; slots are arrays, null where the rule needs none."""
+    """The code of a kernel for element i: g is its gradient, w its weight; slots are arrays, null if unused."""
 
     numbers: str
     slots: str
@@ -240,7 +240,7 @@ _TYPES = {"float32": "float", "float64": "double", "float16": "Float16", "bfloat
 
 @functools.cache
 def _step_dtype(real: str) -> np.dtype:
-    """Return `Step` of the source as a dtype."""
+    """Return the struct `Step` of the source as a dtype."""
     segment = np.dtype([("high", np.int64), ("scale", real), ("decay", real)], align=True)
     numbers = [("number", real, MOST_NUMBERS), *((name, real) for name in ("factor", "calls", "limit", "kept", "rest"))]
     counts = [(name, np.int32) for name in ("clips", "overwrites", "segments")]
@@ -248,7 +248,7 @@ def _step_dtype(real: str) -> np.dtype:
 
 
 def source(rule: str, weights: str, gradients: str, name: str = "update") -> str:
-    """Return the CUDA source of a rule's kernel, for weights and gradients of some dtypes.
+    """Return the CUDA source of a rule's kernel, for the dtypes of weights and gradients.
 
     Example:
         >>> "adam_step" in source("adam", "bfloat16", "float32", "adam_step")
@@ -288,14 +288,14 @@ def _kernel(cupy: ModuleType, rule: str, weights: str, gradients: str) -> Any:
 def update(
     rule: str, numbers: Sequence[float], parts: Sequence[Any], weights: Any, slots: Sequence[Any], around: Around
 ) -> bool:
-    """Update weights on a GPU by the sum of the parts; return whether that was done.
+    """Update weights on a GPU by the sum of the parts; return whether it was done.
 
-    It is not where there are several parts, or a dtype that no kernel has.
+    It is not done for several parts, or for a dtype without a kernel.
 
     Args:
-        rule, numbers, slots: of a `CompiledLoop`; the names of slots replaced by flat arrays, None where there is none.
+        rule, numbers, slots: of a `CompiledLoop`; slot names are replaced by flat arrays, None for none.
         parts, weights: flat arrays of one size, on one GPU.
-        around: what else happens.
+        around: the other operations of the pass.
     """
     kind, gradients = dtype_name(weights.dtype), dtype_name(parts[0].dtype)
     if len(parts) > 1 or kind not in _TYPES or gradients not in (kind, _real(kind)):
@@ -337,7 +337,7 @@ def squares_source(real: str) -> str:
 
 
 def squares(values: Any) -> float:
-    """Return the sum of the squares of a flat array of float32 or float64 on a GPU; the host waits for it.
+    """Return the sum of the squares of a flat array of float32 or float64 on a GPU. The host waits for it.
 
     In the order of `loops.squares`.
     """
@@ -353,14 +353,14 @@ def squares(values: Any) -> float:
 
 
 def _pointer(array: Any, low: int, high: int) -> Any:
-    """Return elements [low, high) of an array as an argument of a kernel: a null pointer, where there is no array."""
+    """Return elements [low, high) of an array as an argument of a kernel: a null pointer for None."""
     return np.uintp(0) if array is None else array[low:high]
 
 
 def _segments(
     size: int, scales: Sequence[Span], decays: Sequence[Span], none: float = 1.0
 ) -> Iterator[tuple[int, float, float]]:
-    """Yield pieces of `size` elements that have one factor of the gradient and one of the weights: their ends, and the two.
+    """Yield segments of `size` elements with one factor of the gradient and one of the weights: their ends, and both factors.
 
     `none` is the factor of a gradient without one.
 

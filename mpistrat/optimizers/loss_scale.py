@@ -1,4 +1,4 @@
-"""The LossScaleOptimizer: finds the factor by which losses are scaled, so that 16-bit gradients neither vanish nor overflow."""
+"""The LossScaleOptimizer: adapts the scale of losses, so that 16-bit gradients neither vanish nor overflow."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ from .optimizer import Optimizer
 
 __all__ = ["LossScaleOptimizer"]
 
-_WORRYING = 50  # steps left out in a row: far more than it takes to find a factor
-_LEAST, _MOST = 2.0**-126, 2.0**127  # of a factor: else float32 has 0 or infinity, which no later step would change
+_WORRYING = 50  # skipped steps in a row: far more than needed to find a factor
+_LEAST, _MOST = 2.0**-126, 2.0**127  # of a factor: beyond, float32 is 0 or infinity for good
 _STEPS = Limits("a finite number >= 1, and whole", lambda steps: steps >= 1 and steps.is_integer())
 
 
 @final
 class LossScaleOptimizer:
-    """Applies gradients of scaled losses by another optimizer, and leaves out steps whose sums are not finite. Collective.
+    """An optimizer that applies gradients of scaled losses by another one, and skips steps whose sums are not finite.
+    Collective.
 
-    A step with a NaN or an infinity in the sums of any rank changes no weight on any rank, and halves the factor; after
-    `dynamic_growth_steps` steps that were finite it is doubled. The factor and the step at which it changed are variables: files
-    have them as they have the weights. When 50 steps in a row were left out, the log says so, once: a NaN that stays is none that
-    a smaller factor mends. Make it in the scope of the strategy whose variables it updates.
+    If the sums of any rank have a NaN or an infinity, the step changes no weight on any rank, and halves the factor. After
+    `dynamic_growth_steps` finite steps it is doubled. The factor and the step of its last change are variables, so they are in
+    files. After 50 skipped steps in a row there is one warning: a smaller factor does not remove a NaN. Create it in the scope
+    of the strategy whose variables it updates.
 
-    With parameter servers each worker, or group of workers in sync, has a factor of its own, and divides by it before it pushes.
-    A worker whose gradients are not finite pushes nothing in this step, and its factor is halved. Steps of other workers are
-    applied: with `max_staleness=0` the step is the sum of the others' gradients, and it does not count if no worker has any. A
+    With parameter servers each worker, or group of workers in sync, has its own factor, and divides by it before it pushes. A
+    worker whose gradients are not finite pushes nothing in this step, and its factor is halved. Steps of other workers are
+    applied: with `max_staleness=0` the step is the sum of the others' gradients, and does not count if no worker has any. A
     file has the first worker's factor, which `restore` gives to all.
 
     Args:
         inner_optimizer: takes the steps; of `ms.optimizers`, without `loss_scale_factor`. All settings are its.
         initial_scale: the factor of the first steps.
-        dynamic_growth_steps: after so many finite steps the factor is doubled.
+        dynamic_growth_steps: the number of finite steps before the factor is doubled.
         name: of the variables.
 
     Attributes:
         inner_optimizer: as given.
         initial_scale, dynamic_growth_steps: as given.
-        dynamic_scale: the variable with the factor, of no dimension, float32.
+        dynamic_scale: the variable with the factor, without dimensions, float32.
 
     Raises:
         TypeError: another inner optimizer.
@@ -81,7 +82,7 @@ class LossScaleOptimizer:
         self.dynamic_growth_steps = int(steps)
         self.inner_optimizer, self.name, self._left_out = inner_optimizer, name, 0
         inner_optimizer.check_numerics = True
-        inner_optimizer._core.unsaved |= {"loss_scale_factor"}  # files have it as dynamic_scale
+        inner_optimizer._core.unsaved |= {"loss_scale_factor"}  # in files as dynamic_scale
         alone = context.has_strategy() and context.get_strategy().extended.placement.store is not None
         how: dict[str, Any] = {"trainable": False, "per_worker_variable": alone}
         self.dynamic_scale = Variable(self.initial_scale, dtype="float32", name=f"{name}/dynamic_scale", **how)
@@ -100,12 +101,12 @@ class LossScaleOptimizer:
 
     @property
     def iterations(self) -> int:
-        """Number of updates that were made by the inner optimizer."""
+        """The number of updates of the inner optimizer."""
         return self.inner_optimizer.iterations
 
     @property
     def learning_rate(self) -> float:
-        """The inner optimizer's learning rate of the next step. May be set, on every rank alike."""
+        """The inner optimizer's learning rate of the next step. Can be set, on every rank."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
@@ -114,11 +115,11 @@ class LossScaleOptimizer:
 
     @property
     def step_counter(self) -> int:
-        """Number of finite steps since the factor was changed."""
+        """The number of finite steps since the last change of the factor."""
         return self.inner_optimizer._core.calls - int(self._changed_at)
 
     def scale_loss(self, loss: Any) -> Any:
-        """Return a loss times the factor: what gradients are computed of."""
+        """Return a loss times the factor, for the computation of gradients."""
         return loss * float(self.dynamic_scale)
 
     def apply_gradients(
@@ -131,10 +132,10 @@ class LossScaleOptimizer:
         """Sum gradients of scaled losses and update the variables, if all sums are finite. Collective; in replica context.
 
         Args:
-            grads_and_vars, experimental_aggregate_gradients, name: as for `Optimizer.apply_gradients`, which says what it raises.
+            grads_and_vars, experimental_aggregate_gradients, name: as for `Optimizer.apply_gradients`, whose errors it raises.
 
         Returns:
-            `iterations`, which a step that was left out does not count in.
+            `iterations`, which does not count skipped steps.
         """
         replica = context.expect_replica("LossScaleOptimizer.apply_gradients")
         pairs = ReplicaPairs(each_variable(grads_and_vars))

@@ -1,6 +1,6 @@
-"""Slots of nodes that train by themselves, in files: each node's own under a name of its own, and the momentum of outer steps.
+"""Slots of nodes with local steps in files: each node's under its own name, and the momentum of outer steps.
 
-The first node's have the names that slots have under every strategy, so that each can restore them.
+The first node's slots have the usual names, so every strategy can restore them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def _name(slot: str, node: int) -> str:
 
 
 def slots_for(names: Iterable[str], node: int | None) -> dict[str, str]:
-    """Return which slots of a file a node takes, and what they are here. Where there are more nodes than then, they go round.
+    """Return the slots of a file that a node takes, with their names here. With more nodes than in the file, they are reused
+    round-robin.
 
     Args:
         names: of slots in the file.
-        node: None where nodes have equal slots.
+        node: None if nodes have equal slots.
 
     Example:
         >>> slots_for(["momentum", "momentum@node1", "@outer_momentum"], 3)
@@ -57,12 +58,12 @@ def node_slots_here(
 ) -> dict[str, Parts]:
     """Return this rank's part of a variable's slots of all nodes. Collective. See `SlotStore.here`.
 
-    With `each_node` those of this rank's node, under plain names.
+    With `each_node`: of this rank's node, under plain names.
 
     Args:
         names: of the slots of the inner optimizer.
         of_range: returns this rank's slots of elements that it owns.
-        momentum_of_slice: returns the momentum of outer steps in this rank's slice; collective over peers.
+        momentum_of_slice: returns the outer momentum in this rank's slice; collective over peers.
     """
     group, first, node = arena.group, variable.offset, arena.group.node_index
     owned = [(low - first, of_range(low, high)) for low, high in arena.owned([(first, first + variable.size)])]
@@ -99,7 +100,7 @@ def _whole(variable: Variable, arena: Arena, parts: Parts, node: int) -> np.ndar
 
 
 def waiting_of_nodes(group: ProcessGroup, name: str, slots: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the slots of all nodes that wait for a variable's first update, on every rank. Collective."""
+    """Return the pending slots of all nodes, on every rank. Collective."""
     found: dict[str, np.ndarray] = {}
     with group.collective("optimizer.slots", name, detail=tuple(slots)):
         for slot, value in slots.items():

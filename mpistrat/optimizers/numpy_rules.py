@@ -1,4 +1,4 @@
-"""The update rules that only NumPy computes, each functions on a block: from Adadelta to those that see whole variables."""
+"""The update rules in NumPy alone, each one function on a block: Adadelta to Lamb and Adafactor, which need whole variables."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Adadelta(Optimizer):
 
     Args:
         learning_rate: a number, a schedule or a callable; 1.0 is the paper's.
-        rho: how much of a and of d is kept at each step, from 0 to 1.
+        rho: decay rate of a and d, from 0 to 1.
         epsilon: keeps both roots from zero.
-        settings: those that all have in common, by name; see `Optimizer`.
+        settings: the common settings of `Optimizer`, by name.
 
     Raises:
         ValueError: a number is out of range.
@@ -73,7 +73,7 @@ class Adadelta(Optimizer):
 
 
 class _Moments(Optimizer):
-    """What Adamax, Nadam and Lamb share: their settings, which are Adam's."""
+    """The common base of Adamax, Nadam and Lamb: Adam's settings."""
 
     _kept: ClassVar[tuple[str, ...]] = ("momentum", "velocity")
     _limits: ClassVar[Mapping[str, Limits]] = {"beta_1": BELOW_ONE, "beta_2": BELOW_ONE, "epsilon": AT_LEAST_ZERO}
@@ -96,9 +96,9 @@ class Adamax(_Moments):
 
     Args:
         learning_rate: a number, a schedule or a callable.
-        beta_1, beta_2: how much of m and of u is kept at each step; at least 0, less than 1.
+        beta_1, beta_2: decay rates of m and u; at least 0, less than 1.
         epsilon: keeps the divisor from zero.
-        settings: those that all have in common, by name; see `Optimizer`.
+        settings: the common settings of `Optimizer`, by name.
 
     Raises:
         ValueError: a number is out of range.
@@ -131,13 +131,13 @@ class Nadam(_Moments):
     """Adam with Nesterov's momentum: the step is along u' * m / (1 - U * u') + (1 - u) * g / (1 - U).
 
     u = beta_1 * (1 - 0.96 ** t / 2) at step t, u' that of the next step, U the product of all u so far; m, v and the divisor
-    are Adam's. If beta_1 is changed, U keeps the u of the steps before; after `restore` all u are those of the beta_1 of then.
+    are Adam's. If beta_1 is changed, U keeps the earlier u; after `restore` all u are computed from the restored beta_1.
 
     Args:
         learning_rate: a number, a schedule or a callable.
-        beta_1, beta_2: how much of m and of v is kept at each step; at least 0, less than 1.
+        beta_1, beta_2: decay rates of m and v; at least 0, less than 1.
         epsilon: keeps the divisor from zero.
-        settings: those that all have in common, by name; see `Optimizer`.
+        settings: the common settings of `Optimizer`, by name.
 
     Raises:
         ValueError: a number is out of range.
@@ -145,7 +145,7 @@ class Nadam(_Moments):
     Source: keras.optimizers.Nadam of Keras 3; Dozat, https://cs229.stanford.edu/proj2015/054_report.pdf.
     """
 
-    __product = 0, 1.0  # of all u, until which step
+    __product = 0, 1.0  # the last step, and the product of all u up to it
 
     def _kernel(self, step: int, rate: float) -> CompiledLoop:
         numbers = rate, 1 - self.beta_1, 1 - self.beta_2, *self._shares(step), 1 / (1 - self.beta_2**step), self.epsilon
@@ -168,7 +168,7 @@ class Nadam(_Moments):
         np.subtract(weights, change, out=weights)
 
     def _shares(self, step: int) -> tuple[float, float]:
-        """Return what m and the gradient are multiplied by."""
+        """Return the factors of m and of the gradient."""
         now, ahead, product = self._coefficient(step), self._coefficient(step + 1), self._product(step)
         return ahead / (1 - product * ahead), (1 - now) / (1 - product)
 
@@ -180,7 +180,7 @@ class Nadam(_Moments):
         last, product = self.__product
         if last > step:
             last, product = 0, 1.0
-        while last < step and product:  # it becomes 0 after some thousand steps, and stays so
+        while last < step and product:  # it is 0 after some thousand steps
             last += 1
             product *= self._coefficient(last)
         self.__product = step, product
@@ -189,7 +189,7 @@ class Nadam(_Moments):
 
 @final
 class Ftrl(Optimizer):
-    """Follow the regularized leader: weights are made anew from sums over all steps, with zeros where L1 wants them.
+    """Follow the regularized leader: weights are recomputed from sums over all steps, sparse with L1.
 
     With s = 2 * l2_shrinkage and p = -learning_rate_power: n' = n + g²; z += g + s * w - (n' ** p - n ** p) * w / rate; then
     w = (clip(z, -l1, l1) - z) / (n' ** p / rate + 2 * l2 + beta / rate). A step at rate 0 changes nothing.
@@ -197,11 +197,11 @@ class Ftrl(Optimizer):
     Args:
         learning_rate: a number, a schedule or a callable.
         learning_rate_power: at most 0; -0.5 is the paper's, 0 a fixed rate.
-        initial_accumulator_value: of n; not negative.
+        initial_accumulator_value: start value of n; not negative.
         l1_regularization_strength, l2_regularization_strength: l1 and l2, not negative.
-        l2_shrinkage_regularization_strength: an L2 that counts as a part of the gradient's size in z only; not negative.
+        l2_shrinkage_regularization_strength: an L2 term in z only; not negative.
         beta: the paper's, not negative.
-        settings: those that all have in common, by name; see `Optimizer`.
+        settings: the common settings of `Optimizer`, by name.
 
     Raises:
         ValueError: a number is out of range.
@@ -238,7 +238,7 @@ class Ftrl(Optimizer):
         super().__init__(learning_rate, slot_names=("accumulator", "linear"), **settings)
 
     def _slot_start(self) -> Mapping[str, float]:
-        """The value of n before the first step of a variable."""
+        """Return the value of n before the first step of a variable."""
         return {"accumulator": self.initial_accumulator_value} if self.initial_accumulator_value else {}
 
     def _kernel(self, step: int, rate: float) -> CompiledLoop | None:
@@ -249,7 +249,7 @@ class Ftrl(Optimizer):
         return CompiledLoop("ftrl", numbers, ("accumulator", "linear"))
 
     def _divisor(self, rate: float) -> float:
-        """Return what is added to the divisor, of all elements alike."""
+        """Return the term that is added to the divisor of all elements."""
         return 2 * (self.l2_regularization_strength + self.beta / (2 * rate))
 
     @may_underflow
@@ -287,9 +287,9 @@ class Lion(Optimizer):
 
     Args:
         learning_rate: a number, a schedule or a callable: three to ten times less than Adam's.
-        beta_1: how much m counts in a step; more than 0, at most 1.
-        beta_2: how much of m is kept at each step; at least 0, less than 1.
-        settings: those that all have in common, by name; see `Optimizer`.
+        beta_1: weight of m in a step; more than 0, at most 1.
+        beta_2: decay rate of m; at least 0, less than 1.
+        settings: the common settings of `Optimizer`, by name.
 
     Raises:
         ValueError: a number is out of range.
@@ -332,15 +332,15 @@ class Lion(Optimizer):
 class Lamb(_Moments):
     """w -= rate * ratio * u, along Adam's u = m' / (sqrt(v') + epsilon), with ratio = norm(w) / norm(u) of each whole variable.
 
-    m' = m / (1 - beta_1 ** t) and v' = v / (1 - beta_2 ** t) at step t, with Adam's m and v; the ratio is 1 where a norm is 0.
-    For batches so large that one rate does not suit all layers. The norms of all variables are summed by one small collective; a
+    m' = m / (1 - beta_1 ** t) and v' = v / (1 - beta_2 ** t) at step t, with Adam's m and v; the ratio is 1 if a norm is 0.
+    Use it for batches so large that one rate does not suit all layers. One small collective sums the norms of all variables; a
     shard of a ShardedVariable counts as a variable. Not for variables on parameter servers.
 
     Args:
         learning_rate: a number, a schedule or a callable.
-        beta_1, beta_2: how much of m and of v is kept at each step; at least 0, less than 1.
+        beta_1, beta_2: decay rates of m and v; at least 0, less than 1.
         epsilon: keeps the divisor from zero.
-        settings: those that all have in common, by name; see `Optimizer`.
+        settings: the common settings of `Optimizer`, by name.
 
     Raises:
         ValueError: a number is out of range.
@@ -363,7 +363,7 @@ class Lamb(_Moments):
         np.divide(gradient, np.add(work, self.epsilon, out=work), out=gradient)
 
     def _ratio(self, weights: float, direction: float, size: int, step: int, rate: float) -> float:
-        """The weights' norm over the direction's; 1 where one of them is 0."""
+        """Return the weights' norm over the direction's; 1 if one of them is 0."""
         return weights / direction if weights > 0 and direction > 0 else 1.0
 
     def _loop(self, step: int, rate: float) -> CompiledLoop:
@@ -373,7 +373,7 @@ class Lamb(_Moments):
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
     ) -> None:
-        """Go along a direction, scaled, which stands in the gradient's place."""
+        """Step along the scaled direction, which replaces the gradient."""
         np.subtract(weights, np.multiply(gradient, rate, out=gradient), out=weights)
 
 
@@ -386,17 +386,17 @@ class Adafactor(Optimizer):
     of the rate and 1 / sqrt(t). Means and norms are summed over the ranks by two small collectives. Not for variables on
     parameter servers, nor for matrices that a MeshStrategy divides.
 
-    It keeps v, a number for each weight, which is half of what Adam keeps, and which the ranks of a node divide among them: means
-    of rows and columns follow from it. Keras keeps them beside v.
+    It stores only v, one number for each weight, half as much as Adam, divided among the ranks of a node. Means of rows and
+    columns are computed from it, while Keras stores them as well.
 
     Args:
         learning_rate: a number, a schedule or a callable.
-        beta_2_decay: of how much v forgets; at most 0.
+        beta_2_decay: exponent of the decay of v; at most 0.
         epsilon_1: keeps v from zero; more than 0.
-        epsilon_2: the least size of weights that a step is relative to; not negative.
+        epsilon_2: least size of weights for the relative step; not negative.
         clip_threshold: rms of u above which it is scaled down; more than 0.
-        relative_step: as in Keras: of a rate that is a number the least with 1 / sqrt(t) is taken, which p does in any case.
-        settings: those that all have in common, by name; see `Optimizer`.
+        relative_step: as in Keras, limit a rate that is a number to 1 / sqrt(t), which p does in any case.
+        settings: the common settings of `Optimizer`, by name.
 
     Raises:
         ValueError: a number is out of range.
@@ -430,7 +430,7 @@ class Adafactor(Optimizer):
 
     @may_underflow
     def _form_moments(self, block: Block) -> None:
-        """Make v of a block a."""
+        """Replace v of a block by a."""
         work = np.multiply(block.gradient, block.gradient, out=block.scratch[0][: block.gradient.size])
         np.add(work, self.epsilon_1, out=work)
         average_into(block.slots["velocity"], work, 1 - block.step**self.beta_2_decay)
@@ -446,7 +446,7 @@ class Adafactor(Optimizer):
         np.divide(gradient, work, out=gradient)
 
     def _ratio(self, weights: float, direction: float, size: int, step: int, rate: float) -> float:
-        """The step's size: relative to the weights' rms, and less for a direction whose rms exceeds the threshold."""
+        """Return the step's size: relative to the weights' rms, and less if the direction's rms exceeds the threshold."""
         relative = max(self.epsilon_2, weights / math.sqrt(size)) * min(rate, 1 / math.sqrt(step))
         return relative / max(1.0, direction / math.sqrt(size) / self.clip_threshold)
 
@@ -457,5 +457,5 @@ class Adafactor(Optimizer):
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
     ) -> None:
-        """Go along a direction, scaled, which stands in the gradient's place."""
+        """Step along the scaled direction, which replaces the gradient."""
         np.subtract(weights, gradient, out=weights)

@@ -1,4 +1,4 @@
-"""The Optimizer: what all update rules have in common, and `apply_gradients`."""
+"""The Optimizer: the common base of all update rules, and `apply_gradients`."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Optimizer"]
 
-_KEPT_STEPS = 1024  # one for each set of variables that had gradients together
+_KEPT_STEPS = 1024  # cached steps, one for each set of variables with gradients
 
 
 class _Counted(ABCMeta):
-    """Counts an optimizer when it is complete: a server's thread looks for it by its ordinal, and must not find half of one."""
+    """The metaclass that numbers an optimizer once it is complete: a server's thread finds optimizers by ordinal."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)
@@ -46,47 +46,47 @@ class _Counted(ABCMeta):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """The arguments of the class; else `inspect` shows those of `__call__`."""
+        """The arguments of the class; without this, `inspect` shows those of `__call__`."""
         kind: Any = cls
         return inspect.Signature(list(inspect.signature(kind.__init__).parameters.values())[1:])
 
 
 class Optimizer(UpdateRule, metaclass=_Counted):
-    """Updates variables by their gradients. Subclass it for a rule of your own: `__init__` and `update`.
+    """The base class of update rules. Subclass it for your own rule, with `__init__` and `update`.
 
-    An update works on flat blocks, element by element, so that it may be done on any part of any variable: each rank of a
-    node updates its part, and keeps the slots of that part only.
+    An update works on flat blocks, element by element, so it can run on any part of any variable: each rank of a node updates
+    its part, and stores only the slots of that part.
 
-    An optimizer serves the variables of one strategy. Its hyperparameters must be the same on every rank: its attributes,
-    numbers and lists of them, are compared, those under a name with one underscore as they are at the first step. What may
-    differ from rank to rank, say a counter, belongs under a name with two.
+    An optimizer serves the variables of one strategy. Its hyperparameters must be the same on every rank. Ranks compare its
+    attributes that are numbers or lists of numbers; names with one leading underscore are compared at the first step. Use names
+    with two for values that may differ between ranks, such as counters.
 
     Args:
-        learning_rate: a number; a schedule, which is called once a step; or a callable without an argument, as in Keras, or with
-            one, the number of steps before.
-        slot_names: what is kept for each weight between steps, one number each.
+        learning_rate: a number; a schedule, called once a step; or a callable without arguments, as in Keras, or with the
+            number of previous steps.
+        slot_names: the numbers stored for each weight between steps.
         slot_start: their value before the first step: one for all, or by name, 0 for the others.
-        weight_decay: which part of each weight, times the rate, is taken off before each update.
-        clipnorm: each variable's gradient, summed over the replicas, is scaled down so that its norm does not exceed it.
-        clipvalue: each number of the sum is clipped to ± this.
-        global_clipnorm: all gradients, summed over the replicas, are scaled down together so that their norm does not exceed
-            it. Only one of the three may be given. `clipnorm` and this one need memory for the sums, each rank a part.
-        use_ema: keep a moving average of each weight in the slot "average": ema_momentum · average + (1 - ema_momentum) · weight.
-            Each step updates those of all variables that the optimizer knows, also of one whose gradient is None.
+        weight_decay: before each update, weights shrink by this fraction times the rate.
+        clipnorm: scales each variable's gradient, summed over the replicas, down to at most this norm.
+        clipvalue: clips each number of the sum to ± this.
+        global_clipnorm: scales all gradients, summed over the replicas, down together to at most this norm. Only one of the
+            three can be given. `clipnorm` and this one need memory for the sums, on each rank for its part.
+        use_ema: store a moving average of each weight in the slot "average": ema_momentum · average + (1 - ema_momentum) ·
+            weight. Each step updates the averages of all variables of the optimizer, also of those whose gradient is None.
         ema_momentum: from 0 to 1.
-        ema_overwrite_frequency: each so many steps the weights become their averages; None for never: call
+        ema_overwrite_frequency: every n-th step the weights become their averages; None for never: call
             `finalize_variable_values` at the end.
-        loss_scale_factor: what `scale_loss` multiplies losses by, so that small gradients of 16-bit numbers do not become 0; sums
-            of gradients are divided by it. `LossScaleOptimizer` finds it by itself.
-        gradient_accumulation_steps: update the weights at each so many-th call only, by the mean of the gradients since the
-            last update; schedules count calls, `iterations` counts updates.
-        check_numerics: refuse a step whose summed gradients have a NaN or an infinity. It costs a pass over the gradients, and
-            memory for them, each rank a part.
+        loss_scale_factor: `scale_loss` multiplies losses by it, so that small 16-bit gradients do not become 0; sums of
+            gradients are divided by it. `LossScaleOptimizer` adapts it.
+        gradient_accumulation_steps: update the weights only at every n-th call, by the mean of the gradients since the last
+            update; schedules count calls, `iterations` counts updates.
+        check_numerics: raise if a summed gradient has a NaN or an infinity. It costs a pass over the gradients, and memory for
+            them, on each rank for its part.
         name: default the class's.
 
     Raises:
         ValueError: a number out of range; two kinds of clipping.
-        TypeError: learning_rate is no number and cannot be called.
+        TypeError: learning_rate is neither a number nor callable.
 
     Source: keras.optimizers.Optimizer of Keras 3; `check_numerics` is an addition.
     """
@@ -131,7 +131,7 @@ class Optimizer(UpdateRule, metaclass=_Counted):
         self.learning_rate = learning_rate
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Become a copy: an optimizer of its own, counted like any other."""
+        """Set up a copy: a separate optimizer with its own ordinal."""
         self.__dict__.update(state)
         if self._core.optimizer is not self:  # of a shallow copy
             self._core = copy.copy(self._core)
@@ -175,7 +175,7 @@ class Optimizer(UpdateRule, metaclass=_Counted):
         """
 
     def update_block(self, block: Block) -> None:
-        """Update a block: what a step calls. It calls `update` with the block's fields."""
+        """Update a block in a step: call `update` with its fields."""
         self.update(*block[:-1])
 
     def _slot_start(self) -> Mapping[str, float]:
@@ -185,7 +185,7 @@ class Optimizer(UpdateRule, metaclass=_Counted):
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step. May be set to a number, a schedule or a callable, on every rank alike."""
+        """The learning rate of the next step. Can be set to a number, a schedule or a callable, on every rank."""
         return self._core.rate_at(self._core.calls + 1)
 
     @learning_rate.setter
@@ -194,7 +194,7 @@ class Optimizer(UpdateRule, metaclass=_Counted):
 
     @property
     def iterations(self) -> int:
-        """Number of updates that were made. May be set, on every rank alike."""
+        """The number of updates so far. Can be set, on every rank."""
         return self._core.updates
 
     @iterations.setter
@@ -204,13 +204,13 @@ class Optimizer(UpdateRule, metaclass=_Counted):
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """The variables that were updated or restored so far, in that order."""
+        """The variables updated or restored so far, in that order."""
         return tuple(self._core.variables)
 
     def exclude_from_weight_decay(
         self, var_list: Iterable[Variable] | None = None, var_names: Iterable[str] | None = None
     ) -> None:
-        """Exclude variables from the decay of weights; the same on every rank, before the first step.
+        """Exclude variables from weight decay. Call it on every rank, before the first step.
 
         Args:
             var_list: variables.
@@ -237,15 +237,14 @@ class Optimizer(UpdateRule, metaclass=_Counted):
     ) -> int:
         """Sum gradients over all replicas and update the variables, in one pass. Collective; in replica context.
 
-        A gradient that was written to `v.grad` is not copied; others are copied there. After the step `v.grad` is still this
-        replica's own gradient, whatever the settings, so that a program can add to it; under `sharded_gradients` it is zeros
-        again. The replicas' gradients are summed: scale the loss, with `ms.nn.compute_average_loss`, so that the sum is what you
-        want. Constraints of variables are applied at the end.
+        Gradients in `v.grad` are not copied; others are copied there. After the step `v.grad` is still this replica's own
+        gradient, so a program can add to it; under `sharded_gradients` it is zeros again. Gradients are summed over replicas:
+        scale the loss accordingly, with `ms.nn.compute_average_loss`. Constraints of variables are applied at the end.
 
         Args:
-            grads_and_vars: pairs; each gradient has its variable's shape, or is IndexedSlices, or None, on all replicas
-                of all ranks, where a variable shall stay as it is.
-            experimental_aggregate_gradients: False if the gradients were summed already and are equal on all replicas.
+            grads_and_vars: pairs. Each gradient has its variable's shape, or is IndexedSlices, or None, on all replicas of all
+                ranks, to leave the variable unchanged.
+            experimental_aggregate_gradients: False if the gradients are already summed and equal on all replicas.
             name: accepted for TF's programs, without effect.
 
         Returns:
@@ -253,11 +252,11 @@ class Optimizer(UpdateRule, metaclass=_Counted):
 
         Raises:
             ContextError: outside of `strategy.run`.
-            ValueError: another shape than the variable's; no gradient at all; a variable twice, one of another strategy,
-                or one without gradients; local replicas that differ.
+            ValueError: another shape than the variable's; no gradient at all; a variable twice, of another strategy, or without
+                gradients; local replicas that differ.
             TypeError: a pair without a variable; numbers that do not fit the variable's dtype.
-            CollectiveMismatchError: on every rank, when they update other variables, or with other hyperparameters.
-            FloatingPointError: on every rank, with `check_numerics`, when a sum is not finite; no variable has changed then.
+            CollectiveMismatchError: on every rank: ranks update other variables, or with other hyperparameters.
+            FloatingPointError: on every rank, with `check_numerics`: a sum is not finite; no variable has changed.
 
         Example:
             >>> optimizer.apply_gradients([(w.grad, w), (b.grad, b)])  # doctest: +SKIP
@@ -269,22 +268,22 @@ class Optimizer(UpdateRule, metaclass=_Counted):
         return self.iterations
 
     def scale_loss(self, loss: Any) -> Any:
-        """Return a loss times `loss_scale_factor`: what gradients are computed of."""
+        """Return a loss times `loss_scale_factor`, for the computation of gradients."""
         return loss if self.loss_scale_factor is None else loss * self.loss_scale_factor
 
     def begin(self, variables: Iterable[Variable | ShardedVariable]) -> None:
-        """Start to sum the gradients of some variables, which are final, while others are still computed. Collective.
+        """Start to sum the final gradients of some variables while others are still computed. Collective.
 
-        In replica context, of all replicas, with the same variables in the same order, each once in a step. The next
-        `apply_gradients` takes the sums: the same bits as without this call. Until then these gradients, in `v.grad`, must not
-        be changed. A thread carries them between nodes; whether that takes less time is measured in the first steps, and logged.
+        Call it in replica context, on all replicas, with the same variables in the same order, each once per step. The next
+        `apply_gradients` takes the sums, with the same bits as without this call. Do not change these gradients in `v.grad`
+        before. A thread exchanges them between nodes; the first steps measure and log whether that is faster.
 
-        Under `sharded_gradients` the gradients are handed over: `v.grad` cannot be read or written until the step has ended, and
+        Under `sharded_gradients` the gradients are submitted: `v.grad` cannot be read or written until the end of the step, and
         its memory is free.
 
         Raises:
             ContextError, ValueError: outside of `strategy.run`; a variable twice, without gradients, or of another strategy.
-            CollectiveMismatchError: on every rank, when they begin others.
+            CollectiveMismatchError: on every rank: ranks pass other variables.
 
         Source: the overlap of torch.nn.parallel.DistributedDataParallel, arXiv:2006.15704.
         """
@@ -294,7 +293,7 @@ class Optimizer(UpdateRule, metaclass=_Counted):
             replica.merge_call(lambda strategy, pairs: self._core.begun.add(strategy, pairs_of(pairs)), args=(pairs,))
 
     def _take_step(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
-        """Take a step with the local replicas' gradients: what `apply_gradients` merges. Collective; in cross-replica context."""
+        """Take a step with the local replicas' gradients, for `apply_gradients`. Collective; in cross-replica context."""
         core, replicas = self._core, pairs_of(pairs)
         key = tuple([id(variable) if gradient is not None else -id(variable) for gradient, variable in replicas[0]])
         step = core.steps.get(key)
@@ -317,14 +316,14 @@ class Optimizer(UpdateRule, metaclass=_Counted):
             core.updated_first = []
 
     def _new_step(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> UpdateRun:
-        """Return the step of the variables of some pairs. All ranks make it."""
+        """Return the step of the variables of some pairs. Call it on all ranks."""
         core = self._core
         chosen, left_out = check_variables(strategy, pairs)
         core.join(strategy)
         known, pending = set(map(id, core.variables)), core.slots.pending
         placement = chosen[0].placement
         new = [variable for variable in chosen if id(variable) not in known]
-        if self.use_ema:  # averages are of all variables, with a gradient or without
+        if self.use_ema:  # all variables have averages, with or without a gradient
             others = [*left_out, *(v for v in placement.variables if v.name in pending)]
             known |= set(map(id, new))
             new += [
@@ -341,7 +340,7 @@ class Optimizer(UpdateRule, metaclass=_Counted):
         return step
 
     def _run_on(self, variables: Sequence[Variable], left_out: Sequence[str]) -> UpdateRun:
-        """Return the step of variables in arenas; `left_out` are names of those without a gradient. All ranks make it."""
+        """Return the step of variables in arenas; `left_out` are names of those without a gradient. Call it on all ranks."""
         step: UpdateRun = variables[0].placement.steps.new_step(self._core, variables, left_out)
         return step
 
@@ -350,13 +349,13 @@ class Optimizer(UpdateRule, metaclass=_Counted):
     def finalize_variable_values(self, var_list: Iterable[Variable | ShardedVariable]) -> None:
         """Overwrite variables with the averages of their weights, at the end of training with `use_ema`. Collective.
 
-        Variables that were never updated stay as they are.
+        Variables that were never updated are not changed.
 
         Raises:
-            ValueError: the optimizer keeps no averages.
+            ValueError: the optimizer has no averages.
         """
         if not self.use_ema:
-            expected, got = "an optimizer with use_ema=True", "one without"
+            expected, got = "an optimizer with use_ema=True", "use_ema=False"
             raise ValueError(explain("Optimizer.finalize_variable_values", self.name, expected=expected, got=got))
         for variable in var_list:
             average = self.slots(variable).get(AVERAGE)
@@ -368,8 +367,8 @@ class Optimizer(UpdateRule, metaclass=_Counted):
         """Return new arrays with a variable's slots, whole, on the host; {} if it was never updated. Collective.
 
         After `restore` they are those of the file, also before the first step. Slots of 16-bit variables are float32. A
-        ShardedVariable has slots when one of its parts has; those of other parts are as before their first update. Slots of a
-        variable that is divided by a layout are whole, too.
+        ShardedVariable has slots if one of its parts does; other parts have start values. Slots of a variable divided by a
+        layout are whole, too.
         """
         if isinstance(variable, ShardedVariable):
             parts = [(part, self.slots(part)) for part in variable.variables]
@@ -383,16 +382,16 @@ class Optimizer(UpdateRule, metaclass=_Counted):
         return whole_slots(variable.part, core.slots.read(variable))
 
     def _part_of(self, part: Variable, slots: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-        """Return a slot of a part of a ShardedVariable; its start, where the part was never updated."""
+        """Return a slot of a part of a ShardedVariable; the start value if the part was never updated."""
         if slots:
             return slots[name]
         return np.full(part.shape, self._slot_start().get(name, 0.0), accumulation_dtype(part.dtype))
 
     def set_slots(self, variable: Variable | ShardedVariable, values: Mapping[str, Any]) -> None:
-        """Overwrite a variable's slots; each rank takes its part. Every rank must do it.
+        """Overwrite a variable's slots; each rank takes its part. Call it on every rank.
 
         Args:
-            variable: of the strategy that this optimizer serves.
+            variable: of this optimizer's strategy.
             values: arrays of the variable's shape, or of the whole's if it has a layout; one for each of `slot_names`.
 
         Raises:
@@ -408,7 +407,7 @@ class Optimizer(UpdateRule, metaclass=_Counted):
         core.slots.write(variable, values)
         core.slots.pending.pop(variable.name, None)
         given = {name: to_host(as_array(values[name], "Optimizer.set_slots", name)) for name in self.slot_names}
-        wholes = whole_slots(variable.part, given)  # what is compared, by the ranks of a replica, too
+        wholes = whole_slots(variable.part, given)  # ranks compare these, also within a replica
         mine = checksum(*(np.ascontiguousarray(array).reshape(-1) for array in wholes.values()))
         core.slots_words = f", slots set #{zlib.crc32(f'{core.slots_words} {variable.name} {mine}'.encode()):08x}"
         core.describe_steps()
@@ -416,10 +415,10 @@ class Optimizer(UpdateRule, metaclass=_Counted):
             core.variables.append(variable)
 
     def get_settings(self) -> list[dict[str, Any]]:
-        """Return the numbers that a program may change, one dict for each group of variables with numbers of its own.
+        """Return the numbers that a program may change: one dict for each group of variables.
 
-        These are the public attributes that hold numbers or texts, or lists and dicts of them, and "learning_rate": None where
-        a schedule or a callable computes it. Files and snapshots have them. An optimizer of this package has one group.
+        They are the public attributes that hold numbers or texts, or lists and dicts of them. "learning_rate" is None if a
+        schedule or a callable computes it. Files and snapshots contain them. Optimizers of this package have one group.
 
         Example:
             >>> ms.optimizers.SGD(0.1, momentum=0.9).get_settings()[0]["momentum"]
@@ -429,10 +428,10 @@ class Optimizer(UpdateRule, metaclass=_Counted):
         return [{"learning_rate": None if callable(given) else given, **saved_settings(self, self._core.unsaved)}]
 
     def set_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Take the settings that `get_settings` returned. Every rank must call it with the same.
+        """Restore the settings of `get_settings`. Call it on every rank with the same.
 
-        A schedule or a callable is code of the program, so it is not replaced by a number. Where only one of this optimizer and
-        the settings has a number as its learning rate, a warning reports that the learning rate stays.
+        A schedule or a callable is not replaced by a number. If only one of this optimizer and the settings has a number as its
+        learning rate, the learning rate is not changed, with a warning.
 
         Raises:
             ValueError: another number of groups.
@@ -486,17 +485,17 @@ class Optimizer(UpdateRule, metaclass=_Counted):
     def get_state(self) -> dict[str, Any]:
         """Return {"iterations": int, "settings": as `get_settings`, "slots": {name of variable: {name of slot: array}}}.
 
-        Collective. Where gradients are accumulated, "iterations" counts the calls of `apply_gradients`. What `set_state` gave
-        for variables that were not updated since is in it.
+        Collective. With gradient accumulation, "iterations" counts the calls of `apply_gradients`. The slots include those of
+        `set_state` for variables not updated since.
         """
         core = self._core
         return {"iterations": core.calls, "settings": self.get_settings(), "slots": dict(core.each_slots())}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take the state that `get_state` returned, on any layout. Every rank must call it with the same.
+        """Restore the state of `get_state`, on any layout. Call it on every rank with the same.
 
-        Slots of variables that this optimizer has not updated yet are kept until it does; those of variables that are not in the
-        state become what they are before the first step. Settings stay as they are where the state has none.
+        Slots of variables not updated yet are stored until their first update; variables without slots in the state get start
+        values. Settings are not changed if the state has none.
 
         Raises:
             ValueError: slots of another optimizer, or of variables of another shape; settings of other groups.

@@ -1,4 +1,4 @@
-"""The rule of an optimizer, apart from the steps that apply it: blocks of weights, and what every step does on one.
+"""The rule of an optimizer, separate from the steps that apply it: blocks of weights, and the common work on each.
 
 `Optimizer` is the public class; the fused step of arenas and the updates of a parameter server work on blocks.
 """
@@ -26,7 +26,7 @@ __all__ = ["Block", "BlockUpdate", "UpdateRule", "UpdateRun", "form_mean", "mult
 
 
 class Block(NamedTuple):
-    """A block of weights and what a rule needs to update it; all but the group are the arguments of `Optimizer.update`."""
+    """A block of weights and the inputs of its update; all but the group are the arguments of `Optimizer.update`."""
 
     gradient: Any
     weights: Any
@@ -40,17 +40,15 @@ class Block(NamedTuple):
 class UpdateRule(Hyperparameters):
     """The update of a block of weights by its gradient, with its numbers: the hooks of an optimizer that steps call.
 
-    A rule has `update`, or `update_block` where it needs more of the block. The other hooks are the package's own.
+    A rule has `update`, or `update_block` if it needs more of the block. The other hooks are the package's own.
 
     Attributes:
         slot_names: the slots that each weight has between steps.
-        _passes: the passes over kept sums before the one that updates, in order; most rules have none.
-            "factor": the slot `_factored`, which `_form_moments` writes, becomes in each matrix of a variable the sum of a row
-            times that of a column over that of the matrix.
-            "direct": each variable's update is along a `_direction`, scaled by a `_ratio` that depends on the norms of the whole
-            variable and of the direction.
-            "whole": `_update_whole` computes the new weights of all variables together, on every rank; `update_block` then gets
-            them for gradients.
+        _passes: the passes over kept sums before the update, in order; most rules have none. "factor": in each matrix of a
+            variable, the slot `_factored`, written by `_form_moments`, becomes row sum times column sum over the matrix's sum.
+            "direct": each variable is updated along a `_direction`, scaled by a `_ratio` of the norms of the whole variable and
+            direction. "whole": `_update_whole` computes the new weights of all variables together, on every rank;
+            `update_block` then gets them as gradients.
         _factored: see "factor".
     """
 
@@ -63,71 +61,71 @@ class UpdateRule(Hyperparameters):
         """Update the weights and slots of a block in place; the gradient may be overwritten."""
 
     def _loop(self, step: int, rate: float) -> CompiledLoop | None:
-        """Return the compiled loop that does what `update_block` does, None where none does."""
+        """Return the compiled loop of `update_block`; None if there is none."""
         return None
 
     def _kernel(self, step: int, rate: float) -> CompiledLoop | None:
-        """Return the kernel that does so on a GPU, None where none does."""
+        """Return the GPU kernel of `update_block`; None if there is none."""
         return self._loop(step, rate)
 
     def _direction(self, block: Block) -> None:
-        """Write the direction of the update over the gradient of a block, and update its slots; not the weights."""
+        """Write the direction of the update over the gradient of a block, and update its slots but not the weights."""
         raise NotImplementedError(f"{type(self).__name__}._direction")
 
     def _form_moments(self, block: Block) -> None:
-        """Update the slot that is factored; the gradient stays as it is, and there are no weights."""
+        """Update the factored slot; the gradient is not changed, and there are no weights."""
         raise NotImplementedError(f"{type(self).__name__}._form_moments")
 
     def _ratio(self, weights: float, direction: float, size: int, step: int, rate: float) -> float:
-        """Return the factor of a variable's direction, along which `update_block` then goes.
+        """Return the factor of a variable's direction for `update_block`.
 
         Args:
             weights, direction: their norms.
-            size: how many elements each has.
+            size: the number of elements of each.
             step, rate: as for a block.
         """
         raise NotImplementedError(f"{type(self).__name__}._ratio")
 
     def _update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> Mapping[str, Any]:
-        """Return new weights by name of variable, from whole arrays, which stay as they are."""
+        """Return new weights by name of variable, from whole arrays, which are not changed."""
         raise NotImplementedError(f"{type(self).__name__}._update_whole")
 
     def _store_whole(self) -> None:
-        """Store this rank's part of the state after `_update_whole`, which all ranks of the node have called."""
+        """Store this rank's part of the state after `_update_whole` has run on all ranks of the node."""
         raise NotImplementedError(f"{type(self).__name__}._store_whole")
 
     def _group_of(self, variable: Any) -> int:
-        """Return the group of variables with numbers of their own that a variable belongs to: 0 where all have the same."""
+        """Return the number of a variable's group; groups have their own hyperparameters. 0 if all are equal."""
         return 0
 
     @abstractmethod
     def _slot_start(self) -> Mapping[str, float]:
-        """Return the value before the first step of each slot that does not begin with 0."""
+        """Return the value before the first step of each slot that does not start at 0."""
 
     def _on_restart(self, variables: Collection[Variable]) -> None:
-        """Act after the slots of variables got the values of before the first step. All ranks call it."""
+        """Act after the slots of variables were reset. All ranks call it."""
 
     @abstractmethod
     def get_settings(self) -> list[dict[str, Any]]:
-        """Return the numbers that a program may change, one dict for each group of variables with numbers of its own."""
+        """Return the numbers that a program may change: one dict for each group of variables."""
 
     @abstractmethod
     def set_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Take the settings that `get_settings` returned. Every rank must call it with the same."""
+        """Restore the settings of `get_settings`. Call it on every rank with the same."""
 
 
 class UpdateRun(ABC):
-    """The step of one optimizer on one set of variables, by a strategy: made at the first step, used at every other.
+    """The step of one optimizer on one set of variables: created at the first step, then reused.
 
     Attributes:
-        strategy: whose variables they are; opaque.
+        strategy: of the variables; opaque.
     """
 
     strategy: Any
 
     @abstractmethod
     def describe(self) -> None:
-        """Describe the optimizer anew, after its numbers have changed."""
+        """Update the description of the optimizer, after its numbers have changed."""
 
     @abstractmethod
     def load(self, replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
@@ -137,17 +135,18 @@ class UpdateRun(ABC):
     def run(self, aggregate: bool) -> None:
         """Take the step; in cross-replica context. Collective over the replicas in sync.
 
-        Without `aggregate`, gradients are not summed over the replicas: they are equal on all already.
+        Without `aggregate`, gradients are already equal on all replicas, and not summed.
         """
 
 
 @final
 class BlockUpdate:
-    """Updates blocks of one dtype: decay, clipping by value, the rule, averages. 16-bit weights are widened, and rounded once.
+    """The update of blocks of one dtype: decay, clipping by value, the rule, averages. 16-bit weights are widened, and rounded
+    once.
 
-    In one pass by `loops.update`, or on a GPU by `kernels.update`, where the rule has one; else by NumPy, with the same bits.
-    `scratch` returns four flat arrays of the dtype in which gradients are summed: blocks, which larger arrays are cut into for
-    NumPy. It is called when they are needed first.
+    It is one pass by `loops.update`, or on a GPU by `kernels.update`, if the rule has one; else NumPy, with the same bits.
+    `scratch` returns four flat arrays, blocks in the dtype of sums; larger arrays are cut into such blocks for NumPy. It is
+    called on first use.
 
     Attributes:
         narrow: whether weights are widened.
@@ -158,7 +157,7 @@ class BlockUpdate:
         self.narrow = accumulation_dtype(dtype) != dtype
         self._step, self._rate, self._factor = 0, 0.0, 1.0
         self._limit: float | None = None
-        self._momentum: float | None = None  # of the averages, None where there are none
+        self._momentum: float | None = None  # of the averages, None without averages
         self._overwrites = False
         self._loop: CompiledLoop | None = None
 
@@ -172,11 +171,11 @@ class BlockUpdate:
 
     @property
     def block(self) -> Any:
-        """A block of gradients, for the caller's use, too."""
+        """A block of gradients; the caller may use it."""
         return self._memory[3]
 
     def begin(self, step: int, rate: float, factor: float = 1.0) -> None:
-        """Set what is the same for all blocks of a step; sums of parts are multiplied by the factor."""
+        """Set the values that all blocks of a step share; sums of parts are multiplied by the factor."""
         self._step, self._rate, self._factor = step, rate, factor
         rule = self._rule
         self._loop = rule._loop(step, rate)
@@ -196,18 +195,18 @@ class BlockUpdate:
         scales: Sequence[Span] = (),
         calls: int = 0,
     ) -> None:
-        """Update weights and their slots in place by the sum of parts, which stay as they are; of any size.
+        """Update weights and their slots in place by the sum of parts, which are not changed; of any size.
 
-        With a number of `calls` the gradient is the mean of that sum and of what these accumulated, which becomes 0.
+        With `calls` the gradient is the mean of that sum and the accumulated gradients, which are reset to 0.
 
         Args:
             target: the weights.
             parts: gradients of them.
             slots: of them.
-            decays: elements [low, high) of them that decay, and by what, times the rate.
-            group: of variables, which all are of.
-            scales: elements of the gradient, and what they are multiplied by.
-            calls: the number of calls that accumulated, 0 where none did.
+            decays: ranges [low, high) with their decay, to be multiplied by the rate.
+            group: of all these variables.
+            scales: ranges of the gradient with their factors.
+            calls: the number of calls that accumulated, 0 for none.
         """
         decays = list(decays)
         if self._in_one_pass(target, parts, slots, decays, scales, calls):
@@ -228,7 +227,7 @@ class BlockUpdate:
         self._rule._form_moments(self._clipped(gradient, slots))
 
     def direct(self, gradient: Any, slots: Mapping[str, Any]) -> None:
-        """Make of a block of a gradient the direction of the update, where the rule has one."""
+        """Replace a block of a gradient by the direction of the update."""
         self._rule._direction(self._clipped(gradient, slots))
 
     def _clipped(self, gradient: Any, slots: Mapping[str, Any]) -> Block:
@@ -238,7 +237,7 @@ class BlockUpdate:
         return Block(gradient, None, slots, self._step, self._rate, self._scratch, 0)
 
     def accumulate(self, target: Any, parts: Sequence[Any], slots: Mapping[str, Any]) -> None:
-        """Add the sum of parts to what is accumulated, in a step that does not update the weights, and update their averages."""
+        """Accumulate the sum of parts, in a step that does not update the weights, and update the averages of these."""
         average = None if self._momentum is None else slots[AVERAGE]
         around = Around(None, [], [], None, 0, average, self._momentum, self._overwrites, self._factor)
         if _fused(CompiledLoop("accumulate", (), (GRADIENT_SUM,)), target, parts, slots, around):
@@ -251,7 +250,7 @@ class BlockUpdate:
             self._average_only(target[low:high], own)
 
     def average(self, target: Any, slots: Mapping[str, Any]) -> None:
-        """Update the averages of weights that a step leaves as they are, or overwrite the weights by them; of any size."""
+        """Update the averages of weights that a step does not change, or overwrite the weights with them; of any size."""
         for low in range(0, target.size, self.block.size):
             high = min(low + self.block.size, target.size)
             self._average_only(target[low:high], {AVERAGE: slots[AVERAGE][low:high]})
@@ -301,7 +300,7 @@ class BlockUpdate:
                 _round(target, weights)
 
     def widened(self, target: Any) -> Any:
-        """Return a block of weights in the dtype of the sums: a copy in scratch memory, where they are 16-bit."""
+        """Return a block of weights in the dtype of sums: a copy in scratch memory if they are 16-bit."""
         if not self.narrow:
             return target
         weights = self._memory[2][: target.size]
@@ -311,7 +310,7 @@ class BlockUpdate:
 
     @may_underflow
     def _average(self, weights: Any, average: Any, momentum: float) -> None:
-        """average = momentum * average + (1 - momentum) * weights; the weights become it where this step overwrites them."""
+        """Set average = momentum * average + (1 - momentum) * weights; copy it to the weights if this step overwrites them."""
         work = self._scratch[0][: weights.size]
         np.multiply(weights, 1 - momentum, out=work)
         np.multiply(average, momentum, out=average)
@@ -321,7 +320,7 @@ class BlockUpdate:
 
 
 def _fused(loop: CompiledLoop, target: Any, parts: Sequence[Any], slots: Mapping[str, Any], around: Around) -> bool:
-    """Update weights, where they lie, in one pass, if that can be done; return whether it was."""
+    """Update weights in place in one pass, if possible; return whether it was."""
     arrays = tuple([slots.get(name) for name in loop.slots])
     if is_gpu(target):
         from . import kernels
@@ -347,6 +346,6 @@ def multiply_spans(array: Any, spans: Iterable[Span]) -> None:
 
 @may_underflow
 def form_mean(gradient: Any, sums: Any, calls: int) -> None:
-    """Make a gradient the mean of it and of what was accumulated, over so many calls."""
+    """Replace a gradient by the mean of it and the accumulated ones, over `calls` calls."""
     np.add(gradient, sums, out=gradient)
     np.divide(gradient, calls, out=gradient)

@@ -1,6 +1,6 @@
-"""The update rules: SGD, Adam, AdamW, Adagrad and RMSProp, each one function on a block.
+"""The update rules SGD, Adam, AdamW, Adagrad and RMSProp, each one function on a block.
 
-Each is written in NumPy. `loops.update` does the same to arrays of float32 and float64 in one pass, with the same bits.
+Each is written in NumPy. `loops.update` does the same for float32 and float64 in one pass, with the same bits.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class _BlockRule(Optimizer):
             self.update_block(Block(gradient, weights, slots, step, rate, scratch, 0))
 
     def _slot_for(self, setting: str, slot: str) -> str:
-        """Return the slot that a setting needs, "" where it needs none now. Settings may be set after slots were made.
+        """Return the slot that a setting needs now, or "". Settings may be set after slots were created.
 
         Raises:
-            ValueError: the optimizer was made without the slot.
+            ValueError: the optimizer was created without the slot.
         """
         if not getattr(self, setting):
             return ""
         if slot not in self.slot_names:
             expected, got = "off, as when the optimizer was made", repr(getattr(self, setting))
-            remedy = f"Make another optimizer, with {setting}: it keeps a number more for each weight"
+            remedy = f"Create another optimizer with {setting}: it needs one more number for each weight"
             raise ValueError(explain(type(self).__name__, setting, expected=expected, got=got, remedy=remedy))
         return slot
 
@@ -77,7 +77,7 @@ class SGD(_BlockRule):
         learning_rate: a number, a schedule or a callable.
         momentum: from 0 to 1.
         nesterov: look ahead by one step.
-        settings: those that all have in common, by name; see `Optimizer`.
+        settings: the common settings of `Optimizer`, by name.
 
     Raises:
         ValueError: a number is out of range.
@@ -140,7 +140,7 @@ def Momentum(
 
 
 class _Adam(_BlockRule):
-    """What Adam and AdamW share: everything but the default of the weights' decay."""
+    """The common base of Adam and AdamW, which differ in the default of the weight decay."""
 
     _limits: ClassVar[Mapping[str, Limits]] = {
         "beta_1": BELOW_ONE,
@@ -172,7 +172,7 @@ class _Adam(_BlockRule):
 
     @may_underflow
     def update_block(self, block: Block) -> None:
-        """Take twelve passes over the block, AMSGrad thirteen; the compiled loop takes one."""
+        """Update in twelve passes over the block, AMSGrad thirteen; the compiled loop takes one."""
         gradient, weights, slots, step, rate, scratch, _ = block
         alpha, rest_1, rest_2, epsilon = self._loop(step, rate).numbers
         momentum, velocity, work = slots["momentum"], slots["velocity"], scratch[0][: gradient.size]
@@ -197,10 +197,10 @@ class Adam(_Adam):
 
     Args:
         learning_rate: a number, a schedule or a callable.
-        beta_1, beta_2: how much of m and of v is kept at each step; at least 0, less than 1.
+        beta_1, beta_2: decay rates of m and v; at least 0, less than 1.
         epsilon: keeps the divisor from zero.
         amsgrad: divide by the root of the largest v so far.
-        settings: those that all have in common, by name; see `Optimizer`.
+        settings: the common settings of `Optimizer`, by name.
 
     Raises:
         ValueError: a number is out of range.
@@ -215,9 +215,9 @@ class AdamW(_Adam):
 
     Args:
         learning_rate: a number, a schedule or a callable.
-        weight_decay: how much of each weight is lost at a step, times the rate.
+        weight_decay: the fraction of each weight lost per step, times the rate.
         beta_1, beta_2, epsilon, amsgrad: as for `Adam`.
-        settings: the others that all have in common, by name; see `Optimizer`.
+        settings: the other common settings of `Optimizer`, by name.
 
     Raises:
         ValueError: a number is out of range.
@@ -244,9 +244,9 @@ class Adagrad(_BlockRule):
 
     Args:
         learning_rate: a number, a schedule or a callable.
-        initial_accumulator_value: of a; not negative.
+        initial_accumulator_value: start value of a; not negative.
         epsilon: keeps the divisor from zero.
-        settings: those that all have in common, by name; see `Optimizer`.
+        settings: the common settings of `Optimizer`, by name.
 
     Raises:
         ValueError: a number is out of range.
@@ -268,7 +268,7 @@ class Adagrad(_BlockRule):
         super().__init__(learning_rate, slot_names=("accumulator",), **settings)
 
     def _slot_start(self) -> Mapping[str, float]:
-        """The value of a before the first step of a variable."""
+        """Return the value of a before the first step of a variable."""
         return {"accumulator": self.initial_accumulator_value} if self.initial_accumulator_value else {}
 
     def _loop(self, step: int, rate: float) -> CompiledLoop:
@@ -293,11 +293,11 @@ class RMSProp(_BlockRule):
 
     Args:
         learning_rate: a number, a schedule or a callable.
-        rho: how much of v is kept at each step, from 0 to 1.
+        rho: decay rate of v, from 0 to 1.
         momentum: from 0 to 1; if not 0, the step is m = momentum * m + rate * g / sqrt(v + epsilon).
         epsilon: keeps the divisor from zero.
-        centered: divide by the root of the variance instead: v less the square of the gradient's own mean.
-        settings: those that all have in common, by name; see `Optimizer`.
+        centered: divide by the root of the variance: v minus the square of the gradient's mean.
+        settings: the common settings of `Optimizer`, by name.
 
     Raises:
         ValueError: a number is out of range.
@@ -365,14 +365,14 @@ class RMSProp(_BlockRule):
 
 
 def average_into(average: Any, number: Any, kept: float) -> None:
-    """average = kept * average + (1 - kept) * number; overwrites number."""
+    """Set average = kept * average + (1 - kept) * number; overwrites number."""
     np.multiply(average, kept, out=average)
     np.multiply(number, 1 - kept, out=number)
     np.add(average, number, out=average)
 
 
 def approach(average: Any, number: Any, rest: float, work: Any) -> None:
-    """average += (number - average) * rest; work may be the number."""
+    """Set average += (number - average) * rest; work may be the number."""
     np.subtract(number, average, out=work)
     np.multiply(work, rest, out=work)
     np.add(average, work, out=average)

@@ -1,4 +1,4 @@
-"""Learning rates that change with the step: Keras's schedules, with Keras's arguments and formulae.
+"""Learning rate schedules, with Keras's arguments and formulae.
 
 Source: keras.optimizers.schedules of Keras 3. A step is counted from 0.
 """
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-# Of the settings of schedules that decay. All others are numbers of at least 0.
+# Settings of decaying schedules. All others are numbers of at least 0.
 _LIMITS: dict[str, Limits] = {
     "decay_steps": POSITIVE,
     "first_decay_steps": POSITIVE,
@@ -41,7 +41,7 @@ _LIMITS: dict[str, Limits] = {
 
 
 class LearningRateSchedule(ABC):
-    """A learning rate for each step. Subclass it, or take one of this module's, and pass it as `learning_rate`."""
+    """A learning rate for each step. Subclass it, or use one of this module, and pass it as `learning_rate`."""
 
     @abstractmethod
     def __call__(self, step: int) -> float:

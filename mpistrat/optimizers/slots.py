@@ -1,4 +1,4 @@
-"""The slots of an optimizer: for each arena, one flat array a slot, of what this rank updates only."""
+"""The slots of an optimizer: for each arena and slot, one flat array of the elements that this rank updates."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ __all__ = [
     "whole_slots",
 ]
 
-WIRE_RESIDUAL = "wire_residual"  # what a weight lacks of what was meant, where changes travel in fewer bytes
+WIRE_RESIDUAL = "wire_residual"  # the error feedback of weights, if changes are sent in fewer bytes
 
 _Stored = Callable[[int, int], Mapping[str, Any]]
 
 
 def owners(arena: Arena) -> list[int]:
-    """Return ranks that own all elements, each once: those of rank 0's memory domain, or of all where pieces are.
+    """Return ranks that own all elements, each once: those of rank 0's memory domain, or of all domains with pieces.
 
-    The former come first, one for each slice. All ranks call it.
+    Rank 0's come first, one for each slice. Call it on all ranks.
     """
     group, slices = arena.group, len(arena.bounds())
     shared = group.environment.shared_memory and group.topology.size > 1
@@ -53,13 +53,13 @@ def owners(arena: Arena) -> list[int]:
 
 @final
 class ArenaSlots:
-    """The slots of what this rank updates of an arena, and scratch memory, which all steps on the arena share.
+    """The slots of this rank's elements of an arena, and scratch memory, which all steps on the arena share.
 
     Attributes:
         low, high: the elements: its slice, or its node's piece of it.
-        arrays: for each slot a flat array of it, in the dtype in which the arena's gradients are summed.
-        residual: what was not sent of the weights, of all optimizers together; None where they travel as they are.
-        unsent: what this rank has not sent of its node's gradients in its slice, where that is to follow; in no file.
+        arrays: a flat array for each slot, in the dtype in which the arena's gradients are summed.
+        residual: the error feedback of the weights, for all optimizers; None without one.
+        unsent: the error feedback of its node's gradients in its slice, if there is one; not in files.
     """
 
     def __init__(self, arena: Arena, names: Iterable[str], start: Mapping[str, float]) -> None:
@@ -79,20 +79,20 @@ class ArenaSlots:
 
     @functools.cached_property
     def scratch(self) -> list[Any]:
-        """Four flat arrays of a block each, of the dtype of the slots."""
+        """Four flat arrays of one block, in the dtype of the slots."""
         values = self._arena.values
         with on_device_of(values):
             dtype, size = accumulation_dtype(self._arena.dtype), min(block_of(values), self._arena.size)
             return [array_module(values).empty(size, dtype) for _ in range(4)]
 
     def restart(self, low: int, high: int) -> None:
-        """Give the slots of elements [low, high), which this rank must own, the values before the first step."""
+        """Reset the slots of elements [low, high), which this rank must own, to their start values."""
         with on_device_of(self._arena.values):
             for name, array in self.of_range(low, high).items():
                 array[...] = self._arena.values[low:high] if name == AVERAGE else self._start.get(name, 0.0)
 
     def kept(self) -> Any:
-        """Return a flat array of the same elements, to keep sums in between two passes over it."""
+        """Return a flat array of the same elements, for sums between two passes."""
         if self._kept is None:
             block = self.scratch[0]
             with on_device_of(block):
@@ -105,12 +105,12 @@ class ArenaSlots:
         return {name: array[low - base : high - base] for name, array in self.arrays.items()}
 
     def forget_unsent(self) -> None:
-        """Forget what was not sent of the gradients."""
+        """Reset the error feedback of the gradients."""
         if self.unsent is not None:
             self.unsent.array[...] = 0
 
     def stored(self, low: int, high: int) -> dict[str, Any]:
-        """Return what a file holds of elements [low, high), which this rank must own."""
+        """Return the values for files of elements [low, high), which this rank must own."""
         residual = {} if self.residual is None else {WIRE_RESIDUAL: self.residual.of(low, high)}
         return self.of_range(low, high) | residual
 
@@ -121,7 +121,7 @@ class SlotStore:
 
     Attributes:
         pending: slots of variables that the optimizer has not updated yet, by name of variable.
-        rounds: when nodes meet, from `join` on.
+        rounds: the rounds of nodes, from `join` on.
     """
 
     def __init__(self, owner: UpdateRule) -> None:
@@ -139,28 +139,28 @@ class SlotStore:
 
     @property
     def outer(self) -> Any:
-        """The rounds, where nodes train by themselves in them, with slots of their own; else None."""
+        """The rounds, if nodes have their own weights and slots in them; else None."""
         return None if self.rounds is None or self.rounds.alike else self.rounds
 
     def of(self, arena: Arena) -> ArenaSlots:
-        """Return the slots of an arena; the first call fixes its slices. All ranks call it."""
+        """Return the slots of an arena; the first call fixes its slices. Call it on all ranks."""
         slots = self._arenas.get(arena)
         if slots is None:
             slots = self._arenas[arena] = ArenaSlots(arena, self.names, self._owner._slot_start())
         return slots
 
     def stored_of(self, variable: Variable) -> tuple[str, ...]:
-        """Return the names of what a file holds for a variable. All ranks call it."""
+        """Return the slot names of a variable in files. Call it on all ranks."""
         wire = None if variable.arena is None else variable.arena.wire
         return self.names if wire is None else (*self.names, WIRE_RESIDUAL)
 
     def forget_unsent(self) -> None:
-        """Forget what was not sent of gradients: they are of weights that were replaced, or were refused."""
+        """Reset the error feedback of gradients that were refused, or belong to replaced weights."""
         for slots in self._arenas.values():
             slots.forget_unsent()
 
     def restart(self, variables: Iterable[Variable]) -> None:
-        """Give the slots of variables the values that they have before the first step."""
+        """Reset the slots of variables to their start values."""
         for variable in variables:
             arena, low = variable.arena, variable.offset
             if arena is not None and arena in self._arenas:
@@ -168,7 +168,9 @@ class SlotStore:
                     self._arenas[arena].restart(begin, end)
 
     def read(self, variable: Variable) -> dict[str, np.ndarray]:
-        """Return a variable's slots on every rank, as much as it is; the first node's where nodes differ. Collective."""
+        """Return a variable's slots on every rank, of this rank's part if it is divided; the first node's if nodes differ.
+        Collective.
+        """
         store = variable.placement.store
         if store is not None:
             return store.read_slots(self._owner, variable)
@@ -179,9 +181,9 @@ class SlotStore:
     ) -> dict[str, list[tuple[int, Any]]]:
         """Return this rank's part of a variable's slots: element numbers and flat arrays, each element on one rank.
 
-        Where nodes have equal slots and all ranks write (None) each node gives a part, whole pages of what is written; else
-        the first one all, or rank 0 where some there do not write. Of pieces each rank gives its own, if all of these write.
-        Collective. With `each_node` all nodes give all.
+        If nodes have equal slots and all ranks write (None), each node yields whole pages of the file. Otherwise the first node
+        yields all, or rank 0 if some ranks there do not write. Of pieces each rank yields its own, if all their owners write.
+        With `each_node` all nodes yield all. Collective.
         """
         arena = _arena_of(variable)
         if self.outer is not None:
@@ -189,9 +191,10 @@ class SlotStore:
         return _parts(variable, self.stored_of(variable), self.of(arena).stored, writers, each_node)
 
     def write(self, variable: Variable, values: Mapping[str, Any]) -> None:
-        """Overwrite this rank's part of a variable's slots. What was not sent of the weights may be absent: it stays.
+        """Overwrite this rank's part of a variable's slots. The error feedback of the weights may be absent: it is then not
+        changed.
 
-        Where these travel as they are it is left out, no more than a rounding of the last change.
+        It is ignored if weights are sent exactly: it is then at most a rounding of the last change.
 
         Raises:
             ValueError: names or shapes do not fit.
@@ -224,12 +227,12 @@ class SlotStore:
                 target[...] = move_like(flat[begin - low : end - low], target)
 
     def waiting(self, writers: Collection[int] | None, all_else: bool, each_node: bool) -> Iterator[SlotsHere]:
-        """Yield this rank's part of what waits for the first update of variables. See `Optimizer.slots_here`."""
+        """Yield this rank's part of the pending slots. See `Optimizer.slots_here`."""
         for name, slots in self.pending.items():
             yield from waiting_slots(self._placement, name, slots, writers, all_else, each_node)
 
     def receiver(self, variable: Variable, name: str) -> Receiver:
-        """Return what this rank takes of a slot of a variable that is read from a file. All ranks call it."""
+        """Return this rank's receiver of a slot from a file. Call it on all ranks."""
         arena, offset = _arena_of(variable), variable.offset
         owned = arena.owned([(offset, offset + variable.size)])
         slots = self.of(arena)
@@ -249,7 +252,7 @@ class SlotStore:
 
 
 def whole_slots(part: Part | None, slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return slots whole, of each rank's part or the whole. Collective over the replica, where its ranks divide a variable."""
+    """Return whole slots, from each rank's part or the whole. Collective over the replica, if its ranks divide a variable."""
     if part is None:
         return dict(slots)
     return {
@@ -258,9 +261,9 @@ def whole_slots(part: Part | None, slots: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def residual_receiver(variable: Variable) -> Receiver:
-    """Return what this rank takes of what was not sent of a variable's weights, from a file. All ranks call it.
+    """Return this rank's receiver of the error feedback of a variable's weights from a file. Call it on all ranks.
 
-    It belongs to the weights: what waited for an optimizer's first step would be added to a value that was assigned before.
+    It belongs to the weights and cannot wait for an optimizer's first step: the weights might be assigned before.
     """
     arena, offset = variable.arena, variable.offset
     unsent = None if arena is None else arena.unsent
@@ -281,9 +284,9 @@ def waiting_slots(
     all_else: bool,
     each_node: bool,
 ) -> Iterator[SlotsHere]:
-    """Yield this rank's part of the slots that wait for a variable's first update, which all ranks of a node have whole.
+    """Yield this rank's part of a variable's pending slots, which all ranks of a node have whole.
 
-    What was not sent of its weights waits for nothing, but files have it among slots. Collective. See `Optimizer.slots_here`.
+    The error feedback of its weights is not pending, but files have it among the slots. Collective. See `Optimizer.slots_here`.
     """
     variable = None if placement is None else next((v for v in placement.variables if v.name == name), None)
     if placement is not None and placement.local_steps is not None and not each_node:
@@ -301,13 +304,13 @@ def waiting_slots(
         yield name, shape, dtype, here
 
 
-# of a variable's slots, by a function that returns this rank's of a range of elements that it owns
+# parts of a variable's slots; `stored` returns this rank's slots of a range that it owns
 
 
 def _sliced(
     arena: Arena, low: int, high: int, names: Iterable[str], stored: _Stored
 ) -> dict[str, list[tuple[int, Any]]]:
-    """Return the slots of elements [low, high) that lie in this rank's slice. Collective if that has pieces, inside one."""
+    """Return the slots of elements [low, high) in this rank's slice. Collective if it has pieces, inside one."""
     ranges, pieces, inter = arena.sliced([(low, high)]), arena.pieces([(low, high)]), arena.group.inter
     if pieces is None or inter is None:
         parts = [(begin, stored(begin, end)) for begin, end in ranges]
@@ -326,16 +329,16 @@ def _sliced(
 
 
 def _whole(variable: Variable, names: Sequence[str], stored: _Stored) -> dict[str, np.ndarray]:
-    """Return slots whole, on every rank; the first node's where nodes have their own. Collective."""
+    """Return whole slots, on every rank; the first node's if nodes differ. Collective."""
     arena, low, high = _arena_of(variable), variable.offset, variable.offset + variable.size
     with arena.group.collective("optimizer.slots", variable.name, arena.dtype, variable.shape, names):
         return {name: gathered(arena, low, high, name, stored).reshape(variable.shape) for name in names}
 
 
 def gathered(arena: Arena, low: int, high: int, name: str, stored: _Stored) -> np.ndarray:
-    """Return what the owners of elements [low, high) have under a name, on every rank. Collective, inside one.
+    """Return the owners' values of elements [low, high) under a name, on every rank. Collective, inside one.
 
-    It is the first node's where nodes have their own.
+    The first node's values if nodes differ.
     """
     whole = np.zeros(high - low, accumulation_dtype(arena.dtype))
     for begin, part in _sliced(arena, low, high, (name,), stored)[name]:

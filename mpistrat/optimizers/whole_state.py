@@ -1,4 +1,4 @@
-"""A rule that runs on whole tensors: what it needs of its variables, and its state, arrays of any shape in variables."""
+"""Rules on whole tensors: their requirements, and their state, arrays of any shape in variables."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ __all__ = ["StateArray", "require_whole"]
 
 
 def require_whole(function: str, variables: Sequence[Variable], rule: str, remedy: str) -> None:
-    """Check that the variables of a rule on whole tensors are whole on each node.
-
-    Raises:
-        ValueError: servers keep them, ranks divide one, or nodes train by themselves.
-    """
+    """Raise ValueError unless the variables of a rule on whole tensors are whole on each node."""
     placement = variables[0].placement
     divided = next((v.name for v in variables if v.part is not None and v.part.split), None)
     if placement.store is not None:
@@ -36,14 +32,14 @@ def require_whole(function: str, variables: Sequence[Variable], rule: str, remed
 
 @final
 class StateArray:
-    """An array of a rule's state, in a variable: files have it, and a node has one copy. Making one is collective.
+    """An array of a rule's state, in a variable: it is in files, and a node has one copy. Creation is collective.
 
     Args:
         name: of the variable.
         value: before the first step.
 
     Attributes:
-        variable: which has it.
+        variable: the variable with the array.
     """
 
     def __init__(self, name: str, value: np.ndarray) -> None:
@@ -51,7 +47,7 @@ class StateArray:
         self.variable = Variable(value, trainable=False, name=name)
 
     def parts_of(self, value: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        """Return copies of the elements of a new value that this rank writes, with the number of the first of each.
+        """Return copies of the elements of a new value that this rank writes, each with the number of its first one.
 
         Raises:
             RuntimeError: another shape.
@@ -64,7 +60,7 @@ class StateArray:
         return [(low, flat[low:high].copy()) for low, high in receiver_of(variable).ranges]
 
     def write(self, parts: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Write what `parts_of` returned: all ranks of a node have read the old value."""
+        """Write the parts of `parts_of`, after all ranks of a node have read the old value."""
         receiver = receiver_of(self.variable)
         for low, part in parts:
             receiver.take(low, part)
