@@ -1,4 +1,4 @@
-"""The strategies, their contexts, and what they save and restore."""
+"""The strategies, their contexts, and their files."""
 
 from ..base.environment import RESTART_EXIT_CODE
 from .contexts import ReplicaContext, ValueContext

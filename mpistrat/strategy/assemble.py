@@ -1,4 +1,4 @@
-"""How a strategy is put together: which ranks and nodes each accepts, group and algorithms; the same on every rank."""
+"""Assembly of a strategy: the ranks and nodes that each accepts, its group and algorithms; the same on every rank."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ __all__ = [
 
 T = TypeVar("T")
 
-MOST_NODES = 64  # that share slots unasked: messages of a step, and memory for them, grow with their number
+MOST_NODES = 64  # that divide slots by default: messages of a step, and their memory, grow with the nodes
 
 
 @final
 @dataclass(frozen=True)
 class StrategyKind:
-    """What a strategy is like.
+    """The properties of a strategy.
 
     Attributes:
         name: of its class.
         many_ranks, many_nodes: whether it accepts them.
         distributed: whether it may have several replicas.
-        central: whether the node's leader alone keeps and updates the variables.
-        least_ranks: how few it accepts.
+        central: whether the node's leader alone stores and updates the variables.
+        least_ranks: the least number of ranks.
     """
 
     name: str
@@ -72,7 +72,7 @@ class StrategyKind:
     least_ranks: int = 1
 
     def fits(self, ranks: int, nodes: int) -> bool:
-        """Return whether the strategy accepts so many ranks on so many nodes."""
+        """Return whether the strategy accepts this many ranks and nodes."""
         return (self.many_ranks or ranks == 1) and (self.many_nodes or nodes == 1) and ranks >= self.least_ranks
 
 
@@ -83,22 +83,18 @@ CENTRAL_STORAGE = StrategyKind("CentralStorageStrategy", central=True)
 MESH = StrategyKind("MeshStrategy", many_nodes=True)
 PARAMETER_SERVER = StrategyKind("ParameterServerStrategy", many_nodes=True, least_ranks=2)
 
-_ALL = (ONE_DEVICE, MIRRORED, CENTRAL_STORAGE, MULTI_WORKER_MIRRORED)  # what a synchronous program may use instead
+_ALL = (ONE_DEVICE, MIRRORED, CENTRAL_STORAGE, MULTI_WORKER_MIRRORED)  # alternatives for a synchronous program
 
 
 def check_layout(kind: StrategyKind, topology: Topology) -> None:
-    """Do nothing if a strategy accepts the ranks and nodes. The same on every rank.
-
-    Raises:
-        LayoutError: it does not, naming the strategies that do.
-    """
+    """Raise LayoutError unless a strategy accepts the ranks and nodes; it names strategies that do. The same on every rank."""
     ranks, nodes = topology.size, topology.num_nodes
     if kind.fits(ranks, nodes):
         return
     fitting = ", ".join(other.name for other in _ALL if other.fits(ranks, nodes))
     remedy = f"What fits: {fitting}"
     if not kind.many_ranks:
-        remedy += f"; or {kind.name}(comm=MPI.COMM_SELF), one of its own on each rank"
+        remedy += f"; or {kind.name}(comm=MPI.COMM_SELF), a separate one on each rank"
     elif kind.least_ranks > 1:
         remedy = f"Start workers and servers together: mpistrat run -n 3 --ps 1 program.py. One rank alone: {fitting}"
     several = "ranks of one node" if kind.least_ranks == 1 else f"at least {kind.least_ranks} ranks"
@@ -136,27 +132,27 @@ def assemble(
 
     Args:
         strategy: the new strategy; opaque here.
-        kind: which one it is.
+        kind: its kind.
         comm: communicator, duplicated; default COMM_WORLD.
         devices: this rank's, one replica each; default see `cluster.devices.default_devices`.
-        cross_device_ops: how values are reduced; default what `options` say, else the chooser's table.
+        cross_device_ops: the reduction algorithm; default that of `options`, else the chooser's table.
         options: defaults of every reduction.
-        parameter_device: where variables lie; default on `devices`.
-        check: what else this rank checks; what it raises is raised on every rank.
-        make_sync_group: returns the ranks whose replicas step together, where these are not all; collective.
-        order: returns the ranks in their order, none to leave them as in `comm`, or raises, on every rank alike; collective.
-        replicas: of all ranks, on their CPUs, whose sums do not depend on who has them; instead of devices.
-        sharded_slots: whether each node keeps its part of the slots only; default: where nodes are few, reductions send each
-            its part, and the job keeps no snapshots, of which each node must have all.
-        local_steps: how nodes train by themselves, or after how many updates they take an outer step.
-        sharded_gradients: whether gradients are handed over, and each rank keeps its part of the sums only.
+        parameter_device: the device of variables; default `devices`.
+        check: another check of this rank; its error is raised on every rank.
+        make_sync_group: returns the ranks whose replicas step together, if not all; collective.
+        order: returns the ranks in their order, none for that of `comm`, or raises, equally on every rank; collective.
+        replicas: of all ranks, on their CPUs, with sums that do not depend on their ranks; instead of devices.
+        sharded_slots: whether each node stores its part of the slots only; default: with few nodes, reductions that send each
+            its part, and no snapshots, which need all slots on each node.
+        local_steps: the local steps of nodes, or the number of updates before an outer step.
+        sharded_gradients: whether gradients are submitted early, and each rank stores its part of the sums only.
         axes: of a mesh, as they were given.
-        ordered_replicas: how many there must be, for sums in the order of replicas, where devices say which there are.
+        ordered_replicas: the required number of replicas, for sums in their order, if devices define the replicas.
 
     Raises:
-        LayoutError: on every rank, when the strategy does not accept the ranks and nodes.
-        ClusterError: on every rank, when the launcher or the resolver contradict MPI.
-        DeviceError: on every rank, for a device that is not there.
+        LayoutError: on every rank: the strategy does not accept the ranks and nodes.
+        ClusterError: on every rank: the launcher or the resolver contradict MPI.
+        DeviceError: on every rank: a device does not exist.
     """
     make_topology = partial(Topology.create, devices=devices, function=kind.name, replicas=replicas)
     topology = make_topology(comm)
@@ -170,7 +166,7 @@ def assemble(
     if order is not None:
         topology = _in_order(topology, order, make_topology)
     use_device(topology.devices[0])
-    abort.install(topology.rank, topology.size)  # from here on one rank's exception must not leave the others waiting
+    abort.install(topology.rank, topology.size)  # from here on an exception on one rank ends the others' waits
     environment = Environment.read()
     log.set_rank(topology.rank)
     log.setup(environment.log)
@@ -193,7 +189,7 @@ def assemble(
             from ..cross_device.ordered import OrderedAllReduce
 
             if not isinstance(cross_device_ops or implementation, (OrderedAllReduce, NoneType)):
-                expected, got = "no algorithm besides: OrderedAllReduce sums", repr(cross_device_ops or implementation)
+                expected, got = "no other algorithm than OrderedAllReduce", repr(cross_device_ops or implementation)
                 raise ValueError(explain(kind.name, "replicas", expected=expected, got=got))
             implementation = OrderedAllReduce()
         ops = make_cross_device_ops(implementation if cross_device_ops is None else cross_device_ops)
@@ -249,7 +245,7 @@ def assemble(
 def _log_what_has_no_effect(
     kind: StrategyKind, options: CommunicationOptions | None, ops: object, topology: Topology
 ) -> None:
-    """Log settings that this strategy takes, as all do, and has no use for."""
+    """Log settings that have no effect under this strategy."""
     if not kind.distributed:
         given = {"communication_options": options, "cross_device_ops": ops}
         for name in (name for name, value in given.items() if value is not None):
@@ -261,10 +257,10 @@ def _log_what_has_no_effect(
 def _check_local_steps(
     function: str, given: LocalSteps | int | None, topology: Topology, ordered: bool, sharded: bool
 ) -> None:
-    """Do nothing if a strategy can be made with these local steps.
+    """Raise an error unless a strategy can be created with these local steps.
 
     Raises:
-        TypeError: no number of steps, nor LocalSteps.
+        TypeError: neither a number of steps nor LocalSteps.
         ValueError: a number out of range; with `replicas`, or with slots divided over nodes.
         DeviceError: this rank has GPUs.
     """
@@ -278,8 +274,8 @@ def _check_local_steps(
             raise type(error)(explain(function, "local_steps", expected=expected, got=repr(given))) from None
     if ordered or sharded:
         other = "replicas" if ordered else "sharded_slots=True"
-        expected = f"no {other} beside local_steps"
-        got = "both: nodes sum, and keep slots, each for itself"
+        expected = f"local_steps without {other}"
+        got = "both, while each node sums and stores slots separately"
         raise ValueError(explain(function, "local_steps", expected=expected, got=got))
     if any(parse(device)[0] != "cpu" for device in topology.devices):
         expected, got = "variables on CPUs", f"devices {', '.join(topology.devices)}"
@@ -293,21 +289,21 @@ def _check_wire(
     sharded_slots: bool | None,
     local: bool,
 ) -> None:
-    """Raise ValueError where a form for the way between nodes is given, and steps have no use for it."""
+    """Raise ValueError if a wire is given and steps cannot use it."""
     if options is None or options.wire is None:
         return
     remedy, got = "Leave wire out", ""
     if kind is PARAMETER_SERVER:
-        got = f"a {kind.name}, whose servers and workers send numbers as they are"
+        got = f"a {kind.name}, whose servers and workers send exact numbers"
     elif local:
-        got = "local_steps, whose outer steps send numbers as they are"
+        got = "local_steps, whose outer steps send exact numbers"
     elif sharded_slots is False:
-        got, remedy = "sharded_slots=False", "Leave sharded_slots out: sums travel to the node that keeps their slots"
+        got, remedy = "sharded_slots=False", "Leave sharded_slots out: sums are sent to the node with their slots"
     elif not ops.sums_pieces:
         got = f"{type(ops).__name__}, which sends whole sums"
         remedy = "Leave cross_device_ops, replicas and implementation out, or use HierarchicalAllReduce"
     if got:
-        expected = f"what divides sums among nodes, for wire={options.wire!r}"
+        expected = f"sums divided among nodes, for wire={options.wire!r}"
         raise ValueError(explain(kind.name, "communication_options", expected=expected, got=got, remedy=remedy))
 
 
@@ -320,10 +316,10 @@ def _check_sharded_gradients(
     topology: Topology,
     nodes: int,
 ) -> None:
-    """Do nothing if gradients can be handed over.
+    """Raise an error unless gradients can be submitted early.
 
     Raises:
-        ValueError: with what they cannot be combined with.
+        ValueError: an option excludes it.
         DeviceError: this rank has GPUs.
     """
     if any(parse(device)[0] != "cpu" for device in topology.devices):
@@ -332,22 +328,22 @@ def _check_sharded_gradients(
         raise DeviceError(explain(kind.name, "sharded_gradients", expected=expected, got=got, remedy=remedy))
     remedy, got = "Leave sharded_gradients out", ""
     if local:
-        got, remedy = "local_steps, by which each node sums for itself", "Leave local_steps or sharded_gradients out"
+        got, remedy = "local_steps, with which each node sums separately", "Leave local_steps or sharded_gradients out"
     elif sharded_slots is False and nodes > 1:
-        got, remedy = "sharded_slots=False", "Leave sharded_slots out: a sum goes to the node that keeps its slots"
+        got, remedy = "sharded_slots=False", "Leave sharded_slots out: a sum is sent to the node with its slots"
     elif not ops.sums_pieces:
-        got = f"{type(ops).__name__}, which has an order of its own"
+        got = f"{type(ops).__name__}, which has its own order"
         remedy = "Leave cross_device_ops, replicas and implementation out, or use HierarchicalAllReduce"
     elif nodes > 1 and (wire := wire_of(options)) is not None and wire.feeds_back:
-        got = f"wire={wire.name!r}, which sends with each sum what it lost of the last one of the same step"
+        got = f"wire={wire.name!r}, which needs the error feedback of the previous step"
         remedy = 'Use wire="bfloat16"'
     if got:
-        expected = "what sums gradients bucket by bucket"
+        expected = "gradients summed bucket by bucket"
         raise ValueError(explain(kind.name, "sharded_gradients", expected=expected, got=got, remedy=remedy))
 
 
 def _check_evaluator(kind: StrategyKind, topology: Topology) -> None:
-    """Raise ClusterError, on every rank, where the job's evaluator would train unawares."""
+    """Raise ClusterError, on every rank, if the job's evaluator would train."""
     if Environment.read().evaluator and topology.size > 1:
         remedy = (
             "ms.estimator.train_and_evaluate makes it, ms.estimator.split_evaluator() returns it; or unset the variable"
@@ -361,7 +357,7 @@ def _in_order(
     order: Callable[[Topology], Sequence[int]],
     make_topology: Callable[[Any], Topology],
 ) -> Topology:
-    """Return the topology of the same ranks in another order, or this one if that is its order. Collective."""
+    """Return the topology of the same ranks in another order, or this one if it is in order. Collective."""
     try:
         ranks = order(topology)
     except Exception:  # raised on every rank
@@ -377,12 +373,12 @@ def _in_order(
 
 
 def _agree(group: ProcessGroup, kind: StrategyKind, settings: tuple[Any, ...], act: Callable[[], T]) -> T:
-    """Return what `act` returns; raise on every rank what it raises on any, or that their settings differ. Collective."""
+    """Return the result of `act`; raise on every rank the error of any, or that settings differ. Collective."""
     detail = ", ".join(repr(setting) for setting in settings if setting is not None)
     try:
         with together(partial(group.exchange, kind.name, detail=detail)):
             return act()
-    except (PeerExitError, RanksLostError, CollectiveTimeoutError):  # some are not here to free it with
+    except (PeerExitError, RanksLostError, CollectiveTimeoutError):  # freeing is collective, and some ranks are gone
         raise
     except Exception as error:
         if isinstance(error, CollectiveMismatchError):
@@ -395,7 +391,7 @@ def _agree(group: ProcessGroup, kind: StrategyKind, settings: tuple[Any, ...], a
 def _meet(group: ProcessGroup) -> None:
     """Wait until all ranks have left the call in which they differed. Collective.
 
-    Where ranks of one node differ, they leave it first: the others do by comparing it with the next call of these.
+    If ranks of one node differ, they leave it first; the others leave when they compare it with the next call of these.
     """
     try:
         group.barrier("differ")

@@ -1,4 +1,4 @@
-"""The axes of a mesh: lengths, coordinates, and the ranks along each, checked against the ranks that there are."""
+"""The axes of a mesh: lengths, coordinates, and the ranks along each, checked against the existing ranks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Axes:
     """The axes of a mesh of ranks, the last one fastest: rank = (… · length + coordinate) · length + coordinate.
 
     Attributes:
-        sizes: the length of each axis; "data" comes first, with length 1, where it was not given.
+        sizes: the length of each axis; "data" comes first, with length 1, if it was not given.
     """
 
     def __init__(self, given: Any, size: int) -> None:
-        """Find the lengths for so many ranks.
+        """Compute the lengths for `size` ranks.
 
         Raises:
             TypeError: no dict of names and whole numbers.
             ValueError: a length that is neither positive nor -1, or several that are -1.
-            LayoutError: they do not make as many ranks as there are.
+            LayoutError: they do not multiply to the number of ranks.
         """
         self.sizes = _lengths(given)
         known = math.prod(length for length in self.sizes.values() if length != -1)
@@ -45,14 +45,14 @@ class Axes:
             raise LayoutError(text)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return where a rank is on each axis."""
+        """Return a rank's coordinate on each axis."""
         found = {}
         for axis in reversed(self.sizes):
             rank, found[axis] = divmod(rank, self.sizes[axis])
         return {axis: found[axis] for axis in self.sizes}
 
     def along(self, axes: Sequence[str], rank: int) -> list[int]:
-        """Return the ranks that differ from one in nothing but their coordinates on some axes, in order."""
+        """Return the ranks that differ from one only in their coordinates on some axes, in order."""
         here = self.coordinates(rank)
         total = math.prod(self.sizes.values())
         return [
@@ -90,7 +90,7 @@ def _lengths(given: Any) -> dict[str, int]:
             expected, got = "names, each with a whole number", f"{axis!r}: {length!r}"
             raise TypeError(explain(_NAME, "axes", expected=expected, got=got))
         if length < 1 and length != -1:
-            expected, got = "lengths of at least 1, or -1 for what is left", f"{axis!r}: {length}"
+            expected, got = "lengths of at least 1, or -1 for the rest", f"{axis!r}: {length}"
             raise ValueError(explain(_NAME, "axes", expected=expected, got=got))
     if list(given.values()).count(-1) > 1:
         raise ValueError(explain(_NAME, "axes", expected="-1 for one axis at most", got=repr(dict(given))))

@@ -1,4 +1,4 @@
-"""Collectives of all ranks beside those of replicas in steps: barriers, Python objects, what is started and waited for later."""
+"""Collectives of all ranks, in addition to those of replicas in steps: barriers, Python objects, non-blocking calls."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["RankCollectives"]
 
 
 class RankCollectives(ABC):
-    """The calls of a strategy that all its ranks make together, most of them outside of steps."""
+    """The calls that all ranks of a strategy make together, most of them outside of steps."""
 
     _extended: StrategyExtended
 
     def barrier(self, timeout: float | None = None, name: str | None = None) -> None:
         """Wait until every rank is here. Collective over all ranks, servers too.
 
-        Unlike `comm.Barrier()` it names the ranks that do not come, and those that come to another collective.
+        Unlike `comm.Barrier()` it names ranks that are missing, or in another collective.
 
         Args:
             timeout: seconds to wait; default MPISTRAT_ABORT_AFTER.
@@ -35,7 +35,7 @@ class RankCollectives(ABC):
 
         Raises:
             CollectiveTimeoutError: a rank did not come in time.
-            CollectiveMismatchError: a rank came to something else.
+            CollectiveMismatchError: a rank called another collective.
             PeerExitError: a rank left the program.
             ValueError: a timeout that is not positive.
 
@@ -49,14 +49,14 @@ class RankCollectives(ABC):
     def broadcast_object(self, obj: Any = None, *, root: int = 0) -> Any:
         """Return the root's Python object on every rank. Collective over all ranks, servers too.
 
-        For small things; mpi4py pickles them. Arrays: `extended.broadcast_to`.
+        For small objects; mpi4py pickles them. Arrays: `extended.broadcast_to`.
 
         Args:
-            obj: the root's counts.
+            obj: used on the root only.
             root: its rank.
 
         Raises:
-            TypeError: on every rank, when it cannot be pickled.
+            TypeError: on every rank: it cannot be pickled.
             ValueError: there is no such rank.
         """
         self._together("broadcast_object")
@@ -65,24 +65,24 @@ class RankCollectives(ABC):
     def all_gather_object(self, obj: Any = None) -> list[Any]:
         """Return every rank's Python object, in order of rank. Collective over all ranks, servers too.
 
-        For small things; mpi4py pickles them. Arrays: `gather`.
+        For small objects; mpi4py pickles them. Arrays: `gather`.
 
         Raises:
-            TypeError: on every rank, when one cannot be pickled.
+            TypeError: on every rank: one cannot be pickled.
         """
         self._together("all_gather_object")
         return self._extended.rank_collectives.all_gather_object(obj)
 
     def all_reduce_async(self, reduce_op: ReduceOp | str, value: Any) -> CollectiveRequest:
-        """Start the sum, or another reduction, of a value over all replicas, and return what waits for it. Collective.
+        """Start the sum, or another reduction, of a value over all replicas, and return its request. Collective.
 
-        It is `reduce` without an axis, in two parts: `request.wait()` returns the result. All ranks start the same ones in the
-        same order, and those of a node meet for it; they wait in any order. The value may be changed at once. Leaves of a nest
-        that are combined in one dtype are one message, float16 and bfloat16 in float32. MPI moves it (MPI_Iallreduce), mostly
-        while ranks are in calls of MPI: see "Started now, waited for later" in the reference. Arrays on GPUs go through the
-        host's memory.
+        It is `reduce` without an axis, in two parts: `request.wait()` returns the result. All ranks start the same requests in
+        the same order, and those of a node synchronize; they wait in any order. The value may be changed at once. Leaves of a
+        nest that are combined in one dtype are one message, float16 and bfloat16 in float32. MPI_Iallreduce moves it, mostly
+        while ranks are in MPI calls: see "Started now, waited for later" in the reference. Arrays on GPUs go through the host's
+        memory.
 
-        It may be called outside of steps, and in the steps of ranks with one replica.
+        Call it outside of steps, or in steps of ranks with one replica.
 
         Args:
             reduce_op: ReduceOp.SUM, MEAN, MIN, MAX or PROD, or its name.
@@ -91,7 +91,7 @@ class RankCollectives(ABC):
         Raises:
             CollectiveMismatchError: ranks start something else, or pass other shapes or dtypes.
             ContextError: in a step of a rank with several replicas.
-            TypeError: what cannot be reduced; IndexedSlices; MIN or MAX of floats of more than 64 bits.
+            TypeError: a value that cannot be reduced; IndexedSlices; MIN or MAX of floats of more than 64 bits.
 
         Example:
             >>> strategy = ms.get_strategy()
@@ -107,11 +107,11 @@ class RankCollectives(ABC):
 
     @formerly()
     def broadcast_async(self, value: Any, *, root: int = 0) -> CollectiveRequest:
-        """Start to send one replica's value to all, and return what waits for it. Collective. See `all_reduce_async`.
+        """Start to send one replica's value to all, and return the request. Collective. See `all_reduce_async`.
 
         Args:
             value: array or nest of arrays, of the same shapes and dtypes on every replica.
-            root: the replica whose value it is.
+            root: the replica that sends.
 
         Raises:
             ValueError: there is no such replica.
@@ -121,7 +121,7 @@ class RankCollectives(ABC):
         return started.broadcast_async(self._extended.copies_of_variables(value), root=root)
 
     def _may_start(self, name: str) -> Collectives:
-        """Check that this is no call of one of several replicas in a step, nor in another strategy's."""
+        """Return the collectives; raise if the call is of one of several replicas in a step, or in another strategy's step."""
         from .contexts import require_one_call, stepping
 
         if not stepping(self):
@@ -130,17 +130,17 @@ class RankCollectives(ABC):
         return self._extended.collectives
 
     def process_set(self, ranks: Sequence[int]) -> ProcessSet:
-        """Return what some of the ranks do together, without the others. Collective over all ranks, those outside too.
+        """Return a set of some of the ranks, with its own collectives. Collective over all ranks, also those outside.
 
-        Each set has communicators and shared memory of its own: make it once, before the steps. Sets to which no rank has a
-        reference are freed when the next one is made; the strategy closes the others.
+        Each set has its own communicators and shared memory: create it once, before the steps. Sets that no rank references are
+        freed when the next one is created; the strategy closes the others.
 
         Args:
             ranks: of the strategy, the same on every rank; numbered in ascending order in the set.
 
         Raises:
-            ValueError: on every rank, for no ranks, one twice, or one that there is not.
-            CollectiveMismatchError: on every rank, when they name other ranks.
+            ValueError: on every rank: no ranks, one twice, or one that does not exist.
+            CollectiveMismatchError: on every rank: they pass other ranks.
             ContextError: in a step; or a coordinator runs here, which the other ranks serve.
 
         Example:
@@ -157,6 +157,6 @@ class RankCollectives(ABC):
         return make_process_set(self, ranks)
 
     def _together(self, name: str, *args: Any) -> None:
-        """Check a call that all ranks make outside of steps, and announce it to ranks without a program."""
+        """Check a call of all ranks outside of steps, and announce it to ranks without a program."""
         self._extended.require_cross(f"Strategy.{name}")
         self._extended.coordination.announce(name, *args)

@@ -1,4 +1,4 @@
-"""The contexts of a strategy: its scope, and that of one replica in a step, with what the replica does together with others."""
+"""The contexts of a strategy: its scope, and that of one replica in a step, with the replicas' common calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ALL_REDUCE = {op: f"all_reduce {op.value}" for op in ReduceOp}
 
 @final
 class Scope:
-    """Makes a strategy the current one for a `with` block. One object may be entered several times."""
+    """A context that makes a strategy the current one for a `with` block. It can be entered several times."""
 
     def __init__(self, strategy: Any, frame: Frame) -> None:
         self._strategy, self._frame = strategy, frame
@@ -62,7 +62,7 @@ class ValueContext:
 
     Attributes:
         replica_id_in_sync_group: number of the replica that the value is for, from 0.
-        num_replicas_in_sync: replicas in all.
+        num_replicas_in_sync: total number of replicas.
     """
 
     replica_id_in_sync_group: int = 0
@@ -73,13 +73,13 @@ class ValueContext:
 class ReplicaContext:
     """One replica's view of its strategy, inside `strategy.run` (TF: tf.distribute.ReplicaContext).
 
-    `ms.get_replica_context()` returns it. Whatever it does together with other replicas must be done by all of them, the
-    same number of times and in the same order.
+    `ms.get_replica_context()` returns it. All replicas must make its collective calls, the same number of times and in the same
+    order.
 
     Attributes:
         strategy: the strategy that runs the step.
         replica_id_in_sync_group: number of this replica, from 0, by rank and then device.
-        num_replicas_in_sync: replicas in all.
+        num_replicas_in_sync: total number of replicas.
     """
 
     __slots__ = (
@@ -94,7 +94,7 @@ class ReplicaContext:
     )
 
     def __init__(self, strategy: Any, index: int, topology: Topology, collectives: Collectives) -> None:
-        """Describe local replica `index` of the ranks that step together. Strategies make them."""
+        """Create the context of local replica `index` of the ranks that step together. Strategies call it."""
         self.strategy = strategy
         self.replica_id_in_sync_group = topology.replica_offset + index
         self.num_replicas_in_sync = topology.num_replicas
@@ -105,7 +105,7 @@ class ReplicaContext:
 
     @property
     def num_input_pipelines(self) -> int:
-        """Workers that read input: the ranks, but for parameter servers."""
+        """The number of workers that read input: the ranks without parameter servers."""
         return int(self.strategy.extended.num_input_pipelines)
 
     @property
@@ -115,7 +115,7 @@ class ReplicaContext:
 
     @property
     def mesh(self) -> Mesh:
-        """Under a MeshStrategy, what the ranks of this replica do together.
+        """The collectives of the ranks of this replica under a MeshStrategy.
 
         Raises:
             ContextError: under another strategy.
@@ -131,18 +131,18 @@ class ReplicaContext:
     ) -> Any:
         """Call a function once for all replicas of this rank, in cross-replica context. Collective on this rank only.
 
-        Every local replica waits until all of them have come. Then `merge_fn(strategy, *args, **kwargs)` is called once,
-        with a PerReplica in place of each argument that differs between them. Every rank calls its own.
+        Every local replica waits for all of them. Then `merge_fn(strategy, *args, **kwargs)` is called once, with a PerReplica
+        in place of each argument that differs between them. Every rank calls its own.
 
         Args:
-            merge_fn: where replicas pass different functions, the first local replica's is called.
+            merge_fn: if replicas pass different functions, the first local replica's is called.
             args, kwargs: for `merge_fn`; of the same form on every local replica.
 
         Returns:
-            What `merge_fn` returns; of a PerReplica or Mirrored in it, this replica's part.
+            The result of `merge_fn`; of a PerReplica or Mirrored in it, this replica's part.
 
         Raises:
-            ContextError: outside the step; or another local replica ends its step without coming here.
+            ContextError: outside the step; or another local replica ends its step without this call.
         """
         self._require("merge_call")
         rendezvous = current_rendezvous()
@@ -170,7 +170,7 @@ class ReplicaContext:
             context.pop(token)
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
-        """Return the sum, or another reduction, of a value over all replicas, in one go for a nest. Collective.
+        """Return the sum, or another reduction, of a value over all replicas, in one call for a nest. Collective.
 
         MEAN divides by the number of replicas. The result is equal on every replica.
 
@@ -199,7 +199,7 @@ class ReplicaContext:
             options: as for `all_reduce`.
 
         Raises:
-            CollectiveMismatchError: something else than the length along `axis` differs.
+            CollectiveMismatchError: anything but the length along `axis` differs.
             ValueError: a scalar, or an axis out of range.
         """
         what = f"all_gather on axis {axis}"
@@ -211,8 +211,8 @@ class ReplicaContext:
     ) -> Any:
         """Return this replica's part of the sum, or another reduction, of a value over all replicas. Collective.
 
-        The replicas divide the dimension `axis` in order, the first ones getting one more where it does not divide evenly. It
-        is half of an `all_reduce`, whose other half is `all_gather`; a nest is one exchange. Values are combined in the order
+        The replicas divide the dimension `axis` in order, the first ones getting one more if it does not divide evenly. It is
+        the first half of an `all_reduce`; `all_gather` is the second. A nest is one exchange. Values are combined in the order
         of the replicas, float16 and bfloat16 in float32; MEAN divides by the number of replicas. Arrays on GPUs go through the
         host's memory.
 
@@ -225,7 +225,7 @@ class ReplicaContext:
         Raises:
             CollectiveMismatchError: replicas pass other shapes, dtypes, reductions or axes.
             ValueError: a scalar, or an axis out of range.
-            TypeError: what cannot be reduced.
+            TypeError: values that cannot be reduced.
 
         Example:
             >>> def step():  # with 2 replicas: [0, 2, 4] on the first, [6, 8] on the second
@@ -238,23 +238,23 @@ class ReplicaContext:
 
     @formerly()
     def all_to_all(self, value: Any, *, splits: Any = None, axis: int = 0) -> Any:
-        """Send each replica a part of a value, and return the parts that all of them sent, in replica order. Collective.
+        """Send each replica a part of a value, and return the parts from all of them, in replica order. Collective.
 
-        A nest is one exchange, each of whose arrays is cut alike. Arrays on GPUs go through the host's memory (not yet run on
-        a GPU).
+        A nest is one exchange, with equal cuts of each array. Arrays on GPUs go through the host's memory (not yet run on a
+        GPU).
 
         Args:
-            value: array or nest of arrays; lengths along `axis` may differ between replicas, the rest may not.
-            splits: whole numbers, how much of the length along `axis` each replica gets; another list on each replica, but
-                given by all or by none. Default: equal parts.
+            value: array or nest of arrays; only lengths along `axis` may differ between replicas.
+            splits: whole numbers, the length along `axis` for each replica; a list per replica, given by all or by none.
+                Default: equal parts.
             axis: from 0, or from the end if it is negative.
 
         Returns:
-            The parts concatenated along `axis`. With `splits` a pair: this, and how much came from each replica (int64).
+            The parts concatenated along `axis`. With `splits` a pair: this, and the lengths from each replica (int64).
 
         Raises:
-            CollectiveMismatchError: something else than the length along `axis` differs, or only some give splits.
-            ValueError: on every replica, for a scalar, an axis out of range, splits that do not add up to the length on one of
+            CollectiveMismatchError: anything but the length along `axis` differs, or only some pass splits.
+            ValueError: on every replica: a scalar, an axis out of range, splits that do not add up to the length on one of
                 them, or without splits a length that the replicas do not divide.
 
         Example:
@@ -277,7 +277,7 @@ class ReplicaContext:
 
         Args:
             value: array or nest of arrays, of the same shapes and dtypes on every replica.
-            root: the replica whose value it is.
+            root: the replica that sends.
 
         Raises:
             ValueError: there is no such replica.
@@ -299,7 +299,7 @@ class ReplicaContext:
         return random.rng(seed=seed, step=step, sample=sample, replica=replica)
 
     def _together(self, what: str, act: Callable[[Any], Any], value: Any) -> Any:
-        """Let `act` work on all local replicas' values; every replica gets a result of its own."""
+        """Call `act` once with all local replicas' values; each replica gets its own result."""
         self._require(what)
         rendezvous = current_rendezvous()
         if rendezvous is None:
@@ -336,11 +336,7 @@ def stepping(strategy: Any) -> bool:
 
 
 def require_one_call(strategy: Any, function: str) -> None:
-    """Do nothing where a rank, which has one value whatever its replicas, may make a call: not for one of several in a step.
-
-    Raises:
-        ContextError: it is.
-    """
+    """Raise ContextError in a step of one of several replicas: a rank has one value in this call, independent of its replicas."""
     replicas = len(strategy.extended.replicas)
     if replicas > 1 and stepping(strategy):
         expected, got = "one call of a rank", f"a call of one of its {replicas} replicas"
@@ -349,7 +345,7 @@ def require_one_call(strategy: Any, function: str) -> None:
 
 
 def local_replica(strategy: Any) -> int:
-    """Return which local replica of a strategy this call belongs to: 0 on a rank with one, and outside of steps."""
+    """Return the local replica of this call: 0 on a rank with one, and outside of steps."""
     frame = context.current()
     if not stepping(strategy):
         return 0
@@ -357,13 +353,13 @@ def local_replica(strategy: Any) -> int:
 
 
 def in_step(strategy: Any, function: Callable[[], Any], name: str, remedy: str) -> None:
-    """Call a function that acts for a replica: in the step that runs, else by `run` on a rank with one replica and its variables.
+    """Call a function that acts for a replica: in the current step, else by `run` on a rank with one replica and its variables.
 
     Args:
         strategy: the strategy.
-        function: what to call.
+        function: the function.
         name: its name in the program, for the error.
-        remedy: what the program should do instead, for the error.
+        remedy: the alternative for the program, for the error.
 
     Raises:
         ContextError: outside of `strategy.run` on a rank with several local replicas, or with servers.

@@ -1,4 +1,4 @@
-"""Variables in the values of a step or a collective: each becomes what the replicas have of it."""
+"""Variables in the values of a step or a collective, replaced by the replicas' values."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["copies_of_variables", "read_variables"]
 
 
 def copies_of_variables(value: Any, replicas: int, alone: bool) -> Any:
-    """Return a nest in which each variable became what the local replicas have of it.
+    """Return a nest with each variable replaced by the local replicas' values.
 
-    With one replica in all, an ON_WRITE variable is a value like any other. `alone` is True for the default strategy.
+    With one replica in total, an ON_WRITE variable is left as it is. `alone` is True for the default strategy.
     """
     if isinstance(value, SyncOnReadVariable) and value.led:
         return value.array
@@ -29,5 +29,5 @@ def copies_of_variables(value: Any, replicas: int, alone: bool) -> Any:
 
 
 def read_variables(value: Any) -> Any:
-    """Return a nest in which each variable became what this replica reads of it."""
+    """Return a nest with each variable replaced by this replica's value."""
     return nest.map_structure(lambda leaf: leaf.array if isinstance(leaf, Variable) else leaf, value)

@@ -1,4 +1,4 @@
-"""StrategyExtended: what optimizers, variables and library authors need of a strategy beyond running steps."""
+"""StrategyExtended: the inner parts of a strategy, for optimizers, variables and library authors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _beside: ContextVar[Variable | None] = ContextVar("mpistrat_colocate", default=N
 
 
 class Coordination:
-    """How a coordinator uses this rank; without one, not at all.
+    """The use of this rank by a coordinator; this one: none.
 
     Attributes:
         leads: whether a coordinator of this rank runs, which the other ranks serve.
@@ -52,7 +52,7 @@ class Coordination:
     scheduled = False
 
     def announce(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Receive what this rank is about to do with all ranks; a coordinator makes the ranks that serve do it, too."""
+        """Record a call that this rank is about to make with all ranks; a coordinator has the serving ranks make it, too."""
 
 
 @final
@@ -63,17 +63,17 @@ class StrategyExtended(OtherNames):
         topology: ranks, nodes and devices.
         process_group: all ranks, for collectives.
         sync_topology: the ranks whose replicas step together: all, or with parameter servers this one.
-        num_input_pipelines: how many workers read input.
-        cross_device_ops: how values of the replicas become one.
-        placement: where variables live.
+        num_input_pipelines: the number of workers that read input.
+        cross_device_ops: the reductions of the replicas' values.
+        placement: the memory of variables.
         replicas: the contexts of the local replicas.
         collectives: those of the replicas that step together.
         rank_collectives: those of all ranks, for barriers and objects.
-        threads: what runs several local replicas; None with one.
-        optimizer_states: what the optimizers keep, in files and before they are applied.
-        coordination: how a coordinator uses this rank.
-        batches: what its distributed datasets handed out on this rank.
-        is_default: whether this is the strategy that holds outside every scope.
+        threads: the threads of several local replicas; None with one.
+        optimizer_states: the states of optimizers, in files and before they are applied.
+        coordination: the use of this rank by a coordinator.
+        batches: the batches of its distributed datasets on this rank.
+        is_default: whether this is the strategy outside every scope.
         closed: whether the strategy was closed.
     """
 
@@ -95,17 +95,17 @@ class StrategyExtended(OtherNames):
         is_default: bool = False,
         shared: bool = False,
     ) -> None:
-        """Hold the parts, which `assemble` makes.
+        """Store the parts from `assemble`.
 
         Args:
-            strategy: whose they are; opaque here.
+            strategy: their strategy; opaque here.
             group: all ranks.
-            ops: how values of the replicas become one.
+            ops: the reductions of the replicas' values.
             options: defaults of every reduction.
-            sync_group: the ranks whose replicas step together, where these are not all.
-            parameter_devices: where variables lie; default this rank's devices.
+            sync_group: the ranks whose replicas step together, if not all.
+            parameter_devices: the devices of variables; default this rank's devices.
             distributed, central, sharded_slots, local_steps, wire, sharded_gradients: see `Placement` and `ArenaAllocator`.
-            is_default: whether this is the strategy that holds outside every scope.
+            is_default: whether this is the strategy outside every scope.
             shared: whether the group belongs to another strategy, which closes it.
         """
         sync_group = sync_group or group
@@ -141,13 +141,13 @@ class StrategyExtended(OtherNames):
 
     @functools.cached_property
     def process_sets(self) -> ProcessSets:
-        """The process sets that were made. The first use is collective over all ranks."""
+        """The existing process sets. The first use is collective over all ranks."""
         from .process_set import ProcessSets
 
         return ProcessSets(self.process_group)
 
     def share_with(self, strategy: Any) -> StrategyExtended:
-        """Return the inner parts of a copy of the strategy: variables of its own, but the same communicators."""
+        """Return the inner parts of a copy of the strategy: new variables, but the same communicators."""
         placement = self.placement
         return StrategyExtended(
             strategy,
@@ -166,7 +166,7 @@ class StrategyExtended(OtherNames):
         )
 
     def coordinate(self, coordination: Coordination) -> None:
-        """Let a coordinator use this rank; `Coordination()` ends that."""
+        """Register a coordinator's use of this rank; `Coordination()` ends it."""
         self.coordination = coordination
 
     # devices
@@ -178,7 +178,7 @@ class StrategyExtended(OtherNames):
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """Where this rank's copies of the variables lie."""
+        """The devices of this rank's copies of the variables."""
         return self._devices("parameter_devices", self.placement.arenas.devices)
 
     def _devices(self, what: str, devices: Sequence[str]) -> tuple[str, ...]:
@@ -188,7 +188,7 @@ class StrategyExtended(OtherNames):
         return tuple(devices)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
-        """Return where to place what belongs to several variables: with the variables."""
+        """Return the devices for data of several variables: those of the variables."""
         return self.parameter_devices
 
     # variables
@@ -199,13 +199,13 @@ class StrategyExtended(OtherNames):
         return tuple(self.placement.variables)
 
     def create_variable(self, *args: Any, **kwargs: Any) -> Variable | ShardedVariable:
-        """Return a new variable; `ms.Variable(...)` ends here. Collective; in a step all replicas make it together."""
+        """Return a new variable, for `ms.Variable(...)`. Collective; in a step all replicas create it together."""
         self.require_open("Variable")
         beside = _beside.get()
         if beside is not None and beside.placement is self.placement:
             kwargs["beside"] = beside
         if context.in_update_context():
-            raise ContextError(explain("Variable", "", expected="no call in update context", got="one"))
+            raise ContextError(explain("Variable", "", expected="a call outside of update context", got="one in it"))
         rendezvous = current_rendezvous()
         if rendezvous is None:
             self.coordination.announce("variable", *args, **kwargs)
@@ -220,23 +220,23 @@ class StrategyExtended(OtherNames):
         return rendezvous.call_once(index, "Variable", together, (args, kwargs))
 
     def forget_step(self) -> None:
-        """Forget the gradients that were announced or submitted in a step that ends by an error. Every rank does it."""
+        """Drop the announced or submitted gradients of a step that failed. Call it on every rank."""
         for begun in list(self.begun):
             begun.forget()
         if self.placement.buckets is not None:
             self.placement.buckets.forget_step()
 
     def register_optimizer(self, optimizer: Any) -> None:
-        """Let `save` and `restore` know of an optimizer; it does it when first applied.
+        """Register an optimizer for `save` and `restore`; it does so when first applied.
 
         Raises:
-            ValueError: what was restored before belongs to another optimizer.
+            ValueError: the restored state belongs to another optimizer.
         """
         self.optimizer_states.register(optimizer)
 
     @property
     def optimizers(self) -> list[Any]:
-        """Those that were applied or restored, the same on every rank."""
+        """The optimizers that were applied or restored, the same on every rank."""
         return self.optimizer_states.registered
 
     def variable_created_in_scope(self, v: Any) -> bool:
@@ -244,17 +244,17 @@ class StrategyExtended(OtherNames):
         return isinstance(v, (Variable, ShardedVariable)) and v.placement is self.placement
 
     def value_container(self, value: Any) -> Any:
-        """Return the variable that a component belongs to: here they are the same."""
+        """Return the variable of a component: here the same."""
         return value
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Variable | ShardedVariable) -> Iterator[None]:
-        """Inside, new variables are placed with this one, whole: with parameter servers on its server.
+        """Return a context in which new variables are placed with this one, whole: with parameter servers on its server.
 
         Every rank enters it with the same variable. Under other strategies variables of one dtype are neighbours anyway.
 
         Args:
-            colocate_with_variable: of this strategy; of a ShardedVariable its first shard is meant.
+            colocate_with_variable: of this strategy; of a ShardedVariable its first shard is used.
 
         Raises:
             ValueError: the variable was not made in this strategy's scope.
@@ -279,16 +279,16 @@ class StrategyExtended(OtherNames):
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Call `fn(var, *args, **kwargs)` once for each physical copy that this rank writes to. Collective.
+        """Call `fn(var, *args, **kwargs)` once for each physical copy that this rank writes. Collective.
 
-        The ranks of a node share one copy, and each calls the function; writes in it are collective, and every rank
-        writes the same. Inside, `get_replica_context()` is None and `get_update_replica_id()` the number of the copy.
+        The ranks of a node share one copy, and each calls the function. Writes in it are collective, with the same values on
+        every rank. Inside, `get_replica_context()` is None and `get_update_replica_id()` the number of the copy.
 
         Args:
             var: a variable of this strategy.
-            fn: may write to the variable it is given.
+            fn: may write to its variable.
             args, kwargs: plain values; of a Mirrored, the copy's own part is passed.
-            group: whether to return one value, Mirrored where there are several copies, instead of a list.
+            group: whether to return one value, Mirrored if there are several copies, instead of a list.
 
         Raises:
             ValueError: a PerReplica among the arguments, or a variable of another strategy.
@@ -306,11 +306,11 @@ class StrategyExtended(OtherNames):
         call: tuple[Sequence[Any], Mapping[str, Any] | None],
         group: bool,
     ) -> Any:
-        """Call a function once for each of some copies, in update context; what `update` does beside its checks.
+        """Call a function once for each of some copies, in update context; `update` without its checks.
 
         Args:
-            function: who calls, for errors.
-            copies: how many.
+            function: the caller, for errors.
+            copies: their number.
             fn, call, group: the function, its positional and named arguments, and whether to return one value.
 
         Raises:
@@ -338,7 +338,7 @@ class StrategyExtended(OtherNames):
     def reduce_to(
         self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
     ) -> Any:
-        """Return the sum, or another reduction, of a value over all replicas where destinations are. Collective.
+        """Return the sum, or another reduction, of a value over all replicas, on the devices of destinations. Collective.
 
         Args:
             reduce_op: ReduceOp.SUM, MEAN, MIN, MAX or PROD, or its name.
@@ -347,8 +347,8 @@ class StrategyExtended(OtherNames):
             options: bytes_per_pack, timeout_seconds, implementation of this call.
 
         Raises:
-            ValueError: another reduce_op; a list of destinations; a plain or Mirrored value under SUM or PROD on a rank
-                with several replicas.
+            ValueError: another reduce_op; a list of destinations; a plain or Mirrored value under SUM or PROD on a rank with
+                several replicas.
             CollectiveMismatchError: ranks pass different operations, shapes or dtypes.
         """
         self.require_cross("extended.reduce_to")
@@ -364,7 +364,7 @@ class StrategyExtended(OtherNames):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Return what `reduce_to` would for each pair of a value and its destinations, in one go. Collective.
+        """Return the results of `reduce_to` for pairs of a value and its destinations, in one call. Collective.
 
         Raises:
             Exception: as `reduce_to`.
@@ -378,45 +378,37 @@ class StrategyExtended(OtherNames):
         return [as_scalar(total) for total in self.cross_device_ops.batch_reduce(op, pairs, options, function=function)]
 
     def broadcast_to(self, tensor: Any, destinations: Any = None) -> Any:
-        """Return global replica 0's value where destinations are, equal on every rank. Collective."""
+        """Return global replica 0's value on the devices of destinations, equal on every rank. Collective."""
         self.require_cross("extended.broadcast_to")
         if self.is_default:
             return tensor
         return as_scalar(self.cross_device_ops.broadcast(tensor, destinations, function="extended.broadcast_to"))
 
-    # what the strategy's own files use
+    # for the strategy's own modules
 
     def copies_of_variables(self, value: Any) -> Any:
-        """Return a nest in which each variable became what the local replicas have of it."""
+        """Return a nest with each variable replaced by the local replicas' values."""
         if type(value) in PLAIN:
             return value
         return copies_of_variables(value, self.sync_topology.num_replicas, self.is_default)
 
     def require_open(self, function: str) -> None:
-        """Do nothing unless the strategy was closed.
-
-        Raises:
-            ClosedError: it was.
-        """
+        """Raise ClosedError if the strategy was closed."""
         if self.closed:
             raise ClosedError(f"{function}: the strategy was closed")
 
     def require_cross(self, function: str) -> None:
-        """Do nothing in cross-replica context of this strategy, unless it was closed.
+        """Raise an error unless in cross-replica context of this strategy.
 
         Raises:
-            ClosedError: it was.
+            ClosedError: the strategy was closed.
             ContextError: in a step, or in another strategy's scope.
         """
         self.require_open(function)
         context.expect_cross(self._strategy, function)
 
     def require_own(self, variable: Any, function: str) -> None:
-        """Do nothing if a variable was made in this strategy's scope.
-
-        Raises:
-            ValueError: it was not.
-        """
+        """Raise ValueError unless a variable was made in this strategy's scope."""
         if self.variable_created_in_scope(variable):
             return
         if isinstance(variable, (Variable, ShardedVariable)):
@@ -440,25 +432,25 @@ class StrategyExtended(OtherNames):
             self.process_group.close()
             self.topology.close()
 
-    # TensorFlow 1: what every rank of a synchronous strategy may do
+    # TensorFlow 1
 
     _other_names = EXTENDED
     experimental_require_static_shapes = False  # shapes may change from step to step
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this rank writes checkpoints that are not collective: the chief does, else the first worker."""
+        """True if this rank writes checkpoints that are not collective: on the chief, else the first worker."""
         return self.topology.rank == self.placement.first_worker
 
     should_save_summary = should_checkpoint
 
     @property
     def experimental_should_init(self) -> bool:
-        """Whether this rank initialises variables: every one takes part."""
+        """True: every rank takes part in the initialisation of variables."""
         return True
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a step once on each local replica: `Strategy.run`. Collective where the step is."""
+        """Call a step once on each local replica: `Strategy.run`. Collective if the step is."""
         return self._strategy.run(fn, args, kwargs)

@@ -1,4 +1,4 @@
-"""What a strategy saves and restores: the calls, see `checkpoint` for what they do."""
+"""The calls by which a strategy saves and restores, implemented in `checkpoint`."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class Files(ABC):
     _state: StrategyState
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
-        """Write all variables, all that optimizers keep, and what the program adds, to one HDF5 file. Collective.
+        """Write all variables, optimizer states and the program's `extra` to one HDF5 file. Collective.
 
-        The file is complete or not there: it is written beside, and renamed. Any layout and strategy can restore it. It has a
-        digest of every array, by which `restore` notices what was changed since. Variables that were made outside the scope
-        are not in it; the log says so.
+        The file is complete or absent: it is written under a temporary name, and renamed. Any layout and strategy can restore
+        it. It has a digest of every array, so `restore` detects later changes. It lacks variables made outside the scope; the
+        log reports them.
 
         Args:
-            path: the file; one that exists is replaced.
-            extra: the dict that `restore` returns: numbers, text, None, and lists and dicts of them, the same on every rank, such
-                as a counter of epochs and the `state()` of an iterator. Of an object with `state_dict` and `load_state_dict`,
-                such as a scheduler or a GradScaler of PyTorch, the file has the state, for its `load_state_dict`.
+            path: the file; an existing one is replaced.
+            extra: the dict that `restore` returns: numbers, text, None, and lists and dicts of them, the same on every rank,
+                such as a counter of epochs and the `state()` of an iterator. Of an object with `state_dict` and
+                `load_state_dict`, such as a scheduler or GradScaler of PyTorch, the state is saved, for its `load_state_dict`.
 
         Raises:
-            OSError: on every rank, when it cannot be written.
-            TypeError: on every rank, when `extra` has another value in it.
-            CollectiveMismatchError: on every rank, when `extra` is not the same on all, or weights that should be equal differ
+            OSError: on every rank: it cannot be written.
+            TypeError: on every rank: `extra` has another value in it.
+            CollectiveMismatchError: on every rank: `extra` differs between ranks, or weights that should be equal differ
                 between nodes, or between the ranks of a mesh's replica.
 
         Example:
@@ -68,21 +68,21 @@ class Files(ABC):
         *,
         then: Callable[[], None] | None = None,
     ) -> Saving:
-        """Begin to write what `save` writes, as it is now, while the program goes on. Collective.
+        """Start to write the current state, as `save` does, while the program continues. Collective.
 
-        Each rank copies its part of the variables and of what optimizers keep, into memory that is used again, and writes it in
-        a thread. One file at a time: this call, `save`, and `close` wait for the one before, and then an error that nobody
-        has asked for with `wait` is a warning.
+        Each rank copies its part of the variables and optimizer states into reused memory, and writes it in a thread. One file
+        at a time: this call, `save`, and `close` wait for the previous one; its error, if `wait` was not called, is then a
+        warning.
 
         Args:
             path, extra: as for `save`.
             then: called on rank 0, in its thread, when the file is complete.
 
         Returns:
-            What tells whether this rank has written its part (`running`), and waits for all (`wait`, collective).
+            The save: `running` is True while this rank is writing; `wait`, collective, waits for all.
 
         Raises:
-            As `save`, for what is known before the writing; `wait` for the rest.
+            As `save`, for errors before the writing; `wait` for the others.
 
         Example:
             >>> import tempfile
@@ -100,28 +100,27 @@ class Files(ABC):
         return self._checkpoint.begin(path, extra, then)
 
     def prepare_save(self) -> None:
-        """Have the memory ready into which `begin_save` copies, so that the first one takes no longer. Collective.
+        """Allocate the memory into which `begin_save` copies, so that the first call is not slower. Collective.
 
-        Call it once, after the first step, when optimizers have made what they keep; `ms.train.Checkpoints` does.
+        Call it once, after the first step, when optimizers have their slots; `ms.train.Checkpoints` does.
         """
         self._begin_file("prepare_save", "")
         self._checkpoint.prepare()
 
     def take_snapshot(self, step: int, extra: Mapping[str, Any], run: str = "") -> None:
-        """Keep all variables, and all that optimizers keep, in memory of each node that outlives its ranks. Collective.
+        """Copy all variables and optimizer states into memory of each node that outlives its ranks. Collective.
 
-        For a job that `mpistrat run --restarts` starts again; `ms.train.Checkpoints` does it. The memory is twice that of
-        variables and optimizers on each node, and is given back when the job has ended, or when the strategy is closed after
-        `note_saved`.
+        For a job under `mpistrat run --restarts`; `ms.train.Checkpoints` calls it. The memory is twice that of variables and
+        optimizers on each node. It is freed at the end of the job, or when the strategy is closed after `note_saved`.
 
         Args:
-            step: how many steps there were, 1 or more.
+            step: the number of steps, 1 or more.
             extra: as for `save`.
-            run: a name of what goes on from it, where a program has several runs; `Checkpoints` takes its folder.
+            run: the name of a run, for programs with several; `Checkpoints` uses its folder.
 
         Raises:
-            ContextError: the job is not started again; beside a coordinator.
-            SharedMemoryError: on every rank, where the memory of any node is too small.
+            ContextError: the job has no restarts; with a coordinator.
+            SharedMemoryError: on every rank: the memory of a node is too small.
             TypeError, CollectiveMismatchError: as `save`.
         """
         self._begin_snapshot("take_snapshot")
@@ -129,14 +128,15 @@ class Files(ABC):
         self._checkpoint.take_snapshot(step, extra, run)
 
     def reach(self, step: int) -> None:
-        """Tell `mpistrat run --restarts` which step the job has reached: one at which ranks die again and again is given up.
+        """Report the step that the job has reached to `mpistrat run --restarts`, which gives up at a step where ranks keep
+        dying.
 
         Local; `ms.train.Checkpoints` calls it.
         """
         self._checkpoint.reach(step)
 
     def note_saved(self, step: int, run: str = "") -> None:
-        """Say that there is a complete checkpoint of a run after a step: snapshots before it are not needed any more. Local.
+        """Record the step of a complete checkpoint of a run: older snapshots are not needed any more. Local.
 
         Args:
             step, run: as for `take_snapshot`.
@@ -144,7 +144,7 @@ class Files(ABC):
         self._checkpoint.note_saved(run, step)
 
     def newest_snapshot(self, run: str = "") -> Snapshot | None:
-        """Return the newest state that some node still has whole, as its step says; None where there is none. Collective.
+        """Return the newest state that is complete on some node; None if there is none. Collective.
 
         Args:
             run: as for `take_snapshot`.
@@ -156,7 +156,7 @@ class Files(ABC):
         return self._checkpoint.newest_snapshot(run)
 
     def restore_snapshot(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Restore what `newest_snapshot` has found; return what `take_snapshot` got as `extra`. Collective.
+        """Restore the result of `newest_snapshot`; return the `extra` of `take_snapshot`. Collective.
 
         Raises:
             OSError, ValueError: as `restore`.
@@ -166,7 +166,7 @@ class Files(ABC):
 
     @property
     def takes_snapshots(self) -> bool:
-        """Whether the job is started again when ranks die, and its state may be kept in memory."""
+        """True if the job restarts when ranks die, so its state can be kept in memory."""
         return bool(self._extended.process_group.environment.job)
 
     def _begin_snapshot(self, function: str) -> None:
@@ -176,15 +176,15 @@ class Files(ABC):
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the variables alone, whole and by name, as safetensors, for other programs. Collective.
 
-        Needs `pip install 'mpistrat[safetensors]'`. `restore` reads such files, too, ours and others'.
+        Needs `pip install 'mpistrat[safetensors]'`. `restore` reads such files, also those of other programs.
 
         Args:
-            path: the file; one that exists is replaced. Its name ends in ".safetensors".
+            path: the file; an existing one is replaced. Its name ends in ".safetensors".
 
         Raises:
             ValueError: another suffix.
-            OSError: on every rank, when it cannot be written.
-            CollectiveMismatchError: on every rank, when weights that should be equal differ, as in `save`.
+            OSError: on every rank: it cannot be written.
+            CollectiveMismatchError: on every rank: weights that should be equal differ, as in `save`.
         """
         self._begin_file("export", path)
         self._require_equal("export")
@@ -199,24 +199,24 @@ class Files(ABC):
     def restore(
         self, path: str | os.PathLike[str], map: Mapping[str, str] | None = None, strict: bool = True
     ) -> dict[str, Any]:
-        """Read all variables, and all that optimizers keep, from a file that `save` wrote. Collective.
+        """Read all variables and optimizer states from a file of `save`. Collective.
 
-        Nothing is changed unless all of it can be read and is as it was saved.
+        Nothing is changed unless all of it can be read and matches its digests.
 
         Args:
-            path: the file; one of safetensors, by its suffix, has variables only, and optimizers stay as they are.
-            map: the names in the file of variables that are called otherwise here: {"name here": "name there"}.
-            strict: False to take what fits, as for another head on a trained model: variables that are not in the file, or have
-                another shape or dtype there, stay as they are, and so do optimizers that are not in it, or are not made
-                yet. The log says what stays, and what of the file is not used.
+            path: the file; safetensors, recognized by suffix, have variables only, and optimizers are not changed.
+            map: the names in the file of variables with other names here: {"name here": "name there"}.
+            strict: False to restore what fits, as for another head on a trained model. Variables that are not in the file, or
+                have another shape or dtype there, are not changed, nor are optimizers that are not in it, or not created yet.
+                The log lists these, and the unused content of the file.
 
         Returns:
             The `extra` of `save`, on every rank, with the states of objects; {} if there was none.
 
         Raises:
-            ValueError: on every rank, when a variable is missing in it or has another shape or dtype; a name in `map` that
-                no variable has.
-            OSError: on every rank, when it cannot be read, or is not as it was saved.
+            ValueError: on every rank: a variable is missing in it or has another shape or dtype; no variable has a name in
+                `map`.
+            OSError: on every rank: it cannot be read, or differs from what was saved.
         """
         self._begin_file("restore", path, map, strict)
         if not strict:
@@ -226,26 +226,22 @@ class Files(ABC):
         return extra
 
     def _require_alike(self, function: str) -> None:
-        """Do nothing where nodes hold the same weights.
-
-        Raises:
-            ContextError: nodes have taken local steps since the last outer step.
-        """
+        """Raise ContextError if nodes have taken local steps since the last outer step."""
         if self._extended.placement.apart:
             expected = "a call after an outer step, when all nodes have the same weights"
             got = f"local steps since then, of {self._extended.placement.local_steps}"
             remedy = (
-                "Call it while strategy.nodes_differ is false, as after each so many updates, or strategy.outer_step() before, "
-                "which takes one now. ms.train.Checkpoints waits for the next one"
+                "Call it while strategy.nodes_differ is false, or call strategy.outer_step() before. "
+                "ms.train.Checkpoints waits for the next outer step"
             )
             raise ContextError(explain(f"Strategy.{function}", "", expected=expected, got=got, remedy=remedy))
 
     def _require_equal(self, function: str) -> None:
-        """Raise what is wrong unless weights are equal where they should be. Collective.
+        """Raise an error unless weights are equal where they should be. Collective.
 
         Raises:
             ContextError: nodes have taken local steps since the last outer step.
-            CollectiveMismatchError: on every rank, when weights differ.
+            CollectiveMismatchError: on every rank: weights differ.
         """
         self._require_alike(function)
         difference = different_weights(f"Strategy.{function}", self._extended.placement)
@@ -253,5 +249,5 @@ class Files(ABC):
             raise difference
 
     def _begin_file(self, function: str, path: str | os.PathLike[str], *more: Any) -> None:
-        """Come before each call: what ranks must do to have variables at rest."""
+        """Prepare each call: bring variables to rest."""
         self._extended.require_cross(f"Strategy.{function}")

@@ -1,4 +1,4 @@
-"""Distributed datasets of a strategy: how its ranks divide a dataset, and what they compare."""
+"""Distributed datasets of a strategy: the division of a dataset among its ranks, and their comparison of it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ __all__ = ["Distributor", "Division"]
 @final
 @dataclass(frozen=True)
 class Division:
-    """How a rank takes part in reading.
+    """A rank's part in reading.
 
     Attributes:
-        workers: who reads, and which of them this rank is.
+        workers: the readers, and this rank's number among them.
         divide: returns the steps of a dataset.
         settings: of DistributedDataset.
         draws: of the ranks that draw the same batches in the same order; None for a rank that steps alone.
-        within: the workers that step together, where these are not all.
+        within: the workers that step together, if not all.
     """
 
     workers: Workers
@@ -52,11 +52,11 @@ class Division:
 
     @property
     def separate(self) -> bool:
-        """Whether not all ranks step together."""
+        """True if not all ranks step together."""
         return self.within is not None or self.divide is serve_only
 
     def drawn(self) -> Drawn | None:
-        """Return what records the draws from a new dataset. All ranks do it alike."""
+        """Return the recorder of draws from a new dataset. Call it on all ranks."""
         return None if self.draws is None else self.draws.dataset(user_line(threading.get_ident()))
 
     @classmethod
@@ -70,12 +70,12 @@ class Division:
         """Return the division of workers that don't step with all others.
 
         Args:
-            workers: those that batches are distributed to, each one rank or a group of them.
+            workers: the receivers of batches, each one rank or a group of them.
             within: the ranks that divide a batch.
             group: the same ranks.
-            passes: what begins and ends a pass.
+            passes: starts and ends passes.
         """
-        # How many batches a worker gets depends on the number of workers.
+        # A worker's number of batches depends on the number of workers.
         settings = {"passes": passes, "sum_over_ranks": _sum_over_ranks(group), "same_length": False}
         return cls(workers, functools.partial(round_robin, within=within), settings, _draws(group), within)
 
@@ -87,13 +87,13 @@ class Division:
 
 @final
 class Distributor:
-    """Makes the distributed datasets of a strategy, on all ranks or on none. Each call is collective.
+    """The factory of a strategy's distributed datasets, used on all ranks or on none. Each call is collective.
 
     Args:
-        group: the ranks that make a dataset together.
-        division: how this rank takes part in reading.
+        group: the ranks that create a dataset together.
+        division: this rank's part in reading.
         options: where batches go and how many are read ahead; as the user gave them.
-        ledger: what records the batches that are handed out.
+        ledger: records the batches that are returned.
     """
 
     def __init__(
@@ -122,14 +122,14 @@ class Distributor:
             raise ValueError(explain(function, "options", expected="PER_WORKER", got=got, remedy=remedy))
         made = distribute(dataset, division.workers, division.divide, **self._settings(options))
         if division.separate and dataset.node.traits.shares_memory:
-            expected = "no shared cache: workers that step alone share none"
-            remedy = "Use cache(), which every worker keeps for itself."
+            expected = "no shared cache, for workers that step alone"
+            remedy = "Use cache(), which is separate on every worker."
             shared = 'cache("node") or cache("job")'
             raise ValueError(explain(function, "dataset", expected=expected, got=shared, remedy=remedy))
         return made
 
     def _described(self, dataset: Dataset, made: DistributedDataset) -> tuple[str, str]:
-        """What must be the same on every rank, and what an error shows of it."""
+        """Return the text that must be the same on every rank, and the text for the error."""
         steps = dataset.cardinality() if self._division.separate else made.cardinality()
         elements = f"elements {made.element_spec}, {steps} steps in an epoch"
         alike, shown = zip(*_chain(dataset.node), (elements, elements), strict=True)
@@ -172,7 +172,7 @@ def _checked(options: Any, function: str) -> InputOptions:
 
 
 def _devices(names: Sequence[str]) -> list[DeviceCopy | None]:
-    """What copies to each local replica's device; None for a CPU."""
+    """Return the copies to each local replica's device; None for a CPU."""
     kinds = [parse(name) for name in names]
     return [DeviceCopy(index) if kind == "gpu" else None for kind, index in kinds]
 
@@ -182,10 +182,10 @@ def _draws(group: ProcessGroup) -> Draws | None:
 
 
 def _sum_over_ranks(group: ProcessGroup) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
-    """Return what sums a small array of integers over all ranks. What it returns is collective."""
+    """Return a function that sums a small array of integers over all ranks. The function is collective."""
 
     def total(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Collective."""
+        """Return the sums. Collective."""
         with group.collective("input step", dtype="int64", shape=counts.shape):
             return group.sum_int(counts.tolist())
 
@@ -193,10 +193,10 @@ def _sum_over_ranks(group: ProcessGroup) -> Callable[[NDArray[np.int64]], NDArra
 
 
 def _chain(node: Node) -> Iterator[tuple[str, str]]:
-    """What the ranks must have alike of each stage, and what it looks like in words."""
+    """Yield of each stage the text that ranks compare, and the text for errors."""
     for parent in node.parents:
         yield from _chain(parent)
-    text = re.sub(r" at 0x[0-9a-fA-F]+", "", node.describe())  # where a function without a name lies
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", node.describe())  # the address of a function without a name
     number = node.fingerprint()
     if number is None:
         yield text, text

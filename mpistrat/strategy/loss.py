@@ -1,4 +1,4 @@
-"""The right scale of a loss: gradients of the replicas are summed, so each divides by the examples of all of them."""
+"""The scale of a loss: gradients of replicas are summed, so each divides by the examples of all."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ __all__ = [
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:
     """Return this replica's part of the mean loss over the global batch: the sum of its losses over G. Local.
 
-    The sum of what all replicas get is the mean over the global batch, however unevenly it is divided.
+    The parts of all replicas add up to the mean over the global batch, even if it is divided unevenly.
 
     Args:
         per_example_loss: array of at least one dimension; the first counts this replica's examples. A tensor of torch or an
             array of JAX keeps its history: the result can be differentiated.
         sample_weight: factor of each loss: a number, one for each example, or an array of the losses' shape.
         global_batch_size: G; default the rows over all replicas of the batch among the step's arguments, or of the batches that
-            had as many rows here; of arrays of another origin this replica's examples times the number of replicas, where all
-            replicas have equal parts of batches. Where batches of different sizes are among the arguments, the one with as many
-            rows as losses.
+            had as many rows here; for other arrays this replica's examples times the number of replicas, if all replicas have
+            equal parts of batches. Of several batches of different sizes, the one with as many rows as losses.
 
     Returns:
         A scalar of the losses' dtype and library; 0 for G = 0.
 
     Raises:
         ValueError: a scalar loss, weights that do not fit, a negative size.
-        ContextError: in cross-replica context; and where it cannot be told of which batch the losses are.
-        TypeError: a value in a function that JAX compiles, without global_batch_size: the compiled function would keep the size.
+        ContextError: in cross-replica context; or it is ambiguous of which batch the losses are.
+        TypeError: a value in a function that JAX compiles, without global_batch_size: the compiled function would keep the
+            size.
 
     Example:
         >>> float(compute_average_loss(np.array([1.0, 2.0, 3.0]), global_batch_size=4))
@@ -116,7 +116,7 @@ def _global_size(loss: Any, given: int | None) -> int:
 
 
 def _weights(loss: Any, given: Any) -> Any:
-    """The weights in a shape that multiplies the losses: a number, one for each example, or one for each loss."""
+    """Return the weights in a shape that multiplies the losses: a number, one for each example, or one for each loss."""
     weights = as_array(given, "compute_average_loss", "sample_weight")
     if weights.ndim == loss.ndim + 1 and weights.shape[-1] == 1:
         weights = weights[..., 0]
@@ -129,7 +129,7 @@ def _weights(loss: Any, given: Any) -> Any:
 
 
 def _foreign_weights(loss: Any, given: Any) -> Any:
-    """The weights of tensors of torch or arrays of JAX, in a shape that multiplies them."""
+    """Return the weights of tensors of torch or arrays of JAX, in a shape that multiplies them."""
     if isinstance(given, np.ndarray):
         given = plain_array(given, "compute_average_loss", "sample_weight")
     elif not hasattr(given, "shape"):
@@ -145,7 +145,7 @@ def _foreign_weights(loss: Any, given: Any) -> Any:
 
 
 def _is_compiled(value: Any) -> bool:
-    """Return whether a value is one of a function that JAX compiles: it has no number."""
+    """Return whether a value belongs to a function that JAX compiles: it has no number."""
     try:
         bool((value != value).any())
     except TypeError:
@@ -154,10 +154,10 @@ def _is_compiled(value: Any) -> bool:
 
 
 def check_loss(strategy: Any, function: str, loss: str, max_norm: float | None, optimizer: Any) -> None:
-    """Check what `distribute` of a framework is told about the loss and its gradients.
+    """Check the arguments of a framework's `distribute` about the loss and its gradients.
 
     Raises:
-        ValueError: a setting is wrong, or means another thing under the strategy.
+        ValueError: a setting is wrong, or has another meaning under the strategy.
     """
     if loss not in ("mean", "sum"):
         raise ValueError(explain(function, "loss", expected='"mean" or "sum"', got=repr(loss)))
@@ -172,21 +172,21 @@ def check_loss(strategy: Any, function: str, loss: str, max_norm: float | None, 
 
 
 def weight_of_pass(strategy: Any, inputs: Iterable[Any], function: str) -> float:
-    """Return what multiplies this replica's gradient of the mean over its own rows, before a mean over `summed_replicas`.
+    """Return the factor of this replica's gradient of the mean over its own rows, before a mean over `summed_replicas`.
 
     Args:
         strategy: the strategy.
         inputs: the arrays of the pass, of NumPy, CuPy, torch or JAX; other values are skipped.
-        function: what makes the pass, for the error.
+        function: the caller, for the error.
 
     Raises:
-        BatchError: replicas have unequal parts of batches, and it cannot be told which batch the inputs belong to.
+        BatchError: replicas have unequal parts of batches, and the batch of the inputs is ambiguous.
     """
     return float(strategy.extended.batches.weight(inputs, function, local_replica(strategy), f"; rank {strategy.rank}"))
 
 
 def summed_replicas(strategy: Any) -> int:
-    """Return of how many replicas gradients are added up before one update."""
+    """Return the number of replicas whose gradients are added up before one update."""
     replicas = int(strategy.num_replicas_in_sync)
     if sums_workers(strategy):
         replicas *= strategy.num_workers // strategy.workers_in_sync - strategy.backup_workers
@@ -194,5 +194,5 @@ def summed_replicas(strategy: Any) -> int:
 
 
 def sums_workers(strategy: Any) -> bool:
-    """Return whether servers add up the gradients of workers that do not step together otherwise."""
+    """Return whether servers add up the gradients of workers that do not step together."""
     return getattr(strategy, "max_staleness", None) == 0 and strategy.num_workers > strategy.workers_in_sync

@@ -1,14 +1,14 @@
-"""The Mesh: ranks as a grid with named axes, and the collectives along one axis by which a step moves values between layouts.
+"""The Mesh: ranks as a grid with named axes, and collectives along one axis, which convert values between layouts.
 
-Along an axis of the mesh an array is one of three things: equal on all ranks; split, so that each rank has a part of one of its
-own axes; or partial, a summand of the sum over the ranks. Each collective makes one of another, and its backward makes of the
-gradient of what it returned that of what it was given:
+Along an axis of the mesh an array is equal on all ranks; or split, each rank has a part of one of its own axes; or partial, a
+summand of the sum over the ranks. Each collective converts one form to another. Its backward converts the gradient of its result
+to the gradient of its argument:
 
 | forward | from | to | backward |
 |---|---|---|---|
 | all_reduce | partial | equal | nothing: the gradient is equal |
-| replicate | equal, used by each rank in its own way | the same, no message | all_reduce of partial gradients |
-| all_gather | split | equal, used by each rank in its own way | reduce_scatter |
+| replicate | equal, used differently by each rank | the same, no message | all_reduce of partial gradients |
+| all_gather | split | equal, used differently by each rank | reduce_scatter |
 | reduce_scatter | partial | split | all_gather |
 | shard | equal | split, no message | all_gather |
 | reshard | split along an array axis | split along another | reshard the other way |
@@ -39,9 +39,9 @@ __all__ = ["Mesh"]
 class Mesh:
     """The ranks of a MeshStrategy as a grid with named axes: `strategy.mesh`, in a step `ms.get_replica_context().mesh`.
 
-    Its collectives are made by all ranks along an axis, the same number of times and in the same order, with arrays of one shape
-    and dtype. They return new arrays; float16 and bfloat16 are summed in float32. `mesh_axis` is an axis of the mesh, `axis` an
-    axis of the array, as in NumPy. Arrays on GPUs go through the host's memory, but for `all_reduce`.
+    All ranks along an axis call its collectives, the same number of times and in the same order, with arrays of one shape and
+    dtype. They return new arrays; float16 and bfloat16 are summed in float32. `mesh_axis` is an axis of the mesh, `axis` an
+    axis of the array, as in NumPy. Arrays on GPUs go through the host's memory, except in `all_reduce`.
 
     Attributes:
         sizes: the length of each axis, in order, the fastest last.
@@ -50,7 +50,7 @@ class Mesh:
     """
 
     def __init__(self, group: ProcessGroup, axes: Axes) -> None:
-        """Make the groups of ranks along each axis. Collective over the group, which closes it."""
+        """Create the groups of ranks along each axis. Collective over the group, which closes it."""
         rank = group.topology.rank
         self.sizes, self.at = axes.sizes, axes.coordinates(rank)
         along = {axis: axes.along([axis], rank) for axis in self.sizes}
@@ -95,8 +95,8 @@ class Mesh:
 
         Raises:
             ValueError: there is no such axis.
-            TypeError: what cannot be summed.
-            CollectiveMismatchError: on every rank along the axis, when they pass other shapes, dtypes or reductions.
+            TypeError: values that cannot be summed.
+            CollectiveMismatchError: on every rank along the axis: they pass other shapes, dtypes or reductions.
 
         Example:
             >>> out = mesh.all_reduce("SUM", hidden @ w2.array, mesh_axis="model")  # doctest: +SKIP
@@ -106,22 +106,22 @@ class Mesh:
 
     @formerly(gradient="gradient", axis="mesh_axis")
     def all_reduce_backward(self, gradient: Any, *, mesh_axis: str) -> Any:
-        """Return the gradient of what `all_reduce` summed, of that of the sum: itself. No message."""
+        """Return the gradient of the argument of `all_reduce` from that of its result: itself. No message."""
         self._along(mesh_axis, "all_reduce_backward")
         return gradient
 
     @formerly(x="value", axis="mesh_axis")
     def replicate(self, value: Any, *, mesh_axis: str) -> Any:
-        """Return an array that is equal on the ranks along an axis, before each uses it in its own way: itself. No message.
+        """Return an array that is equal on the ranks along an axis, before each uses it differently: itself. No message.
 
-        Such as the input of a layer that is split by columns (Megatron's f, whose backward is what counts).
+        An example is the input of a layer split by columns (Megatron's f). Its backward communicates.
         """
         self._along(mesh_axis, "replicate")
         return value
 
     @formerly(gradient="gradient", axis="mesh_axis")
     def replicate_backward(self, gradient: Any, *, mesh_axis: str) -> Any:
-        """Return the gradient of what was replicated: the sum of the ranks' gradients. Collective over the axis."""
+        """Return the gradient of the replicated array: the sum of the ranks' gradients. Collective over the axis."""
         return self.all_reduce(ReduceOp.SUM, gradient, mesh_axis=mesh_axis)
 
     @formerly(x="value", axis="mesh_axis", dim="axis")
@@ -137,17 +137,17 @@ class Mesh:
 
         Raises:
             ValueError: there is no such axis.
-            CollectiveMismatchError: on every rank along the axis, when they pass other shapes, dtypes or axes.
+            CollectiveMismatchError: on every rank along the axis: they pass other shapes, dtypes or axes.
         """
         array = as_array(value, "Mesh.all_gather", "value")
         return self._along(mesh_axis, "all_gather").all_gather(array, axis=axis, equal=True)
 
     @formerly(gradient="gradient", axis="mesh_axis", dim="axis")
     def all_gather_backward(self, gradient: Any, *, axis: int = 0, mesh_axis: str) -> Any:
-        """Return this rank's part of the gradient of what was gathered, of which each rank has what its own use of it adds.
+        """Return this rank's part of the gradient of a gathered array, to which each rank adds its own use of it.
 
-        Collective over the mesh axis: `reduce_scatter`. Where all ranks used it in the same way, and have the whole gradient, it
-        is `shard` of the gradient.
+        Collective over the mesh axis: `reduce_scatter`. If all ranks used it equally, and have the whole gradient, it is
+        `shard` of the gradient.
         """
         return self.reduce_scatter(ReduceOp.SUM, gradient, axis=axis, mesh_axis=mesh_axis)
 
@@ -155,7 +155,7 @@ class Mesh:
     def reduce_scatter(self, reduce_op: ReduceOp | str, value: Any, *, axis: int = 0, mesh_axis: str) -> Any:
         """Return this rank's part, along an axis, of the sum of the ranks' arrays. Collective over the mesh axis.
 
-        From partial to split: half of the bytes of `all_reduce`. The sums are in the order of the ranks.
+        From partial to split: half the bytes of `all_reduce`. The sums are in the order of the ranks.
 
         Args:
             reduce_op: a ReduceOp, or its name.
@@ -165,7 +165,7 @@ class Mesh:
 
         Raises:
             ValueError: there is no such axis, or it cannot be divided.
-            TypeError: what cannot be summed.
+            TypeError: values that cannot be summed.
             CollectiveMismatchError: as `all_gather`.
         """
         array = as_array(value, "Mesh.reduce_scatter", "value")
@@ -173,7 +173,7 @@ class Mesh:
 
     @formerly(gradient="gradient", axis="mesh_axis", dim="axis")
     def reduce_scatter_backward(self, gradient: Any, *, axis: int = 0, mesh_axis: str) -> Any:
-        """Return the gradient of what `reduce_scatter` summed, of that of this rank's part. Collective over the mesh axis."""
+        """Return the gradient of the argument of `reduce_scatter` from that of its result. Collective over the mesh axis."""
         return self.all_gather(gradient, axis=axis, mesh_axis=mesh_axis)
 
     @formerly(x="value", axis="mesh_axis", dim="axis")
@@ -192,14 +192,14 @@ class Mesh:
 
     @formerly(gradient="gradient", axis="mesh_axis", dim="axis")
     def shard_backward(self, gradient: Any, *, axis: int = 0, mesh_axis: str) -> Any:
-        """Return the gradient of what `shard` took a part of, of those of the parts. Collective over the mesh axis."""
+        """Return the gradient of the argument of `shard` from those of the parts. Collective over the mesh axis."""
         return self.all_gather(gradient, axis=axis, mesh_axis=mesh_axis)
 
     @formerly(x="value", axis="mesh_axis", old="old", new="new")
     def reshard(self, value: Any, *, old: int, new: int, mesh_axis: str) -> Any:
         """Return this rank's part, along axis `new`, of an array that is split along axis `old`. Collective over the mesh axis.
 
-        One all-to-all: each rank sends and receives what it holds but for its own part.
+        One all-to-all: each rank sends and receives everything except its own part.
 
         Args:
             value: array, of the same shape on each rank.
@@ -215,7 +215,7 @@ class Mesh:
 
     @formerly(gradient="gradient", axis="mesh_axis", old="old", new="new")
     def reshard_backward(self, gradient: Any, *, old: int, new: int, mesh_axis: str) -> Any:
-        """Return the gradient of what `reshard` was given, of that of what it returned. Collective over the mesh axis."""
+        """Return the gradient of the argument of `reshard` from that of its result. Collective over the mesh axis."""
         return self.reshard(gradient, old=new, new=old, mesh_axis=mesh_axis)
 
     @formerly(x="value", axis="mesh_axis", root="root")
@@ -224,7 +224,7 @@ class Mesh:
 
         Args:
             value: array, of the same shape on each rank.
-            root: the coordinate whose array it is.
+            root: the coordinate that sends.
             mesh_axis: name of an axis of the mesh.
 
         Raises:
@@ -248,10 +248,10 @@ class Mesh:
             raise ClosedError(f"Mesh.{function}: the strategy was closed")
         return found
 
-    # its life
+    # lifetime
 
     def close(self) -> None:
-        """Free the groups but that of "data", which the strategy closes. Collective; the group of all ranks calls it."""
+        """Free the groups except that of "data", which the strategy closes. Collective; the group of all ranks calls it."""
         for along in (*self._axes.values(), self._replica):
             along.close()
         own = [along.group for axis, along in self._axes.items() if axis != DATA]
@@ -260,10 +260,10 @@ class Mesh:
             group.topology.close()
 
     def leave(self) -> None:
-        """Nothing: each group reports its own end."""
+        """Do nothing: each group reports its own end."""
 
     def abandon(self) -> None:
-        """Nothing: each group is abandoned by itself."""
+        """Do nothing: each group is abandoned separately."""
 
     def __repr__(self) -> str:
         at = ", ".join(f"{axis} {self.at[axis]} of {size}" for axis, size in self.sizes.items())

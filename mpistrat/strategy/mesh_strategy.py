@@ -1,4 +1,4 @@
-"""MeshStrategy: replicas that are divided over several ranks each, on a grid of ranks with named axes."""
+"""MeshStrategy: replicas divided over several ranks each, on a grid of ranks with named axes."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ _NAME = "MeshStrategy"
 
 @final
 class MeshStrategy(Strategy):
-    """Synchronous training of replicas that are divided over several ranks each: data and model parallelism (TF: TPUStrategy).
+    """Synchronous training of replicas divided over several ranks each: data and model parallelism (TF: TPUStrategy).
 
-    Creation is collective over `comm`. The ranks are a grid with named axes. A replica is a coordinate of the axis "data": all
-    ranks with that coordinate, which get the same batches, and hold the parts of variables that have a layout. Along "data"
-    it is a MultiWorkerMirroredStrategy: `num_replicas_in_sync` is its length, and `reduce`, `gather` and `apply_gradients` work
-    along it. What the ranks of a replica do together is written in the step, by `ms.get_replica_context().mesh`.
+    Creation is collective over `comm`. The ranks form a grid with named axes. A replica is a coordinate of the axis "data": all
+    ranks with it, which get the same batches, and hold the parts of variables with a layout. Along "data" it is a
+    MultiWorkerMirroredStrategy: `num_replicas_in_sync` is its length, and `reduce`, `gather` and `apply_gradients` work along
+    it. The step communicates within a replica by `ms.get_replica_context().mesh`.
 
-    A variable without a layout is equal on all ranks of a replica, and so must its gradient be: the same bits, since each rank
-    does the same with them. Both are compared at the first step, and every MPISTRAT_CHECK_EVERY steps.
+    A variable without a layout, and its gradient, must have the same bits on all ranks of a replica. Both are compared at the
+    first step, and every MPISTRAT_CHECK_EVERY steps.
 
     Args:
-        axes: the length of each axis, -1 for what is left; the last one is fastest, and its ranks must share a node. Default
-            of "data": 1.
+        axes: the length of each axis, -1 for the rest; the last one is fastest, and its ranks must share a node. Default of
+            "data": 1.
         comm: communicator, duplicated here; default COMM_WORLD.
         communication_options, cross_device_ops: as for MultiWorkerMirroredStrategy; for reductions along "data".
-        replicas: None, or the length of "data": sums are in the order of replicas then, whichever nodes they are on.
+        replicas: None, or the length of "data": then sums are in the order of replicas, independent of their nodes.
 
     Raises:
-        TypeError, ValueError: on every rank, for axes that are none, or another number of replicas.
-        LayoutError: on every rank, when the lengths do not make as many ranks as there are, or ranks along the last axis are on
+        TypeError, ValueError: on every rank: invalid axes, or another number of replicas.
+        LayoutError: on every rank: the lengths do not multiply to the number of ranks, or ranks along the last axis are on
             several nodes; or a rank has several devices.
-        CollectiveMismatchError: on every rank, when they give other axes.
+        CollectiveMismatchError: on every rank: they pass other axes.
 
     Example:
         >>> strategy = ms.MeshStrategy(axes={"data": -1, "model": 4})  # doctest: +SKIP
@@ -109,7 +109,7 @@ class MeshStrategy(Strategy):
 
         Args:
             tensor: the array.
-            partition_dimensions: for each dimension into how many parts it is cut; their product is the number of ranks.
+            partition_dimensions: the number of parts of each dimension; their product is the number of ranks.
 
         Raises:
             ValueError: they do not fit the array, or the ranks of the replica.
@@ -126,22 +126,22 @@ class MeshStrategy(Strategy):
         return array[tuple(slice(int(i) * n, (int(i) + 1) * n) for i, n in zip(at, lengths, strict=True))]
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """Return on all ranks of the replica the array of one of them. Collective over the replica. Also `Mesh.broadcast`.
+        """Return one rank's array on all ranks of the replica. Collective over the replica. Also `Mesh.broadcast`.
 
         Args:
             tensor: an array, of the same shape on all of them.
-            logical_device_id: whose it is.
+            logical_device_id: the rank that sends.
 
         Raises:
             ValueError: there is no such rank.
-            CollectiveMismatchError: on every rank of the replica, when they pass other shapes, dtypes or numbers.
+            CollectiveMismatchError: on every rank of the replica: they pass other shapes, dtypes or numbers.
         """
         return self.mesh.broadcast_in_replica(tensor, root=logical_device_id)
 
-    # what the base asks for
+    # hooks of the base class
 
     def _division(self) -> Division:
-        """The ranks of a replica read the same; replicas divide batches."""
+        """Return this rank's part in reading: replicas divide batches, the ranks of a replica read the same."""
         from .input import Division
 
         return Division.together(self.mesh.data_group)
@@ -156,11 +156,13 @@ class MeshStrategy(Strategy):
         return f"<{_NAME} {'closed' if self._extended.closed else axes}, {counted(nodes, 'node')}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError(explain(_NAME, "", expected="no copy.deepcopy", got="one", remedy="Make another strategy"))
+        raise RuntimeError(
+            explain(_NAME, "", expected="a new strategy", got="copy.deepcopy", remedy="Create another MeshStrategy")
+        )
 
 
 def _check_devices(topology: Topology) -> None:
-    """Raise LayoutError if this rank has several replicas: a part of a replica is a rank's."""
+    """Raise LayoutError if this rank has several replicas: each rank has one part of a replica."""
     if topology.num_local_replicas != 1:
         got = f"{counted(topology.num_local_replicas, 'device')} ({', '.join(topology.devices)})"
         remedy = "Start a rank for each"

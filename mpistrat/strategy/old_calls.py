@@ -1,4 +1,4 @@
-"""Calls of collectives by the parameters that they had before, which still work with a DeprecationWarning."""
+"""Deprecated parameters of collectives, which still work with a DeprecationWarning."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def formerly(**old: str) -> Callable[[F], F]:
-    """Return a decorator that lets a method still be called by its old parameters, with a DeprecationWarning.
+    """Return a decorator that accepts calls with a method's old parameters, with a DeprecationWarning.
 
-    A call is an old one if it has more positional arguments than the method takes, or lacks a keyword that it requires. Where
-    the method has a reduce_op, it is "SUM" unless the old call gives one.
+    A call is old if it has more positional arguments than the method takes, or lacks a required keyword. A missing reduce_op is
+    "SUM".
 
     Args:
         old: the new name of each old parameter, in the old order; default: the parameters of the method.
@@ -38,7 +38,7 @@ def formerly(**old: str) -> Callable[[F], F]:
             given = defaults | dict(zip(order, args, strict=False))
             given |= {old.get(name, name): value for name, value in kwargs.items()}
             if len(args) > len(order) or not isinstance(given.get("mesh_axis", ""), str):
-                return method(*args, **kwargs)  # which raises TypeError
+                return method(*args, **kwargs)  # this raises TypeError
             text = (
                 f"write {method.__qualname__}({shown}): another order and other names of its arguments are deprecated"
             )

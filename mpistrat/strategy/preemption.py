@@ -1,9 +1,9 @@
-"""Preemption: a request to stop that any rank gets, agreed by all ranks at one step boundary.
+"""Preemption: a request to stop on any rank, agreed by all ranks at one step boundary.
 
 The request is a signal, or the time limit. On a node it is written to shared memory, and the barrier of a later collective
-makes it visible to all (`Node.agree_later`); without one, a call makes one. Between nodes one call of `Strategy.should_stop`
-starts a small non-blocking all-reduce, and the next call takes its result. No rank waits, and since all take the result at the
-same call, all stop at the same step, the one after the signal's.
+makes it visible to all (`Node.agree_later`); without a collective, `should_stop` makes one. Between nodes one call of
+`Strategy.should_stop` starts a small non-blocking all-reduce, and the next call takes its result. No rank waits. All take the
+result at the same call, so all stop at the same step, the one after the signal's.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ __all__ = [
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
-# Seconds after which one more SIGTERM ends at once; launchers and schedulers may both pass on the same one.
+# Seconds after which a second SIGTERM ends the program at once; launchers and schedulers may both forward the first.
 _INSISTS = 1.0
-_MARGIN, _SHARE = 60.0, 0.1  # seconds before the time limit, at most this share of what was left at first
+_MARGIN, _SHARE = 60.0, 0.1  # seconds before the time limit, at most this share of the time left at the start
 _LAST_WAIT = 1.0  # seconds at the end of the program
 
 _requests: weakref.WeakSet[StopRequest] = weakref.WeakSet()
-_before: dict[int, Any] = {}  # what handled the signals that are caught
+_before: dict[int, Any] = {}  # the previous handlers of the caught signals
 _terminated: float | None = None  # when the first SIGTERM came
-_reason = ""  # why this process was asked to stop, "" as long as it was not
+_reason = ""  # the reason to stop this process, "" without one
 _process = 0
 
 
 def catch_stop_signals() -> None:
-    """Let SIGUSR1 and SIGTERM ask this program to stop at a step boundary, instead of ending it.
+    """Make SIGUSR1 and SIGTERM request a stop at a step boundary, instead of ending the program.
 
-    `Strategy.should_stop` does it when first called. Call this as the program's first act, so that signals that come before
-    count as well. Handlers that the program had are called, too. A second SIGTERM, a second or more after the first, does what
-    it did before; so does every signal after the last strategy that was asked is closed, unless the program was told to stop.
+    `Strategy.should_stop` calls it at first. Call it at the start of the program, so that earlier signals count too. The
+    program's own handlers are still called. A second SIGTERM, at least a second after the first, has its previous effect. So
+    does every signal after the last strategy that called `should_stop` is closed, unless a stop was requested.
 
     Example:
         >>> ms.catch_stop_signals()  # doctest: +SKIP
@@ -84,7 +84,7 @@ def catch_stop_signals() -> None:
 def _handle(number: int, frame: FrameType | None) -> None:
     global _terminated
     before = _before.get(number)
-    if os.getpid() != _process:  # a forked child is none of the ranks
+    if os.getpid() != _process:  # a forked child is not a rank
         _act(number, before)
         return
     now = time.monotonic()
@@ -99,7 +99,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def ask_to_stop(reason: str) -> None:
-    """Ask this process to stop at a step boundary, as a signal does; the first reason counts. From any thread."""
+    """Request this process to stop at a step boundary, as a signal does; the first reason counts. From any thread."""
     global _reason
     _reason = _reason or reason
     for request in list(_requests):
@@ -107,18 +107,18 @@ def ask_to_stop(reason: str) -> None:
 
 
 def stop_reason() -> str:
-    """Return why this process was asked to stop, "" where it was not."""
+    """Return the reason to stop this process, "" without one."""
     return _reason
 
 
 def _act(number: int, before: Any) -> None:
-    """Do what a signal did before it was caught."""
+    """Give a signal its previous effect."""
     signal.signal(number, signal.SIG_DFL if before is None else before)
     os.kill(os.getpid(), number)
 
 
 def release_signals() -> None:
-    """Handle signals as before they were caught, and forget those that came."""
+    """Restore the previous handlers of signals, and forget received ones."""
     global _reason, _terminated
     _reason, _terminated = "", None
     for number, before in _before.items():
@@ -132,11 +132,11 @@ def last_moment(end: float | None, margin: float | None, env: Mapping[str, str],
     """Return when to stop because of the time limit, in seconds since 1970; None without one.
 
     Args:
-        end: when the job ends; default what SLURM says, from version 23.02 on.
+        end: when the job ends; default SLURM's value, from version 23.02 on.
         margin: seconds before that; default 60, but at most a tenth of the time that is left now.
 
     Raises:
-        ValueError: naming the variable, when SLURM's is no number.
+        ValueError: SLURM's variable is not a number; it is named.
 
     Example:
         >>> last_moment(1000.0, None, {}, now=900.0), last_moment(None, 30.0, {"SLURM_JOB_END_TIME": "1000"}, now=0.0)
@@ -156,12 +156,12 @@ def last_moment(end: float | None, margin: float | None, env: Mapping[str, str],
 
 @final
 class StopRequest:
-    """Whether this rank was asked to stop. One per strategy.
+    """The request to stop this rank. One per strategy.
 
-    With `spread` the watchdogs forward the request to the other ranks, where these don't agree at each step.
+    With `spread` the watchdogs forward the request to the other ranks, if these don't agree at each step.
 
     Attributes:
-        save_seconds: how long a save has taken: so much earlier the time limit is near, where the program does not say when.
+        save_seconds: the time of a save: the time limit is advanced by it, unless the program sets its own margin.
     """
 
     def __init__(self, group: ProcessGroup, spread: bool = False) -> None:
@@ -175,7 +175,7 @@ class StopRequest:
             self.note()
 
     def note(self) -> None:
-        """A signal has come. Called by the handler."""
+        """Record a signal. The handler calls it."""
         if self._monitor is not None:
             self._monitor.stop = True
 
@@ -197,9 +197,9 @@ class StopRequest:
         self._last = last_moment(settings.end_time, settings.stop_before, os.environ, time.time())
 
     def close(self) -> None:
-        """Let signals do what they did before, when this was the last that asked, and there was no request.
+        """Restore the signals' previous effect, if this was the last request that was checked, and no stop was requested.
 
-        A rank that was asked to stop may get the signal again while it ends, and ends with its own exit status.
+        A rank that was asked to stop may get the signal again while it ends, and still ends with its own exit status.
         """
         _requests.discard(self)
         if self._asked and not _reason and not any(request._asked for request in _requests):
@@ -208,35 +208,33 @@ class StopRequest:
 
 
 class StopAgreement(ABC):
-    """How the ranks of a strategy agree to stop."""
+    """The agreement of a strategy's ranks to stop."""
 
     @abstractmethod
     def ask(self, wish: bool) -> bool:
-        """Return whether to stop; `wish` is whether this rank was asked to. Collective, or not: see the classes."""
+        """Return whether to stop; `wish`: whether this rank was asked to. Collective or not: see the classes."""
 
 
 @final
 class StopTogether(StopAgreement):
-    """Ranks that step together stop at the same step."""
+    """The agreement of ranks that step together: they stop at the same step."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._agreed = self._attached = False
         self._wish, self._wishes = np.zeros(1, np.int8), np.zeros(1, np.int8)
         self._pending: Any = None
-        self._asked_after = -1  # how many barriers of the node
+        self._asked_after = -1  # the node's count of barriers
 
     def ask(self, wish: bool) -> bool:
-        """Return whether some rank wished it at the call before; from then on True. Collective, but no rank waits."""
+        """Return True from the call after a rank's wish on. Collective, but no rank waits."""
         if not self._agreed:
             self._agreed = self._ask_nodes(wish) if self._group.num_nodes > 1 else self._ask_node(wish)
         return self._agreed
 
     def _ask_node(self, wish: bool) -> bool:
         node = self._group.node
-        if (
-            node.size > 1 and node.barriers == self._asked_after
-        ):  # a loop that does nothing together: none would ever see it
+        if node.size > 1 and node.barriers == self._asked_after:  # without collectives no rank would ever see it
             with self._group.collective("should_stop"):
                 pass
         found = node.agree_later(wish)
@@ -260,13 +258,13 @@ class StopTogether(StopAgreement):
     def _take(self) -> bool:
         if self._pending is None:
             return False
-        while not self._pending.Test():  # MPI's own wait would keep a core that another rank may need
+        while not self._pending.Test():  # MPI's own wait would occupy a core
             os.sched_yield()
         self._pending = None
         return bool(self._wishes[0])
 
     def close(self) -> None:
-        """Take the last agreement, whose communicator is about to be freed. Collective; the group calls it."""
+        """Complete the last agreement before its communicator is freed. Collective; the group calls it."""
         with self._group.collective("should_stop", "close"):
             self._take()
 
@@ -279,7 +277,7 @@ class StopTogether(StopAgreement):
         self._pending = None
 
     def _finish(self) -> None:
-        """Finish the pending request, as MPI requires; a rank that is gone may prevent it."""
+        """Complete the pending request, as MPI requires; a lost rank may prevent it."""
         pending, self._pending = self._pending, None
         if pending is not None:
             wait_until(pending.Test, _LAST_WAIT)
@@ -287,7 +285,7 @@ class StopTogether(StopAgreement):
 
 @final
 class StopAtPasses(StopAgreement):
-    """Ranks that don't step together: in a pass each stops at its own step, and when all have left it they agree.
+    """The agreement of ranks that don't step together: in a pass each stops at its own step; after it they agree.
 
     `together` is the agreement of the ranks that step together with this one.
     """
@@ -297,7 +295,7 @@ class StopAtPasses(StopAgreement):
         self._agreed = False
 
     def ask(self, wish: bool) -> bool:
-        """Return whether to stop; from then on True, when all have agreed.
+        """Return whether to stop; True from the agreement of all ranks on.
 
         In a pass collective over the ranks that step together; else over all of them.
         """

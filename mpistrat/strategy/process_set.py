@@ -1,4 +1,4 @@
-"""A process set: some of the ranks of a strategy, and the collectives that they make without the others."""
+"""A process set: some of the ranks of a strategy, with their own collectives."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _SHOWN = 8  # ranks of a set in errors
 
 @final
 class _Inner:
-    """What a rank has of a set besides the object of the program.
+    """The parts of a set on a rank, without the program's object.
 
     Attributes:
-        group: the set's ranks, or this rank alone where it is outside.
+        group: the set's ranks, or this rank alone if it is outside.
         collectives: theirs.
         kept: whether the program may use the communicator without the set.
-        forgotten: whether no reference to the set is left on this rank.
+        forgotten: whether this rank has no reference to the set left.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -56,23 +56,23 @@ class _Inner:
 
     @property
     def unused(self) -> bool:
-        """Whether this rank does not use it any more."""
+        """True if this rank does not use it any more."""
         return self.group.closed or (self.forgotten and not self.kept)
 
 
 @final
 class ProcessSets:
-    """The sets that were made over the ranks of a strategy, and are not freed.
+    """The existing sets over the ranks of a strategy.
 
-    To free a communicator is collective, and ranks forget a set at different moments, when Python does. So the sets that all
-    ranks have forgotten are freed when the next one is made, in which all ranks take part. (Horovod frees a set by
+    Freeing a communicator is collective, and Python collects a set at different times on each rank. So the sets without
+    references on all ranks are freed when the next one is created, in which all ranks take part. (Horovod frees a set by
     `remove_process_set` only.)
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        """Be closed with the strategy's ranks. The same on every rank: the first set makes it."""
+        """Attach to the strategy's ranks, which close it. The same on every rank: the first set creates it."""
         self._group = group
-        self._inner: dict[int, _Inner] = {}  # by number, in the order in which they were made
+        self._inner: dict[int, _Inner] = {}  # by number, in the order of creation
         self._count = 0
         group.attach(self)
 
@@ -98,26 +98,26 @@ class ProcessSets:
         self._inner.clear()
 
     def leave(self) -> None:
-        """Nothing: their groups report their own end."""
+        """Do nothing: the sets' groups report their own end."""
 
     def abandon(self) -> None:
-        """Nothing: their groups are abandoned by themselves."""
+        """Do nothing: the sets' groups are abandoned separately."""
 
 
 @final
 class ProcessSet:
-    """Some of the ranks of a strategy (Horovod: ProcessSet). `Strategy.process_set` makes it.
+    """Some of the ranks of a strategy (Horovod: ProcessSet). `Strategy.process_set` creates it.
 
-    Each of its collectives is made by all ranks of the set, the same number of times and in the same order; the others go on.
-    Each rank brings one value, however many replicas it has. They may be called outside of steps, and in the steps of ranks with
-    one replica. Errors name the set, and number its ranks from 0.
+    All ranks of the set call each of its collectives, the same number of times and in the same order; other ranks do not take
+    part. Each rank passes one value, independent of its replicas. Call them outside of steps, or in steps of ranks with one
+    replica. Errors name the set, and number its ranks from 0.
 
     Attributes:
         ranks: the strategy's ranks that are in it, in order.
     """
 
     def __init__(self, strategy: Any, ranks: tuple[int, ...], inner: _Inner) -> None:
-        """Hold what this rank has of it. `Strategy.process_set` calls it."""
+        """Store this rank's parts. `Strategy.process_set` calls it."""
         self.ranks = ranks
         self._strategy, self._inner, self._group = strategy, inner, inner.group
         self._collectives = inner.collectives
@@ -125,12 +125,12 @@ class ProcessSet:
 
     @property
     def included(self) -> bool:
-        """Whether this rank is in it."""
+        """True if this rank is in it."""
         return self._strategy_rank in self.ranks
 
     @property
     def size(self) -> int:
-        """Number of ranks in it."""
+        """The number of ranks in it."""
         return len(self.ranks)
 
     @property
@@ -156,7 +156,7 @@ class ProcessSet:
         return self._made("all_reduce").all_reduce(reduce_op, value, options=options)
 
     def all_reduce_async(self, reduce_op: ReduceOp | str, value: Any) -> CollectiveRequest:
-        """Start an `all_reduce`, and return what waits for it. Collective over the set. See `Strategy.all_reduce_async`."""
+        """Start an `all_reduce`, and return its request. Collective over the set. See `Strategy.all_reduce_async`."""
         return self._keeping(self._made("all_reduce_async").all_reduce_async(reduce_op, value))
 
     def all_gather(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
@@ -172,7 +172,7 @@ class ProcessSet:
 
     @formerly()
     def all_to_all(self, value: Any, *, splits: Any = None, axis: int = 0) -> Any:
-        """Return what all ranks sent to this one. Collective over the set. See `ReplicaContext.all_to_all`."""
+        """Return the values that all ranks sent to this one. Collective over the set. See `ReplicaContext.all_to_all`."""
         made = self._made("all_to_all")
         given = None if splits is None else plain_array(splits, "ProcessSet.all_to_all", "splits")
         result = made.all_to_all(value, splits=given, axis=axis)
@@ -193,7 +193,7 @@ class ProcessSet:
 
     @formerly()
     def broadcast_async(self, value: Any, *, root: int = 0) -> CollectiveRequest:
-        """Start a `broadcast`, and return what waits for it. Collective over the set. See `Strategy.broadcast_async`.
+        """Start a `broadcast`, and return its request. Collective over the set. See `Strategy.broadcast_async`.
 
         Raises:
             ValueError: the root is not in the set.
@@ -205,7 +205,7 @@ class ProcessSet:
         """Return one rank's Python object on all. Collective over the set. See `Strategy.broadcast_object`.
 
         Args:
-            obj: the root's counts.
+            obj: used on the root only.
             root: a rank of the strategy that is in the set.
 
         Raises:
@@ -222,7 +222,7 @@ class ProcessSet:
         self._made("barrier").barrier(timeout, name)
 
     def _made(self, function: str) -> Collectives:
-        """Return the collectives of the set, where this rank may make one.
+        """Return the collectives of the set, if this rank may call one.
 
         Raises:
             ContextError: outside of the set, or in a step of a rank with several replicas.
@@ -235,7 +235,7 @@ class ProcessSet:
         return self._collectives
 
     def _keeping(self, request: CollectiveRequest) -> CollectiveRequest:
-        request.owner = self  # which is not forgotten before it is complete
+        request.owner = self  # keeps the set until it is complete
         return request
 
     def _number(self, root: int, function: str) -> int:
@@ -244,7 +244,7 @@ class ProcessSet:
             raise ValueError(explain(f"ProcessSet.{function}", "root", expected=expected, got=repr(root)))
         return self.ranks.index(root)
 
-    # its life
+    # lifetime
 
     def close(self) -> None:
         """Free its communicators and its memory before the strategy does. Collective over the set."""
@@ -263,7 +263,7 @@ def make_process_set(strategy: Any, ranks: Sequence[int]) -> ProcessSet:
     same(partial(group.exchange, "process_set"), named("rank", found), _different_ranks)
     members = found if rank in found else (rank,)
     label = f"process set of {named('rank', found, most=_SHOWN)}"
-    one = group.topology.devices[:1]  # a value of each rank, however many replicas it has
+    one = group.topology.devices[:1]  # one value per rank, independent of its replicas
     sets = strategy.extended.process_sets
     sets.free_forgotten()
     return sets.make(strategy, found, group.subgroup(members, "Strategy.process_set", label, one))

@@ -1,4 +1,4 @@
-"""Threads of local replicas, which run a step at the same time: replica 0 on the calling thread, the others on kept threads."""
+"""Threads of local replicas, which run a step at the same time: replica 0 on the calling thread, the others on a thread pool."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _rendezvous: contextvars.ContextVar[Rendezvous | None] = contextvars.ContextVar(
 
 
 def current_rendezvous() -> Rendezvous | None:
-    """Return the rendezvous of the run that calls this; None with one local replica."""
+    """Return the rendezvous of the current run; None with one local replica."""
     return _rendezvous.get()
 
 
 class _Stopped(BaseException):
-    """Unwinds a replica because another one failed; never reaches the user."""
+    """An exception that unwinds a replica because another one failed; never reaches the user."""
 
 
 @final
 class Rendezvous:
-    """A rendezvous: where the replicas of one run wait for each other.
+    """A rendezvous, at which the replicas of one run wait for each other.
 
-    The calling thread carries out whatever the replicas do together, so that MPI sees one thread and Ctrl-C arrives
-    where it is expected. Each run has an object of its own: a replica that outlives a run that failed disturbs no other.
+    The calling thread runs all common calls of the replicas, so that MPI sees one thread and Ctrl-C arrives where it is
+    expected. Each run has its own object: a replica that outlives a failed run does not disturb a later one.
     """
 
     def __init__(self, frames: Sequence[Frame], devices: Sequence[str]) -> None:
@@ -48,7 +48,7 @@ class Rendezvous:
         self._error: BaseException | None = None
 
     def replica(self, index: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call the step as local replica `index`; keep what it returns or raises."""
+        """Call the step as local replica `index`; store its result or error."""
         error: BaseException | None = None
         token, outer = context.push(self._frames[index]), _rendezvous.set(self)
         ledger = self._frames[index].strategy.extended.batches
@@ -70,7 +70,7 @@ class Rendezvous:
             self._changed.notify_all()
 
     def results(self) -> list[Any]:
-        """Wait for every replica; return what they returned, or raise what the first that failed raised."""
+        """Wait for every replica; return their results, or raise the error of the first that failed."""
         with self._changed:
             try:
                 self._changed.wait_for(lambda: len(self._done) == self._size)
@@ -90,10 +90,10 @@ class Rendezvous:
         """Wait for all local replicas; the calling thread calls `together` once. Return this replica's result of it.
 
         Args:
-            index: the local replica that calls.
-            what: the call in words, the same on every replica.
+            index: the calling local replica.
+            what: the description of the call, the same on every replica.
             together: gets every local replica's post, in order; returns one result for each. Replica 0's is called.
-            post: what this replica brings.
+            post: this replica's argument.
 
         Raises:
             ContextError: another replica makes another call, or has returned from its step.
@@ -109,7 +109,7 @@ class Rendezvous:
         if len(set(calls)) > 1:
             got = ", ".join(f"{call} on replica {replica}" for replica, call in enumerate(calls))
             raise ContextError(f"{what}: expected every replica of this rank to make the same calls, got {got}")
-        answers = together(list(posts))  # the others are parked; an exception unwinds replica 0, which stops them
+        answers = together(list(posts))  # the others are waiting; an exception unwinds replica 0, which stops them
         with self._changed:
             self._answers, self._posts = answers, {}
             self._turn += 1
@@ -117,7 +117,7 @@ class Rendezvous:
         return answers[0]
 
     def _wait(self, index: int, ready: Callable[[], bool]) -> None:
-        """Wait under the lock until `ready`; unwind where it can no longer become so."""
+        """Wait under the lock until `ready`; unwind if it can no longer become true."""
         self._changed.wait_for(lambda: ready() or self._error is not None or bool(self._done))
         if ready():
             return
@@ -137,7 +137,7 @@ def _serve(inbox: Inbox) -> None:
     while (job := inbox.get()) is not None:
         own_context, call, args = job
         own_context.run(call, *args)
-        del job, own_context, call, args  # keep no user object alive between steps
+        del job, own_context, call, args  # do not keep user objects alive between steps
 
 
 def _dismiss(inboxes: Sequence[Inbox]) -> None:
@@ -147,7 +147,7 @@ def _dismiss(inboxes: Sequence[Inbox]) -> None:
 
 @final
 class ReplicaThreads:
-    """The kept threads of a rank's replicas 1, 2, …; they start with the first run and end with `close`.
+    """The thread pool of a rank's replicas 1, 2, …; it starts with the first run and ends with `close`.
 
     In a step each thread has the GPU of its replica as the current one.
     """
@@ -158,10 +158,10 @@ class ReplicaThreads:
         self._turn = threading.Lock()  # runs from several threads of the program take turns
 
     def run(self, function: Callable[..., Any], calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-        """Call a step once for each local replica, with its arguments, all at the same time; return their results.
+        """Call a step once for each local replica, with its arguments, concurrently; return their results.
 
         Raises:
-            What the first replica that failed raised; ContextError where replicas acted together unequally often.
+            The error of the first replica that failed; ContextError if replicas made different numbers of common calls.
         """
         with self._turn:
             if not self._inboxes:

@@ -1,4 +1,4 @@
-"""A table of what this program runs on: versions, MPI, layout, devices, threads, settings."""
+"""A table of the program's environment: versions, MPI, layout, devices, threads, settings."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Row = tuple[str, str]
 
 
 def show_config(strategy: Strategy | None = None) -> str:
-    """Print what the program runs on, and return the text. Collective over a strategy that is given.
+    """Print the program's environment, and return the text. Collective over a given strategy.
 
     Args:
-        strategy: its ranks, devices and algorithms are shown too; then rank 0 alone prints, and every rank returns its
-            own text. Without it every process prints, and MPI is not started.
+        strategy: adds its ranks, devices and algorithms; then only rank 0 prints, and every rank returns its own text. Without
+            it every process prints, and MPI is not started.
 
     Example:
         >>> "numpy" in show_config()
@@ -85,7 +85,7 @@ def _mpi() -> Iterator[Row]:
 
 
 def _torch() -> Iterator[Row]:
-    """Yield whether torch.distributed has the backends of this package, if the program has imported PyTorch."""
+    """Yield the state of torch.distributed's backends of this package, if the program has imported PyTorch."""
     if "torch" in sys.modules:
         entry: Any = sys.modules.get("_mpistrat_torch")
         state = "" if entry is None else entry.chosen()

@@ -1,4 +1,4 @@
-"""Strategy: one training step, run on all replicas. What all strategies have in common, which is nearly everything."""
+"""Strategy: one training step, run on all replicas; the common base of all strategies."""
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ _NO_KWARGS: dict[str, Any] = {}
 
 
 class Strategy(RankCollectives, Files, OtherNames):
-    """How one training step runs on many replicas (TF: tf.distribute.Strategy). Make one of its subclasses.
+    """The distribution of one training step over replicas (TF: tf.distribute.Strategy). Create one of its subclasses.
 
-    Creating and closing a strategy is collective over its communicator. Used in a `with` statement it is closed at the
-    end, unless an exception leaves it; `scope()` is what makes it the current strategy.
+    Creating and closing a strategy is collective over its communicator. A `with` statement closes it at the end, unless an
+    exception leaves the block; `scope()` makes it the current strategy.
 
     Attributes:
-        cluster_resolver: who the tasks of the cluster are, where the strategy was told.
+        cluster_resolver: the tasks of the cluster, if the strategy has a resolver.
     """
 
     cluster_resolver: ClusterResolver | None = None
 
     def __init__(self, extended: StrategyExtended | None = None) -> None:
-        """Hold the inner parts that a subclass made. Making a strategy is collective (see its class).
+        """Store the inner parts of a subclass. Creating a strategy is collective (see its class).
 
         Raises:
             TypeError: for Strategy itself.
         """
         if extended is None:
-            remedy = "MirroredStrategy, MultiWorkerMirroredStrategy, CentralStorageStrategy and OneDeviceStrategy are"
-            got = "Strategy, which is none by itself"
+            remedy = "Use MirroredStrategy, MultiWorkerMirroredStrategy, CentralStorageStrategy or OneDeviceStrategy"
+            got = "the base class Strategy"
             raise TypeError(explain("Strategy", "", expected="a strategy", got=got, remedy=remedy))
         self._extended = extended
         self._replica_frame: Frame = extended.replicas[0].frame
@@ -74,11 +74,11 @@ class Strategy(RankCollectives, Files, OtherNames):
         self._stop_request = StopRequest(extended.process_group)
         self._stop_agreement: StopAgreement = StopTogether(extended.placement.group)
 
-    # who and where
+    # ranks and communicators
 
     @property
     def extended(self) -> StrategyExtended:
-        """What optimizers, variables and library authors need of a strategy."""
+        """The inner parts of the strategy, for optimizers, variables and library authors."""
         return self._extended
 
     @property
@@ -88,7 +88,7 @@ class Strategy(RankCollectives, Files, OtherNames):
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return self._extended.topology.size
 
     @property
@@ -104,7 +104,7 @@ class Strategy(RankCollectives, Files, OtherNames):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas that step together: of all ranks, or with parameter servers of this worker."""
+        """The number of replicas that step together: of all ranks, or with parameter servers of this worker."""
         return self._extended.sync_topology.num_replicas
 
     # contexts
@@ -112,11 +112,11 @@ class Strategy(RankCollectives, Files, OtherNames):
     def scope(self) -> Scope:
         """Return the context in which this is the current strategy.
 
-        Variables made inside belong to it. It may be entered again inside itself; scopes hold for one thread and are
-        left in the reverse order of entering.
+        Variables created inside belong to it. It can be entered again inside itself. Scopes are per thread, and are left in the
+        reverse order of entering.
 
         Raises:
-            ContextError: when entered inside another strategy's scope, or in a step.
+            ContextError: inside another strategy's scope, or in a step.
         """
         self._extended.require_open("Strategy.scope")
         return Scope(self, self._extended.replicas[0].frame if self._extended.is_default else self._extended.frame)
@@ -128,25 +128,25 @@ class Strategy(RankCollectives, Files, OtherNames):
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """Call a step once on each local replica, and return what they return. Collective where the step is.
+        """Call a step once on each local replica, and return the results. Collective if the step is.
 
-        Several replicas of a rank run in threads, the first on the calling one. In the step `get_replica_context()`
-        tells which replica it is.
+        Several replicas of a rank run in threads, the first on the calling one. In the step, `get_replica_context()` returns
+        the replica.
 
         Args:
             fn: the step.
-            args, kwargs: of a PerReplica or Mirrored anywhere in them each replica gets its own part; variables and
-                everything else are passed as they are.
+            args, kwargs: each replica gets its part of any PerReplica or Mirrored in them; variables and other values are
+                passed unchanged.
             options: accepted for TF's programs, without effect.
 
         Returns:
-            With one local replica, what the step returned. With several, the structure that they returned with a
-            PerReplica in each place, or the object itself where all returned the same one, unless it is a number.
+            With one local replica, the step's result. With several, the structure of the results with a PerReplica in each
+                place, or the object itself if all returned the same one, unless it is a number.
 
         Raises:
-            Exception: what the first replica that failed raised; the others are stopped where they next act together.
+            Exception: from the first replica that failed; the others stop at their next common call.
             ValueError: args are no tuple or list; a variable of another strategy among them.
-            ContextError: in a step, or in another strategy's scope; or local replicas acted together unequally often.
+            ContextError: in a step, or in another strategy's scope; or local replicas made different numbers of common calls.
 
         Example:
             >>> strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group)  # doctest: +SKIP
@@ -202,18 +202,18 @@ class Strategy(RankCollectives, Files, OtherNames):
         return kwargs
 
     def should_stop(self) -> bool:
-        """Return whether to stop here: some rank got SIGUSR1 or SIGTERM, or its time is nearly over. Collective.
+        """Return whether to stop here: a rank got SIGUSR1 or SIGTERM, or its time is nearly over. Collective.
 
-        Call it after each step, and after the loop over a dataset. The answer is the same on every rank, whichever rank was
-        told, and comes at the second call after that; once True, it stays so. No rank waits for another in it. A program that
-        stops saves what it needs to go on, and ends with the exit status `ms.RESTART_EXIT_CODE`: see "Preemption".
+        Call it after each step, and after the loop over a dataset. The answer is the same on every rank. It becomes True at the
+        second call after a rank got the signal, and stays True. No rank waits in it. A program that stops saves its state, and
+        exits with the status `ms.RESTART_EXIT_CODE`: see "Preemption".
 
-        With parameter servers each worker stops at its own step, some tenths of a second after the rank that was told, and in
-        the loop over a dataset the call is not collective. After it all ranks call it, the servers too, and get one answer, so
-        that all go on or save together. In a coordinator's program the coordinator calls it, alone.
+        With parameter servers each worker stops at its own step, some tenths of a second after the signal, and in the loop over
+        a dataset the call is not collective. After the loop all ranks call it, the servers too, and get the same answer. In a
+        coordinator's program only the coordinator calls it.
 
-        From the first call on the two signals do nothing else: see `ms.catch_stop_signals`. The time limit is SLURM's, or
-        what MPISTRAT_END_TIME says, and comes as much earlier as the longest save so far has taken.
+        After the first call the two signals have no other effect: see `ms.catch_stop_signals`. The time limit is SLURM's, or
+        MPISTRAT_END_TIME, and is advanced by the time of the longest save so far.
 
         Raises:
             ContextError: in a step.
@@ -231,14 +231,14 @@ class Strategy(RankCollectives, Files, OtherNames):
 
     @property
     def nodes_differ(self) -> bool:
-        """Whether nodes have taken local steps since the last outer step (`local_steps`): each has weights of its own then."""
+        """True if nodes have taken local steps since the last outer step (`local_steps`): their weights differ then."""
         return bool(self._extended.placement.apart)
 
     def outer_step(self) -> None:
-        """Take the outer step now, if nodes have taken local ones since the last: all have the same weights then. Collective.
+        """Take the outer step now, if nodes have taken local ones since the last: then all have equal weights. Collective.
 
-        For the end of training, and before what needs weights of all nodes: `save`, `assign`, an evaluation of one model. A round
-        that it cuts short is a round like any other. Without `local_steps` nothing happens.
+        Call it at the end of training, and before uses of all nodes' weights: `save`, `assign`, the evaluation of one model. A
+        shortened round counts as any other. Without `local_steps` it has no effect.
 
         Raises:
             ContextError: in a step.
@@ -264,15 +264,15 @@ class Strategy(RankCollectives, Files, OtherNames):
     ) -> Any:
         """Return the sum, or another reduction, of a value over all replicas, equal on every rank. Collective.
 
-        Without an axis the replicas' arrays, which have one shape, are combined element by element; MEAN divides by the
-        number of replicas. With an axis, elements along it are combined too: MEAN is the sum of all elements divided by
-        their number, whatever each replica has of them, and a replica may have none. Integers give a float64 MEAN.
-        MIN, MAX and PROD (TF has none of them) keep the dtype; of no element at all PROD is 1, as SUM is 0.
+        Without an axis the replicas' arrays, of one shape, are combined element by element; MEAN divides by the number of
+        replicas. With an axis, elements along it are combined too: MEAN is the sum of all elements divided by their number,
+        which may differ between replicas or be 0. Integers give a float64 MEAN. MIN, MAX and PROD (not in TF) keep the dtype;
+        without elements PROD is 1, as SUM is 0.
 
         Args:
             reduce_op: ReduceOp.SUM, MEAN, MIN, MAX or PROD, or its name.
-            value: what `run` returned: PerReplica or plain arrays or numbers, or a nest of them. Of an ON_READ variable
-                the replicas' copies are combined.
+            value: a result of `run`: PerReplica or plain arrays or numbers, or a nest of them. Of an ON_READ variable the
+                replicas' copies are combined.
             axis: None, an axis, or several; negative ones count from the end.
             options: bytes_per_pack, timeout_seconds, implementation of this call.
 
@@ -280,10 +280,10 @@ class Strategy(RankCollectives, Files, OtherNames):
             A new array, a NumPy scalar for no dimensions, or the nest of them. One collective for all.
 
         Raises:
-            ValueError: another reduce_op; an axis out of range; a MEAN, MIN or MAX of no element at all; a plain value
-                under SUM or PROD on a rank with several replicas; a Mirrored or an ON_WRITE variable under SUM or PROD.
+            ValueError: another reduce_op; an axis out of range; a MEAN, MIN or MAX without elements; a plain value under SUM or
+                PROD on a rank with several replicas; a Mirrored or an ON_WRITE variable under SUM or PROD.
             TypeError: bool; complex numbers or IndexedSlices under MIN, MAX or PROD.
-            CollectiveMismatchError: on every rank, when they pass different operations, shapes or dtypes.
+            CollectiveMismatchError: on every rank: ranks pass different operations, shapes or dtypes.
             ContextError: in a step: use `get_replica_context().all_reduce`.
 
         Example:
@@ -307,7 +307,7 @@ class Strategy(RankCollectives, Files, OtherNames):
             options: as for `reduce`.
 
         Raises:
-            CollectiveMismatchError: something else than the length along `axis` differs.
+            CollectiveMismatchError: anything but the length along `axis` differs.
             ValueError: a scalar, or an axis out of range.
             ContextError: in a step: use `get_replica_context().all_gather`.
         """
@@ -316,7 +316,7 @@ class Strategy(RankCollectives, Files, OtherNames):
         return extended.collectives.all_gather(extended.copies_of_variables(value), axis=axis, options=options)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return what each local replica has of a value, in replica order; (value,) of a plain one.
+        """Return each local replica's part of a value, in replica order; (value,) for a plain one.
 
         Of a nest, each replica's nest is returned.
         """
@@ -327,7 +327,7 @@ class Strategy(RankCollectives, Files, OtherNames):
         return (value,)
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Return PerReplica values that a function makes, called once for each local replica.
+        """Return PerReplica values from a function that is called once for each local replica.
 
         Args:
             value_fn: gets a ValueContext, and returns a value or a nest.
@@ -343,18 +343,18 @@ class Strategy(RankCollectives, Files, OtherNames):
     def distribute_dataset(self, dataset: Dataset, options: InputOptions | None = None) -> DistributedDataset:
         """Return a batched dataset divided over all replicas, by the policy of its options. Collective.
 
-        AUTO and DATA cut each batch into contiguous blocks, one a replica in the order of their ids, whose sizes differ
-        by at most one; so is a smaller last batch. The order of the samples is the same for any number of replicas.
-        The other policies: see "Input" in the guide.
+        AUTO and DATA cut each batch, also a smaller last one, into contiguous blocks, one per replica in the order of their
+        ids, whose sizes differ by at most one. The order of the samples is the same for any number of replicas. The other
+        policies: see "Input" in the guide.
 
         Args:
             dataset: the same on every rank; its batches are global: those of all replicas together.
             options: where batches go and how many are read ahead; PER_WORKER only.
 
         Raises:
-            ValueError: the dataset is not batched, or has not what its policy needs.
-            ShardError: on every rank, when a shard cannot be opened or does not match on any.
-            CollectiveMismatchError: on every rank, when their datasets differ.
+            ValueError: the dataset is not batched, or does not meet its policy's needs.
+            ShardError: on every rank: a shard cannot be opened or does not match on some rank.
+            CollectiveMismatchError: on every rank: their datasets differ.
 
         Example:
             >>> data = ms.get_strategy().distribute_dataset(ms.data.from_arrays(np.arange(5)).batch(4))
@@ -367,32 +367,32 @@ class Strategy(RankCollectives, Files, OtherNames):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Return the dataset that each rank makes for itself, stepping together with the others'. Collective.
+        """Return a dataset that each rank creates itself, in step with the others'. Collective.
 
-        Each step takes one element for every local replica. A rank without one left takes part with zero rows until
-        no rank has any. Iterating is collective. Where all ranks make Datasets with random access, the first step and
-        every 64th begin with one small sum over the ranks, and `len` tells the number of steps; else each step does.
+        Each step takes one element for every local replica. A rank without one takes part with zero rows until no rank has any.
+        Iterating is collective. If all ranks create Datasets with random access, the first step and every 64th start with one
+        small sum over the ranks, and `len` returns the number of steps; otherwise each step does.
 
         Args:
-            dataset_fn: gets an InputContext; returns an iterable of batches, each for one replica. It is called once,
-                or once for each local replica under InputReplicationMode.PER_REPLICA.
+            dataset_fn: gets an InputContext; returns an iterable of batches, each for one replica. It is called once, or once
+                for each local replica under InputReplicationMode.PER_REPLICA.
             options: where batches go, how many are read ahead, and the replication mode.
 
         Raises:
-            TypeError, ValueError: on every rank, when the function returns no iterable of batches on any.
+            TypeError, ValueError: on every rank: the function returns no iterable of batches on some rank.
         """
         self._extended.require_cross("Strategy.distribute_datasets_from_function")
         return self._distributor(options).from_function(dataset_fn)
 
     def batch(self, element: Any) -> AbstractContextManager[None]:
-        """Let the passes in a `with` block belong to a batch: their gradients are weighted by its rows here.
+        """Return a context in which passes belong to a batch: their gradients are weighted by its rows here.
 
-        Only needed where replicas have unequal parts of batches and a pass does not show which batch it is of: no input has the
-        memory of a batch, or as many rows. See "What a batch weighs" in the guide. Local.
+        Only needed if replicas have unequal parts of batches and a pass does not show its batch: no input has the memory of a
+        batch, or as many rows. See "What a batch weighs" in the guide. Local.
 
         Args:
-            element: an array of the batch, as the distributed dataset handed it out, a part of it, or the batch. None if the
-                rows are of no distributed dataset: then all replicas weigh equally.
+            element: an array of the distributed dataset's batch, a part of it, or the batch. None for rows of no distributed
+                dataset: all replicas then have equal weights.
 
         Raises:
             BatchError: the batch is unknown.
@@ -411,31 +411,31 @@ class Strategy(RankCollectives, Files, OtherNames):
         return Distributor(self._readers(), self._division(), options, self._extended.batches)
 
     def _readers(self) -> ProcessGroup:
-        """The ranks that make a dataset together: in a function of a coordinator this one alone."""
+        """Return the ranks that create a dataset together: in a coordinator's function only this one."""
         extended = self._extended
         return extended.placement.group if extended.coordination.scheduled else extended.process_group
 
     def _division(self) -> Division:
-        """How this rank takes part in reading."""
+        """Return this rank's part in reading."""
         from .input import Division
 
         return Division.together(self._extended.process_group)
 
-    # its life
+    # lifetime
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return what else `show_config` shows of it, as names and texts."""
+        """Return further rows of `show_config`, as names and texts."""
         return []
 
     def close(self) -> None:
-        """Free variables, shared memory, threads and communicators. Collective the first time; then it does nothing.
+        """Free variables, shared memory, threads and communicators. Collective the first time; later calls have no effect.
 
-        Afterwards the strategy and its variables raise ClosedError. A deep copy of it shares its communicators: closing
-        the copy leaves them open, closing the original ends both. In a process that a rank has forked it does nothing.
+        Afterwards the strategy and its variables raise ClosedError. A deep copy shares its communicators: closing the copy
+        leaves them open, closing the original frees both. In a process forked by a rank it has no effect.
 
         Raises:
-            CollectiveMismatchError: on every rank, after it was closed: weights that should be equal differ between nodes, or
-                between the ranks of a mesh's replica, and no error has said so before.
+            CollectiveMismatchError: on every rank, after closing: weights that should be equal differ between nodes, or between
+                the ranks of a mesh's replica, and no error has reported it before.
         """
         if is_child():
             return
@@ -450,7 +450,7 @@ class Strategy(RankCollectives, Files, OtherNames):
             raise difference
 
     def _difference_at_end(self) -> CollectiveMismatchError | None:
-        """Return the error of weights that differ; None where it is known, or ranks cannot meet. Collective."""
+        """Return the error of weights that differ; None if it is known, or ranks cannot communicate. Collective."""
         placement = self._extended.placement
         groups = [placement.group, *([] if placement.grid is None else [placement.grid.replica, placement.grid.world])]
         if placement.told_apart or placement.apart or not all(group.healthy for group in groups):
@@ -463,12 +463,12 @@ class Strategy(RankCollectives, Files, OtherNames):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:  # the other ranks do not know of an exception here, and would be waited for
+        if kind is None:  # after an exception the other ranks do not come, and this one would wait
             self.close()
 
     def __copy__(self) -> NoReturn:
-        remedy = "copy.deepcopy gives a strategy that shares the communicators"
-        raise RuntimeError(explain(type(self).__name__, "", expected="no copy.copy", got="one", remedy=remedy))
+        remedy = "The copy shares the communicators"
+        raise RuntimeError(explain(type(self).__name__, "", expected="copy.deepcopy", got="copy.copy", remedy=remedy))
 
     def __deepcopy__(self: S, memo: dict[int, Any]) -> S:
         other = object.__new__(type(self))
@@ -478,7 +478,7 @@ class Strategy(RankCollectives, Files, OtherNames):
         return other
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(explain(type(self).__name__, "", expected="no pickling", got="an attempt"))
+        raise TypeError(explain(type(self).__name__, "", expected="no pickling", got="a pickle"))
 
     def __repr__(self) -> str:
         topology = self._extended.topology
@@ -489,7 +489,7 @@ class Strategy(RankCollectives, Files, OtherNames):
 
 
 def _check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise what is wrong if a step does not take the arguments of `run`: a batch is one argument, or several."""
+    """Raise TypeError if a step does not take the arguments of `run`: a batch is one argument, or several."""
     if not callable(fn):
         got = f"{type(fn).__name__} {fn!r}"
         raise TypeError(explain("Strategy.run", "fn", expected="a function: the step", got=got)) from None
@@ -497,7 +497,7 @@ def _check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None
         inspect.signature(fn).bind(*args, **kwargs)
     except TypeError as mismatch:
         name = getattr(fn, "__name__", type(fn).__name__)
-        remedy = "args=(batch,) hands over a batch as one argument, args=batch its parts as several"
+        remedy = "args=(batch,) passes a batch as one argument, args=batch its elements as several"
         got = f"{len(args)} in args and {len(kwargs)} in kwargs ({mismatch})"
         expected = f"the arguments that {name}{inspect.signature(fn)} takes"
         raise TypeError(explain("Strategy.run", "args", expected=expected, got=got, remedy=remedy)) from None
@@ -506,7 +506,7 @@ def _check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None
 
 
 def _check_data(args: Sequence[Any], kwargs: Mapping[str, Any], error: TypeError) -> None:
-    """Raise what is wrong if a step fails on text where numbers belong, or on a batch that no distributed dataset gave."""
+    """Raise TypeError if a step fails on text instead of numbers, or on a batch of no distributed dataset."""
     given = {"args": args, "kwargs": dict(kwargs)}
     numpys = type(error).__module__.startswith("numpy")
     for path, leaf in zip(nest.paths(given), nest.flatten(given), strict=True):
@@ -517,7 +517,7 @@ def _check_data(args: Sequence[Any], kwargs: Mapping[str, Any], error: TypeError
             remedy = "Make numbers of text before batch: names, numbers = np.unique(labels, return_inverse=True)"
             raise TypeError(explain("Strategy.run", "args", expected=expected, got=got, remedy=remedy)) from error
     if "NoneType" in str(error) and given["args"] and global_batch_size() is None:
-        expected = "a batch of a distributed dataset, which tells ms.context.global_batch_size()"
-        got = f"another, so that it is None, and the step failed: {error}"
-        remedy = "Loop over strategy.distribute_dataset(dataset), or tell it: ms.context.set_global_batch_size(rows)"
+        expected = "a batch of a distributed dataset, which sets ms.context.global_batch_size()"
+        got = f"None for it, and the step failed: {error}"
+        remedy = "Loop over strategy.distribute_dataset(dataset), or call ms.context.set_global_batch_size(rows)"
         raise TypeError(explain("Strategy.run", "args", expected=expected, got=got, remedy=remedy)) from error

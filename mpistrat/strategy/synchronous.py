@@ -1,4 +1,4 @@
-"""The strategies whose ranks step together, and the default strategy that is current outside every scope."""
+"""The strategies whose ranks step together, and the default strategy."""
 
 from __future__ import annotations
 
@@ -39,13 +39,12 @@ __all__ = [
 
 @final
 class OneDeviceStrategy(Strategy):
-    """One replica on one device (TF: tf.distribute.OneDeviceStrategy). For trying a program out before it is spread.
+    """One replica on one device (TF: tf.distribute.OneDeviceStrategy), to test a program before distributing it.
 
     Args:
         device: such as "cpu:0" or "gpu:1"; default the first GPU, else the CPU.
         comm: communicator of one rank; default COMM_WORLD.
-        communication_options, cross_device_ops: as for the other strategies; they have no effect, as one replica has nothing
-            to reduce, and the log says so once.
+        communication_options, cross_device_ops: accepted as for the other strategies, without effect; the log reports it once.
         replicas: None or 1.
 
     Raises:
@@ -64,7 +63,7 @@ class OneDeviceStrategy(Strategy):
         replicas: int | None = None,
     ) -> None:
         if replicas not in (None, 1):
-            remedy = "Take MirroredStrategy for several"
+            remedy = "Use MirroredStrategy for several"
             text = explain("OneDeviceStrategy", "replicas", expected="None or 1", got=repr(replicas), remedy=remedy)
             raise ValueError(text)
         devices = default_devices(0, 1)[:1] if device is None else (device,)
@@ -75,24 +74,24 @@ class OneDeviceStrategy(Strategy):
 class MirroredStrategy(Strategy):
     """Synchronous training on one node: any number of ranks, any number of devices on each (TF: MirroredStrategy).
 
-    Creation is collective over `comm`. Every device of every rank is a replica. The ranks share one copy of the
-    variables; each updates its own slice of them.
+    Creation is collective over `comm`. Every device of every rank is a replica. The ranks share one copy of the variables; each
+    updates its own slice of them.
 
     Args:
-        devices: this rank's, such as ["gpu:0", "gpu:1"]; default: the GPU of the rank's number on the node, all GPUs for
-            a rank that is alone, else the CPU. Ranks may have different numbers of devices.
-        cross_device_ops: how values are reduced, such as `ms.NcclAllReduce()`; default: the chooser's table.
+        devices: this rank's, such as ["gpu:0", "gpu:1"]; default: the GPU of the rank's number on the node, all GPUs for a
+            single rank, else the CPU. Ranks may have different numbers of devices.
+        cross_device_ops: the reduction algorithm, such as `ms.NcclAllReduce()`; default: the chooser's table.
         comm: communicator, duplicated here; default COMM_WORLD.
-        num_gpus: instead of devices: this rank's first so many GPUs, 0 for the CPU.
-        replicas: instead of devices: so many on the CPUs of all ranks together. Sums are in the order of replicas, so
-            results are the same bits on any number of ranks, as after `ms.survive` or `mpistrat resize`; all but those of
-            gradients clipped by their norm.
-        communication_options: as for MultiWorkerMirroredStrategy. On one node `wire` has no effect, and the log says so once.
+        num_gpus: instead of devices: this rank's first `num_gpus` GPUs, 0 for the CPU.
+        replicas: instead of devices: this number of replicas on the CPUs of all ranks together. Sums are in the order of
+            replicas, so results have the same bits on any number of ranks, as after `ms.survive` or `mpistrat resize`, except
+            for gradients clipped by their norm.
+        communication_options: as for MultiWorkerMirroredStrategy. On one node `wire` has no effect; the log reports it once.
 
     Raises:
         ValueError: both devices and num_gpus.
-        LayoutError: on every rank, when they are on several nodes.
-        DeviceError: on every rank, for a device that is not there.
+        LayoutError: on every rank: they are on several nodes.
+        DeviceError: on every rank: a device does not exist.
     """
 
     def __init__(
@@ -117,19 +116,19 @@ class MirroredStrategy(Strategy):
 
 @final
 class CentralStorageStrategy(Strategy):
-    """Variables kept and updated by the node's leader, steps on all devices of all ranks (TF: CentralStorageStrategy).
+    """Variables stored and updated by the node's leader, steps on all devices of all ranks (TF: CentralStorageStrategy).
 
     Creation is collective over `comm`. The numbers are those of MirroredStrategy.
 
     Args:
         compute_devices: this rank's, one replica each; default as for MirroredStrategy.
-        parameter_device: where the variables lie; default the CPU.
+        parameter_device: the device of the variables; default the CPU.
         comm: communicator, duplicated here; default COMM_WORLD.
         communication_options, cross_device_ops, replicas: as for MirroredStrategy; replicas instead of compute_devices.
 
     Raises:
-        LayoutError: on every rank, when they are on several nodes.
-        DeviceError: on every rank, for a device that is not there.
+        LayoutError: on every rank: they are on several nodes.
+        DeviceError: on every rank: a device does not exist.
     """
 
     def __init__(
@@ -154,38 +153,36 @@ class CentralStorageStrategy(Strategy):
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on any number of ranks on any nodes (TF: MultiWorkerMirroredStrategy).
 
-    Creation is collective over `comm`. Every device of every rank is a replica. The ranks of a node share one copy of
-    the variables; each updates its own slice, and only slices travel between nodes.
+    Creation is collective over `comm`. Every device of every rank is a replica. The ranks of a node share one copy of the
+    variables; each updates its own slice, and only slices are sent between nodes.
 
     Args:
-        cluster_resolver: who the tasks are; default what TF_CONFIG says if it is set, else MPI. It must describe as many
-            workers as there are ranks, and no parameter servers. The strategy numbers its ranks as the cluster does, the
-            chief first, then the workers; one without tasks leaves them as MPI has them.
-        communication_options: bytes_per_pack, timeout_seconds, implementation of every reduction, unless a call says
-            otherwise; wire: the form in which steps send float32 between nodes, "bfloat16" or "int8", with other numbers than
-            float32's. It needs divided slots, see `sharded_slots`, which it divides in jobs with snapshots, too.
+        cluster_resolver: the tasks; default TF_CONFIG if it is set, else MPI. It must describe as many workers as there are
+            ranks, and no parameter servers. Ranks are numbered as in the cluster, the chief first, then the workers; without
+            tasks, as in MPI.
+        communication_options: bytes_per_pack, timeout_seconds and implementation of every reduction without its own; wire: the
+            form in which steps send float32 between nodes, "bfloat16" or "int8", which changes results. It needs divided slots,
+            see `sharded_slots`, and divides them in jobs with snapshots, too.
         comm: communicator, duplicated here; default COMM_WORLD.
         devices, cross_device_ops, replicas: as for MirroredStrategy; on several nodes, too.
-        sharded_slots: True: what optimizers keep for each weight lies on one node only, which updates it and sends the others the
-            new weight; False: on every node. None: True on 2 to 64 nodes, unless the job keeps snapshots in memory
-            (`mpistrat run --restarts`), `replicas` is given, or cross_device_ops is another one than the default or
-            HierarchicalAllReduce. Arrays on GPUs, and small ones, are kept by every node in any case.
-        local_steps: `ms.LocalSteps`, or a number of updates, with its defaults: so many updates each node takes by itself, its
-            ranks in sync, before all nodes average what they have learned. These are other numbers than those of synchronous
-            training: see "Local steps" in the guide. On CPUs, without `replicas` and sharded_slots=True; on one node it has no
-            effect. None: all nodes step together.
-        sharded_gradients: True: gradients are handed over bucket by bucket, by `optimizer.begin`, and what is left of them by
-            `apply_gradients`; a rank keeps its part of the sums only, see "Sharded gradients" in the guide. It divides slots,
+        sharded_slots: True: an optimizer's slots of each weight are on one node only, which updates it and sends the others the
+            new weight; False: on every node. None: True on 2 to 64 nodes, unless the job takes snapshots in memory (`mpistrat
+            run --restarts`), `replicas` is given, or cross_device_ops is neither the default nor HierarchicalAllReduce. Slots
+            of small arrays, and on GPUs, are always on every node.
+        local_steps: `ms.LocalSteps`, or its number of updates: each node takes this many alone, its ranks in sync, before all
+            nodes average their changes. Results differ from synchronous training: see "Local steps" in the guide. On CPUs,
+            without `replicas` and sharded_slots=True; without effect on one node. None: all nodes step together.
+        sharded_gradients: True: gradients are submitted bucket by bucket, by `optimizer.begin`, and the rest by
+            `apply_gradients`; a rank stores its part of the sums only, see "Sharded gradients" in the guide. It divides slots,
             too. On CPUs, without `replicas`, `local_steps`, sharded_slots=False and wire="int8".
 
     Raises:
         ValueError: on every rank: a wire on several nodes with `local_steps`, `replicas`, `sharded_slots=False`, or another
             algorithm than AUTO and HIERARCHICAL.
-        ClusterError: on every rank, when the resolver's cluster does not fit the ranks, or differs between them, or two
-            ranks are the same task.
-        DeviceError: on every rank, for a device that is not there; for GPUs with local_steps.
-        TypeError, ValueError: on every rank, for local_steps that are none, or with what they, or sharded_gradients, cannot be
-            combined with.
+        ClusterError: on every rank: the resolver's cluster does not fit the ranks, or differs between them, or two ranks are
+            the same task.
+        DeviceError: on every rank: a device does not exist; GPUs with local_steps.
+        TypeError, ValueError: on every rank: invalid local_steps, or options that local_steps or sharded_gradients exclude.
     """
 
     def __init__(
@@ -230,12 +227,12 @@ class MultiWorkerMirroredStrategy(Strategy):
 
 
 def _check_cluster(resolver: ClusterResolver, size: int) -> None:
-    """Raise ClusterError unless the resolver describes so many workers; an empty cluster fits any number."""
+    """Raise ClusterError unless the resolver describes `size` workers; an empty cluster fits any number."""
     spec = resolver.cluster_spec()
     if not spec:
         return
     if "ps" in spec.jobs and spec.num_tasks("ps"):
-        remedy = "Parameter servers need a parameter-server strategy; leave their ranks out of comm and of the cluster"
+        remedy = "Use ParameterServerStrategy for parameter servers, or remove their ranks from comm and the cluster"
         got = f"{spec.num_tasks('ps')} of job 'ps'"
         raise ClusterError(
             explain("MultiWorkerMirroredStrategy", "cluster_resolver", expected="no ps task", got=got, remedy=remedy)
@@ -251,7 +248,7 @@ def _check_cluster(resolver: ClusterResolver, size: int) -> None:
 
 @final
 class DefaultStrategy(Strategy):
-    """What `ms.get_strategy()` returns outside every scope. It is this process alone."""
+    """The strategy outside every scope, from `ms.get_strategy()`. It is this process alone."""
 
     def __init__(self) -> None:
         group = ProcessGroup.single()
@@ -265,7 +262,7 @@ def set_strategy(strategy: Strategy | None) -> None:
 
     Raises:
         ContextError: inside a scope.
-        TypeError: it is no strategy.
+        TypeError: it is not a strategy.
     """
     if strategy is None:
         context.set_global(None)

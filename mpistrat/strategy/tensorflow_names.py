@@ -1,7 +1,7 @@
-"""TensorFlow's other spellings of what a strategy does, as functions. `ms.tf` has them; as methods they warn.
+"""TensorFlow's other names of a strategy's methods, as functions. `ms.tf` exports them; as methods they warn.
 
-Some are other names of methods (`experimental_distribute_dataset`), the others are calls of TensorFlow 1. They are no members of
-`Strategy` and `StrategyExtended`, so that these show one name for each thing.
+Some are other names of methods (`experimental_distribute_dataset`), others are calls of TensorFlow 1. They are not members of
+`Strategy` and `StrategyExtended`, which show one name for each function.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ __all__ = [
 
 
 class OtherName(NamedTuple):
-    """What an old name of a method stands for.
+    """The function behind an old name of a method.
 
     Attributes:
         function: gets the object, and the arguments of the call.
-        instead: what to write.
+        instead: the recommended name.
     """
 
     function: Callable[..., Any]
@@ -53,7 +53,7 @@ class OtherName(NamedTuple):
 
 
 class OtherNames:
-    """Gives a class methods under TensorFlow's other names. Each call of one is a DeprecationWarning."""
+    """A mix-in with methods under TensorFlow's other names. Each call is a DeprecationWarning."""
 
     _other_names: ClassVar[Mapping[str, OtherName]]
 
@@ -94,7 +94,7 @@ def make_input_fn_iterator(
 
 
 def experimental_run(strategy: Any, fn: Callable[..., Any], input_iterator: DistributedIterator | None = None) -> Any:
-    """Call a step once on each local replica with the next batch of an iterator. Collective where the step is.
+    """Call a step once on each local replica with the next batch of an iterator. Collective if the step is.
 
     Raises:
         StopIteration: the iterator has no batch left.
@@ -112,7 +112,7 @@ def experimental_make_numpy_dataset(strategy: Any, numpy_input: Any, session: An
 
 
 def read_var(extended: Any, v: Any) -> Any:
-    """Return a copy of a variable's value, of all replicas where they differ. Collective where reading is.
+    """Return a copy of a variable's value, of all replicas if they differ. Collective if reading is.
 
     Raises:
         ValueError: the variable was not made in this strategy's scope.
@@ -182,7 +182,7 @@ class MultiStepContext:
         self.last_step_outputs: dict[str, Any] = dict(outputs)
 
     def set_last_step_output(self, name: str, output: Any, reduce_op: ReduceOp | str | None = None) -> None:
-        """Set an output; reduced over all replicas if there is a `reduce_op`, then collective. In a step there must be one.
+        """Set an output; with a `reduce_op` reduced over all replicas, which is collective. In a step it is required.
 
         Raises:
             ValueError: there is none in a step.
@@ -232,7 +232,7 @@ def experimental_run_v2(
     kwargs: Mapping[str, Any] | None = None,
     options: Any = None,
 ) -> Any:
-    """Return `strategy.run(fn, args, kwargs, options)`. Collective where the step is."""
+    """Return `strategy.run(fn, args, kwargs, options)`. Collective if the step is."""
     return strategy.run(fn, args, kwargs, options)
 
 

@@ -100,7 +100,7 @@ def test_wrong_arguments():
             ms.MultiWorkerMirroredStrategy(replicas=replicas)
     with pytest.raises(DeviceError, match="replicas: expected devices or replicas"):
         ms.MirroredStrategy("cpu:0", replicas=4)
-    with pytest.raises(ValueError, match="replicas: expected no algorithm besides"):
+    with pytest.raises(ValueError, match="replicas: expected no other algorithm than OrderedAllReduce"):
         ms.MirroredStrategy(cross_device_ops=ms.MpiAllReduce(), replicas=4)
 
 
