@@ -1,1 +1,1 @@
-"""Parameter servers: ranks that store variables, from which workers pull and to which they push asynchronously."""
+"""Parameter servers: ranks that store variables, which workers pull, and to which they push asynchronously."""

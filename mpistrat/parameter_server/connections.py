@@ -44,25 +44,25 @@ _SHORTEST_BACK_OFF = 1e-6  # seconds
 
 @final
 class ParameterServers:
-    """Ranks that hold variables, and ranks that read them and push updates. Collective over the group.
+    """Ranks that store variables, and ranks that read them and push updates. Collective over the group.
 
     Args:
         group: all ranks; some may be neither worker nor server.
         workers, servers: ranks, the same lists on every rank.
-        transport: one for all pairs ("shared_window", "one_sided", "messages"); default the environment's, else chosen for
-            each pair (`choice.choose`).
-        back_off: seconds of the longest sleep of a server with nothing to do: 1 ms costs up to 6 % of a core and a push
-            waits about 1 ms; shorter sleeps cost more and wait less.
+        transport: one for all pairs ("shared_window", "one_sided", "messages"); default the environment's, else chosen for each
+            pair (`choice.choose`).
+        back_off: the longest sleep, in seconds, of an idle server: 1 ms costs up to 6 % of a core and a push waits about 1 ms;
+            shorter sleeps cost more and wait less.
 
     Raises:
         LayoutError: on every rank: no worker, no server, a rank that is both, or a transport that does not fit.
-        SharedMemoryError: on every rank, where there is no room.
+        SharedMemoryError: on every rank: there is no room.
 
     Attributes:
         workers, servers: ranks.
-        choice: which transport each worker and server use.
+        choice: the transport of each worker and server.
         addresses: the variables, by number.
-        server: on a server its variables and its service, to be started; else None.
+        server: on a server its variables and its service, not started yet; else None.
         transports: on a worker its connection with each server, else empty.
     """
 
@@ -135,13 +135,13 @@ class ParameterServers:
             server.add_port(port, by_messages)
 
     def add_variables(self, specs: Sequence[VariableSpec]) -> list[int]:
-        """Allocate variables on their servers, zeros at first, and return their numbers. Collective.
+        """Allocate variables on their servers, initially zeros, and return their numbers. Collective.
 
         Add many at a time: memory comes in slabs, and all ranks synchronize in each call.
 
         Raises:
-            CollectiveMismatchError: on every rank, if they differ.
-            SharedMemoryError: on every rank, where there is no room.
+            CollectiveMismatchError: on every rank: the specifications differ.
+            SharedMemoryError: on every rank: there is no room.
         """
         self._check_open()
         for spec in specs:
@@ -169,9 +169,9 @@ class ParameterServers:
         return list(range(len(self.addresses) - len(specs), len(self.addresses)))
 
     def _near(self, specs: Sequence[VariableSpec]) -> list[tuple[int, ...]]:
-        """Return for each variable the workers that shall be able to read it where it lies: see `atomic_reads.py`. Collective.
+        """Return for each variable the workers that may read it in place: see `atomic_reads.py`. Collective.
 
-        None where there is little memory, and where a network may read it, which would take all of it at once.
+        None if there is little memory, or if a network may read it: then all of it would be allocated at once.
         """
         large = [s.nbytes > self._posting.chunk_bytes and not self._windows[1] for s in specs]
         near: list[tuple[int, ...]] = [
@@ -199,7 +199,7 @@ class ParameterServers:
         return ServerMemory(self.group, self._comm, self.servers, nbytes, *self._windows, what)
 
     def _grow_staging(self, specs: Sequence[VariableSpec]) -> None:
-        """Make room for large pushes, where there is plenty; without it they come in fragments. Collective."""
+        """Allocate staging for large pushes, if there is enough memory; without it they are sent in fragments. Collective."""
         now = self._memory.stagings[-1].areas if self._memory.stagings else [0] * len(self.servers)
         largest = [max([s.nbytes for s in specs if s.server == i], default=0) for i in range(len(self.servers))]
         wanted = [area_bytes(new, old, self._posting.chunk_bytes) for new, old in zip(largest, now, strict=True)]
@@ -212,12 +212,12 @@ class ParameterServers:
             self._memory.stagings.append(Staging(wanted, memory))
 
     def stats(self, dropped: Sequence[int] = ()) -> ParameterServerStats:
-        """Return what all workers and servers have exchanged so far, on every rank. Collective.
+        """Return the statistics of all workers and servers so far, on every rank. Collective.
 
         Args:
-            dropped: on a server, each worker's steps that came too late.
+            dropped: on a server, each worker's late steps.
         """
-        self.group.barrier("ParameterServerStrategy.stats")  # what the workers have flushed by now is counted
+        self.group.barrier("ParameterServerStrategy.stats")  # all pushes that workers have flushed are counted
         server = self.server
         mine = of_worker([t.stats for t in self.transports]) if server is None else of_server(server.stats, dropped)
         with self.group.collective("ParameterServerStrategy.stats"):
@@ -225,13 +225,13 @@ class ParameterServers:
         return combine([address.spec for address in self.addresses], self.workers, self.servers, by_rank)
 
     def describe(self) -> str:
-        """Return which transport each worker and server use, in words."""
+        """Return the transport of each worker and server, as text."""
         return self.choice.describe()
 
     def close(self) -> None:
-        """Have the workers sign off for good, end the servers, and free windows and communicator. Collective the first time.
+        """Sign off workers for good, end the servers, and free windows and communicator. Collective the first time.
 
-        Views of variables that a server kept stay valid memory. The group's `close()` calls it.
+        Views of variables that a server still has stay valid. The group's `close()` calls it.
         """
         if self._comm is None:
             return
@@ -262,7 +262,7 @@ class ParameterServers:
         self.server = self._comm = None
 
     def abandon(self) -> None:
-        """See `comm.process_group.Attachment`."""
+        """Stop without messages, see `comm.process_group.Attachment`."""
         self.transports.clear()
         if self.server is not None:
             self.server.abandon()

@@ -1,4 +1,4 @@
-"""Server: a worker or parameter server without a program of its own, led by the chief's."""
+"""Server: a worker or parameter server without its own program, led by the chief's."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["Server"]
 
 @final
 class Server:
-    """A rank that has no program of its own and does what rank 0's program needs of it (TF: tf.distribute.Server).
+    """A rank without its own program, which serves rank 0's program (TF: tf.distribute.Server).
 
-    `ms.Server(resolver).join()` is the whole program of a parameter server, and, with a ClusterCoordinator, of a worker.
-    The program of rank 0, the chief's, is as if it were alone: it makes a ParameterServerStrategy, variables and
-    optimizers, schedules functions, saves and closes.
+    `ms.Server(resolver).join()` is the whole program of a parameter server, and, with a ClusterCoordinator, of a worker. Rank
+    0, the chief, runs its program as if alone: it creates a ParameterServerStrategy, variables and optimizers, schedules
+    functions, saves and closes.
 
     Args:
         cluster: a resolver that knows this rank's task; or a cluster, with the task in the next two arguments; default
-            TF_CONFIG, or, without it, what the chief's strategy says (`num_ps`).
-        job_name, task_index: this rank's task, where `cluster` does not say.
+            TF_CONFIG, or else the chief's strategy (`num_ps`).
+        job_name, task_index: this rank's task, if `cluster` is not a resolver.
         protocol, config, start: accepted for TF's programs, without effect.
-        comm: the communicator that the chief's program gives to its strategy; default COMM_WORLD.
+        comm: the communicator of the chief's strategy; default COMM_WORLD.
 
     Raises:
         TypeError: a cluster without a task.
@@ -57,7 +57,7 @@ class Server:
 
     @property
     def target(self) -> str:
-        """The address of this task, "" where there is none: ranks find each other by MPI."""
+        """The address of this task, "" if there is none: ranks find each other by MPI."""
         resolver = self._resolver or TFConfigClusterResolver()
         return resolver.master(resolver.task_type, resolver.task_id)
 
@@ -65,7 +65,7 @@ class Server:
         """Serve until the chief closes its strategy or ends its program. Collective with the chief's strategy.
 
         Raises:
-            ClusterError: rank 0 has no program of its own either.
+            ClusterError: rank 0 has no program either.
             PeerExitError: the chief left without closing.
         """
         comm = check_comm(running_mpi("Server.join"), self._comm, "Server.join")

@@ -1,4 +1,4 @@
-"""Memory layout of a server: the words and slots of its workers, and its variables; which server a variable comes to.
+"""Memory layout of a server: the words and slots of its workers, and its variables; the assignment of variables to servers.
 
 Pure arithmetic, with the same result on every rank.
 
@@ -12,9 +12,9 @@ The mailbox of a server, in bytes:
 
 A line is 64 bytes, so that no two writers share a cache line. A slab holds variables: a line with the version word and those
 of `atomic_reads.py`, then the bytes of the variable. A large one that workers of the same node may read in place has a
-word for each of them before that line, and after it further buffers like the first, and one for the gradient of each of them.
+word for each of them before that line, and after it further buffers like the first, and one for the gradient of each worker.
 
-Memory of the servers, one segment each, and the windows through which workers access it; staging of large pushes.
+Also the memory of the servers, one segment each, the windows through which workers access it, and the staging of large pushes.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def aligned(nbytes: int) -> int:
 @final
 @dataclass(frozen=True)
 class VariableSpec:
-    """What a variable on a server is.
+    """The specification of a variable on a server.
 
     Args:
         name: for errors.
         shape: its shape.
         dtype: any that can be moved as bytes (`comm.arrays`).
-        server: which server holds it, counted from 0.
+        server: the number of its server, from 0.
 
     Raises:
         TypeError: the dtype cannot be moved.
@@ -106,11 +106,11 @@ class VariableSpec:
 @final
 @dataclass(frozen=True)
 class Address:
-    """Where a variable lies.
+    """The address of a variable.
 
     Attributes:
         index: its number, the same on every rank.
-        spec: what it is.
+        spec: its specification.
         slab: the number of the slab.
         offset: of its bytes in its server's segment of the slab.
         near: the workers that may hold buffers of the variable, in ascending order.
@@ -124,12 +124,12 @@ class Address:
 
     @classmethod
     def after(cls, start: int, index: int, spec: VariableSpec, slab: int, near: tuple[int, ...] = ()) -> Address:
-        """Return the address of a variable whose memory begins at an offset."""
+        """Return the address of a variable whose memory starts at an offset."""
         return cls(index, spec, slab, start + aligned(8 * len(near)) + LINE, near)
 
     @property
     def start(self) -> int:
-        """The first byte of all that belongs to the variable."""
+        """The first byte of the variable's memory."""
         return self.version - aligned(8 * len(self.near))
 
     @functools.cached_property
@@ -139,34 +139,34 @@ class Address:
 
     @property
     def current(self) -> int:
-        """Offset of the word for the buffer in which the newest version lies."""
+        """Offset of the word with the buffer of the newest version."""
         return self.version + 8
 
     @property
     def may_hold(self) -> int:
-        """Offset of the word for whether workers may hold buffers."""
+        """Offset of the word that allows workers to hold buffers."""
         return self.version + 16
 
     def held(self, worker: int) -> int:
-        """The word of a near worker: 1 + the number of the buffer that it holds."""
+        """Return the offset of a near worker's word: 1 + the number of the buffer that it holds."""
         return self.start + 8 * self.near.index(worker)
 
     @property
     def buffers(self) -> int:
-        """How many there are: the current one, one for each worker to hold, and one in which the next version is written."""
+        """The number of buffers: the current one, one for each worker to hold, and one for the next version."""
         return len(self.near) + 2 if self.near else 1
 
     def buffer(self, number: int) -> int:
-        """The first byte of a buffer; the variable lies in buffer 0 at first."""
+        """Return the first byte of a buffer; the variable starts in buffer 0."""
         return self.offset + number * aligned(max(self.spec.nbytes, 1))
 
     def gradient(self, worker: int) -> int:
-        """The first byte of the memory in which a near worker writes its gradient."""
+        """Return the first byte of a near worker's memory for its gradient."""
         return self.buffer(self.buffers + self.near.index(worker))
 
     @property
     def end(self) -> int:
-        """The first byte after the variable that another one may have."""
+        """The first byte after the variable's memory."""
         return self.buffer(self.buffers + len(self.near))
 
 
@@ -186,35 +186,35 @@ class MailboxLayout:
     chunk_bytes: int
 
     def announced(self, worker: int) -> int:
-        """The word by which a reader announces itself: what it reads, and a number."""
+        """Return the word of a reader's announcement: the variable, and a number."""
         return worker * LINE + _ANNOUNCED
 
     def posted(self, worker: int) -> int:
-        """How many fragments the worker has posted."""
+        """Return the word with the number of fragments that the worker has posted."""
         return worker * LINE + _POSTED
 
     def left(self, worker: int) -> int:
-        """How many passes the worker has signed off from."""
+        """Return the word with the number of passes that the worker has left."""
         return worker * LINE + _LEFT
 
     def clock(self, worker: int) -> int:
-        """How many steps the worker has finished."""
+        """Return the word with the number of steps that the worker has finished."""
         return worker * LINE + _CLOCK
 
     def signed(self, worker: int) -> int:
-        """How many pushes the worker had sent when it signed off last."""
+        """Return the word with the number of pushes that the worker had sent when it last signed off."""
         return worker * LINE + _SIGNED
 
     def taken(self, worker: int) -> int:
-        """How many fragments of the worker the server has taken."""
+        """Return the word with the number of fragments that the server has taken from the worker."""
         return (self.workers + worker) * LINE + _TAKEN
 
     def applied(self, worker: int) -> int:
-        """The number of the worker's last push that is applied, as are all before it."""
+        """Return the word with the number of the worker's last applied push; all before it are applied."""
         return (self.workers + worker) * LINE + _APPLIED
 
     def slot(self, worker: int, fragment: int) -> int:
-        """The header of the worker's fragment of this number; the payload is a line further."""
+        """Return the header of the worker's fragment of this number; the payload is a line further."""
         return 2 * self.workers * LINE + (worker * self.slots + fragment % self.slots) * self._slot_bytes
 
     @property
@@ -233,16 +233,16 @@ class MailboxLayout:
 
 
 class ServerAssignment(ABC):
-    """Gives each new variable, or shard of one, its server. The same calls give the same servers on every rank.
+    """The server of each new variable, or shard of one. The same calls give the same servers on every rank.
 
     Args:
-        num_servers: how many servers there are.
+        num_servers: the number of servers.
 
     Raises:
         ValueError: num_servers < 1.
 
     Attributes:
-        nbytes: what each server has so far, in bytes.
+        nbytes: the bytes on each server so far.
     """
 
     def __init__(self, num_servers: int) -> None:
@@ -251,11 +251,11 @@ class ServerAssignment(ABC):
         self.nbytes = [0] * num_servers
 
     def __call__(self, shape: Sequence[int], dtype: Any, server: int | None = None) -> int:
-        """Return the server of the next variable. Every rank must do it.
+        """Return the server of the next variable. Call it on every rank.
 
         Args:
             shape, dtype: of the variable.
-            server: where it must lie; that takes no other variable's turn.
+            server: a fixed server; it takes no other variable's turn.
         """
         server = self._next() if server is None else server
         self.nbytes[server] += math.prod(shape) * np.dtype(dtype).itemsize
@@ -263,12 +263,12 @@ class ServerAssignment(ABC):
 
     @abstractmethod
     def _next(self) -> int:
-        """Return which server's turn it is."""
+        """Return the server of the next variable without a fixed one."""
 
 
 @final
 class RoundRobin(ServerAssignment):
-    """One server after the other, whatever the sizes (TF: what ParameterServerStrategy does).
+    """One server after the other, independent of sizes (TF: ParameterServerStrategy's assignment).
 
     Example:
         >>> assign = RoundRobin(2)
@@ -288,7 +288,7 @@ class RoundRobin(ServerAssignment):
 
 @final
 class Balanced(ServerAssignment):
-    """The server with the fewest bytes so far; of equals the first.
+    """The server with the fewest bytes so far; of equal ones the first.
 
     Example:
         >>> assign = Balanced(2)
@@ -314,16 +314,16 @@ class ServerMemory:
         nbytes: the size of each server's segment.
         shared: whether any worker loads and stores.
         remote: whether any worker uses one-sided calls.
-        what: what it is for, in words for errors.
+        what: its description in errors.
 
     Raises:
-        SharedMemoryError: on every rank, where there is no room on any node.
+        SharedMemoryError: on every rank: there is no room on some node.
 
     Attributes:
         own: this rank's segment; empty on a worker.
         words: the same as words.
-        sync: makes this rank's stores seen, and sees what others stored; to be called between the two.
-        shared, remote: the windows; None where not needed.
+        sync: makes this rank's stores visible, and sees others' stores; call it between the two.
+        shared, remote: the windows; None if not needed.
     """
 
     def __init__(
@@ -364,20 +364,20 @@ class ServerMemory:
         raise LookupError(f"there is no window for {name}")
 
     def populate(self, *ranges: tuple[int, int]) -> None:
-        """Have the system find memory for ranges of each server's own segment; they differ. Collective.
+        """Allocate the pages of ranges of each server's own segment; they differ. Collective.
 
         Raises:
-            SharedMemoryError: on every rank, where it cannot.
+            SharedMemoryError: on every rank: there is no memory.
         """
         self._group.node.agree_populated(all(self.find(low, high) for low, high in ranges), self._what)
 
     def find(self, low: int, high: int) -> bool:
-        """Have the system find memory for bytes [low, high) of this rank's segment; False where it cannot."""
+        """Allocate the pages of bytes [low, high) of this rank's segment; return False if there is no memory."""
         window = self.shared or self.remote
         return window is None or window.populate(low, high)
 
     def close(self) -> None:
-        """Free the memory, or leave it to the end of the process if a view of it is left. Collective."""
+        """Free the memory; if a view of it is left, it is freed at the end of the process. Collective."""
         self.words.release()
         self.own = np.empty(0, np.uint8)
         for window in (self.remote, self.shared):
@@ -388,7 +388,7 @@ class ServerMemory:
 
 
 HALVES = 2  # a worker writes one while the server applies the other
-LARGEST_AREA = 64 << 20  # bytes; what is larger comes in fragments
+LARGEST_AREA = 64 << 20  # bytes; larger pushes are sent in fragments
 
 
 @final
@@ -405,17 +405,17 @@ class Staging:
     memory: ServerMemory
 
     def offset(self, server: int, worker: int, half: int) -> int:
-        """Return where an area lies in its server's segment."""
+        """Return the offset of an area in its server's segment."""
         return (HALVES * worker + half) * self.areas[server]
 
 
 def area_bytes(largest: int, now: int, chunk_bytes: int) -> int:
-    """Return how large the areas of a server should be.
+    """Return the best size of a server's areas.
 
     Args:
-        largest: bytes of the largest of the variables that come.
+        largest: bytes of the largest of the new variables.
         now: bytes of an area so far.
-        chunk_bytes: what goes with its header anyway.
+        chunk_bytes: the payload that fits a fragment.
 
     Example:
         >>> [area_bytes(largest, 3000, 1024) for largest in (500, 3000, 3001, 9000, 1 << 40)]
@@ -429,13 +429,13 @@ def area_bytes(largest: int, now: int, chunk_bytes: int) -> int:
 @final
 @dataclass(frozen=True)
 class SharedMemory:
-    """All memory of the servers that workers access, and where what lies there. It grows with the variables.
+    """All memory of the servers that workers access, and the addresses in it. It grows with the variables.
 
     Attributes:
         layout: of the mailboxes.
         mailbox: one for each server.
-        addresses: where the variables lie, by number.
-        slabs: the memory there.
+        addresses: of the variables, by number.
+        slabs: their memory.
         stagings: of large pushes.
     """
 

@@ -20,11 +20,11 @@ __all__ = ["Handler", "Operation", "Push", "apply_operation", "optimizer_key", "
 
 
 class Operation(enum.IntEnum):
-    """What is done to a variable.
+    """An operation on a variable.
 
-    A GRADIENT is given to an optimizer; a SKIPPED step of one has no gradients of this worker. ASSIGN, ASSIGN_ADD and
-    ASSIGN_SUB take a whole array; the others rows, each of
-    which acts on its own when a row comes several times: of several SCATTER_UPDATEs of a row the last one stays.
+    A GRADIENT is applied by an optimizer; a SKIPPED step of one has no gradients of this worker. ASSIGN, ASSIGN_ADD and
+    ASSIGN_SUB take a whole array; the others rows, with duplicates applied one by one: of several SCATTER_UPDATEs of a row the
+    last one wins.
     """
 
     GRADIENT = 1
@@ -41,7 +41,7 @@ class Operation(enum.IntEnum):
     SKIPPED = 12
 
 
-ORDINALS = 1 << 24  # of optimizers that a key tells apart
+ORDINALS = 1 << 24  # of optimizers that a key distinguishes
 _OPERATIONS = {int(operation): operation for operation in Operation}
 _SCATTERS = {o: o.name.removeprefix("SCATTER_").lower() for o in Operation if o.name.startswith("SCATTER_")}
 
@@ -61,7 +61,7 @@ def pack(operation: Operation, optimizer: int = 0) -> int:
 
 
 def unpack(what: int) -> tuple[Operation, int]:
-    """Return the operation and the optimizer that `pack` packed.
+    """Return the operation and the optimizer from `pack`.
 
     Raises:
         ValueError: there is no such operation.
@@ -73,9 +73,9 @@ def unpack(what: int) -> tuple[Operation, int]:
 
 
 def optimizer_key(optimizer: Optimizer) -> int:
-    """Return the number by which worker and server name an optimizer: which one was made, and what it is like.
+    """Return the number by which worker and server identify an optimizer, from its ordinal and description.
 
-    The same program makes the same optimizers in the same order on every rank. How losses are scaled is each worker's own.
+    The same program creates the same optimizers in the same order on every rank. Each worker has its own scale of losses.
     """
     core = optimizer._core
     words = core.describe(without=("loss_scale_factor",))
@@ -83,13 +83,12 @@ def optimizer_key(optimizer: Optimizer) -> int:
 
 
 def apply_operation(operation: Operation, array: np.ndarray, rows: np.ndarray | None, values: np.ndarray) -> None:
-    """Change an array in place by any operation but GRADIENT.
+    """Change an array in place by any operation except GRADIENT.
 
     Args:
-        operation: what to do.
+        operation: the operation.
         array: C-contiguous.
-        rows: (k,) int64; None for ASSIGN, ASSIGN_ADD and ASSIGN_SUB. They count rows of the array seen as rows of the
-            shape that one entry of `values` has.
+        rows: (k,) int64; None for ASSIGN, ASSIGN_ADD and ASSIGN_SUB. They count rows of the shape of one entry of `values`.
         values: of the array's dtype and shape, or k rows.
 
     Raises:
@@ -140,30 +139,32 @@ def sum_duplicate_rows(rows: np.ndarray, values: np.ndarray, function: str) -> t
 
 
 def _order(rows: np.ndarray) -> np.ndarray:
-    """Return the places of rows in ascending order, those of equal rows in theirs.
+    """Return the positions of rows in ascending order, stable for equal rows.
 
-    Sorting numbers takes a third of the time of sorting places, so each number gets its place as its low bits.
+    Sorting numbers takes a third of the time of an argsort, so each number carries its position in its low bits.
     """
     bits = int(rows.size).bit_length()
     if int(rows.max()) >> (62 - bits) or int(rows.min()) < 0:
         return np.argsort(rows, kind="stable")
-    wide = rows.astype(np.int64, copy=False)  # a gradient's may be of any integer type, and have no room for a place
+    wide = rows.astype(
+        np.int64, copy=False
+    )  # a gradient's rows may be of any integer type, without room for a position
     return np.sort(wide << bits | np.arange(rows.size)) & ((1 << bits) - 1)
 
 
 class Push(NamedTuple):
-    """What a worker sent to a server: a whole variable, rows of one, or a commit, which carries a number only.
+    """A message of a worker to a server: a whole variable, rows of one, or a commit, which carries a number only.
 
     Attributes:
-        worker: who sent it, counted from 0.
+        worker: the sender, counted from 0.
         variable: its number; -1 for a commit.
         number: of the push; a commit that came with a push has the push's.
-        what: an integer from the worker, which nothing on the way reads.
-        version: of the variable, from the worker: the one that it had read before; -1 for none.
-        rows: int64 numbers of rows, each once and ascending unless the worker sent them as they were; None for a whole
-            variable and for a commit.
-        values: of the variable's dtype, whole or one entry for each row; None for a commit. Read-only, as are `rows`,
-            and both valid during the call only.
+        what: an integer from the worker, opaque to the transport.
+        version: the version of the variable that the worker had read; -1 for none.
+        rows: int64 row numbers, unique and ascending unless the worker sent them as they were; None for a whole variable and
+            for a commit.
+        values: of the variable's dtype, whole or one entry for each row; None for a commit. Read-only, like `rows`, and both
+            valid during the call only.
     """
 
     worker: int
@@ -175,6 +176,6 @@ class Push(NamedTuple):
     values: np.ndarray | None = None
 
 
-# What a server does with pushes. A handler that returns False has kept the push for later: it counts as applied when
+# A server's handling of pushes. A handler that returns False has deferred the push: it counts as applied when
 # `VariableServer.acknowledge` is called.
 Handler = Callable[[Push], Any]

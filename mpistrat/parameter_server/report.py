@@ -1,4 +1,4 @@
-"""Statistics of workers and servers: counters, less than a microsecond per push, and the table of all ranks."""
+"""Statistics of workers and servers: counters, at less than 1 µs per push, and the table of all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
     "of_worker",
 ]
 
-LARGEST_STALENESS = 1000  # anything above counts as this
+LARGEST_STALENESS = 1000  # larger values count as this
 
 Counts = dict[int, list[int]]  # times and bytes, by variable
 
@@ -44,10 +44,10 @@ def count(counts: Counts, variable: int, nbytes: int) -> None:
 
 @final
 class TransportStats:
-    """What a worker exchanged with one server.
+    """A worker's statistics with one server.
 
     Attributes:
-        pulls, pushes: for each variable, by number, how often, and how many bytes. Row numbers count as bytes of pushes.
+        pulls, pushes: for each variable, by number: count and bytes. Row numbers count as bytes of pushes.
     """
 
     __slots__ = ("pulls", "pushes")
@@ -59,14 +59,14 @@ class TransportStats:
 
 @final
 class ServerStats:
-    """What a server did.
+    """A server's statistics.
 
     Attributes:
-        pushes: for each worker, by variable, how many pushes came, and how many bytes.
+        pushes: for each worker, by variable: count and bytes of pushes.
         commits: of each worker.
-        staleness: for each worker, by variable, how often a push was so many versions old when it was applied.
+        staleness: for each worker, by variable: a histogram of the age of pushes, in versions, when applied.
         busy: seconds in the handler.
-        idle: seconds in which nothing came.
+        idle: seconds without work.
         most_waiting: the largest number of parts that waited at a time.
     """
 
@@ -80,7 +80,7 @@ class ServerStats:
         self.most_waiting = 0
 
     def stale(self, worker: int, variable: int, versions: int) -> None:
-        """Count a push that was so many versions old.
+        """Count a push of an age in versions.
 
         Example:
             >>> stats = ServerStats(2)
@@ -99,14 +99,14 @@ class ServerStats:
 @final
 @dataclass(frozen=True)
 class Exchange:
-    """What one worker exchanged about one variable.
+    """The statistics of one worker and one variable.
 
     Attributes:
         variable: its name.
         server, worker: numbers.
-        pulls, pulled_bytes: how often it was read, and how much that was.
-        pushes, pushed_bytes: how often it was written or given a gradient, and how much that was.
-        staleness: how often the server had written it so many times between this worker's read and the gradient.
+        pulls, pulled_bytes: count and bytes of reads.
+        pushes, pushed_bytes: count and bytes of writes and gradients.
+        staleness: a histogram of the server's writes between this worker's read and its gradient.
     """
 
     variable: str
@@ -128,13 +128,13 @@ class Exchange:
 @final
 @dataclass(frozen=True)
 class ServerLoad:
-    """What one server had to do.
+    """The load of one server.
 
     Attributes:
         server: its number.
-        busy, idle: seconds of applying pushes, and of waiting for something to do.
+        busy, idle: seconds of applying pushes, and without work.
         most_waiting: the largest number of parts of pushes that waited at a time.
-        dropped: for each worker, how many of its steps came too late (`backup_workers`).
+        dropped: for each worker, the number of its late steps (`backup_workers`).
     """
 
     server: int
@@ -147,10 +147,10 @@ class ServerLoad:
 @final
 @dataclass(frozen=True)
 class ParameterServerStats:
-    """What workers and servers have exchanged so far; `str()` is a table.
+    """The statistics of all workers and servers so far; `str()` is a table.
 
     Attributes:
-        exchanges: one for each variable and worker that exchanged anything about it.
+        exchanges: one for each variable and worker with any exchange.
         servers: one for each server.
     """
 
@@ -191,18 +191,18 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def of_worker(stats: Sequence[TransportStats]) -> dict[str, Any]:
-    """Return what a worker exchanged with each server, fit for JSON."""
+    """Return a worker's statistics with each server, for JSON."""
     return {"pulls": [list(one.pulls.items()) for one in stats], "pushes": [list(one.pushes.items()) for one in stats]}
 
 
 def of_server(stats: ServerStats, dropped: Sequence[int]) -> dict[str, Any]:
-    """Return what a server did, fit for JSON.
+    """Return a server's statistics, for JSON.
 
     Args:
         stats: the server's.
-        dropped: each worker's steps that came too late.
+        dropped: each worker's late steps.
     """
-    # Lists first: the server's thread goes on counting.
+    # Lists first: the server's thread keeps counting.
     staleness = [[(v, list(histogram.items())) for v, histogram in list(of.items())] for of in stats.staleness]
     load = {"busy": stats.busy, "idle": stats.idle, "most_waiting": stats.most_waiting}
     return load | {"staleness": staleness, "dropped": list(dropped)}
@@ -211,12 +211,12 @@ def of_server(stats: ServerStats, dropped: Sequence[int]) -> dict[str, Any]:
 def combine(
     specs: Sequence[Any], workers: Sequence[int], servers: Sequence[int], by_rank: Sequence[Mapping[str, Any]]
 ) -> ParameterServerStats:
-    """Return the statistics of all.
+    """Return the statistics of all ranks.
 
     Args:
         specs: of the variables, by number.
         workers, servers: ranks.
-        by_rank: what `of_worker` or `of_server` returned there.
+        by_rank: the results of `of_worker` or `of_server` there.
     """
     staleness = {
         (worker, variable): dict(map(tuple, histogram))

@@ -1,4 +1,4 @@
-"""Roles: which ranks are workers and which are parameter servers, agreed by all ranks with the settings of the strategy."""
+"""Roles of ranks, worker or parameter server, agreed by all ranks with the settings of the strategy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Roles:
 
     @classmethod
     def of_counts(cls, size: int, num_ps: int) -> Roles:
-        """Return the roles when the last ranks are the servers.
+        """Return the roles if the last ranks are the servers.
 
         Raises:
             ClusterError: no worker or no server is left.
@@ -59,7 +59,7 @@ class Roles:
         return cls(tuple(range(size - num_ps)), tuple(range(size - num_ps, size)))
 
     def describe(self, hosts: Sequence[str]) -> str:
-        """Return who is where, in words.
+        """Return the roles on each host, as text.
 
         Args:
             hosts: the host of each rank.
@@ -75,10 +75,10 @@ class Roles:
         return "\n".join(f"{host}: {', '.join(texts)}" for host, texts in there.items())
 
     def in_sync_with(self, rank: int, workers_in_sync: int) -> tuple[int, ...]:
-        """Return the ranks that step together with one, itself among them.
+        """Return the ranks that step together with one, including itself.
 
         Raises:
-            ClusterError: the workers cannot be divided so.
+            ClusterError: `workers_in_sync` does not divide the workers.
 
         Example:
             >>> Roles.of_counts(5, 1).in_sync_with(2, workers_in_sync=2)
@@ -94,23 +94,23 @@ class Roles:
 
     @classmethod
     def gather(cls, group: ProcessGroup, resolver: ClusterResolver) -> Roles:
-        """Return the roles that every rank's resolver tells of its own task. Collective.
+        """Return the roles from every rank's resolver. Collective.
 
         Raises:
-            ClusterError: on every rank, when a rank has no task or two have the same, clusters differ, or no worker or
-                server is left.
+            ClusterError: on every rank: a rank has no task or two have the same, clusters differ, or no worker or server is
+                left.
         """
         with group.collective(_NAME, "roles"):
             texts = group.all_gather_text(own_task(resolver))
         tasks = ranks_by_task(_NAME, texts, resolver, ("chief", "master", "worker", "ps"))
         if not tasks:
-            expected, remedy = "a task for every rank", "Give each rank its task_type and task_id, or give num_ps"
+            expected, remedy = "a task for every rank", "Pass each rank its task_type and task_id, or pass num_ps"
             raise ClusterError(explain(_NAME, "cluster_resolver", expected=expected, got="none", remedy=remedy))
         workers = tuple(rank for (job, _), rank in tasks.items() if job != "ps")
         servers = tuple(rank for (job, _), rank in tasks.items() if job == "ps")
         if not workers or not servers:
             got = f"{len(workers)} and {len(servers)}"
-            remedy = "Give num_ps, or MPIClusterResolver(jobs={'worker': 3, 'ps': 1})"
+            remedy = "Pass num_ps, or MPIClusterResolver(jobs={'worker': 3, 'ps': 1})"
             raise ClusterError(
                 explain(_NAME, "cluster_resolver", expected="workers and servers", got=got, remedy=remedy)
             )
@@ -118,9 +118,9 @@ class Roles:
 
 
 def elsewhere(resolver: ClusterResolver, host: str) -> str:
-    """Return the host that a resolver names for this rank's task, if it names another one; else "".
+    """Return the host that a resolver names for this rank's task, if it is another one; else "".
 
-    Addresses in numbers, "localhost", and names that differ in their domains only, say nothing.
+    Numeric addresses, "localhost", and names that differ only in their domains are ignored.
 
     Example:
         >>> spec = ms.ClusterSpec({"worker": ["a.site:1"], "ps": ["b:1"]})
@@ -139,7 +139,7 @@ def elsewhere(resolver: ClusterResolver, host: str) -> str:
 
 
 def is_server(resolver: ClusterResolver) -> bool:
-    """Return whether this rank is a parameter server, as its resolver tells.
+    """Return whether this rank is a parameter server, from its resolver.
 
     Raises:
         ClusterError: the cluster's roles are not legal.
@@ -150,7 +150,7 @@ def is_server(resolver: ClusterResolver) -> bool:
 
 
 def register_role(group: ProcessGroup, workers: Sequence[int], servers: Sequence[int]) -> None:
-    """Register this rank's role for the report in case it is killed."""
+    """Register this rank's role for the report of a kill."""
     rank, topology = group.topology.rank, group.topology
     kind, tasks = ("ps", servers) if rank in servers else ("worker", workers)
     role = f"{kind} {tasks.index(rank)}" if rank in tasks else "no role"
@@ -160,7 +160,7 @@ def register_role(group: ProcessGroup, workers: Sequence[int], servers: Sequence
 @final
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of ParameterServerStrategy that are not one rank's own; see there."""
+    """The arguments of ParameterServerStrategy that are equal on all ranks; see there."""
 
     variable_partitioner: Callable[..., Sequence[int]] | None
     num_ps: int | None
@@ -175,7 +175,7 @@ class Settings:
     replicas: int | None = None
 
     def compared(self) -> tuple[Any, ...]:
-        """Return those that ranks compare: the resolver and the parts of the strategy see to the others."""
+        """Return the settings that ranks compare; the resolver and other parts of the strategy check the rest."""
         return (
             self.max_staleness,
             self.backup_workers,
@@ -188,7 +188,7 @@ class Settings:
         )
 
     def check(self) -> None:
-        """Raise ValueError for one that can never be right."""
+        """Raise ValueError for an illegal setting."""
         self._check_number("max_staleness", 0, optional=True)
         self._check_number("backup_workers", 0)
         self._check_number("workers_in_sync", 1)
@@ -207,7 +207,7 @@ class Settings:
             raise ValueError(explain(_NAME, "placement", expected=expected, got=repr(self.placement)))
 
     def devices(self, given: Sequence[str] | str | None) -> Sequence[str] | str | None:
-        """Return a worker's devices: those that were given, or its part of the replicas; `check` finds what is wrong."""
+        """Return a worker's devices: the given ones, or its part of the replicas; `check` finds errors."""
         replicas, workers = self.replicas, self.workers_in_sync
         if type(replicas) is not int or type(workers) is not int or not 0 < workers <= replicas:
             return given
@@ -226,7 +226,7 @@ class RoleAssignment:
 
     Args:
         settings: of the strategy.
-        resolver: who is worker, chief or ps; default what TF_CONFIG says, if it is set and names ps tasks.
+        resolver: the roles worker, chief and ps; default TF_CONFIG, if it is set and names ps tasks.
     """
 
     def __init__(self, settings: Settings, resolver: ClusterResolver | None) -> None:
@@ -241,13 +241,13 @@ class RoleAssignment:
         self._count = 1 if settings.num_ps is None else settings.num_ps
 
     def serves(self, comm: MPI.Intracomm) -> bool:
-        """Return whether this rank will be a server, as far as it can be seen before the ranks have talked."""
+        """Return whether this rank will be a server, as far as known before the ranks communicate."""
         if self._resolver is not None:
             return self._serves
         return type(self._count) is int and comm.rank >= comm.size - self._count
 
     def check(self, topology: Topology) -> None:
-        """Raise what this rank finds wrong with the settings, its task and the number of ranks."""
+        """Raise this rank's errors about the settings, its task and the number of ranks."""
         if self._problem is not None:
             raise self._problem
         if self._resolver is not None and self._settings.num_ps is not None:
@@ -261,9 +261,9 @@ class RoleAssignment:
         """Return the roles. Collective.
 
         Raises:
-            ClusterError: on every rank, when the roles contradict each other, or there is no worker or no server.
-            CollectiveMismatchError: on every rank, when their settings differ.
-            ValueError: on every rank, when there are not more workers than backup workers.
+            ClusterError: on every rank: the roles contradict each other, or there is no worker or no server.
+            CollectiveMismatchError: on every rank: their settings differ.
+            ValueError: on every rank: there are not more workers than backup workers.
         """
         with group.collective(_NAME, detail=self._settings.compared()):
             pass
@@ -275,7 +275,7 @@ class RoleAssignment:
         return roles
 
     def report(self, group: ProcessGroup, roles: Roles) -> ClusterResolver:
-        """Log who is where, warn where that is not what the resolver said, and return the resolver. Collective."""
+        """Log the roles by host, warn if hosts differ from the resolver's, and return the resolver. Collective."""
         resolver = self._resolver
         if resolver is None:
             first = group.topology.rank == 0
@@ -297,7 +297,7 @@ class RoleAssignment:
 
 
 def _from_environment() -> ClusterResolver | None:
-    """Return the resolver of TF_CONFIG, where that has servers."""
+    """Return the resolver of TF_CONFIG, if that has servers."""
     if not os.environ.get("TF_CONFIG"):
         return None
     resolver = TFConfigClusterResolver()

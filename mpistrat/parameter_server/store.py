@@ -1,4 +1,4 @@
-"""Store of a strategy with servers, instead of arenas: variables, the optimizers that workers push for, their slots."""
+"""The store of a strategy with servers, instead of arenas: variables, the optimizers of workers' pushes, their slots."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerStore"]
 
-_OUTSIDE = 1 << 20  # before the numbers of optimizers that were made outside of the scope
+_OUTSIDE = 1 << 20  # offset of the numbers of optimizers made outside of the scope
 
-_series = 0  # of the last strategy with servers that this process has made
+_series = 0  # of this process's last strategy with servers
 
 
 def _next_series(group: ProcessGroup) -> int:
-    """Return a number that no rank has given a strategy before: some may have made more of them than others. Collective."""
+    """Return a number that no rank has given a strategy before; ranks may have created different numbers of them. Collective."""
     global _series
     with group.collective("ParameterServerStrategy", "series"):
         _series = max(map(int, group.all_gather_text(str(_series)))) + 1
@@ -47,17 +47,17 @@ def _next_series(group: ProcessGroup) -> int:
 
 @final
 class ServerStore(Store):
-    """The variables of a strategy on its servers, and their optimizers and slots. Collective over all ranks to make.
+    """The variables of a strategy on its servers, and their optimizers and slots. Creation is collective over all ranks.
 
     Args:
-        strategy: whose variables they are.
-        connections: of all workers and servers. A server begins to serve.
+        strategy: of the variables.
+        connections: of all workers and servers. A server starts to serve.
         sync_group: the ranks that step together with this one.
         settings: of the strategy.
 
     Attributes:
-        access: this rank's way to the variables.
-        dropped: on a server, how many steps of each worker came too late.
+        access: this rank's access to the variables.
+        dropped: on a server, the number of late steps of each worker.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class ServerStore(Store):
         self._check_numerics = settings.check_numerics
         self._variables: dict[int, ParameterServerVariable] = {}
         self._assign_server = PLACEMENTS[settings.placement](len(connections.servers))
-        # The multiples of ORDINAL_STEP are those of optimizers that are made outside of scopes.
+        # The multiples of ORDINAL_STEP are for optimizers made outside of scopes.
         self._series = _next_series(self.group) % (ORDINAL_STEP - 1) + 1
         self._ordinals = itertools.count(self._series, ORDINAL_STEP)
         self._updates: dict[Optimizer, LocalUpdates] = {}
-        self._found: dict[int, tuple[Optimizer, int, LocalUpdates]] = {}  # by key, while the optimizer is as it was
+        self._found: dict[int, tuple[Optimizer, int, LocalUpdates]] = {}  # by key, while the optimizer is unchanged
         self._early: list[Optimizer] = []
         self.access = self._open(sync_group, settings)
 
     def _open(self, sync_group: ProcessGroup, settings: Settings) -> Access:
-        """Begin to serve, on a server; return this rank's way to the variables."""
+        """Start to serve, on a server; return this rank's access to the variables."""
         connections, server = self._connections, self._connections.server
         if server is None:
             access = WorkerAccess(connections, sync_group, settings.max_staleness)
@@ -98,7 +98,7 @@ class ServerStore(Store):
     # variables and steps
 
     def make(self, placement: Placement, what: Description) -> tuple[Variable, list[Target]]:
-        """Give a variable an address on a server. Collective. See `Store.make`."""
+        """Allocate a variable on a server. Collective. See `Store.make`."""
         connections = self._connections
         beside = None if what.beside is None else getattr(placement.variables[what.beside], "server", None)
         server = self._assign_server(what.shape, what.dtype, beside)
@@ -106,39 +106,39 @@ class ServerStore(Store):
         variable = self._variables[number] = ParameterServerVariable(placement, what, number, server, self.access)
         if connections.server is None or not self.access.holds(number):
             return variable, []
-        with connections.server.writing(number) as memory:  # nobody can read it yet
+        with connections.server.writing(number) as memory:  # no rank can read it yet
             flat = memory.reshape(-1)
         return variable, [(flat, 0, flat.size)]
 
     def make_step(self, optimizer: Optimizer, variables: Sequence[ParameterServerVariable]) -> PushStep:
-        """See `Store.make_step`. On workers: `run`, in which it is called, is theirs."""
+        """Return the step of an optimizer, see `Store.make_step`. On workers: it is called in `run`, which is theirs."""
         assert isinstance(self.access, WorkerAccess)
         return PushStep(optimizer, self._strategy, variables, self.access, self._check_numerics)
 
     # optimizers
 
     def next_ordinal(self) -> int:
-        """See `Store.next_ordinal`."""
+        """Return the next ordinal, see `Store.next_ordinal`."""
         return next(self._ordinals)
 
     def find(self, key: int) -> LocalUpdates:
-        """Return what applies the optimizer that a worker names, on this server.
+        """Return the updater of a worker's optimizer, on this server.
 
         Raises:
-            MpistratError: there is none like it here.
+            MpistratError: there is no equal optimizer here.
         """
         known = self._found.get(key)
         if known is not None and known[0]._core.revision == known[1]:
             return known[2]
         optimizer = self._find_made(key % ORDINALS)
-        updates = self.updates(optimizer)  # which takes over what was restored
+        updates = self.updates(optimizer)  # this takes a restored state
         if optimizer_key(optimizer) != key:
             self._refuse(key % ORDINALS, f"another one: {optimizer!r}")
         self._found[key] = optimizer, optimizer._core.revision, updates
         return updates
 
     def updates(self, optimizer: Optimizer) -> LocalUpdates:
-        """Return what applies an optimizer on this server."""
+        """Return the updater of an optimizer on this server."""
         if optimizer not in self._updates:
             server = self._connections.server
             self._updates[optimizer] = (
@@ -148,28 +148,28 @@ class ServerStore(Store):
         return self._updates[optimizer]
 
     def number_of(self, optimizer: Optimizer) -> int:
-        """Return the number of an optimizer in files: which one the program has made, in the scope or outside."""
+        """Return the number of an optimizer in files: its place among those of the scope, or of those made outside."""
         count, series = divmod(optimizer._core.ordinal, ORDINAL_STEP)
         return count if series else _OUTSIDE + count
 
     def made(self) -> list[Optimizer]:
-        """Return the optimizers that the program has made in the scope or outside of all scopes."""
+        """Return the optimizers made in the scope or outside of all scopes."""
         return [one for one in known() if one._core.ordinal % ORDINAL_STEP in (0, self._series)]
 
     def numbers_of_names(self, names: Sequence[str]) -> list[int]:
-        """Return the numbers of the first optimizers of these names that the program has made."""
+        """Return the numbers of the program's first optimizers of these names."""
         made = sorted((self.number_of(one), one.name) for one in known() if one._core.may_join(self._strategy))
         found: list[int] = []
         for index, name in enumerate(names):
             fitting = (number for number, own in made if own == name and number not in found)
-            found.append(next(fitting, index))  # of one that is yet to be made
+            found.append(next(fitting, index))  # of one not created yet
         return found
 
     def agree(self, function: str, path: str | os.PathLike[str]) -> None:
-        """Let every rank know all optimizers that any rank has applied, in the order in which they were made. Collective.
+        """Register all optimizers that any rank has applied on every rank, in the order of creation. Collective.
 
         Args:
-            function, path: of the file for which they do it: what others must call, too.
+            function, path: the file operation, which ranks compare.
         """
         extended = self._strategy.extended
         made = [one._core.ordinal for one in extended.placement.optimizers if one._core.may_join(self._strategy)]
@@ -180,12 +180,14 @@ class ServerStore(Store):
         for ordinal in sorted(applied):
             self._find_made(ordinal)._core.join(self._strategy)
         extended.optimizers.sort(key=lambda optimizer: optimizer._core.ordinal)
-        everywhere = set.intersection(*(set(ordinals) for _, ordinals in found))  # a coordinator sends some later
+        everywhere = set.intersection(
+            *(set(ordinals) for _, ordinals in found)
+        )  # a coordinator sends some of them later
         self._early = [self._find_made(ordinal) for ordinal in sorted(everywhere - applied)]
 
     @property
     def early(self) -> list[Optimizer]:
-        """See `Store.early`; `agree` finds them."""
+        """The optimizers without a step, see `Store.early`; `agree` finds them."""
         return [optimizer for optimizer in self._early if optimizer not in self._strategy.extended.optimizers]
 
     def _find_made(self, ordinal: int) -> Optimizer:
@@ -195,12 +197,12 @@ class ServerStore(Store):
         return optimizer
 
     def _refuse(self, ordinal: int, got: str) -> NoReturn:
-        remedy = "Run the same program on every rank: make optimizers, and change their numbers, on servers too"
+        remedy = "Run the same program on every rank: create optimizers, and change their numbers, on servers too"
         rank = self._strategy.rank
         expected = f"on rank {rank} the optimizer that a worker applies, number {ordinal} in its program"
         raise MpistratError(explain("apply_gradients", "optimizer", expected=expected, got=got, remedy=remedy))
 
-    # slots; what is read has in it all that workers had pushed when they came here
+    # slots; reads include all earlier pushes of workers
 
     def each_slots(self, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
         """Yield the name and the slots of each variable that the optimizer has updated. Collective."""
@@ -208,7 +210,7 @@ class ServerStore(Store):
             yield variable.name, self._read(optimizer, variable)
 
     def _with_slots(self, optimizer: Optimizer) -> list[ParameterServerVariable]:
-        """Return the variables that the optimizer has updated, with all that workers had pushed. Collective."""
+        """Return the variables that the optimizer has updated, including all earlier pushes. Collective."""
         variables = list(self._variables.values())
         self._settle()
         mine = [int(self._has_slots(optimizer, variable)) for variable in variables]
@@ -217,7 +219,7 @@ class ServerStore(Store):
         return [variable for variable, has in zip(variables, having, strict=True) if has]
 
     def slots_here(self, optimizer: Optimizer, writers: Collection[int] | None, each_node: bool) -> Iterator[SlotsHere]:
-        """Yield this rank's part of the slots of each variable: where it lies, or on rank 0, or on each node. Collective."""
+        """Yield this rank's part of the slots of each variable: on its server, or on rank 0, or on each node. Collective."""
         topology = self.group.topology
         leads = topology.local_rank == 0 if each_node else topology.rank == 0
         at_home = writers is None and not (each_node and topology.num_nodes > 1)
@@ -232,11 +234,11 @@ class ServerStore(Store):
             yield variable.name, variable.shape, dtype, parts
 
     def keeps(self, variable: Any) -> bool:
-        """See `Store.keeps`."""
+        """Return whether a server stores the variable, see `Store.keeps`."""
         return isinstance(variable, ParameterServerVariable)
 
     def value_here(self, variable: ParameterServerVariable) -> np.ndarray | None:
-        """See `Store.value_here`."""
+        """Return the value on its server, see `Store.value_here`."""
         return np.array(variable.numpy()) if self._here(variable) else None
 
     def read_slots(self, optimizer: Optimizer, variable: ParameterServerVariable) -> dict[str, np.ndarray]:
@@ -257,23 +259,23 @@ class ServerStore(Store):
         return result
 
     def _settle(self) -> None:
-        """Wait until all that the workers have pushed is applied. Collective."""
+        """Wait until all pushes of the workers are applied. Collective."""
         self.access.flush()
         self.group.barrier("optimizer.slots")
 
     def write_slots(self, optimizer: Optimizer, variable: ParameterServerVariable, values: Mapping[str, Any]) -> None:
-        """Overwrite a variable's slots where it lies. Every rank must do it."""
+        """Overwrite a variable's slots on its server. Call it on every rank."""
         if self._here(variable):
             self.updates(optimizer).set_slots(variable, values)
 
     def forget_slots(self, optimizer: Optimizer, variables: Collection[ParameterServerVariable] | None) -> None:
-        """See `Store.forget_slots`."""
+        """Drop slots, see `Store.forget_slots`."""
         updates = self._updates.get(optimizer)
         if updates is not None:
             updates.forget_slots(variables)
 
     def iterations(self, optimizer: Optimizer) -> int:
-        """Return how many steps the servers have taken with an optimizer, the largest number. Collective."""
+        """Return the servers' number of steps of an optimizer, the largest one. Collective."""
         self._settle()
         with self.group.collective("optimizer.iterations", optimizer.name):
             return self.group.agree(0 if self._connections.server is None else optimizer.iterations, "max")

@@ -1,4 +1,4 @@
-"""ParameterServerStrategy: workers that train without waiting for each other, and servers that hold the variables."""
+"""ParameterServerStrategy: workers that train without waiting for each other, and servers that store the variables."""
 
 from __future__ import annotations
 
@@ -40,47 +40,47 @@ _NAME = "ParameterServerStrategy"
 
 @final
 class ParameterServerStrategy(Strategy):
-    """Asynchronous training: servers hold the variables, workers read them and push updates (TF: ParameterServerStrategy).
+    """Asynchronous training: servers store the variables, workers read them and push updates (TF: ParameterServerStrategy).
 
-    Every rank runs the same program. Creating the strategy and variables, `save`, `restore` and `close` are collective over
-    all ranks. Else a worker waits for no other worker: its replicas are the only ones in sync, `run`, `reduce` and
-    `gather` concern them alone, and `apply_gradients` sums over them and pushes once. The server applies a push once, by
-    the optimizer that the same program made there.
+    Every rank runs the same program. Creating the strategy and variables, `save`, `restore` and `close` are collective over all
+    ranks. Otherwise a worker waits for no other worker: only its own replicas are in sync, `run`, `reduce` and `gather` are
+    over them, and `apply_gradients` sums over them and pushes once. The server applies a push once, by the optimizer that the
+    same program created there.
 
-    On a server rank iterating a distributed dataset serves the workers until all have left the pass, and yields nothing.
-    A worker leaves a pass when its loop ends, by `break` or an exception, too. Servers answer reads and writes before,
-    between and after passes as well.
+    On a server, iterating a distributed dataset serves the workers until all have left the pass, and yields nothing. A worker
+    leaves a pass when its loop ends, also by `break` or an exception. Servers answer reads and writes before, between and after
+    passes as well.
 
-    A file has each variable as it is between two updates, with all that workers pushed before. Save when all ranks have
-    left a pass for a file of one moment.
+    A file has each variable between two updates, including all earlier pushes. Save when all ranks have left a pass for a file
+    of one moment.
 
-    `dataset.batch(n)` is what one worker pushes for: the batches of a dataset are dealt out to the workers in turn, each
-    row once in an epoch.
+    `dataset.batch(n)` is the batch of one push: the batches of a dataset go to the workers round-robin, each row once in an
+    epoch.
 
     Args:
-        cluster_resolver: who is worker, chief or ps; default what TF_CONFIG says, if it is set and names ps tasks.
+        cluster_resolver: the roles worker, chief and ps; default TF_CONFIG, if it is set and names ps tasks.
         variable_partitioner: cuts large variables into shards on several servers, see `ms.partitioners`.
-        num_ps: without a resolver: so many ranks, the last ones, are servers; default 1.
-        max_staleness: a worker begins a step only when its finished steps exceed the slowest worker's by at most this
-            number; None for no bound. With 0 the servers keep a step's pushes, sum them in worker order and apply them
-            once: synchronous training.
+        num_ps: without a resolver: the last `num_ps` ranks are servers; default 1.
+        max_staleness: a worker starts a step only when its finished steps exceed the slowest worker's by at most this number;
+            None for no bound. With 0 the servers collect a step's pushes, sum them in worker order and apply them once:
+            synchronous training.
         backup_workers: with max_staleness=0: a step is complete without this many workers' pushes, which are dropped.
-        placement: which server gets the next variable: "round_robin", or "bytes" for the one that has least.
+        placement: the server of the next variable: "round_robin", or "bytes" for the one with the fewest bytes.
         transport: "shared_window", "one_sided" or "messages" for all; default chosen for each worker and server.
-        workers_in_sync: so many successive workers step together, synchronously, and push once; 1 for none. Their ranks'
-            replicas are the replicas in sync, and a batch is divided over them.
-        back_off: seconds of the longest sleep of a server with nothing to do. 1 ms costs up to 6 % of a core, and a push
-            waits about as long for it; shorter sleeps cost more.
-        check_numerics: refuse to push a gradient that has a NaN or infinity.
-        communication_options, cross_device_ops: how the worker's own replicas are reduced.
+        workers_in_sync: groups of this many successive workers step together, synchronously, and push once; 1 for none. The
+            replicas of a group are in sync, and divide a batch.
+        back_off: the longest sleep, in seconds, of an idle server. 1 ms costs up to 6 % of a core, and a push waits about as
+            long for it; shorter sleeps cost more.
+        check_numerics: refuse to push a gradient with a NaN or infinity.
+        communication_options, cross_device_ops: the reductions over the worker's own replicas.
         comm: communicator, duplicated here; default COMM_WORLD.
         devices: this rank's, as for MirroredStrategy; servers use none.
-        replicas: instead of devices: the number of replicas in sync on CPUs, the same on each worker of `workers_in_sync`. Their
-            sums are in the order of replicas.
+        replicas: instead of devices: the number of replicas in sync on CPUs, the same on each worker of `workers_in_sync`.
+            Their sums are in the order of replicas.
 
     Raises:
-        ClusterError: on every rank, when there is no worker or no server, or the roles contradict each other.
-        ValueError: on every rank, for another placement, transport or staleness.
+        ClusterError: on every rank: there is no worker or no server, or the roles contradict each other.
+        ValueError: on every rank: another placement, transport or staleness.
         LayoutError: there is one rank only.
 
     Example:
@@ -92,7 +92,7 @@ class ParameterServerStrategy(Strategy):
         workers, servers: their ranks.
         is_server: whether this rank is a server.
         worker_index: this worker's number, None on a server.
-        cluster_resolver: as given, or one that says the same as `num_ps`.
+        cluster_resolver: as given, or an equivalent of `num_ps`.
     """
 
     def __init__(
@@ -180,39 +180,39 @@ class ParameterServerStrategy(Strategy):
         if joined:
             Cluster(self, joined)
 
-    # who
+    # roles
 
     @property
     def max_staleness(self) -> int | None:
-        """As given."""
+        """The bound on staleness, as given."""
         return self._settings.max_staleness
 
     @property
     def backup_workers(self) -> int:
-        """As given."""
+        """The number of backup workers, as given."""
         return self._settings.backup_workers
 
     @property
     def workers_in_sync(self) -> int:
-        """As given."""
+        """The number of workers in a group, as given."""
         return self._settings.workers_in_sync
 
     @property
     def num_workers(self) -> int:
-        """Number of workers, the chief included."""
+        """The number of workers, including the chief."""
         return len(self.workers)
 
     @property
     def num_ps(self) -> int:
-        """Number of servers."""
+        """The number of servers."""
         return len(self.servers)
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas that step together: those of this worker, or of its group of `workers_in_sync`.
+        """The number of replicas that step together: those of this worker, or of its group of `workers_in_sync`.
 
-        A server reports the number of the first worker or group, so `batch(b * strategy.num_replicas_in_sync)` is the same on
-        all ranks where workers have equally many devices.
+        A server returns the number of the first worker or group, so `batch(b * strategy.num_replicas_in_sync)` is the same on
+        all ranks if workers have equally many devices.
         """
         if self.is_server:
             return sum(self._replicas_of_workers()[: self.workers_in_sync])
@@ -227,9 +227,9 @@ class ParameterServerStrategy(Strategy):
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """Call a step once on each replica of this worker, and return what they return.
+        """Call a step once on each replica of this worker, and return the results.
 
-        With `max_staleness` it begins when the slowest worker is near enough. See `Strategy.run`.
+        With `max_staleness` it waits for the slowest worker. See `Strategy.run`.
 
         Raises:
             ContextError: on a server.
@@ -248,7 +248,7 @@ class ParameterServerStrategy(Strategy):
         access = self._access
         if isinstance(access, WorkerAccess):
             return access
-        remedy = "Iterate a distributed dataset, which gives a server nothing, or write `if not strategy.is_server:`"
+        remedy = "Guard the call with `if not strategy.is_server:`, or iterate a distributed dataset (empty on servers)"
         got = f"a call on rank {self.rank}, a parameter server"
         raise ContextError(explain(f"{_NAME}.{function}", "", expected="a worker", got=got, remedy=remedy))
 
@@ -261,7 +261,7 @@ class ParameterServerStrategy(Strategy):
         strategy or ends its program. Iterating a distributed dataset calls this.
 
         Args:
-            passes: how many to wait for; None for all there are.
+            passes: the number of passes to wait for; None for all.
 
         Raises:
             ContextError: on a worker.
@@ -277,10 +277,10 @@ class ParameterServerStrategy(Strategy):
         server.wait(passes)
 
     def flush(self) -> None:
-        """Wait until all that this worker has pushed and written is applied. For workers.
+        """Wait until all pushes and writes of this worker are applied. For workers.
 
-        Reading a variable waits for what this worker pushed to the same server. With `max_staleness` 0 a step is applied
-        when all workers have taken it.
+        Reading a variable waits for this worker's pushes to the same server. With `max_staleness` 0 a step is applied when all
+        workers have taken it.
 
         Raises:
             ContextError: on a server.
@@ -289,9 +289,9 @@ class ParameterServerStrategy(Strategy):
         self._worker("flush").flush()
 
     def leave(self) -> None:
-        """Leave a pass that is not the loop over a distributed dataset, which leaves by itself. For workers.
+        """Leave a pass without a loop over a distributed dataset, which leaves it itself. For workers.
 
-        A program that steps without a dataset calls it when its servers, which are in `serve`, shall go on.
+        Call it in a program that steps without a dataset, to let servers return from `serve`.
 
         Raises:
             ContextError: on a server.
@@ -312,8 +312,8 @@ class ParameterServerStrategy(Strategy):
     # input
 
     def _division(self) -> Division:
-        """Batches are dealt out to the workers, or groups of them; a server serves a pass and reads nothing."""
-        if self._extended.coordination.scheduled:  # a function of a coordinator: what it makes is for this worker
+        """Return this rank's part in reading: batches go to workers, or groups, round-robin; a server serves a pass."""
+        if self._extended.coordination.scheduled:  # a coordinator's function: its dataset is for this worker only
             alone = Workers([self._extended.sync_topology.num_replicas], 0)
             return Division.alone(alone, alone, self._extended.placement.group, self)
         size, index = self.workers_in_sync, self.worker_index or 0
@@ -331,7 +331,7 @@ class ParameterServerStrategy(Strategy):
         return [replicas[rank] for rank in self.workers]
 
     def begin_pass(self) -> None:
-        """Begin to read a dataset: on a server, serve until all workers have left the pass."""
+        """Start to read a dataset; on a server, serve until all workers have left the pass."""
         if isinstance(self._access, WorkerAccess):
             self._access.begin_pass()
         else:
@@ -343,28 +343,28 @@ class ParameterServerStrategy(Strategy):
             self._access.end_pass()
 
     def resume_pass(self) -> None:
-        """Begin a pass that `suspend_pass` ends, whatever datasets are read. For workers."""
+        """Start a pass that `suspend_pass` ends, independently of open datasets. For workers."""
         self._worker("resume_pass").resume_pass()
 
     def suspend_pass(self) -> None:
-        """Leave the pass though datasets may still be read: they go on in the next one. For workers."""
+        """Leave the pass with open datasets, which continue in the next one. For workers."""
         self._worker("suspend_pass").suspend_pass()
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return who serves whom, and how, as names and texts."""
+        """Return roles and transports, as names and texts."""
         roles = f"workers {', '.join(map(str, self.workers))}; servers {', '.join(map(str, self.servers))}"
         return [("roles by rank", roles), *(("transport", t) for t in self._parameter_servers.describe().splitlines())]
 
-    # what happened
+    # statistics
 
     def traffic(self) -> tuple[int, int]:
-        """Return how many bytes this worker has pulled and pushed so far; (0, 0) on a server."""
+        """Return the bytes that this worker has pulled and pushed so far; (0, 0) on a server."""
         every = [transport.stats for transport in self._parameter_servers.transports]
         pulled = sum(nbytes for stats in every for _, nbytes in stats.pulls.values())
         return pulled, sum(nbytes for stats in every for _, nbytes in stats.pushes.values())
 
     def stats(self) -> ParameterServerStats:
-        """Return what all workers and servers have exchanged so far: a table, when printed. Collective over all ranks.
+        """Return the statistics of all workers and servers so far: a table, when printed. Collective over all ranks.
 
         Example:
             >>> print(strategy.stats())  # doctest: +SKIP
@@ -377,24 +377,24 @@ class ParameterServerStrategy(Strategy):
     # files
 
     def _begin_file(self, function: str, path: str | os.PathLike[str], *more: Any) -> None:
-        """Have everything applied, and all optimizers known on every rank. Collective.
+        """Wait until everything is applied, and all optimizers are known on every rank. Collective.
 
         Raises:
-            ContextError: saving beside a coordinator's program.
+            ContextError: saving next to a coordinator's program.
         """
         super()._begin_file(function, path)
         apart = function in ("begin_save", "prepare_save", "take_snapshot", "newest_snapshot", "restore_snapshot")
         if apart and self._extended.coordination.leads:
-            expected, got = "a program that every rank runs", "a coordinator's"
+            expected, got = "a program that every rank runs", "a coordinator's program"
             raise ContextError(explain(f"{_NAME}.{function}", "", expected=expected, got=got, remedy="Use save"))
         self._extended.coordination.announce(function, os.fspath(path), *more)
         self._access.flush()
         self._store.agree(function, path)
 
-    # its life
+    # lifetime
 
     def close(self) -> None:
-        """Leave for good, when all that was pushed is applied; then as `Strategy.close`. Collective the first time."""
+        """Leave for good, when all pushes are applied; then as `Strategy.close`. Collective the first time."""
         if is_child():
             return
         if not self._extended.closed:
@@ -404,12 +404,12 @@ class ParameterServerStrategy(Strategy):
         super().close()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Warn that a worker's program dropped a strategy without closing it: its servers still run."""
+        """Warn if a worker's program dropped a strategy without closing it: its servers still run."""
         access = getattr(self, "_access", None)
         if isinstance(access, WorkerAccess) and not access.left and not is_finalizing() and not is_child():
             log.logger.warning(
                 "rank %d dropped a %s without close(): until the program ends, its servers keep its variables, and a server in"
-                " serve() waits for this rank. Call close() on every rank, or make the strategy in a `with` statement",
+                " serve() waits for this rank. Call close() on every rank, or create the strategy in a `with` statement",
                 self.rank,
                 _NAME,
             )
@@ -420,4 +420,6 @@ class ParameterServerStrategy(Strategy):
         return f"<{_NAME} {state}, {counted(nodes, 'node')}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError(explain(_NAME, "", expected="no copy.deepcopy", got="one", remedy="Make another strategy"))
+        raise RuntimeError(
+            explain(_NAME, "", expected="a new strategy", got="copy.deepcopy", remedy="Create another strategy")
+        )

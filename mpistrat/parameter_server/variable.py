@@ -29,18 +29,18 @@ _SCATTERS = {op: Operation[f"SCATTER_{op.upper()}"] for op in ("update", "add", 
 
 @final
 class ParameterServerVariable(OnWriteVariable):
-    """A variable that one server holds, and every worker reads and writes without waiting for other workers.
+    """A variable on one server, which every worker reads and writes without waiting for other workers.
 
-    Reading gets the whole variable from its server, as it was between two writes, with all that this worker wrote before; a
-    large one on this node is not copied. In a step (`strategy.run`) the first read does so, and later ones of the step give
-    the same numbers, as do all reads in `cache_variable_reads`; outside every read asks the server. Writing returns when the
-    value was handed over; the server applies it once. Neither is collective. In replica context what the worker's own
-    replicas write is aggregated first.
+    A read gets the whole variable from its server, between two writes, including this worker's earlier writes; a large one on
+    this node is not copied. In a step (`strategy.run`) the first read does so, and later ones of the step return the same
+    numbers, as do all reads in `cache_variable_reads`; outside every read asks the server. A write returns when the value was
+    submitted; the server applies it once. Neither is collective. In replica context the writes of the worker's own replicas are
+    aggregated first.
 
     Attributes:
-        number: of the variable among all that the servers hold.
-        server: the number of the server that holds it.
-        version: how often the server had written the variable when this rank read it last.
+        number: of the variable among all on the servers.
+        server: the number of its server.
+        version: the number of the server's writes at this rank's last read.
     """
 
     __slots__ = ("_access", "_gradients", "_read_in", "_seen", "_snapshot", "number", "server", "version")
@@ -48,7 +48,7 @@ class ParameterServerVariable(OnWriteVariable):
     def __init__(
         self, placement: Placement, description: Description, number: int, server: int, access: Access
     ) -> None:
-        """Hold on to the way there."""
+        """Store the access."""
         self._hold(placement, description)
         self.number, self.server, self.version = number, server, 0
         self._access: Access | None = access
@@ -58,14 +58,14 @@ class ParameterServerVariable(OnWriteVariable):
 
     @property
     def device(self) -> str:
-        """Where the variable lies, as TensorFlow writes it: "/job:ps/replica:0/task:0/device:CPU:0" for server 0."""
+        """The device of the variable, in TensorFlow's form: "/job:ps/replica:0/task:0/device:CPU:0" for server 0."""
         return f"/job:ps/replica:0/task:{self.server}/device:CPU:0"
 
     # reading
 
     @property
     def array(self) -> Any:
-        """The numbers, read-only: as this step or cache saw them first, or outside of both as they are now."""
+        """The numbers, read-only: of the first read of this step or cache, else the current ones."""
         access, snapshot = self._access, self._snapshot  # before `_seen`: another replica may replace both
         if access is not None and access.step and self._seen == access.step and snapshot is not None:
             return snapshot
@@ -73,7 +73,7 @@ class ParameterServerVariable(OnWriteVariable):
 
     @property
     def version_of_step(self) -> int:
-        """The version that the step which runs has read; -1 if it has read none."""
+        """The version that the current step has read; -1 if it has read none."""
         access = self._access
         return self.version if access is not None and access.step == self._read_in else -1
 
@@ -84,10 +84,10 @@ class ParameterServerVariable(OnWriteVariable):
         assert access is not None
         with access.lock:
             period = access.period()
-            if period and self._seen == period:  # in a cache, or another replica was quicker
+            if period and self._seen == period:  # in a cache, or another replica was faster
                 self._read_in = access.step
                 return self._snapshot
-            self._seen, self._snapshot = 0, None  # its memory may be used again
+            self._seen, self._snapshot = 0, None  # its memory may be reused
             (self.version, out), self._read_in = access.pull(self.number), access.step
             if period:
                 self._snapshot, self._seen = out, period
@@ -95,18 +95,18 @@ class ParameterServerVariable(OnWriteVariable):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """What each local replica reads: the same array."""
+        """The values that each local replica reads: the same array."""
         return (self.array,) * self.placement.group.topology.num_local_replicas
 
     @property
     def num_copies(self) -> int:
-        """Physical copies that this rank writes to: the server's."""
+        """The number of physical copies that this rank writes: 1, the server's."""
         self._require_open()
         return 1
 
     @tensorflow_names()
     def sparse_read(self, indices: Any) -> Any:
-        """Return a new array of the rows with these numbers, in their order; only they travel."""
+        """Return a new array of the rows with these numbers, in their order; only they are sent."""
         rows, shape = row_numbers(self.shape, indices, "sparse_read")
         access = self._access
         if access is None or ((period := access.period()) and self._seen == period):
@@ -123,7 +123,7 @@ class ParameterServerVariable(OnWriteVariable):
         assert access is not None
         with access.lock:
             access.write(self.number, _OPERATIONS[op], np.ascontiguousarray(flat).reshape(self.shape))
-            self._seen = min(self._seen, 0)  # the step reads anew, and sees it; a cache keeps what it has
+            self._seen = min(self._seen, 0)  # the step reads again, to see it; a cache does not
 
     def _store_rows(
         self, op: str, depth: int, delta: IndexedSlices, only: int | None = None, given: bool = False
@@ -138,7 +138,7 @@ class ParameterServerVariable(OnWriteVariable):
     # gradients
 
     def gradient(self, local_replica: int) -> Any:
-        """Return the gradient array of one local replica, writable: what is pushed.
+        """Return the writable gradient array of one local replica, which is pushed.
 
         Raises:
             ValueError: the variable has no gradients.
@@ -147,7 +147,7 @@ class ParameterServerVariable(OnWriteVariable):
         return (self._make_gradients() if gradients is None else gradients)[local_replica]
 
     def _make_gradients(self) -> list[Any]:
-        """Return the gradient arrays of all local replicas; the first thread that comes here makes them."""
+        """Return the gradient arrays of all local replicas; the first thread allocates them."""
         require_gradient(self)
         devices, access = self.placement.devices, self._access
         assert access is not None
@@ -161,7 +161,7 @@ class ParameterServerVariable(OnWriteVariable):
     # files
 
     def _value_for_file(self) -> np.ndarray | None:
-        """See `value_for_file`. Collective."""
+        """Return the value for files, see `value_for_file`. Collective."""
         access, group = self._access, self.placement.creators
         assert access is not None
         if access.reaches(self.number, rank=0):
@@ -172,7 +172,7 @@ class ParameterServerVariable(OnWriteVariable):
         return value
 
     def load(self, value: np.ndarray) -> None:
-        """See `Variable.load`. Collective."""
+        """Write a value, see `Variable.load`. Collective."""
         group = self.placement.creators
         with group.collective("load", self.name, self.dtype, self.shape):
             access = self._access
@@ -184,9 +184,9 @@ class ParameterServerVariable(OnWriteVariable):
 
     @property
     def closed(self) -> bool:
-        """Whether the strategy was closed."""
+        """True after the strategy was closed."""
         return self._access is None
 
     def _close(self) -> None:
-        """Let go of the memory; every later use raises ClosedError. The strategy calls it."""
+        """Free the memory; later use raises ClosedError. The strategy calls it."""
         self._access = self._snapshot = self._gradients = None

@@ -1,1 +1,1 @@
-"""A parameter server: its variables, its service, and what it does with pushes."""
+"""A parameter server: its variables, its service, and its handling of pushes."""

@@ -1,19 +1,19 @@
 """Atomic reads of memory that a server writes: a seqlock with reader announcements, and versioned buffers.
 
-Seqlock: the version word of a variable is odd while the server writes; a reader copies, and retries if the word was odd or
-has changed. A plain seqlock starves readers of a busy server. So a reader announces itself in a separate word, and the
-server waits for it before its next write, a bounded time, once for each announcement: a reader that was stopped or died
-delays the server only once. Each retry is a new announcement. The server waits a second at most for the first, since all
-workers wait meanwhile, and twice as long for each further one of a slow reader, so that its read eventually succeeds.
+Seqlock: the version word of a variable is odd while the server writes; a reader copies, and retries if the word was odd or has
+changed. A plain seqlock starves readers of a busy server. So a reader announces itself in a separate word, and the server waits
+for it before its next write, a bounded time, once per announcement: a stopped or dead reader delays the server only once. Each
+retry is a new announcement. The server waits at most a second for the first, because all workers wait meanwhile, and twice as
+long for each further one of a slow reader, so that its read eventually succeeds.
 
 Versioned buffers: reads without a copy. A large variable has several buffers, for workers that share memory with its server:
 one with the current version, one for each of these workers to hold, and one for the next version. Words next to the version
-give the current buffer, and whether buffers may be held; each worker has a word for the buffer that it holds (a hazard
-pointer). A worker that announces a buffer and finds afterwards that it is still current, holds it. The server uses a buffer
-that is neither current nor held; there always is one. So neither waits for the other, and a worker that stops or dies blocks
-only its own buffer. A buffer that a worker holds does not change as long as any array of its program refers to it. Buffers
-are allocated only after a worker has requested one and a gradient of the whole variable has come: writing a few rows of a
-variable would cost a copy of all of it.
+store the current buffer, and whether buffers may be held. Each worker has a word for the buffer that it holds (a hazard
+pointer). A worker holds a buffer if it has announced it, and the buffer is still current afterwards. The server writes a buffer
+that is neither current nor held; there always is one. So neither waits for the other, and a stopped or dead worker blocks only
+its own buffer. A held buffer does not change while any array of the worker's program refers to it. Buffers are allocated only
+after a worker has requested one and a gradient of the whole variable has arrived: with them, writing a few rows of a variable
+costs a copy of all of it.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from ..layout import Address
 
 __all__ = ["HeldSnapshot", "SeqLockReader", "SeqLockWriter"]
 
-_BITS = 24  # of an announcement for the variable, the others number the announcements
+_BITS = 24  # of an announcement, for the variable; the other bits number the announcements
 _VARIABLES = 1 << _BITS
-_SECONDS, _BYTES_PER_SECOND = 0.1, 50e6  # how long a server waits for one reading
-_MOST_SECONDS = 1.0  # but at first no longer than this
+_SECONDS, _BYTES_PER_SECOND = 0.1, 50e6  # a server's wait for one read
+_MOST_SECONDS = 1.0  # the longest first wait
 _YIELDS = 1000
 _SLEEP = 1e-4
 
 
 @final
 class SeqLockReader:
-    """A worker's end.
+    """A worker's end of a seqlock.
 
     Args:
         mailbox: the window with the announcement.
         rank: of the server, in the window.
         offset: of the word.
-        wait: makes what waits while the server writes.
+        wait: creates the wait for the server's write.
     """
 
     def __init__(self, mailbox: Window, rank: int, offset: int, wait: Callable[[], PeerWait]) -> None:
@@ -56,7 +56,7 @@ class SeqLockReader:
         self._number = 0
 
     def read_bytes(self, address: Address, slab: Window, out: np.ndarray) -> int:
-        """Copy a variable into flat bytes, whole; return its version."""
+        """Copy a whole variable into flat bytes; return its version."""
         if isinstance(slab, SharedWindow) and isinstance(self._mailbox, SharedWindow):
             self._number += 1
             announcement = self._number * _VARIABLES + address.index + 1
@@ -69,19 +69,19 @@ class SeqLockReader:
         return self.read(address.index, slab, address.version, slab.get, self._rank, address.offset, out)
 
     def read(self, variable: int, slab: Window, version: int, copy: Callable[..., None], *args: Any) -> int:
-        """Copy until the copy is whole; return the version of what was copied.
+        """Copy until the copy is consistent; return its version.
 
         Args:
             variable: its number.
             slab: the window with the variable.
             version: offset of the version word.
-            copy: copies what is read; called with `args`.
+            copy: makes the copy; called with `args`.
         """
         mailbox, rank, offset = self._mailbox, self._rank, self._offset
         wait = None
         try:
             while True:
-                self._number += 1  # anew after each pause, too: meanwhile the server may have given this reader up
+                self._number += 1  # again after each pause: the server may have stopped waiting for this reader
                 mailbox.put_word(rank, offset, self._number * _VARIABLES + variable + 1)
                 before = slab.get_word(rank, version)
                 if before & 1:
@@ -99,13 +99,13 @@ class SeqLockReader:
 
 @final
 class SeqLockWriter:
-    """A server's end.
+    """A server's end of a seqlock.
 
     Args:
         words: the words of the mailbox.
-        offsets: of the words of all workers that read by themselves.
-        sync: makes what others wrote visible.
-        progress: lets MPI carry out what others do to this rank's memory.
+        offsets: of the words of all workers that read this rank's memory.
+        sync: makes other processes' writes visible.
+        progress: lets MPI complete accesses to this rank's memory.
     """
 
     def __init__(
@@ -114,17 +114,17 @@ class SeqLockWriter:
         self._words, self._announced = words, [offset // 8 for offset in offsets]
         self._sync, self._progress = sync, progress
         self._given_up: dict[int, int] = {}
-        self._patience: dict[int, float] = {}  # seconds for the next attempt of readers that were given up
+        self._patience: dict[int, float] = {}  # seconds for the next attempt of readers that timed out
 
     def wait(self, variable: int, nbytes: int) -> None:
-        """Wait until no reader is in a reading of a variable that began before now, or for long enough."""
+        """Wait for the reads of a variable that started before now, at most a bounded time."""
         self._sync()
         words, wanted = self._words, variable + 1
         start = 0.0
         for word in self._announced:
             announcement = words[word]
             if announcement % _VARIABLES == wanted and self._given_up.get(word) != announcement:
-                start = start or monotonic()  # one time for all: they read at the same time
+                start = start or monotonic()  # one limit for all: they read at the same time
                 at_first = min(_SECONDS + nbytes / _BYTES_PER_SECOND, _MOST_SECONDS)
                 self._wait_for(word, announcement, start, self._patience.get(word, at_first))
 
@@ -133,39 +133,39 @@ class SeqLockWriter:
         while self._words[word] == announcement:
             self._progress()
             self._sync()
-            backoff.pause()  # on a busy machine to give way takes long, too
+            backoff.pause()  # on a busy machine yielding also takes long
             if monotonic() > until:
                 self._given_up[word], self._patience[word] = announcement, 2 * seconds
                 return
         self._patience.pop(word, None)
 
     def readers(self) -> int:
-        """Return a number that changes whenever a reader announces itself or is done."""
+        """Return a number that changes whenever a reader announces itself or finishes."""
         return hash(tuple([self._words[word] for word in self._announced]))
 
 
-_REQUESTED = -1  # in a worker's word: it would hold a buffer if it might
-_TRIES = 100  # against a server that makes new versions in the meantime: each takes much longer than a try
+_REQUESTED = -1  # in a worker's word: it requests to hold buffers
+_TRIES = 100  # while the server writes new versions, each of which takes much longer than a try
 
 
 @final
 class HeldSnapshot:
-    """A worker's end, for one variable.
+    """A worker's end of the versioned buffers of one variable.
 
     Args:
-        address: where the variable lies.
+        address: of the variable.
         worker: number of the worker.
-        window, rank: in which its server's segment is.
+        window, rank: of its server's segment.
     """
 
     def __init__(self, address: Address, worker: int, window: SharedWindow, rank: int) -> None:
         self._address, self._window, self._rank = address, window, rank
         self._word = address.held(worker)
-        self._root: Any = _no_array  # of all arrays that refer to the buffer
+        self._root: Any = _no_array  # the root of all arrays that refer to the buffer
         self._version = 0
 
     def read(self) -> tuple[int, np.ndarray] | None:
-        """Return a version of the variable, and it, read-only and not copied; None if it must be copied."""
+        """Return the version and a read-only view of the variable; None if it must be copied."""
         window, rank, address = self._window, self._rank, self._address
         root = self._root()
         if root is not None:
@@ -186,7 +186,7 @@ class HeldSnapshot:
     def _hold(self, buffer: int, version: int) -> np.ndarray:
         start, nbytes = self._address.buffer(buffer), self._address.spec.nbytes
         memory: Any = self._window.segments[self._rank][start : start + nbytes]
-        root = np.frombuffer(memory.data, np.uint8)  # over a buffer: arrays made of it refer to it, not to the segment
+        root = np.frombuffer(memory.data, np.uint8)  # from a buffer, so that arrays refer to it and not to the segment
         root.flags.writeable = False
         self._root, self._version = weakref.ref(root), version
         return self._array(root)
@@ -196,4 +196,4 @@ class HeldSnapshot:
 
 
 def _no_array() -> None:
-    """Stands for a reference to an array that is gone."""
+    """Return None, in place of a reference to a deleted array."""

@@ -1,4 +1,4 @@
-"""An optimizer on whole variables of one process, each updated on its own: what a parameter server does."""
+"""An optimizer on whole variables of one process, each updated separately, for parameter servers."""
 
 from __future__ import annotations
 
@@ -23,29 +23,28 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalUpdates"]
 
-_MOST_THREADS = 4  # that update one variable; memory has no more to give
-_SHARED = 16  # blocks from which on a variable is worth waking other threads
+_MOST_THREADS = 4  # per variable; more do not help, as memory limits
+_SHARED = 16  # least number of blocks of a variable for several threads
 
 
 def _nothing() -> None:
-    """Stands for what is done between two blocks."""
+    """Do nothing between two blocks."""
 
 
 @final
 class LocalUpdates:
-    """Updates whole variables, and keeps their slots beside them. Threads take turns.
+    """Updates of whole variables with their slots. Threads take turns.
 
-    From the gradients of one process it makes bit for bit what `apply_gradients` makes there. Large variables are updated by
-    several threads, where this process has several cores: each takes the next block, so a thread that gets no core
-    does not delay the others, and `Optimizer.update` must be fit for several threads with different blocks.
+    From the gradients of one process it computes the bits of `apply_gradients` there. Several threads update large variables,
+    if this process has several cores: each takes the next block, so a thread without a core does not delay the others.
+    `Optimizer.update` must be thread-safe for different blocks.
 
-    Rows that are updated leave all other rows, and their slots, as they are, as LazyAdam does. Adam with a dense gradient
-    is another thing: there the other rows go on moving by their momentum, and their slots fade. The same holds for every
-    rule with a momentum or a mean, and for AdamW's decay. With SGD without momentum and with Adagrad it makes no
-    difference.
+    Updates of rows do not change other rows and their slots, as in LazyAdam. Adam with a dense gradient differs: there the
+    other rows keep moving by their momentum, and their slots decay. The same holds for every rule with a momentum or a mean,
+    and for AdamW's decay, but not for SGD without momentum and Adagrad.
 
     Args:
-        optimizer: whose rule, rate and number of steps it uses.
+        optimizer: its rule, rate and number of steps are used.
         between: called between two blocks of a large variable, by the thread that updates it.
     """
 
@@ -59,11 +58,11 @@ class LocalUpdates:
 
     @property
     def iterations(self) -> int:
-        """Number of steps that were counted."""
+        """The number of counted steps."""
         return self._optimizer.iterations
 
     def count_step(self) -> None:
-        """Count a step that is complete."""
+        """Count a complete step."""
         self._core.calls += 1
 
     # updates
@@ -76,14 +75,14 @@ class LocalUpdates:
         step: int,
         old: np.ndarray | None = None,
     ) -> None:
-        """Update a variable by the sum of gradients, from the first to the last.
+        """Update a variable by the sum of gradients, in their order.
 
         Args:
-            variable: with `name`, `shape` and `dtype`; slots are kept for it.
+            variable: with `name`, `shape` and `dtype`; it has its own slots.
             weights: C-contiguous array of that shape and dtype; the result.
             gradients: arrays like it, which are not changed.
             step: number of the step, counted from 1.
-            old: an array like it, what the weights were; None where that is in `weights`.
+            old: an array like it with the old weights; None if they are in `weights`.
         """
         flat, parts = weights.reshape(-1), [gradient.reshape(-1) for gradient in gradients]
         before = None if old is None or old is weights else old.reshape(-1)
@@ -121,7 +120,7 @@ class LocalUpdates:
         return scratches[1 : size // BLOCK]
 
     def rows(self, variable: Any, weights: np.ndarray, rows: np.ndarray, values: np.ndarray, step: int) -> None:
-        """Update some rows of a variable, and leave the others alone.
+        """Update some rows of a variable only.
 
         Args:
             variable, weights, step: as for `dense`.
@@ -195,13 +194,13 @@ class LocalUpdates:
                 kept.slots[name][...] = array.reshape(-1)
 
     def forget_slots(self, variables: Iterable[Any] | None) -> None:
-        """Forget the slots of variables, None for all: they are as before the first update."""
+        """Drop the slots of variables, None for all: they are reset to their start values."""
         with self._turn:
             for variable in list(self._kept) if variables is None else variables:
                 self._kept.pop(variable, None)
 
     def _known(self, variable: Any) -> _VariableState | None:
-        """Return what is kept for a variable, if anything is; slots that the optimizer has pending come first."""
+        """Return the state of a variable, if there is one; the optimizer's pending slots are taken first."""
         waiting = self._core.slots.pending
         if waiting and variable.name in waiting:
             self.set_slots(variable, waiting.pop(variable.name))
@@ -222,7 +221,7 @@ class _Scratch:
     Attributes:
         dtype: of the variables.
         rule: the optimizer's.
-        weights: a block of the variables' dtype, made when it is asked for.
+        weights: a block of the variables' dtype, allocated on first use.
         slots: for each slot a block of the dtype in which gradients are summed.
     """
 
@@ -232,7 +231,7 @@ class _Scratch:
         self._blocks: tuple[np.ndarray, dict[str, np.ndarray]] | None = None
 
     def blocks(self, size: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return scratch memory for so many weights and their slots."""
+        """Return scratch memory for `size` weights and their slots."""
         if self._blocks is None:
             slots = {name: np.empty(BLOCK, self._wide) for name in self._names}
             self._blocks = np.empty(BLOCK, self.dtype), slots
@@ -247,7 +246,7 @@ class _VariableState:
     Attributes:
         slots: flat arrays.
         scratch: memory shared with the other variables of its dtype.
-        empty: True for rows that still have zeros instead of the start of their slots; None if no row has.
+        empty: True for rows whose slots are zeros and not yet their start values; None if there are none.
     """
 
     def __init__(self, optimizer: Optimizer, variable: Any, scratch: _Scratch, by_rows: bool) -> None:
@@ -259,14 +258,14 @@ class _VariableState:
         self.empty = np.ones(variable.shape[:1] or 1, np.bool_) if self._start else None
 
     def read_settings(self) -> None:
-        """Read the settings that the variable has of its own, if the optimizer's numbers have changed."""
+        """Read the variable's own settings, if the optimizer's numbers have changed."""
         core = self._core
         if core.revision != self._revision:
             self._revision = core.revision
             self._decay, self._group = core.decay_of(self._variable), core.group_of(self._variable)
 
     def fill(self, rows: np.ndarray | None = None) -> None:
-        """Give slots their start where they have had none yet: those of some rows, or all."""
+        """Set slots to their start values where they have none yet: of some rows, or all."""
         if self.empty is None:
             return
         new = np.flatnonzero(self.empty) if rows is None else rows[self.empty[rows]]
@@ -285,7 +284,7 @@ class _VariableState:
         scratch.rule.update(target, gradients, slots, decays, self._group)
 
     def update_range(self, scratch: _Scratch, target: np.ndarray, low: int, gradients: Sequence[np.ndarray]) -> None:
-        """Update a block of the variable, at most BLOCK elements of it from `low` on."""
+        """Update a block of the variable, at most BLOCK elements from `low` on."""
         high = low + target.size
         self.update(scratch, target, {name: slot[low:high] for name, slot in self.slots.items()}, gradients)
 
@@ -298,7 +297,7 @@ class _VariableState:
             self.update_range(self.scratch, flat[first : first + block.size], first, [block])
 
     def update_rows(self, table: np.ndarray, rows: np.ndarray, gradients: np.ndarray) -> None:
-        """Update rows of a variable, at most a block: fetch them and their slots, update, and put them back."""
+        """Update rows of a variable, at most a block: gather them and their slots, update, and scatter them."""
         shape = rows.size, table.shape[1]
         target, slots = self.scratch.blocks(shape[0] * shape[1])
         tables = {name: slot.reshape(table.shape) for name, slot in self.slots.items()}
@@ -313,7 +312,7 @@ class _VariableState:
 
 def _fetch(table: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
     if not loops.gather(as_buffer(out), as_buffer(table), rows):
-        # All rows are there, so clipping changes none; the default mode would go through one more copy.
+        # All rows exist, so clipping changes none; the default mode makes one more copy.
         np.take(table, rows, axis=0, out=out, mode="clip")
 
 
@@ -328,9 +327,9 @@ def _helpers() -> ThreadPoolExecutor:
 
 
 def _untouched(size: int, dtype: np.dtype) -> np.ndarray:
-    """Return flat zeros of which only those take memory that are touched: what most rows of a large table never are.
+    """Return flat zeros that take memory only where they are touched: most rows of a large table never are.
 
-    NumPy asks the system for pages so large that a few rows touch them all.
+    NumPy requests huge pages, of which a few rows would touch all.
     """
     memory = mmap.mmap(-1, max(size * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):

@@ -1,6 +1,6 @@
-"""Server: its variables, the lock for writing them, and the application of pushes.
+"""A server: its variables, the lock for writing them, and the application of pushes.
 
-Service thread: a server works in the background, independently of its program, which may wait for workers.
+A service thread works in the background, independently of the server's program, which may wait for workers.
 """
 
 from __future__ import annotations
@@ -38,55 +38,55 @@ __all__ = [
 ]
 
 
-_CHECK = 0.1  # seconds between two looks after workers that have gone
-_LOOK = 0.01  # seconds with something to do, after which it looks at everything else nevertheless
-_LAST_SENDS = 2.0  # seconds at the end for what is on its way to workers
-_QUIET = 5.0  # seconds without a push after which, and between which, workers are asked where they are
-_ANSWER = 1.5  # seconds that they have to answer
-_SILENCE = 10.0  # seconds without a push of which a server tells, once in a pass
+_CHECK = 0.1  # seconds between two checks for workers that have left
+_LOOK = 0.01  # seconds of continuous work between two calls of `rest`
+_LAST_SENDS = 2.0  # seconds at the end for data in flight to workers
+_QUIET = 5.0  # seconds without a push before workers are queried, and between queries
+_ANSWER = 1.5  # seconds for their answer
+_SILENCE = 10.0  # seconds without a push before a warning, once per pass
 
 
 class Rounds(ABC):
-    """What a service does, again and again.
+    """The repeated work of a service.
 
     Attributes:
-        patience: how often it gives way, when there is nothing to do, before the service sleeps.
+        patience: how often it yields, when idle, before the service sleeps.
     """
 
     patience = 100
 
     def give_way(self) -> None:
-        """Let other processes run, and where that is possible wait a little for something to do."""
+        """Yield to other processes, and if possible wait a little for work."""
         os.sched_yield()
 
     @abstractmethod
     def poll(self) -> bool:
-        """Do what there is to do. Return whether there was anything."""
+        """Do the available work. Return whether there was any."""
 
     @abstractmethod
     def rest(self) -> bool:
-        """Look, when there was nothing, and now and then, after what else may have changed. Return whether it has."""
+        """Check for other changes, when idle and now and then. Return whether there were any."""
 
     @abstractmethod
     def busy(self) -> bool:
-        """Return whether something is still on its way to a worker."""
+        """Return whether data are in flight to a worker."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise an error if what is waited for cannot come."""
+        """Raise an error if the awaited event cannot come."""
 
 
 @final
 class Service:
-    """Runs rounds in a thread of its own from `start` to `stop`; without threads inside `wait`.
+    """A thread that runs rounds from `start` to `stop`; without threads they run inside `wait`.
 
-    An error of a round ends the service. `wait` raises it; outside of `wait` it ends the job, as any uncaught exception does.
+    An error of a round ends the service. `wait` raises it; outside of `wait` it ends the job, like any uncaught exception.
 
     Args:
-        rounds: what to do.
-        back_off: seconds of the longest sleep while there is nothing to do.
-        threads: whether there may be a thread: MPI must allow MPI_THREAD_MULTIPLE.
-        stats: where idle time is counted.
+        rounds: the rounds.
+        back_off: the longest sleep, in seconds, when idle.
+        threads: whether a thread is possible: MPI must allow MPI_THREAD_MULTIPLE.
+        stats: counts idle time.
 
     Attributes:
         waiting: whether a thread is in `wait`.
@@ -103,26 +103,26 @@ class Service:
         self._error: BaseException | None = None
 
     def start(self, name: str) -> None:
-        """Start the thread, with a name, where there may be one; later calls do nothing."""
+        """Start the thread, with a name, if threads are possible; later calls have no effect."""
         if self._threads and self._thread is None and not self._stop:
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, once nothing is on its way any more, or two seconds later. It may be repeated."""
+        """End the thread when no data are in flight any more, or after two seconds. It can be repeated."""
         self._stop = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * _LAST_SENDS)
 
     def abandon(self) -> None:
-        """End the thread, whatever is on its way."""
+        """End the thread, even with data in flight."""
         self._stop = self._abandoned = True
 
     def wait(self, done: Callable[[], bool]) -> None:
-        """Wait until something is done, which one of the rounds brings about.
+        """Wait until `done` returns True, as a result of the rounds.
 
         Raises:
-            BaseException: what a round raised.
+            BaseException: from a round.
         """
         self._done, self.waiting = done, True
         try:
@@ -190,9 +190,9 @@ def _never() -> bool:
 class PassWait:
     """A server's wait for workers to leave a pass.
 
-    It may be long, for workers compute. But a worker that is in a collective of all ranks, which this one is to enter as well,
-    will not leave the pass: that is raised. Where nothing comes for 10 s, or `environment.warn_after` if that is less, who is
-    waited for is logged, once.
+    It may be long, because workers compute. But a worker that waits for this rank in a collective of all ranks never leaves the
+    pass: that raises. After 10 s without data, or `environment.warn_after` if that is less, the awaited workers are logged,
+    once.
 
     Args:
         group: all ranks.
@@ -203,11 +203,11 @@ class PassWait:
         self._pushed, self._since, self._asked, self._warned = -1, 0.0, 0.0, False
 
     def look(self, ranks: Sequence[int], pushed: int) -> None:
-        """Look after those that are waited for.
+        """Check the awaited workers.
 
         Args:
             ranks: of these workers.
-            pushed: how much they have sent so far.
+            pushed: the number of pushes they have sent so far.
 
         Raises:
             CollectiveMismatchError: one of them waits for this rank.
@@ -237,12 +237,12 @@ class PassWait:
 
 
 _PUSH, _COMMIT, _ENDS_STEP = MessageKind.PUSH, MessageKind.COMMIT, MessageKind.ENDS_STEP
-_MOST_KEPT = 16  # pushes of a worker that are taken and not applied; further ones are not taken, which holds it back
+_MOST_KEPT = 16  # pushes of a worker that are taken and not applied; more are not taken, which throttles it
 
 
 @final
 class _Held:
-    """A variable that this server holds; also the context in which it is written."""
+    """A variable of this server; also the context in which it is written."""
 
     __slots__ = (
         "_buffers", "_index", "_lock", "_nbytes", "_next", "_seqlock", "_sync", "_view", "array", "dtype", "replacing",
@@ -258,14 +258,14 @@ class _Held:
         self._index, self._nbytes = address.index, address.spec.nbytes
         self._sync, self._seqlock, self._lock, self._buffers = slab.sync, seqlock, lock, buffers
         self.replacing = _Replacing(self)
-        self._next: Any = None  # the buffer of the next version, while it is written
+        self._next: Any = None  # the buffer of the next version, during a write
         self._use(buffers.current)
 
     def __enter__(self) -> np.ndarray:
         self._lock.acquire()
         try:
             self._begin()
-            if self._buffers.close():  # a worker holds it, or it is being sent
+            if self._buffers.close():  # a worker holds the buffer, or it is being sent
                 before = self.array
                 self._use(self._buffers.free())
                 np.copyto(self._view, before)
@@ -282,12 +282,12 @@ class _Held:
         self._lock.release()
 
     def lend(self) -> tuple[int, np.ndarray]:
-        """Do what `VariableServer.lend` is for."""
+        """Return the version and bytes for `VariableServer.lend`."""
         version = self.words[self.word]
         return version >> 1, self._buffers.lend(version)
 
     def enter_replacing(self) -> tuple[np.ndarray, np.ndarray]:
-        """Begin what `VariableServer.replacing` is for."""
+        """Enter the context of `VariableServer.replacing`."""
         self._lock.acquire()
         try:
             if self._buffers.open():
@@ -300,7 +300,7 @@ class _Held:
             raise
 
     def exit_replacing(self, *raised: Any) -> None:
-        """End it."""
+        """Exit it."""
         try:
             if self._next is None:
                 self.__exit__(*raised)
@@ -323,7 +323,7 @@ class _Held:
         self._sync()
 
     def _use(self, buffer: Any) -> None:
-        """Let a buffer be the current one."""
+        """Make a buffer the current one."""
         self._buffers.make_current(buffer)
         self._view = self._buffers.view(buffer)
         self.array = read_only(self._view)
@@ -331,7 +331,7 @@ class _Held:
 
 @final
 class _Replacing:
-    """The context in which a variable that this server holds gets a new value."""
+    """The context in which a variable of this server gets a new value."""
 
     __slots__ = ("_held",)
 
@@ -347,23 +347,23 @@ class _Replacing:
 
 @final
 class VariableServer(Rounds):
-    """The variables of one server, and its service. `ParameterServers` makes it.
+    """The variables of one server, and its service. `ParameterServers` creates it.
 
-    From `start` to `stop` a thread takes what workers push, calls the handler, and answers reads, whatever the program does
-    meanwhile. Where MPI allows one thread only, this happens inside `wait`.
+    From `start` to `stop` a thread takes pushes, calls the handler, and answers reads, independently of the program. If MPI
+    allows one thread only, this happens inside `wait`.
 
     Args:
         memory: that workers access.
         readers: the workers that read this rank's memory themselves.
-        progress: lets MPI carry out what others do to this rank's memory.
-        back_off: seconds of the longest sleep while nothing comes.
-        threads: whether MPI may be called by several threads at a time.
+        progress: lets MPI complete accesses to this rank's memory.
+        back_off: the longest sleep, in seconds, when idle.
+        threads: whether several threads may call MPI at a time.
 
     Attributes:
         index: among the servers.
-        passes: how many passes `wait` has waited for, or does.
-        applied: for each worker the number of its last push that is applied, as are all before it.
-        stats: what it did.
+        passes: the passes that `wait` has waited for, including the current one.
+        applied: for each worker the number of its last applied push; all before it are applied.
+        stats: the server's statistics.
     """
 
     def __init__(
@@ -392,8 +392,10 @@ class VariableServer(Rounds):
         self._retry: Callable[[], bool] | None = None
         self._left, self._readers = [0] * layout.workers, 0
         self._polls = 0
-        self._missing: dict[int, int] = {}  # workers that have left the program: at which poll all they sent is taken
-        self._gone: set[int] = set()  # of these who left for good as it should be
+        self._missing: dict[
+            int, int
+        ] = {}  # workers that have left the program: the poll at which all they sent is taken
+        self._gone: set[int] = set()  # those of them that signed off for good
         self._target = 0
         self._pass_wait = PassWait(group)
         self._held: dict[int, _Held] = {}
@@ -403,7 +405,7 @@ class VariableServer(Rounds):
         self._service = Service(self, back_off, threads, self.stats)
 
     def add_port(self, port: Port, workers: Sequence[int]) -> None:
-        """Serve workers by a port. `ParameterServers` calls it."""
+        """Add a port for workers. `ParameterServers` calls it."""
         self._ports.append(port)
         self.patience = max(port.patience for port in self._ports)
         self._port_of.update(dict.fromkeys(workers, port))
@@ -411,63 +413,63 @@ class VariableServer(Rounds):
     # variables
 
     def array(self, variable: int) -> np.ndarray:
-        """Return a read-only view of a variable, for the handler: to others it shows halves of writes."""
+        """Return a read-only view of a variable, for the handler; other callers may see partial writes."""
         return (self._held.get(variable) or self._hold(variable, "array")).array
 
     def read(self, variable: int, out: np.ndarray) -> int:
-        """Copy a variable, whole, into an array of its shape, and return its version."""
+        """Copy a whole variable into an array of its shape, and return its version."""
         held = self._held.get(variable) or self._hold(variable, "read")
         with self._lock:
             np.copyto(out, held.array, casting="no")
             return held.words[held.word] >> 1
 
     def read_rows(self, variable: int, rows: np.ndarray) -> tuple[int, np.ndarray]:
-        """Return the version of a variable and a copy of rows of it, all of that version."""
+        """Return the version of a variable and a copy of rows of that version."""
         held = self._held.get(variable) or self._hold(variable, "read_rows")
         with self._lock:
             return held.words[held.word] >> 1, np.take(held.array, rows, axis=0)
 
     def lend(self, variable: int) -> tuple[int, np.ndarray]:
-        """Return the version of a variable and its bytes, which stay as they are as long as anything refers to them."""
+        """Return the version of a variable and its bytes, which do not change while referenced."""
         held = self._held.get(variable) or self._hold(variable, "lend")
         with self._lock:
             return held.lend()
 
     def version(self, variable: int) -> int:
-        """Return how often a variable was written."""
+        """Return the number of writes of a variable."""
         held = self._held.get(variable) or self._hold(variable, "version")
         return held.words[held.word] >> 1
 
     def writing(self, variable: int) -> AbstractContextManager[np.ndarray]:
-        """Return a context with a writable view of a variable; no reader sees a half of what is written in it.
+        """Return a context with a writable view of a variable; no reader sees a partial write.
 
-        An error inside leaves the variable closed to readers, because it may be half written.
+        An error inside leaves the variable closed to readers, because it may be partially written.
         """
         return self._held.get(variable) or self._hold(variable, "writing")
 
     def replacing(self, variable: int) -> AbstractContextManager[tuple[np.ndarray, np.ndarray]]:
-        """Return a context with a variable and an array in which to write a new value of all of it.
+        """Return a context with a variable and an array for a whole new value.
 
-        Both may be the same array; if not, readers go on reading the old value meanwhile. Where workers hold it to read, this
-        is much quicker than `writing`. An error inside leaves a variable closed to readers that was to be overwritten.
+        Both may be the same array; if not, readers keep reading the old value meanwhile. While workers hold the variable, this
+        is much faster than `writing`. If both are the same, an error inside leaves the variable closed to readers.
         """
         return (self._held.get(variable) or self._hold(variable, "replacing")).replacing
 
     # workers
 
     def clocks(self) -> np.ndarray:
-        """Return the finished steps of every worker that has published them; int64."""
+        """Return the finished steps of every worker that publishes them; int64."""
         with self._lock:
             self._mailbox.sync()
         words, layout = self._mailbox.words, self._layout
         return np.array([words[layout.clock(w) // 8] for w in range(layout.workers)], np.int64)
 
     def left(self, worker: int) -> int:
-        """Return how many passes a worker has signed off from; FOR_GOOD when it will not come back."""
+        """Return the number of passes that a worker has left; FOR_GOOD if it will not return."""
         return FOR_GOOD if worker in self._gone else self._mailbox.words[self._layout.left(worker) // 8]
 
     def acknowledge(self, worker: int, number: int) -> None:
-        """Say that a worker's pushes up to a number are applied, after a handler kept some. For handlers."""
+        """Acknowledge a worker's pushes up to a number, after a handler has deferred some. For handlers."""
         if not self.applied[worker] <= number <= self._received[worker]:
             expected = f"{self.applied[worker]} <= number <= {self._received[worker]}"
             raise ValueError(explain("Server.acknowledge", "number", expected=expected, got=number))
@@ -482,23 +484,23 @@ class VariableServer(Rounds):
         on_leave: Callable[[int], object] | None = None,
         retry: Callable[[], bool] | None = None,
     ) -> None:
-        """Begin to serve.
+        """Start to serve.
 
         Args:
-            handler: what to do with pushes.
-            on_leave: called with each worker that has signed off, from a pass or for good; `left` tells.
-            retry: called when nothing has come; returns whether it did something about what the handler has kept.
+            handler: handles pushes.
+            on_leave: called with each worker that has signed off, from a pass or for good; see `left`.
+            retry: called when idle; returns whether it handled any deferred pushes.
         """
         self._handler, self._on_leave, self._retry = handler, on_leave, retry
         self._service.start(f"mpistrat-server-{self.index}")
 
     def wait(self, passes: int | None = 1) -> None:
-        """Wait until every worker has signed off from so many further passes, or for good.
+        """Wait until every worker has signed off from `passes` more passes, or for good.
 
         A worker that has left the program, after it signed off from a pass and pushed nothing more, has left for good.
 
         Args:
-            passes: None for all: until every worker has left for good.
+            passes: None: until every worker has left for good.
 
         Raises:
             PeerExitError: a worker has left the program without signing off.
@@ -513,44 +515,44 @@ class VariableServer(Rounds):
         return all(self.left(worker) >= self._target for worker in range(self._layout.workers))
 
     def expects(self, worker: int) -> bool:
-        """Return whether the program waits for a worker: then it has done all that comes before."""
+        """Return whether the program waits for a worker, and so has done everything before."""
         return self._service.waiting and self.left(worker) < self._target
 
     def stop(self) -> None:
-        """End the service: nothing is applied or answered any more."""
+        """End the service: nothing more is applied or answered."""
         self._service.stop()
 
     def abandon(self) -> None:
-        """End the service, whatever is on its way."""
+        """End the service, even with data in flight."""
         self._service.abandon()
 
     def close(self) -> None:
-        """End the service, and release the memory."""
+        """End the service, and free the memory."""
         self.stop()
         self._closed = True
         self._held.clear()
 
     def accepts(self, worker: int) -> bool:
-        """Return whether another push of a worker may be taken. The ports ask."""
+        """Return whether another push of a worker may be taken. Ports call it."""
         return self._received[worker] - self.applied[worker] < _MOST_KEPT
 
     def deliver(self, worker: int, fragment: Fragment, payload: np.ndarray) -> None:
-        """Apply a push if it has not come before. The ports call it."""
+        """Apply a push, unless it is a duplicate. Ports call it."""
         expected = self._received[worker] + 1
         if fragment.number < expected:
             return
         if fragment.number > expected:
-            raise RuntimeError(f"push {fragment.number} of worker {worker} came where {expected} was to come")
+            raise RuntimeError(f"push {fragment.number} of worker {worker} is out of order: expected push {expected}")
         self._received[worker] = fragment.number
         applied = self._apply(worker, fragment, payload)
-        if applied and self.applied[worker] == fragment.number - 1:  # nothing before it is kept
+        if applied and self.applied[worker] == fragment.number - 1:  # no earlier push is deferred
             self.acknowledge(worker, fragment.number)
 
     def _apply(self, worker: int, fragment: Fragment, payload: np.ndarray) -> bool:
         """Call the handler; return whether it has applied the push."""
         handler, kind, stats, start = self._handler, fragment.kind, self.stats, perf_counter()
         if handler is None:
-            raise RuntimeError("Server: a push came, and there is no handler")
+            raise RuntimeError("Server: received a push before start()")
         applied = True
         if kind != _COMMIT:
             count(stats.pushes[worker], fragment.variable, fragment.total)
@@ -575,26 +577,26 @@ class VariableServer(Rounds):
         return Push(worker, fragment.variable, fragment.number, fragment.what, fragment.version, rows, values)
 
     def count_staleness(self, push: Push) -> None:
-        """Count how many versions older than now the one was that a push was computed from, if any."""
+        """Record the age, in versions, of the version from which a push was computed, if any."""
         if push.version >= 0:
             self.stats.stale(push.worker, push.variable, self.version(push.variable) - push.version)
 
     def move(self) -> None:
-        """Let large messages get on, and begin, between two parts of a long update: MPI moves them only while it is called."""
+        """Advance large messages between two parts of a long update: MPI moves them only in its calls."""
         for port in self._ports:
             port.move()
 
     # the rounds of the service
 
     def give_way(self) -> None:
-        """See `Rounds.give_way`."""
+        """Yield, see `Rounds.give_way`."""
         if len(self._ports) == 1:
             self._ports[0].give_way()
         else:
             super().give_way()
 
     def poll(self) -> bool:
-        """See `Rounds.poll`."""
+        """Handle arrived pushes and requests, see `Rounds.poll`."""
         self._progress()
         self._polls += 1
         waiting = 0
@@ -605,23 +607,23 @@ class VariableServer(Rounds):
         return waiting > 0
 
     def rest(self) -> bool:
-        """See `Rounds.rest`."""
+        """Check for workers that have left, see `Rounds.rest`."""
         changed = self._retry is not None and self._retry()
         for worker, before in enumerate(self._left):
             if (left := self.left(worker)) != before:
                 self._left[worker], changed = left, True
                 if self._on_leave is not None:
                     self._on_leave(worker)
-        readers = self._seqlock.readers()  # who reads by one-sided calls may need this rank
+        readers = self._seqlock.readers()  # one-sided reads may need this rank's progress
         changed, self._readers = changed or readers != self._readers, readers
         return changed
 
     def busy(self) -> bool:
-        """See `Rounds.busy`."""
+        """Return whether a port has data in flight, see `Rounds.busy`."""
         return any(port.busy() for port in self._ports)
 
     def check(self) -> None:
-        """See `Rounds.check`."""
+        """Raise an error if an awaited worker is gone, see `Rounds.check`."""
         missing = [rank for worker, rank in enumerate(self._worker_ranks) if self.left(worker) < self._target]
         self._pass_wait.look(missing, sum(self._received))
         for worker, rank in enumerate(self._worker_ranks):

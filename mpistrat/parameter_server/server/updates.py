@@ -1,6 +1,6 @@
 """Updates: a server applies pushes, writes at once and gradients through an optimizer.
 
-`Updates` applies gradients as they come; `SynchronousUpdates` collects those of a step until all workers have sent theirs.
+`Updates` applies gradients as they arrive; `SynchronousUpdates` collects those of a step until all workers have sent theirs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _GRADIENT = int(Operation.GRADIENT)
 
 
 class Updater(Protocol):
-    """An optimizer on this server. `variable` is what `Updates` found for the number of a variable."""
+    """An optimizer on this server. `variable` is the object that `Updates` found for its number."""
 
     @property
     def iterations(self) -> int:
-        """Number of steps that are complete."""
+        """The number of complete steps."""
 
     def count_step(self) -> None:
-        """Count a step that is complete."""
+        """Count a complete step."""
 
     def dense(
         self,
@@ -40,38 +40,38 @@ class Updater(Protocol):
         step: int,
         old: np.ndarray | None = None,
     ) -> None:
-        """Make weights of old ones, if they lie elsewhere, by the sum of gradients of all of a variable."""
+        """Compute weights from old ones, if separate, and the sum of gradients of the whole variable."""
 
     def rows(self, variable: Any, weights: np.ndarray, rows: np.ndarray, values: np.ndarray, step: int) -> None:
-        """Update rows of a variable, each of which is named once."""
+        """Update rows of a variable, each named once."""
 
 
 @final
 class Updates:
-    """The handler of a server's pushes: all are applied as they come.
+    """The handler of a server's pushes: each is applied as it arrives.
 
-    The gradients of a worker's step, from its first push to its commit, are all applied as step n + 1, where n steps of all
-    workers were complete when it began. Each commit completes one. A variable's constraint is applied to all of it after
-    every gradient, of some rows too.
+    The gradients of a worker's step, from its first push to its commit, are all applied as step n + 1, where n is the number of
+    complete steps of all workers at its start. Each commit completes one. A variable's constraint is applied to all of it after
+    every gradient, also after one of some rows.
 
-    A worker may be in a pass that this server's program has yet to come to, with an optimizer that it has yet to make or to
-    change. What such a worker pushes is kept until then, in its order; `retry` looks whether it can be applied. Of more
-    than a few pushes of a worker the server takes none until then.
+    A worker may be in a pass that this server's program has not reached, with an optimizer that it has not created or changed
+    yet. The pushes of such a worker are deferred until then, in order; `retry` tries to apply them. After a few deferred pushes
+    the server takes no more from that worker.
 
     Args:
-        server: whose variables are written.
-        find: returns what applies the optimizer of a key, or raises MpistratError; asked for each step of a worker.
-        variable: returns what is known of a variable, by number: an object with a `constraint`, for the updaters.
+        server: its variables are written.
+        find: returns the updater of an optimizer's key, or raises MpistratError; called for each step of a worker.
+        variable: returns the object of a variable's number, with a `constraint`, for the updaters.
     """
 
     def __init__(self, server: VariableServer, find: Callable[[int], Updater], variable: Callable[[int], Any]) -> None:
         self._server, self._find, self._variable = server, find, variable
         self._variables: dict[int, Any] = {}
         self._steps: list[dict[int, tuple[Updater, int]]] = [{} for _ in server.applied]
-        self._later: dict[int, deque[Push]] = {}  # what is kept, by worker
+        self._later: dict[int, deque[Push]] = {}  # deferred pushes, by worker
 
     def __call__(self, push: Push) -> bool:
-        """Apply a push; return whether it is applied, or kept."""
+        """Apply or defer a push; return whether it was applied."""
         later = self._later.get(push.worker)
         if later is None and self._apply(push):
             return True
@@ -81,7 +81,7 @@ class Updates:
         return False
 
     def retry(self) -> bool:
-        """Do what was kept, as far as it can be done now. Return whether anything was done."""
+        """Apply deferred pushes as far as possible. Return whether any was applied."""
         done = False
         for worker, later in list(self._later.items()):
             while later and self._apply(later[0]):
@@ -93,7 +93,7 @@ class Updates:
         return done
 
     def _apply(self, push: Push) -> bool:
-        """Apply a push; return False if this server's program has yet to come to it."""
+        """Apply a push; return False if this server's program has not reached it yet."""
         if push.what & 0xFF != _GRADIENT:
             self.write(push)
             return True
@@ -113,9 +113,9 @@ class Updates:
         return True
 
     def begin(self, key: int, workers: Sequence[int]) -> tuple[Updater, int] | None:
-        """Return what applies the optimizer of a key, and the number of the step that begins.
+        """Return the updater of an optimizer's key, and the number of the new step.
 
-        None if this server's program has yet to come to the pass that the workers are in.
+        None if this server's program has not reached the workers' pass yet.
         """
         try:
             updater = self._find(key)
@@ -126,7 +126,7 @@ class Updates:
         return updater, updater.iterations + 1
 
     def write(self, push: Push) -> None:
-        """Assign, add or scatter."""
+        """Assign, add or scatter a value."""
         assert push.values is not None
         operation = unpack(push.what)[0]
         if push.rows is not None:
@@ -139,12 +139,12 @@ class Updates:
             apply_operation(operation, new, None, push.values)
 
     def apply(self, updater: Updater, step: int, pushes: Sequence[Push]) -> None:
-        """Update a variable by the sum of gradients, from the first to the last.
+        """Update a variable by the sum of gradients, in their order.
 
         Args:
-            updater: what applies them.
+            updater: applies them.
             step: its number.
-            pushes: of one variable, each of all of it or of rows.
+            pushes: of one variable, each of the whole or of rows.
         """
         number = pushes[0].variable
         variable = self._variables.get(number)
@@ -175,7 +175,7 @@ def _copy(array: np.ndarray | None) -> np.ndarray | None:
 
 
 def _sum_of_rows(pushes: Sequence[Push]) -> tuple[Any, Any]:
-    """Return the rows of all pushes, each once and ascending, and the sums of their values, in `accumulation_dtype`."""
+    """Return the rows of all pushes, unique and ascending, and the sums of their values, in `accumulation_dtype`."""
     if len(pushes) == 1:
         return pushes[0].rows, pushes[0].values
     rows = np.unique(np.concatenate([push.rows for push in pushes]))
@@ -187,7 +187,7 @@ def _sum_of_rows(pushes: Sequence[Push]) -> tuple[Any, Any]:
 
 
 def _whole(push: Push, like: np.ndarray) -> Any:
-    """Return a gradient of all of a variable: rows that were not pushed have none."""
+    """Return a gradient of the whole variable: zeros for rows that were not pushed."""
     if push.rows is None:
         return push.values
     whole = np.zeros_like(like)
@@ -202,30 +202,29 @@ Gradients = dict[int, Push]  # by number of variable
 class SynchronousUpdates:
     """The handler of a server whose workers train in step.
 
-    - Gradients are copied and acknowledged as they come. A commit is acknowledged when its step is complete: when every
-      worker that has not left the pass has committed it. Then each variable is updated once, by the sum of its gradients
-      in the order of the workers, bit for bit what synchronous training makes of them.
-    - A worker may skip a step, whose gradients were not finite: the step has the others' then, and does not count if all skip.
-    - What a worker pushes after a commit waits behind it, so that its pushes act in the order in which it sent them. All
-      other pushes act at once.
-    - The pass is the earliest that any worker is in. A worker that has left it is not waited for; what it pushes for the
-      next one waits until the others get there.
-    - With backup workers a step is complete without the last ones, as many as there are backup workers. What these push
-      for it comes too late: the step of that worker is acknowledged, dropped and counted (as TensorFlow's
-      SyncReplicasOptimizer does, by server). A worker's step comes in time unless another one was completed since its
-      last commit was acknowledged. It also does if all variables whose gradients it has were read after that: their
-      pushes carry the version that the worker had read.
-    - Each server decides on its own which workers' gradients a step has.
+    - Gradients are copied and acknowledged as they arrive. A commit is acknowledged when its step is complete: when every
+      worker that has not left the pass has committed it. Then each variable is updated once, by the sum of its gradients in the
+      order of the workers, with the bits of synchronous training.
+    - A worker may skip a step if its gradients are not finite: the step then has the others', and does not count if all skip.
+    - A worker's pushes after a commit wait for it, so they are applied in the order in which it sent them. All other pushes are
+      applied at once.
+    - The pass is the earliest of any worker. A worker that has left it is not awaited; its pushes for the next one wait for the
+      others.
+    - With backup workers a step is complete without the last `backup_workers` workers. Their pushes for it are late: that
+      worker's step is acknowledged, dropped and counted (as in TensorFlow's SyncReplicasOptimizer, by server). A worker's step
+      is in time unless another step was completed since its last commit was acknowledged. It is also in time if all variables
+      of its gradients were read after that: their pushes carry the version that the worker had read.
+    - Each server decides separately which workers' gradients a step has.
 
     Args:
         server, find, variable: as for `Updates`.
-        backup_workers: how many of the workers that are in the pass are not waited for.
+        backup_workers: the number of workers in the pass that are not awaited.
 
     Raises:
         ValueError: no worker is left to wait for.
 
     Attributes:
-        dropped: for each worker, how many of its steps came too late.
+        dropped: for each worker, the number of its late steps.
     """
 
     def __init__(
@@ -242,13 +241,13 @@ class SynchronousUpdates:
         self._server, self._backup_workers = server, backup_workers
         self._updates = Updates(server, find, variable)
         self._workers = [_WorkerPushes() for _ in server.applied]
-        self._kept = False  # whether a step waits for this server's program
+        self._kept = False  # True while a step waits for this server's program
         self._completed: dict[int, int] = {}  # steps, by key of the optimizer
         self._versions: dict[tuple[int, int], int] = {}  # of a variable after the last step, by that key and its number
         self._spare: dict[int, list[np.ndarray]] = {}  # memory for gradients, by number of variable
 
     def __call__(self, push: Push) -> bool:
-        """Take a push. Return whether it counts as applied; False if it is acknowledged later."""
+        """Take a push. Return True if it is applied, False if it is acknowledged later."""
         worker = self._workers[push.worker]
         if worker.committed is not None:
             worker.later.append(self._copy(push))
@@ -263,14 +262,14 @@ class SynchronousUpdates:
         self._complete()
 
     def retry(self) -> bool:
-        """Complete the steps that waited until this server's program came to their pass."""
+        """Complete the steps that waited for this server's program."""
         kept, self._kept = self._kept, False
         if kept:
             self._complete()
         return kept and not self._kept
 
     def _take(self, worker: _WorkerPushes, push: Push, copied: bool) -> bool:
-        """Apply a push, or keep it for its step. Return False for a commit."""
+        """Apply a push, or store it for its step. Return False for a commit."""
         operation, key = unpack(push.what)
         if push.variable < 0:
             worker.committed, worker.number, worker.skipped = key, push.number, operation is Operation.SKIPPED
@@ -281,7 +280,7 @@ class SynchronousUpdates:
                 self._free(push)
         else:
             step = worker.gradients.setdefault(key, {})
-            if push.variable in step:  # of a step that broke off
+            if push.variable in step:  # of an interrupted step
                 self._free(step.pop(push.variable))
             step[push.variable] = push if copied else self._copy(push)
         return True
@@ -289,7 +288,7 @@ class SynchronousUpdates:
     # steps
 
     def _complete(self) -> None:
-        """Complete all steps that can be."""
+        """Complete all steps that can be completed."""
         while self._drop_late() or self._complete_one():
             pass
 
@@ -333,19 +332,19 @@ class SynchronousUpdates:
         return True
 
     def _resume(self, worker: _WorkerPushes) -> None:
-        """Acknowledge a commit, and go on with what the worker pushed after it."""
+        """Acknowledge a commit, and continue with the worker's later pushes."""
         key, done = worker.committed, worker.number
         assert key is not None
         worker.committed, worker.began[key] = None, self._completed.get(key, 0)
         while worker.later and worker.committed is None:
             push = worker.later.popleft()
-            # A commit may have come with a push, and has its number then.
+            # A commit that came with a push has its number.
             done = push.number if self._take(worker, push, copied=True) else push.number - 1
         number = self._workers.index(worker)
         if done > self._server.applied[number]:
             self._server.acknowledge(number, done)
 
-    # what comes too late
+    # late pushes
 
     def _drop_late(self) -> bool:
         if not self._backup_workers:
@@ -369,7 +368,7 @@ class SynchronousUpdates:
     # memory
 
     def _copy(self, push: Push) -> Push:
-        """Return a push that stays valid."""
+        """Return a push that stays valid after the call."""
         if push.values is None:
             return push
         if push.rows is not None:
@@ -386,15 +385,15 @@ class SynchronousUpdates:
 
 @final
 class _WorkerPushes:
-    """What is kept of a worker's pushes.
+    """The stored pushes of a worker.
 
     Attributes:
         gradients: of its step, by key of the optimizer.
-        committed: the key of the optimizer whose step it has ended, while that is not complete.
+        committed: the key of the optimizer whose step it has committed, until that is complete.
         number: of that commit.
-        skipped: whether it is of a step without gradients of this worker, as these were not finite.
-        later: what it pushed after it.
-        began: how many steps were complete, by key, when its last commit was acknowledged.
+        skipped: whether the step has no gradients of this worker, because they were not finite.
+        later: its pushes after the commit.
+        began: the number of complete steps, by key, when its last commit was acknowledged.
     """
 
     __slots__ = ("began", "committed", "gradients", "later", "number", "skipped")

@@ -1,4 +1,4 @@
-"""Memory of a variable's versions on its server: each stays as it is while a worker holds it, or while it is being sent."""
+"""Buffers of a variable's versions on its server: a version does not change while a worker holds it or it is being sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..layout import Address, ServerMemory
 
 __all__ = ["PrivateBuffers", "SnapshotBuffers", "VersionBuffers"]
 
-_POOL = BufferPool()  # fresh memory would cost as much in page faults as a copy
+_POOL = BufferPool()  # page faults of fresh memory would cost as much as a copy
 _BYTES = np.dtype(np.uint8)
 
 
@@ -21,8 +21,8 @@ class VersionBuffers(ABC):
     """The buffers of one variable. Under the server's lock.
 
     Args:
-        address: where the variable lies.
-        slab: the memory there.
+        address: of the variable.
+        slab: its memory.
 
     Attributes:
         current: the buffer with the newest version.
@@ -32,7 +32,7 @@ class VersionBuffers(ABC):
 
     def __init__(self, address: Address, slab: ServerMemory) -> None:
         self._address, self._slab = address, slab
-        self._lent: Any = _nothing  # the root of all arrays that refer to what was lent last
+        self._lent: Any = _nothing  # the root of all arrays that refer to the last lent buffer
 
     @final
     def view(self, buffer: Any) -> np.ndarray:
@@ -42,23 +42,25 @@ class VersionBuffers(ABC):
 
     @abstractmethod
     def lend(self, version: int) -> np.ndarray:
-        """Return the current version as bytes, read-only, which stay as they are as long as anything refers to them."""
+        """Return the current version as bytes, read-only, which do not change while referenced."""
 
     @abstractmethod
     def open(self) -> bool:
-        """Return whether the next version of all of the variable is to be written into another buffer."""
+        """Return whether the next version of the whole variable must be written into another buffer."""
 
     @abstractmethod
     def close(self) -> bool:
-        """Begin to change parts of the variable in place. Return whether that must not be, as the current buffer is used."""
+        """Prepare to change parts of the variable in place. Return True if that is not allowed, because the current buffer is
+        in use.
+        """
 
     @abstractmethod
     def free(self) -> Any:
-        """Return a buffer that is not used."""
+        """Return an unused buffer."""
 
     @abstractmethod
     def make_current(self, buffer: Any) -> None:
-        """Say where the newest version lies. The version word must be odd meanwhile."""
+        """Set the buffer of the newest version. The version word must be odd meanwhile."""
 
     @abstractmethod
     def _bytes(self, buffer: Any) -> np.ndarray: ...
@@ -66,7 +68,7 @@ class VersionBuffers(ABC):
     def _lend(self, memory: np.ndarray) -> np.ndarray:
         if not memory.nbytes:
             return memory
-        root = np.frombuffer(memory.data, np.uint8)  # over a buffer: views of it refer to it, not to `memory`
+        root = np.frombuffer(memory.data, np.uint8)  # from a buffer, so that views refer to it and not to `memory`
         root.flags.writeable = False
         self._lent = weakref.ref(root)
         return root
@@ -74,7 +76,7 @@ class VersionBuffers(ABC):
 
 @final
 class PrivateBuffers(VersionBuffers):
-    """Buffers that only this server reads, which sends them. While one is being sent, the next version comes into another."""
+    """Buffers that only this server reads, to send them. While one is being sent, the next version is written into another."""
 
     def __init__(self, address: Address, slab: ServerMemory) -> None:
         super().__init__(address, slab)
@@ -93,7 +95,7 @@ class PrivateBuffers(VersionBuffers):
 
     def free(self) -> np.ndarray:
         if self.current is not self._home and self._home_lent() is None:
-            return self._home  # which is there anyway
+            return self._home  # already allocated
         return _POOL.empty(self._address.spec.nbytes, _BYTES)
 
     def make_current(self, buffer: np.ndarray) -> None:
@@ -108,13 +110,15 @@ class PrivateBuffers(VersionBuffers):
 
 @final
 class SnapshotBuffers(VersionBuffers):
-    """Numbered buffers that workers of the node may hold: see `atomic_reads.py`. What is sent is a copy, one for each version."""
+    """Numbered buffers that workers of the node may hold: see `atomic_reads.py`. Versions are sent from a copy, one per
+    version.
+    """
 
     def __init__(self, address: Address, slab: ServerMemory) -> None:
         super().__init__(address, slab)
         self._words = [address.held(worker) // 8 for worker in address.near]
         self._open: bool | None = None if address.near else False  # None: not requested yet
-        self.current, self._version = 0, -1  # the latter of what was lent last
+        self.current, self._version = 0, -1  # the version of the last lent buffer
 
     def lend(self, version: int) -> np.ndarray:
         root = self._lent()
@@ -123,7 +127,7 @@ class SnapshotBuffers(VersionBuffers):
         return root
 
     def open(self) -> bool:
-        """Return whether buffers may be held: once a worker has requested one, if there is memory for them."""
+        """Return whether buffers may be held: True once a worker has requested one, if there is memory for them."""
         if self._open is None and any(self._held()):
             address = self._address
             self._open = self._slab.find(address.buffer(1), address.buffer(address.buffers))
@@ -131,7 +135,7 @@ class SnapshotBuffers(VersionBuffers):
         return bool(self._open)
 
     def close(self) -> bool:
-        """Let no buffer be held from now on. Return whether the current one is held still: it must not change."""
+        """Stop workers from holding buffers. Return True if the current one is still held: it must not change."""
         if not self._open:
             return False
         self._open = False
@@ -166,4 +170,4 @@ def _copy(memory: np.ndarray) -> np.ndarray:
 
 
 def _nothing() -> None:
-    """Stands for a reference to an array that is gone."""
+    """Return None, in place of a reference to a deleted array."""

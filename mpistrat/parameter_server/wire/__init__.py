@@ -1,1 +1,1 @@
-"""What workers and servers exchange, and how: messages, windows, and the choice between them."""
+"""The protocol between workers and servers: messages, windows, and the choice between them."""

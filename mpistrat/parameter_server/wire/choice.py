@@ -14,19 +14,19 @@ from ...comm.window import WORD, RemoteWindow, has_asynchronous_progress
 __all__ = ["TRANSPORTS", "Choice", "choose"]
 
 TRANSPORTS = ("shared_window", "one_sided", "messages")
-# Where one-sided calls between nodes were seen to finish, by MPI library and network. MPICH over UCX is not here: with TCP
-# it hung where one-sided calls met messages.
+# MPI libraries and networks with which one-sided calls between nodes were seen to finish. Not MPICH over UCX: with TCP it
+# hung when one-sided calls and messages were mixed.
 KNOWN_TO_FINISH = (("Open MPI", ""), ("MPICH", "ofi"))
 
 
 @final
 class Choice:
-    """Which transport each worker and server use: one within a node, one between nodes.
+    """The transport of each worker and server: one within a node, one between nodes.
 
     Args:
         nodes: the node of each rank.
         workers, servers: their ranks.
-        within, between: the transports; the same where nodes make no difference.
+        within, between: the transports; equal if nodes make no difference.
 
     Example:
         >>> choice = Choice([0, 0, 1, 1], [0, 1, 2], [3], "shared_window", "messages")
@@ -67,7 +67,7 @@ class Choice:
         return found | ({self._between} if len(homes | self._near.keys()) > 1 else set())
 
     def describe(self) -> str:
-        """Return the choice in words, a line for the servers of each node, or of all nodes without workers."""
+        """Return the choice as text, a line for the servers of each node, or of all nodes without workers."""
         groups: dict[str, list[int]] = {}
         everybody = _ranks("worker", range(len(self._workers)), self._workers)
         for server, rank in enumerate(self._servers):
@@ -83,7 +83,7 @@ class Choice:
 
 
 def _ranks(noun: str, indices: Sequence[int], ranks: Sequence[int]) -> str:
-    """Return workers or servers with their ranks, in words."""
+    """Return workers or servers with their ranks, as text."""
     return f"{_runs(noun, indices)} ({_runs('rank', [ranks[i] for i in indices])})"
 
 
@@ -92,19 +92,19 @@ def _runs(noun: str, numbers: Sequence[int]) -> str:
 
 
 def choose(group: ProcessGroup, workers: Sequence[int], servers: Sequence[int], forced: str = "") -> Choice:
-    """Return which transport each worker and server use. Collective over the group.
+    """Return the transport of each worker and server. Collective over the group.
 
-    Within a node it is `shared_window`. Between nodes it is `one_sided` if the MPI library is known to finish and a probe
-    finds that the network reads memory without its owner's help, else `messages`.
+    Within a node it is `shared_window`. Between nodes it is `one_sided` if the MPI library is known to finish and a probe finds
+    that the network reads memory without its owner's help, else `messages`.
 
     Args:
         group: all ranks.
         workers, servers: their ranks.
-        forced: a transport to use for all, whatever else is known; "" for none.
+        forced: a transport to use for all; "" for none.
 
     Raises:
         ValueError: there is no such transport.
-        LayoutError: `shared_window` is asked for where ranks do not share memory.
+        LayoutError: `shared_window` is forced and ranks do not share memory.
     """
     if forced and forced not in TRANSPORTS:
         got, expected = repr(forced), f"one of {', '.join(TRANSPORTS)}"
@@ -120,7 +120,7 @@ def choose(group: ProcessGroup, workers: Sequence[int], servers: Sequence[int], 
         raise LayoutError(explain("ParameterServers", "transport", expected="memory that all share", got=got))
     if forced:
         return Choice(nodes, workers, servers, forced, forced)
-    # Ranks may have been started with different settings.
+    # Ranks may have different settings.
     known = far is not None and group.agree(known_to_finish())
     between = "one_sided" if known and _probe(group, workers[far or 0], reached, servers) else "messages"
     return Choice(nodes, workers, servers, "shared_window" if shared else between, between)
@@ -135,9 +135,9 @@ def known_to_finish() -> bool:
 
 
 def _probe(group: ProcessGroup, prober: int, far: Sequence[int], servers: Sequence[int]) -> bool:
-    """Return whether the worker `prober` reads far servers' memory while they do nothing. Collective.
+    """Return whether the worker `prober` reads far servers' memory while they are passive. Collective.
 
-    One worker stands for all: a network is of one kind.
+    One worker is tested for all: the network is assumed to be uniform.
     """
     comm, rank = group.topology.comm, group.topology.rank
     window = RemoteWindow.allocate(comm, WORD if rank in servers else 0, "the probe of one-sided calls")

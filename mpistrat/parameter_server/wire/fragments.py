@@ -1,9 +1,10 @@
 """Message fragments: messages from a worker to a server, split to fit a slot and reassembled.
 
-A fragment is a header of eight words and at most `chunk_bytes` of payload. Fragments of a worker arrive in order and one message
-after the other, so the server needs no more memory for a worker than its largest message, and none for messages of one fragment.
+A fragment is a header of eight words and at most `chunk_bytes` of payload. Fragments of a worker arrive in order and one
+message after the other, so the server needs no more memory for a worker than its largest message, and none for messages of one
+fragment.
 
-Pieces of large messages between two ranks, in order, straight from and to the memory where they belong.
+Also pieces of large messages between two ranks, in order, sent and received in place.
 """
 
 from __future__ import annotations
@@ -31,11 +32,10 @@ _WORDS = struct.Struct("<8q")  # a line
 
 
 class MessageKind:
-    """What a message is. The windows carry pushes only; the rest is done there by reading and writing words.
+    """The kinds of messages. Windows carry pushes only, and replace the others by reads and writes of words.
 
-    `ENDS_STEP` is a flag beside `PUSH` and `PUSH_ROWS`: a commit goes with the push. Two flags tell that the payload lies
-    whole elsewhere: `STAGED` in a `Staging`, where the offset tells which, and which half; `IN_PLACE` in the worker's
-    gradient of the variable.
+    `ENDS_STEP` is a flag of `PUSH` and `PUSH_ROWS`: a commit goes with the push. Two flags mark a payload in other memory:
+    `STAGED` in a `Staging`, given with its half by the offset; `IN_PLACE` in the worker's gradient of the variable.
     """
 
     PUSH, PUSH_ROWS, COMMIT, READ, READ_ROWS, CLOCK, CLOCKS, LEAVE = range(1, 9)
@@ -48,9 +48,9 @@ class Fragment(NamedTuple):
 
     Attributes:
         kind: of the message, one of `MessageKind`.
-        variable: which one it is about.
+        variable: its number.
         number: of the push; for other kinds a value.
-        rows: how many rows the message is about.
+        rows: the number of rows of the message.
         what, version: see `Push`.
         offset: of this fragment's payload in the message's.
         nbytes: of this fragment's payload.
@@ -74,7 +74,7 @@ class Fragment(NamedTuple):
 
     @classmethod
     def read(cls, memory: Any, at: int = 0) -> Fragment:
-        """Return the header that `write` wrote."""
+        """Return the header from `write`."""
         first, variable, number, rows, version, offset, nbytes, total = _WORDS.unpack_from(memory, at)
         return cls(first & 0xFFFF, variable, number, rows, first >> 16, version, offset, nbytes, total)
 
@@ -115,7 +115,9 @@ def _cut(
 
 @final
 class Assembly:
-    """Puts the fragments of one worker's messages together, in order. Its memory is that of the largest message so far."""
+    """A buffer that reassembles the fragments of one worker's messages, in order. It has the size of the largest message so
+    far.
+    """
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
@@ -125,7 +127,7 @@ class Assembly:
 
         Args:
             fragment: the header.
-            payload: the fragment's bytes; a message of one fragment is these very bytes, not copied.
+            payload: the fragment's bytes; for a message of one fragment they are returned without a copy.
         """
         if fragment.nbytes == fragment.total:
             return payload
@@ -135,7 +137,7 @@ class Assembly:
         return self._memory[: fragment.total] if fragment.offset + fragment.nbytes == fragment.total else None
 
 
-_AHEAD = 4  # pieces that MPI has to send at a time: enough that it never waits, and each is through in good time
+_AHEAD = 4  # pieces sent at a time: enough that MPI never waits, and few enough that each completes soon
 
 
 def chunks(data: np.ndarray, chunk_bytes: int) -> list[np.ndarray]:
@@ -145,9 +147,9 @@ def chunks(data: np.ndarray, chunk_bytes: int) -> list[np.ndarray]:
 
 @final
 class Pieces:
-    """What is on its way in one direction between this rank and another one. MPI moves it only while it is called.
+    """The data in flight in one direction between this rank and another one. MPI moves them only in its calls.
 
-    Only the oldest piece is tested, which moves all of them: a look costs the same however large the message is.
+    Only the oldest piece is tested, which moves all of them: a test costs the same for any size of message.
 
     Args:
         comm: a communicator.
@@ -163,26 +165,26 @@ class Pieces:
         self._later: deque[tuple[np.ndarray, int]] = deque()  # to be sent
 
     def __bool__(self) -> bool:
-        """Whether anything is on its way."""
+        """Return whether data are in flight."""
         return bool(self._requests)
 
     def send(self, data: np.ndarray, tag: int) -> None:
-        """Begin to send flat bytes, which must not change meanwhile."""
+        """Start to send flat bytes, which must not change meanwhile."""
         self._later += [(piece, tag) for piece in chunks(data, self._chunk_bytes)]
         while self._later and len(self._requests) < _AHEAD:
             self._send_next()
 
     def receive(self, data: np.ndarray, tag: int) -> None:
-        """Begin to receive flat bytes."""
+        """Start to receive flat bytes."""
         for piece in chunks(data, self._chunk_bytes):
             self.expect(piece, tag)
 
     def expect(self, data: np.ndarray, tag: int) -> None:
-        """Begin to receive flat bytes that come in one piece, however many they are."""
+        """Start to receive flat bytes in one piece of any size."""
         self._requests.append((self._comm.Irecv([data, self._byte], self._rank, tag), data))
 
     def look(self) -> bool:
-        """Return whether a piece has got there since the last look."""
+        """Return whether a piece has completed since the last call."""
         requests, moved = self._requests, False
         while requests and requests[0][0].Test():
             requests.popleft()

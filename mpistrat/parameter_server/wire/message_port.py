@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MessagePort"]
 
-_MOVING = 5e-3  # seconds without sleep for what is on its way, since any of it got on
+_MOVING = 5e-3  # seconds of polling for data in flight, after the last progress
 _QUESTIONS = (MessageKind.READ, MessageKind.READ_ROWS, MessageKind.CLOCKS)
 _NONE = np.empty(0, np.uint8)
 _OTHERS = (*_QUESTIONS, MessageKind.CLOCK, MessageKind.LEAVE)  # than pushes
@@ -29,16 +29,15 @@ _OTHERS = (*_QUESTIONS, MessageKind.CLOCK, MessageKind.LEAVE)  # than pushes
 
 @final
 class MessagePort(Port):
-    """Receives fragments without ever waiting for a worker, and answers.
+    """A port that receives fragments without waiting for a worker, and answers.
 
-    A variable is sent out of memory that keeps its version as long as that takes, so that a worker that receives slowly keeps
-    nobody from writing.
+    A variable is sent from memory whose version does not change meanwhile, so a slow receiver does not block writes.
 
     Args:
-        server: whose port it is.
+        server: of the port.
         ranks: the worker of each rank that sends messages.
-        memory: with the words in which clocks and sign-offs are kept.
-        comm: a communicator on which nothing else is sent.
+        memory: with the words of clocks and sign-offs.
+        comm: a communicator without other messages.
         deliver: takes a worker, the request, and the whole payload.
     """
 
@@ -58,10 +57,10 @@ class MessagePort(Port):
         self._workers = {
             worker: _WorkerMessages(worker, comm, rank, memory.layout.chunk_bytes) for rank, worker in ranks.items()
         }
-        self._owed: set[int] = set()  # workers to be told what was taken and applied
+        self._owed: set[int] = set()  # workers to acknowledge
         self._spare: list[np.ndarray] = []
-        self._mailbox = Mailbox(comm)  # sends only: requests are received into buffers that are used again
-        self._got_on = 0.0  # when large messages did last
+        self._mailbox = Mailbox(comm)  # sends only: requests are received into reused buffers
+        self._got_on = 0.0  # time of the last progress of large messages
         self._any, self._byte, self._status = MPI.ANY_SOURCE, MPI.BYTE, MPI.Status()
 
     def poll(self) -> int:
@@ -92,13 +91,13 @@ class MessagePort(Port):
         for worker in self._workers.values():
             if worker.flows:
                 self._move(worker)
-            if worker.fragment is None and worker.coming:  # the next large push arrives while this one is applied
+            if worker.fragment is None and worker.coming:  # the next large push is received while this one is applied
                 self._begin_next(worker)
 
     def _wait_for_more(self) -> int:
-        """Return whether the loop shall go on at once: MPI moves large messages only while it is called.
+        """Return 1 if the loop must continue at once, else 0: MPI moves large messages only in its calls.
 
-        Where nothing has got on for some time, because a worker is stopped, it gets one look a round until something does.
+        After some time without progress, because a worker is stopped, there is one test a round until something moves.
         """
         if monotonic() - self._got_on > _MOVING:
             return 0
@@ -106,7 +105,7 @@ class MessagePort(Port):
         return 1
 
     def _match(self) -> bool:
-        """Begin to receive what has arrived. Each worker sends few fragments before it hears that they were taken."""
+        """Start to receive arrived requests. Each worker sends few fragments before they are acknowledged."""
         moved = False
         while (message := self._comm.Improbe(self._any, REQUEST, self._status)) is not None:
             buffer = self._spare.pop() if self._spare else np.zeros(LINE + self._layout.chunk_bytes, np.uint8)
@@ -116,7 +115,7 @@ class MessagePort(Port):
         return moved
 
     def _move(self, worker: _WorkerMessages) -> bool:
-        """Let a worker's large messages get on. Return whether they did."""
+        """Advance a worker's large messages. Return whether they moved."""
         moved = bool(worker.sending) and worker.sending.look()
         moved = (bool(worker.arriving) and worker.arriving.look()) or moved
         if moved:
@@ -124,7 +123,7 @@ class MessagePort(Port):
         return moved
 
     def _take_from(self, worker: _WorkerMessages) -> bool:
-        """Take what has come of a worker. Return whether anything has."""
+        """Take a worker's arrived requests. Return whether there were any."""
         arrived, moved = None if worker.arriving else worker.fragment, False
         if arrived is not None:
             memory, moved = worker.end(), True
@@ -142,7 +141,7 @@ class MessagePort(Port):
         return moved
 
     def _next(self, worker: _WorkerMessages) -> Fragment | None:
-        """Return a worker's next request; None if it has none yet, or a push that is not to be taken yet."""
+        """Return a worker's next request; None if it has none yet, or a push that must wait."""
         if not worker.coming or not worker.coming[0][0].Test():
             return None
         fragment = Fragment.read(worker.coming[0][1])
@@ -150,7 +149,7 @@ class MessagePort(Port):
         return None if worker.refused else fragment
 
     def _begin_next(self, worker: _WorkerMessages) -> None:
-        """Begin to receive the payload of a worker's next request, if it has a large one."""
+        """Start to receive the payload of a worker's next request, if it has a large one."""
         fragment = self._next(worker)
         if fragment is not None and fragment.nbytes < fragment.total:
             self._spare.append(worker.coming.popleft()[1])
@@ -161,13 +160,13 @@ class MessagePort(Port):
         worker.taken += 1
         if fragment.kind in _QUESTIONS:
             self._reply(worker, *self._find(fragment, payload))
-            self._owed.discard(worker.number)  # the reply has told
+            self._owed.discard(worker.number)  # the reply acknowledges, too
             return
         self._owed.add(worker.number)
         self._handle(worker.number, fragment, payload)
 
     def _answer(self) -> None:
-        """Tell workers what was taken and applied; several fragments, and a push that is taken and applied, in one answer."""
+        """Acknowledge taken and applied fragments, several of a worker in one answer."""
         for number in self._owed:
             worker = self._workers[number]
             answer = np.array([worker.taken, self._server.applied[number]], np.int64)
@@ -176,7 +175,7 @@ class MessagePort(Port):
 
     def _handle(self, worker: int, fragment: Fragment, payload: np.ndarray) -> None:
         words, layout = self._memory.words, self._layout
-        if fragment.kind == MessageKind.CLOCK:  # this worker's words have no other writer than this
+        if fragment.kind == MessageKind.CLOCK:  # this worker's words have no other writer
             words[layout.clock(worker) // 8] = fragment.number
             self._memory.sync()
         elif fragment.kind == MessageKind.LEAVE:
@@ -186,7 +185,7 @@ class MessagePort(Port):
             self._deliver(worker, fragment, payload)
 
     def _find(self, fragment: Fragment, payload: np.ndarray) -> tuple[int, np.ndarray]:
-        """Return a number and data, as bytes that nobody changes: the answer to a question."""
+        """Return the answer to a question: a number and data, as bytes that do not change."""
         if fragment.kind == MessageKind.READ:
             return self._server.lend(fragment.variable)
         if fragment.kind == MessageKind.READ_ROWS:
@@ -207,14 +206,14 @@ class MessagePort(Port):
 
 @final
 class _WorkerMessages:
-    """What is on its way to and from a worker.
+    """The data in flight from and to a worker.
 
     Attributes:
         number, rank: of the worker.
         coming: its requests, in order, as they arrive.
-        taken: how many were taken.
-        refused: whether the next one is a push that is not taken yet.
-        fragment: the request whose large payload arrives; None while there is none.
+        taken: the number of taken requests.
+        refused: whether the next one is a push that must wait.
+        fragment: the request whose large payload is arriving; None without one.
         arriving, sending: large data.
     """
 
@@ -237,16 +236,16 @@ class _WorkerMessages:
         self.taken, self.refused = 0, False
         self.fragment: Fragment | None = None
         self.arriving, self.sending = Pieces(comm, rank, chunk_bytes), Pieces(comm, rank, chunk_bytes)
-        self._memory = _NONE  # into which a payload arrives
-        self._memories: list[np.ndarray] = []  # what is kept for it: two, where one arrives while another is applied
+        self._memory = _NONE  # of the arriving payload
+        self._memories: list[np.ndarray] = []  # free memory for payloads: two if one arrives while another is applied
 
     @property
     def flows(self) -> bool:
-        """Whether large data is on its way."""
+        """True if large data are in flight."""
         return bool(self.arriving or self.sending)
 
     def begin(self, fragment: Fragment) -> None:
-        """Begin to receive a payload: row numbers, if any, and then numbers, each cut as the worker does it."""
+        """Start to receive a payload: row numbers, if any, and then numbers, cut as by the worker."""
         memory = self._memories.pop() if self._memories else _NONE
         self._memory = memory if memory.nbytes >= fragment.total else np.empty(fragment.total, np.uint8)
         self.fragment, rows = fragment, 8 * fragment.rows
@@ -254,10 +253,10 @@ class _WorkerMessages:
         self.arriving.receive(self._memory[rows : fragment.total], PAYLOAD)
 
     def end(self) -> np.ndarray:
-        """Hand over the memory with the payload, when all has arrived; another payload may begin."""
+        """Return the memory of the complete payload; another payload may start."""
         memory, self._memory, self.fragment = self._memory, _NONE, None
         return memory
 
     def give_back(self, memory: np.ndarray) -> None:
-        """Take it back."""
+        """Return the memory to the free list."""
         self._memories.append(memory)

@@ -1,7 +1,7 @@
-"""Messages to the server's loop, for networks where one-sided calls are only emulated: the worker's end.
+"""Messages to the server's loop, for networks that only emulate one-sided calls: the worker's end.
 
-A worker sends requests. The server (`message_port.py`) receives them without ever waiting for a worker, and answers each with
-what it has taken and applied; reads with the data.
+A worker sends requests. The server (`message_port.py`) receives them without waiting for a worker, and answers each with the
+number of taken and applied pushes; reads with the data.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .transport import Pair, Transport, flat_bytes
 __all__ = ["ACKNOWLEDGE", "DATA", "PAYLOAD", "REPLY", "REQUEST", "SHORT", "MessageTransport"]
 
 REQUEST, ACKNOWLEDGE, REPLY, DATA, PAYLOAD = range(1, 6)  # tags
-_SENDING = 5e-3  # seconds for which a worker gives what it sends all its time, unless it gets on
-SHORT = 1 << 15  # bytes of data that go with the reply, through a copy; more go straight to where they belong
+_SENDING = 5e-3  # seconds of polling for a send without progress, before it sleeps
+SHORT = 1 << 15  # bytes of data that are copied into the reply; more are received in place
 
 
 @final
 class MessageTransport(Transport):
-    """Sends requests; the server answers each with what it has taken and applied, and reads with the data.
+    """A transport of requests, which the server answers with the numbers of taken and applied pushes, and reads with the data.
 
-    A request has its payload with it, or, if that is large, announces it: then it goes from where it lies to where it belongs.
-    The server must be in its loop, for reads, too.
+    A request includes its payload, or, if that is large, announces it: then it is sent and received in place. The server must
+    be in its loop, also for reads.
     """
 
     name: ClassVar[str] = "messages"
@@ -72,7 +72,7 @@ class MessageTransport(Transport):
         self.publish_clock(clock)
         self._post(Fragment(MessageKind.LEAVE, -1, passes, version=self.pushed), [])
         wait = self.pair.wait_for_server("leave")
-        while self._taken < self._posted:  # all that this worker sent is read, and so are all answers
+        while self._taken < self._posted:  # all of this worker's messages, and all answers, are read
             self._listen()
             wait.pause()
 
@@ -89,7 +89,7 @@ class MessageTransport(Transport):
         return number
 
     def _finish(self, what: str) -> None:
-        """Wait for all pieces; once one has come without sleeping, a bounded time, for MPI moves a little in each call."""
+        """Wait for all pieces; after a piece has arrived, poll a bounded time, because MPI moves data only in its calls."""
         pieces, wait, until = self._pieces, None, 0.0
         while pieces:
             if pieces.look():
@@ -115,12 +115,12 @@ class MessageTransport(Transport):
         if large:
             for piece in pieces:
                 self._pieces.send(piece, PAYLOAD)
-            self._finish("push")  # then its memory may be changed
+            self._finish("push")  # its memory may be changed afterwards
 
     def _wait_for_room(self) -> None:
         """Wait until the server has taken enough, and the buffer of the next fragment is free.
 
-        It does not sleep while fragments are on their way, a bounded time: MPI sends large messages only while it is called.
+        It polls a bounded time while fragments are in flight: MPI sends large messages only in its calls.
         """
         wait, slots, until = None, self.pair.layout.slots, 0.0
         while True:
@@ -138,12 +138,12 @@ class MessageTransport(Transport):
             wait.pause()
 
     def _listen(self) -> None:
-        """Read what the server has acknowledged; what is being sent moves on, too."""
+        """Receive the server's acknowledgements; this also moves sends."""
         source = self.pair.server_rank
         while self._comm.Iprobe(source, ACKNOWLEDGE):
             self._comm.Recv(self._answer, source, ACKNOWLEDGE)
             self._note(*self._answer.tolist())
 
     def _note(self, taken: int, applied: int) -> None:
-        """What the server has acknowledged; answers and replies may overtake each other."""
+        """Record acknowledged numbers; answers and replies may overtake each other."""
         self._taken, self._applied = max(self._taken, taken), max(self._applied, applied)

@@ -1,12 +1,12 @@
 """Transport protocol between a worker and a server, independent of its implementation.
 
 - Pushes are numbered 1, 2, 3, … by each worker for each server. The server applies each exactly once, in order; a duplicate is
-  ignored. It publishes which fragments it has taken (their memory is free again) and the last push applied. A commit is a
-  push without a payload; it ends a step, and costs nothing with the last push of the step.
+  ignored. It publishes the fragments it has taken (their memory is free again) and the last push applied. A commit is a
+  push without a payload; it ends a step, and is free with the last push of the step.
 - Flow control: a worker posts at most `slots` fragments that the server has not taken, which bounds the memory of pushes and
   throttles a worker that is faster than the server.
-- Reads are atomic: a variable, or the requested rows, as it was between two writes of the server, with the number of
-  these writes, its version. Versions that a worker reads never decrease.
+- Reads are atomic: a variable, or the requested rows, between two writes of the server, with its version, the number of
+  writes. Versions that a worker reads never decrease.
 - A worker publishes a clock, the number of its finished steps, and leaves each pass explicitly.
 """
 
@@ -40,7 +40,7 @@ _SERVE = (
 _POOL, _BYTES = BufferPool(kept=8), np.dtype(np.uint8)
 _PUSH_AND_COMMIT = MessageKind.PUSH | MessageKind.ENDS_STEP
 FINISHED = 1 << 62  # the clock of a worker that has signed off
-FOR_GOOD = 1 << 62  # the passes of a worker that will not come back
+FOR_GOOD = 1 << 62  # the passes of a worker that will not return
 
 
 @final
@@ -53,7 +53,7 @@ class Pair:
         worker, server: numbers among the workers and the servers, from 0.
         server_rank: in the group.
         layout: of the servers' mailboxes.
-        addresses: where the variables lie, by number; it grows.
+        addresses: of the variables, by number; the list grows.
     """
 
     group: ProcessGroup
@@ -74,9 +74,9 @@ class Transport(ABC):
 
     Attributes:
         name: of the transport.
-        pair: who talks to whom.
+        pair: the worker and the server.
         pushed: the number of the last push.
-        stats: what was exchanged.
+        stats: the statistics.
     """
 
     name: ClassVar[str]
@@ -90,7 +90,7 @@ class Transport(ABC):
 
     @final
     def read(self, variable: int, out: np.ndarray) -> int:
-        """Copy a variable, whole, into an array, and return its version.
+        """Copy a whole variable into an array, and return its version.
 
         Args:
             variable: its number.
@@ -106,9 +106,9 @@ class Transport(ABC):
 
     @final
     def pull(self, variable: int) -> tuple[int, np.ndarray]:
-        """Return a variable's version, and the variable, read-only: where it lies, or in new memory.
+        """Return a variable's version, and the variable, read-only: in place, or in new memory.
 
-        The array stays as it is for as long as anything refers to it.
+        The array does not change while anything refers to it.
         """
         address = self._found.get(variable) or self._address(variable, "pull")
         found, spec = self._view(address) if address.near else None, address.spec
@@ -121,11 +121,11 @@ class Transport(ABC):
 
     @final
     def read_rows(self, variable: int, rows: Any, out: np.ndarray) -> int:
-        """Copy rows of a variable, all of one version, into an array; return the version.
+        """Copy rows of one version of a variable into an array; return the version.
 
         Args:
             variable: its number.
-            rows: integers, one dimension, in any order, repeated or not.
+            rows: integers, one dimension, in any order, with duplicates or not.
             out: C-contiguous array of the variable's dtype, with one row for each of `rows`.
         """
         address = self._address(variable, "read_rows")
@@ -140,7 +140,7 @@ class Transport(ABC):
     def push(self, variable: int, array: Any, *, what: int = 0, version: int = 0, commit: bool = False) -> None:
         """Send an array to the server, which applies it once. Returns when the array may be changed.
 
-        What lies in `gradient(variable)` is not copied, and must not be changed before `settle` has returned.
+        The memory of `gradient(variable)` is not copied, and must not be changed before `settle` has returned.
 
         Args:
             variable: its number.
@@ -173,13 +173,13 @@ class Transport(ABC):
         commit: bool = False,
         depth: int = 1,
     ) -> None:
-        """Send rows to the server as they are, in their order, repeated or not; it applies them once.
+        """Send rows to the server unchanged, in their order, with duplicates or not; it applies them once.
 
         Args:
             variable, what, version, commit: as in `push`.
             rows: integers, one dimension.
             values: array of the variable's dtype, with one row for each of `rows`.
-            depth: of how many dimensions the rows are counted; with 2 a (4, 5, 6) array has 20 rows of 6.
+            depth: the number of dimensions that count as rows; with 2 a (4, 5, 6) array has 20 rows of 6.
         """
         address = self._address(variable, "push_rows")
         numbers, values = (
@@ -206,11 +206,11 @@ class Transport(ABC):
         self.pushed += 1
 
     def gradient(self, variable: int) -> np.ndarray | None:
-        """Return memory from which a push of a variable is not copied, zeros at first; None if there is none."""
+        """Return memory from which pushes of a variable are not copied, initially zeros; None if there is none."""
         return None
 
-    def settle(self) -> None:  # noqa: B027  # nothing to do where all is copied
-        """Wait until what was pushed from `gradient` may be changed."""
+    def settle(self) -> None:  # noqa: B027  # nothing to do if pushes are copied
+        """Wait until memory of `gradient` may be changed after a push."""
 
     @final
     def flush(self) -> None:
@@ -224,7 +224,7 @@ class Transport(ABC):
             self._wait_for_all()
 
     def _wait_for_all(self) -> None:
-        if not self._waited_shortly():  # most end so; a wait costs as much to make
+        if not self._waited_shortly():  # most end here; creating a wait costs as much
             wait = self.pair.wait_for_server(f"flush of push {self.pushed}")
             while self.acknowledged() < self.pushed:
                 wait.pause()
@@ -238,8 +238,8 @@ class Transport(ABC):
         """Flush, then sign off from this pass.
 
         Args:
-            for_good: sign off from all passes; later calls do nothing.
-            clock: what to publish.
+            for_good: sign off from all passes; later calls have no effect.
+            clock: the clock to publish.
         """
         if self._passes == FOR_GOOD:
             return
@@ -249,11 +249,11 @@ class Transport(ABC):
 
     @abstractmethod
     def acknowledged(self) -> int:
-        """Return the number of this worker's last push that is applied, as are all before it."""
+        """Return the number of this worker's last applied push; all before it are applied."""
 
     @abstractmethod
     def publish_clock(self, steps: int) -> None:
-        """Say how many steps this worker has finished."""
+        """Publish the number of steps that this worker has finished."""
 
     @abstractmethod
     def clocks(self) -> np.ndarray:
@@ -307,29 +307,29 @@ class Port(ABC):
     """A server's end of the connections with all workers that use one transport.
 
     Attributes:
-        patience: how often the server gives way, when nothing comes, before it sleeps.
+        patience: how often the server yields, when idle, before it sleeps.
     """
 
     patience = 100
 
     def give_way(self) -> None:
-        """Let other processes run; where that is possible wait a little for what comes."""
+        """Yield to other processes; if possible wait a little for arrivals."""
         os.sched_yield()
 
     @abstractmethod
     def poll(self) -> int:
-        """Take what has come, a few fragments of each worker. Return how many waited, 0 if none was taken."""
+        """Take arrived fragments, a few of each worker. Return how many waited, 0 if none was taken."""
 
     @abstractmethod
     def acknowledge(self, worker: int, number: int) -> None:
-        """Tell a worker which of its pushes is the last applied."""
+        """Publish the number of a worker's last applied push."""
 
     @abstractmethod
     def busy(self) -> bool:
-        """Return whether something is still on its way to a worker."""
+        """Return whether data are in flight to a worker."""
 
-    def move(self) -> None:  # noqa: B027  # nothing to do where workers move it themselves
-        """Let large messages get on, and begin, while a push is being applied; take none."""
+    def move(self) -> None:  # noqa: B027  # nothing to do if workers move the data
+        """Advance and start large messages while a push is being applied, without taking one."""
 
 
 def flat_bytes(array: np.ndarray) -> np.ndarray:

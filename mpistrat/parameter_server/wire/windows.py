@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = ["OneSidedTransport", "SharedWindowTransport", "WindowPort"]
 
-_WAITS = 20  # for what workers of this node post, each of 50 µs at most, before a server sleeps
+_WAITS = 20  # for posts of workers of this node, at most 50 µs each, before a server sleeps
 
 
 class _WindowTransport(Transport):
-    """Reads the server's memory through its seqlock, and posts fragments into its slots; large pushes go into a staging."""
+    """A transport that reads the server's memory through its seqlock, and posts fragments into its slots; large pushes are
+    staged.
+    """
 
     def __init__(self, pair: Pair, memory: SharedMemory) -> None:
         super().__init__(pair)
@@ -42,7 +44,7 @@ class _WindowTransport(Transport):
         self._posted = self._taken = 0
         self._acknowledged = 0
         self._gradients: dict[int, np.ndarray] = {}
-        self._settled = 0  # what was posted last that lies there
+        self._settled = 0  # the last post from that memory
 
     @final
     def acknowledged(self) -> int:
@@ -106,7 +108,7 @@ class _WindowTransport(Transport):
             self._wait_for(self._settled)
 
     def _lies_there(self, message: Fragment, payload: Sequence[np.ndarray]) -> bool:
-        """Whether a payload is the worker's gradient of the variable, in the memory for it."""
+        """Return whether a payload is the worker's gradient of the variable, in its shared memory."""
         own = self._gradients[message.variable].ctypes.data
         return message.kind & ~MessageKind.ENDS_STEP == MessageKind.PUSH and payload[0].ctypes.data == own
 
@@ -127,7 +129,7 @@ class _WindowTransport(Transport):
         return self._stagings[-1].areas[self.pair.server] if self._stagings else 0
 
     def _stage(self, message: Fragment, payload: Sequence[np.ndarray]) -> None:
-        """Write a payload whole where the server will apply it, and post a header."""
+        """Write a whole payload into the staging, and post a header."""
         number, half = len(self._stagings) - 1, self._staged % HALVES
         self._wait_for(self._staged_until[half])
         staging, pair = self._stagings[number], self.pair
@@ -144,7 +146,7 @@ class _WindowTransport(Transport):
         self._staged_until[half] = self._posted
 
     def _wait_for(self, count: int) -> None:
-        """Wait until the server has taken so many fragments."""
+        """Wait until the server has taken `count` fragments."""
         wait = None
         if self._taken < count:
             self._mailbox.await_word(self._rank, self._taken_at, count)
@@ -169,7 +171,7 @@ class _WindowTransport(Transport):
 
 @final
 class SharedWindowTransport(_WindowTransport):
-    """By load and store in memory that worker and server share."""
+    """A transport by load and store in memory that worker and server share."""
 
     name: ClassVar[str] = "shared_window"
 
@@ -199,17 +201,17 @@ class SharedWindowTransport(_WindowTransport):
 
 @final
 class OneSidedTransport(_WindowTransport):
-    """By Get, Put and Accumulate. Needs nothing of the server where the network has them in hardware."""
+    """A transport by Get, Put and Accumulate. It needs no help of the server if the network has them in hardware."""
 
     name: ClassVar[str] = "one_sided"
 
 
 @final
 class WindowPort(Port):
-    """Looks into the slots of its workers.
+    """A port that polls the slots of its workers.
 
     Args:
-        server: whose port it is.
+        server: of the port.
         workers: their numbers.
         memory: with this rank's segments.
     """
@@ -232,7 +234,7 @@ class WindowPort(Port):
         self._applied = {worker: layout.applied(worker) // 8 for worker in workers}
         words = [(layout.posted(worker), layout.taken(worker)) for worker in workers]
         self._words = tuple(itertools.chain.from_iterable(words))
-        if memory.mailbox.remote is None and loops.used()[0]:  # who stores is seen without MPI's help
+        if memory.mailbox.remote is None and loops.used()[0]:  # stores are visible without MPI's help
             self.patience = _WAITS
 
     def give_way(self) -> None:
@@ -263,7 +265,7 @@ class WindowPort(Port):
         return found
 
     def _find(self, worker: int, fragment: Fragment) -> np.ndarray:
-        """Return a payload that lies whole in other memory."""
+        """Return a payload in other memory than the slots."""
         if fragment.kind & MessageKind.IN_PLACE:
             address = self._addresses[fragment.variable]
             memory, start = self._slabs[address.slab], address.gradient(worker)

@@ -1,1 +1,1 @@
-"""A worker: its way to the variables, and the step that pushes gradients."""
+"""A worker: its access to the variables, and the step that pushes gradients."""

@@ -1,4 +1,4 @@
-"""Access to the variables: a worker through its connections to the servers, a server in its own memory."""
+"""Access to the variables: of a worker by its connections to the servers, of a server in its own memory."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _PULL, _PUSH = RECORDER.name("p", "pull"), RECORDER.name("p", "push")
 
 
 class Access(ABC):
-    """Reads and writes of one rank. Threads take turns.
+    """The reads and writes of one rank. Threads take turns.
 
     Attributes:
-        step: the number of the training step that runs, counted from 1; 0 outside.
-        lock: held while this rank talks to servers.
+        step: the number of the current training step, counted from 1; 0 outside.
+        lock: held during communication with servers.
     """
 
     def __init__(self, servers: ParameterServers) -> None:
@@ -39,60 +39,60 @@ class Access(ABC):
         refuse_in_children(self)
 
     def refuse_in_child(self) -> None:
-        """See `cluster.forks`."""
+        """Refuse use in a forked process, see `cluster.forks`."""
         self.lock = ParentsOnly("a parameter server's variable")
 
     @property
     def together(self) -> bool:
-        """Whether this rank reads in a step together with others, and outside of steps alone."""
+        """True if this rank reads together with others in a step, and alone outside."""
         return False
 
     @final
     def period(self) -> int:
-        """Return the number of the period in which reads give the same: a step's, or less than 0 in `cache_variable_reads`.
+        """Return the number of the period in which reads return the same: a step's, or less than 0 in `cache_variable_reads`.
 
-        It is 0 where each read asks the server. What workers in sync keep they have all read, together.
+        0 if each read asks the server. Workers in sync cache only values that all have read together.
         """
         cache = number_of_cache()
         return -cache if cache and (self.step or not self.together) else self.step
 
     @final
     def holder(self, variable: int) -> int:
-        """Return the rank in whose memory a variable lies."""
+        """Return the rank that stores a variable."""
         return self._servers.servers[self._addresses[variable].spec.server]
 
     @final
     def holds(self, variable: int) -> bool:
-        """Return whether a variable lies in this rank's memory."""
+        """Return whether this rank stores a variable."""
         return self.holder(variable) == self._servers.group.topology.rank
 
     @final
     def reaches(self, variable: int, rank: int) -> bool:
-        """Return whether a rank can read a variable: every worker, and the server that holds it."""
+        """Return whether a rank can read a variable: every worker, and its server."""
         return rank in self._servers.workers or rank == self.holder(variable)
 
     @property
     def in_pass(self) -> bool:
-        """Whether this rank reads a dataset, or has taken a step since it left a pass; False on a server."""
+        """True if this rank is reading a dataset, or has taken a step since it left a pass; False on a server."""
         return False
 
     def flush(self) -> None:  # noqa: B027 - a server writes its own memory at once
-        """Wait until all that this rank pushed is applied."""
+        """Wait until all pushes of this rank are applied."""
 
     @abstractmethod
     def pull(self, variable: int) -> tuple[int, np.ndarray]:
-        """Return a variable's version, and a read-only array of it; what this rank wrote before is in it.
+        """Return a variable's version, and a read-only array of it, including this rank's earlier writes.
 
-        The array stays as it is for as long as anything refers to it.
+        The array does not change while anything refers to it.
         """
 
     def gradient(self, variable: int) -> np.ndarray | None:
-        """Return memory from which gradients are pushed without a copy, zeros at first; None if there is none."""
+        """Return memory from which gradients are pushed without a copy, initially zeros; None if there is none."""
         return None
 
     @abstractmethod
     def read_rows(self, variable: int, rows: np.ndarray, out: np.ndarray) -> int:
-        """Copy rows of a variable, all of one version, and return it."""
+        """Copy rows of one version of a variable; return the version."""
 
     @abstractmethod
     def write(self, variable: int, operation: Operation, array: np.ndarray) -> None:
@@ -104,24 +104,24 @@ class Access(ABC):
 
         Args:
             variable: its number.
-            operation: what to do.
+            operation: the operation.
             rows: their numbers, (k,).
             values: (k, c).
-            depth: of how many dimensions the rows are counted.
+            depth: the number of dimensions that count as rows.
         """
 
 
 @final
 class WorkerAccess(Access):
-    """A worker's way to the variables.
+    """A worker's client for the parameter servers.
 
-    - Reading waits until what this worker pushed before to the same server is applied: it sees its own writes.
-    - Workers in sync are one worker to the others: their first rank reads for all in a step, and writes and pushes for all.
-      In a step reading is collective over them, and so is writing everywhere.
-    - With `max_staleness` 0 a step begins when the last one is applied, which needs all workers' pushes.
-    - With a larger one a step begins only when this worker's finished steps of the pass exceed the slowest worker's by
-      no more than that. What a finished step pushed is applied. A clock is the number of the pass times 2^32 plus the
-      finished steps of the pass, so that workers with more steps in a pass do not get ahead of the others for ever.
+    - A read waits until this worker's earlier pushes to the same server are applied: it sees its own writes.
+    - Workers in sync are one worker to the others: their first rank reads for all in a step, and writes and pushes for all. In
+      a step reading is collective over them; writing always is.
+    - With `max_staleness` 0 a step starts when the last one is applied, which needs all workers' pushes.
+    - With a larger one a step starts only when this worker's finished steps of the pass exceed the slowest worker's by at most
+      that number. The pushes of a finished step are applied. A clock is the number of the pass times 2^32 plus the finished
+      steps of the pass, so that workers with more steps in a pass are not ahead of the others forever.
 
     Args:
         servers: the connections.
@@ -136,17 +136,17 @@ class WorkerAccess(Access):
         self._leads = sync_group.topology.rank == 0
         self._limit, self._synchronous = max_staleness or None, max_staleness == 0
         self._steps = self._passes = self._finished = self._open = 0
-        self.left, self._left_at = False, 0  # for good; after which step it left a pass
-        self._pushed = False  # whether the step that runs has pushed or written anything
-        self._suspended = 0  # datasets that are still read, of a pass that was signed off
-        self._unsigned = 0  # passes that have ended, and are not signed off
+        self.left, self._left_at = False, 0  # whether it has left for good; the step after which it left a pass
+        self._pushed = False  # whether the current step has pushed or written anything
+        self._suspended = 0  # open datasets of a pass that was signed off
+        self._unsigned = 0  # ended passes that are not signed off yet
         if self._limit is not None:
             self._publish()
 
     # steps
 
     def begin_step(self) -> None:
-        """Begin a training step, after waiting for slower workers."""
+        """Start a training step, after waiting for slower workers."""
         if self._unsigned:
             self._sign_off_ended()
         if self._synchronous:
@@ -190,42 +190,42 @@ class WorkerAccess(Access):
 
     @property
     def in_pass(self) -> bool:
-        """See `Access.in_pass`."""
+        """True in a pass, see `Access.in_pass`."""
         return self._open > 0 or self._steps > self._left_at
 
     def begin_pass(self) -> None:
-        """Note that a dataset is being read. Several at a time are one pass."""
+        """Record a dataset being read. Several at a time are one pass."""
         self._sign_off_ended()
         self._open += 1
 
     def end_pass(self) -> None:
-        """Sign off from the pass at every server when no dataset is read any more."""
-        if self._suspended and not self._open:  # a dataset whose pass was signed off
+        """Record the end of a dataset, and of the pass after the last one: sign off at every server."""
+        if self._suspended and not self._open:  # its pass was already signed off
             self._suspended -= 1
             return
         self._open -= 1
         self._left_at = self._steps
         if self._open or self.left:
             return
-        if self.lock._is_owned():  # the garbage collector ended an iterator within a request
+        if self.lock._is_owned():  # the garbage collector ended an iterator during a request
             self._unsigned += 1
             return
         self._sign_off()
 
     def suspend_pass(self) -> None:
-        """Sign off though datasets are still read; `resume_pass` takes these up again."""
+        """Sign off with open datasets; `resume_pass` continues them."""
         self._suspended += self._open - 1
         self._open = 1
         self.end_pass()
 
     def resume_pass(self) -> None:
-        """Begin a pass, with the datasets of the one that was suspended, if any."""
+        """Start a pass, with the datasets of a suspended one."""
         self.begin_pass()
         self._open += self._suspended
         self._suspended = 0
 
     def _sign_off_ended(self) -> None:
-        """Sign off from passes that ended within a request, which another message would have disturbed."""
+        """Sign off from passes that ended during a request, which another message would have disturbed."""
         while self._unsigned and not self.left:
             self._unsigned -= 1
             self._sign_off()
@@ -242,16 +242,16 @@ class WorkerAccess(Access):
         self.leave_for_good()
 
     def abandon(self) -> None:
-        """See `comm.process_group.Attachment`."""
+        """Stop without messages, see `comm.process_group.Attachment`."""
         self.left = True
 
     def refuse_in_child(self) -> None:
-        """See `cluster.forks`."""
+        """Refuse use in a forked process, see `cluster.forks`."""
         super().refuse_in_child()
-        self.left = True  # passes of its datasets are none of the worker's
+        self.left = True  # a child's datasets have no passes
 
     def leave_for_good(self) -> None:
-        """Sign off for good: nothing is pushed after it."""
+        """Sign off for good: there are no later pushes."""
         if self.left:
             return
         self.left = True
@@ -265,18 +265,18 @@ class WorkerAccess(Access):
 
     @property
     def together(self) -> bool:
-        """See `Access.together`."""
+        """True for workers in sync, see `Access.together`."""
         return self._sync_group is not None
 
     @property
     def num_servers(self) -> int:
-        """Number of servers."""
+        """The number of servers."""
         return len(self._transports)
 
     # reading
 
     def pull(self, variable: int) -> tuple[int, np.ndarray]:
-        """See `Access.pull`. Collective over the workers that train in step, once a step has begun."""
+        """Read a variable, see `Access.pull`. Collective over workers in sync in a step."""
         with self.lock:
             if self._sync_group is not None and self.step:
                 return self._pull_together(self._sync_group, variable)
@@ -298,7 +298,7 @@ class WorkerAccess(Access):
         return int(version[0]), out
 
     def read_rows(self, variable: int, rows: np.ndarray, out: np.ndarray) -> int:
-        """See `Access.read_rows`."""
+        """Read rows, see `Access.read_rows`."""
         with self.lock:
             return self._up_to_date(variable).read_rows(variable, rows, out)
 
@@ -310,19 +310,19 @@ class WorkerAccess(Access):
     # writing
 
     def gradient(self, variable: int) -> np.ndarray | None:
-        """See `Access.gradient`."""
+        """Return memory for gradients, see `Access.gradient`."""
         with self.lock:
             return self._transport(variable).gradient(variable) if self._sync_group is None else None
 
     def write(self, variable: int, operation: Operation, array: np.ndarray) -> None:
-        """See `Access.write`."""
+        """Write an array, see `Access.write`."""
         with self.lock:
             if self._leads:
                 self._transport(variable).push(variable, array, what=pack(operation))
             self._hand_over()
 
     def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray, depth: int) -> None:
-        """See `Access.write_rows`."""
+        """Write rows, see `Access.write_rows`."""
         values = values.reshape(rows.size, *self._addresses[variable].spec.shape[depth:])
         with self.lock:
             if self._leads:
@@ -332,7 +332,7 @@ class WorkerAccess(Access):
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Wait until what was pushed may be changed, and workers in sync until what the first of them pushed is seen."""
+        """Wait until pushed arrays may be changed, and in a group of workers in sync until its pushes are applied."""
         self._pushed = True
         for transport in self._transports:
             transport.settle()
@@ -342,14 +342,14 @@ class WorkerAccess(Access):
             self._sync_group.barrier("write")
 
     def push(self, variable: int, gradient: np.ndarray, what: int, version: int, last: bool) -> None:
-        """Send a gradient, which was computed from a version of the variable.
+        """Send a gradient, computed from a version of the variable.
 
         Args:
             variable: its number.
             gradient: of its shape and dtype.
-            what: a GRADIENT, packed with the key of the optimizer that applies it.
+            what: a GRADIENT, packed with the key of its optimizer.
             version: of the variable.
-            last: whether it is this step's last to its server, which counts the step then.
+            last: whether it is this step's last to its server, which then counts the step.
         """
         if not self._leads:
             return
@@ -363,7 +363,7 @@ class WorkerAccess(Access):
     def push_rows(
         self, variable: int, rows: np.ndarray, values: np.ndarray, what: int, version: int, last: bool
     ) -> None:
-        """Send a gradient that has these rows only; rows that are named twice are summed."""
+        """Send a gradient of some rows; duplicate rows are summed."""
         if not self._leads:
             return
         with self.lock:
@@ -375,11 +375,11 @@ class WorkerAccess(Access):
                 transport.commit(what=what)
 
     def finish_step(self, what: int, others: Iterable[int]) -> None:
-        """Say that all gradients of a step were sent.
+        """Announce that all gradients of a step were sent.
 
         Args:
             what: as in `push`.
-            others: servers that got no gradient: they count the step, too.
+            others: servers without a gradient: they count the step, too.
         """
         with self.lock:
             for server in others if self._leads else ():
@@ -387,9 +387,9 @@ class WorkerAccess(Access):
             self._hand_over()
 
     def skip_step(self, what: int) -> None:
-        """End a step in which this worker pushes nothing; `what` is a SKIPPED, packed with the key of the optimizer.
+        """End a step without pushes; `what` is a SKIPPED, packed with the key of the optimizer.
 
-        Where workers train in step the others need not wait for it.
+        If workers train in step, the others then do not wait for it.
         """
         with self.lock:
             if self._synchronous and self._leads:
@@ -401,7 +401,7 @@ class WorkerAccess(Access):
         return self._transports[self._addresses[variable].spec.server]
 
     def flush(self) -> None:
-        """See `Access.flush`."""
+        """Wait for this rank's pushes, see `Access.flush`."""
         with self.lock, RECORDER.span("p", "flush"):
             for transport in self._transports:
                 transport.flush()
@@ -409,14 +409,14 @@ class WorkerAccess(Access):
 
 @final
 class ServerAccess(Access):
-    """A server's way to its own variables. Those of other servers are out of its reach."""
+    """A server's access to its own variables, and to no others."""
 
     def __init__(self, server: VariableServer, servers: ParameterServers) -> None:
         super().__init__(servers)
         self._server = server
 
     def pull(self, variable: int) -> tuple[int, np.ndarray]:
-        """See `Access.pull`."""
+        """Read a variable, see `Access.pull`."""
         self._check(variable, "read")
         spec = self._addresses[variable].spec
         out = np.empty(spec.shape, spec.dtype)
@@ -425,13 +425,13 @@ class ServerAccess(Access):
         return version, out
 
     def read_rows(self, variable: int, rows: np.ndarray, out: np.ndarray) -> int:
-        """See `Access.read_rows`."""
+        """Read rows, see `Access.read_rows`."""
         self._check(variable, "read")
         version, out[...] = self._server.read_rows(variable, rows)
         return version
 
     def write(self, variable: int, operation: Operation, array: np.ndarray) -> None:
-        """See `Access.write`."""
+        """Write an array, see `Access.write`."""
         self._check(variable, "assign")
         with self._server.replacing(variable) as (old, new):
             if new is not old and operation is not Operation.ASSIGN:
@@ -439,7 +439,7 @@ class ServerAccess(Access):
             apply_operation(operation, new, None, array)
 
     def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray, depth: int) -> None:
-        """See `Access.write_rows`."""
+        """Write rows, see `Access.write_rows`."""
         self._check(variable, "scatter")
         with self._server.writing(variable) as value:
             apply_operation(operation, value, rows, values)
@@ -449,7 +449,7 @@ class ServerAccess(Access):
             raise refusal(f"Variable.{function}")
         if not self.holds(variable):
             spec = self._addresses[variable].spec
-            remedy = "Let a worker do it: `if not strategy.is_server:`"
+            remedy = "Call it on a worker: `if not strategy.is_server:`"
             expected = f"a worker, or server {spec.server}, which holds it"
             got = f"a call on server {self._server.index}"
             raise ContextError(explain(f"Variable.{function}", spec.name, expected=expected, got=got, remedy=remedy))

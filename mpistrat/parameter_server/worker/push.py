@@ -28,7 +28,7 @@ __all__ = ["PushStep"]
 
 @final
 class PushStep(UpdateRun):
-    """The step of one optimizer on one set of variables, on a worker. Nothing in it waits for other workers."""
+    """The step of one optimizer on one set of variables, on a worker. It does not wait for other workers."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class PushStep(UpdateRun):
         refused = "use_ema", "gradient_accumulation_steps"
         kept = [name for name in refused if getattr(optimizer, name)]
         if kept:
-            remedy = "Under parameter servers leave it out; to accumulate, add up the gradients in the program"
+            remedy = "Remove it with parameter servers; to accumulate, add up the gradients in the program"
             expected, got = f"an optimizer without {kept[0]}", "one with it"
             raise ValueError(explain("apply_gradients", optimizer.name, expected=expected, got=got, remedy=remedy))
         self.strategy, self._check_numerics = strategy, check_numerics
@@ -51,13 +51,13 @@ class PushStep(UpdateRun):
         self._alone = placement.group.topology.num_replicas == 1
         self._replicas: Sequence[Sequence[tuple[Any, Any]]] = ()
         servers = [variable.server for variable in variables]
-        # Every server counts every step of an optimizer: it may get a variable of it later.
+        # Every server counts every step of an optimizer: it may store one of its variables later.
         self._others = sorted(set(range(access.num_servers)) - set(servers))
         self._last = [server not in servers[i + 1 :] for i, server in enumerate(servers)]
         self.describe()
 
     def describe(self) -> None:
-        """Say again which optimizer it is, after its numbers have changed."""
+        """Update the description of the optimizer, after its numbers have changed."""
         optimizer = self._optimizer
         key = optimizer_key(optimizer)
         self._what, self._skipped = pack(Operation.GRADIENT, key), pack(Operation.SKIPPED, key)
@@ -66,17 +66,17 @@ class PushStep(UpdateRun):
         self._clips = optimizer.global_clipnorm is not None or optimizer.clipnorm is not None
 
     def load(self, replicas: Sequence[Sequence[tuple[Any, Any]]], key: tuple[int, ...]) -> None:
-        """Take the gradients that the local replicas handed over. Arguments as `load_gradients`."""
+        """Store the gradients of the local replicas. Arguments as `load_gradients`."""
         self._replicas = replicas
 
     def run(self, aggregate: bool) -> None:
         """Send the gradients. In cross-replica context.
 
         Args:
-            aggregate: whether gradients are summed over the worker's replicas; else they are equal on all already.
+            aggregate: whether gradients are summed over the worker's replicas; else they are already equal on all.
 
         Raises:
-            FloatingPointError: with `check_numerics`, for what is not finite; nothing was pushed then.
+            FloatingPointError: with `check_numerics`: a gradient is not finite; nothing was pushed.
         """
         replicas, self._replicas = self._replicas, ()
         if self._alone or not aggregate:
@@ -137,12 +137,12 @@ class PushStep(UpdateRun):
 
 
 def _fits(gradient: Any, variable: ParameterServerVariable) -> bool:
-    """Whether a gradient is what the variable's must be, without anything else to look at."""
+    """Return whether a gradient is an array of the variable's shape and dtype, without a full check."""
     return type(gradient) is np.ndarray and gradient.dtype == variable.dtype and gradient.shape == variable.shape
 
 
 def _each_row_once(gradient: IndexedSlices) -> IndexedSlices:
-    """Sum the rows that are named several times: only then do they have a norm."""
+    """Return the gradient with duplicate rows summed, as norms need it."""
     rows, values = sum_duplicate_rows(to_host(gradient.indices), to_host(gradient.values), "apply_gradients")
     return IndexedSlices(values, rows, gradient.dense_shape)
 

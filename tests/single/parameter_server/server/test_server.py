@@ -68,7 +68,7 @@ def test_each_number_is_applied_once_and_in_order(served):
     assert served([1, 2, 2, 1, 3]) == [1, 2, 3]
     assert served.told == [1, 2, 3]
     assert served([3, 4]) == [4]
-    with pytest.raises(RuntimeError, match="push 6 of worker 0 came where 5 was to come"):
+    with pytest.raises(RuntimeError, match="push 6 of worker 0 is out of order: expected push 5"):
         served([6])
 
 
