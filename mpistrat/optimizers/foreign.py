@@ -96,12 +96,10 @@ class ForeignRule(Optimizer):
         """Update the weights and slots of a block in place; the gradient may be overwritten."""
 
     def _update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> Mapping[str, Any]:
-        """Return new weights by name of variable, from whole arrays, which are not changed."""
         assert self._whole is not None
         return self._whole.update(gradients, weights, self.iterations + 1)
 
     def _store_whole(self) -> None:
-        """Store this rank's part of the state after `_update_whole` has run on all ranks of the node."""
         assert self._whole is not None
         self._whole.store()
 

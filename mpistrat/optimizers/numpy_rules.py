@@ -59,7 +59,6 @@ class Adadelta(Optimizer):
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
     ) -> None:
-        """Update a block of weights and slots in place; the gradient may be overwritten."""
         squares, deltas = slots["accumulated_grad"], slots["accumulated_delta_var"]
         work, change = scratch[0][: gradient.size], scratch[1][: gradient.size]
         average_into(squares, np.multiply(gradient, gradient, out=work), self.rho)
@@ -116,7 +115,6 @@ class Adamax(_Moments):
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
     ) -> None:
-        """Update a block of weights and slots in place; the gradient may be overwritten."""
         momentum, norm, work = slots["momentum"], slots["norm"], scratch[0][: gradient.size]
         approach(momentum, gradient, 1 - self.beta_1, work)
         np.absolute(gradient, out=gradient)
@@ -155,7 +153,6 @@ class Nadam(_Moments):
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
     ) -> None:
-        """Update a block of weights and slots in place; the gradient may be overwritten."""
         momentum, velocity, work = slots["momentum"], slots["velocity"], scratch[0][: gradient.size]
         of_mean, of_gradient = self._shares(step)
         approach(momentum, gradient, 1 - self.beta_1, work)
@@ -256,7 +253,6 @@ class Ftrl(Optimizer):
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
     ) -> None:
-        """Update a block of weights and slots in place; the gradient may be overwritten."""
         if not rate:
             return
         accumulator, linear = slots["accumulator"], slots["linear"]
@@ -320,7 +316,6 @@ class Lion(Optimizer):
     def update(
         self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
     ) -> None:
-        """Update a block of weights and slots in place; the gradient may be overwritten."""
         momentum, work = slots["momentum"], scratch[0][: gradient.size]
         change = np.multiply(momentum, self.beta_1, out=scratch[1][: gradient.size])
         np.sign(np.add(change, np.multiply(gradient, 1 - self.beta_1, out=work), out=change), out=change)

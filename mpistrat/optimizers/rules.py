@@ -48,7 +48,6 @@ class _BlockRule(Optimizer):
         rate: float,
         scratch: Sequence[Any],
     ) -> None:
-        """Update a block of weights and slots in place; the gradient may be overwritten."""
         rule, numbers, names = self._loop(step, rate)
         arrays = tuple([slots.get(name) for name in names])
         if not loops.update(rule, numbers, [gradient], weights, arrays, _NOTHING_ELSE):

@@ -108,7 +108,6 @@ class ExponentialDecay(_Decay):
     staircase: bool = False
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of a step."""
         exponent = step / self.decay_steps
         return self.initial_learning_rate * self.decay_rate ** (math.floor(exponent) if self.staircase else exponent)
 
@@ -149,7 +148,6 @@ class PiecewiseConstantDecay(LearningRateSchedule):
             )
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of a step."""
         return self.values[sum(step > boundary for boundary in self.boundaries)]
 
 
@@ -175,7 +173,6 @@ class PolynomialDecay(_Decay):
     cycle: bool = False
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of a step."""
         total = self.decay_steps
         if self.cycle:
             total *= max(1, math.ceil(step / total))
@@ -201,7 +198,6 @@ class InverseTimeDecay(_Decay):
     staircase: bool = False
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of a step."""
         time = step / self.decay_steps
         return self.initial_learning_rate / (1 + self.decay_rate * (math.floor(time) if self.staircase else time))
 
@@ -232,7 +228,6 @@ class CosineDecay(_Decay):
     warmup_steps: float = 0
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of a step."""
         top, time = self.initial_learning_rate, float(step)
         if self.warmup_target is not None:
             if step < self.warmup_steps:

@@ -262,7 +262,6 @@ class ParameterServers:
         self.server = self._comm = None
 
     def abandon(self) -> None:
-        """Stop without messages, see `comm.process_group.Attachment`."""
         self.transports.clear()
         if self.server is not None:
             self.server.abandon()

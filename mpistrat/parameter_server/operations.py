@@ -146,9 +146,7 @@ def _order(rows: np.ndarray) -> np.ndarray:
     bits = int(rows.size).bit_length()
     if int(rows.max()) >> (62 - bits) or int(rows.min()) < 0:
         return np.argsort(rows, kind="stable")
-    wide = rows.astype(
-        np.int64, copy=False
-    )  # a gradient's rows may be of any integer type, without room for a position
+    wide = rows.astype(np.int64, copy=False)  # any integer type, perhaps without room for a position
     return np.sort(wide << bits | np.arange(rows.size)) & ((1 << bits) - 1)
 
 

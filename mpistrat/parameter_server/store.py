@@ -118,7 +118,6 @@ class ServerStore(Store):
     # optimizers
 
     def next_ordinal(self) -> int:
-        """Return the next ordinal, see `Store.next_ordinal`."""
         return next(self._ordinals)
 
     def find(self, key: int) -> LocalUpdates:
@@ -180,9 +179,7 @@ class ServerStore(Store):
         for ordinal in sorted(applied):
             self._find_made(ordinal)._core.join(self._strategy)
         extended.optimizers.sort(key=lambda optimizer: optimizer._core.ordinal)
-        everywhere = set.intersection(
-            *(set(ordinals) for _, ordinals in found)
-        )  # a coordinator sends some of them later
+        everywhere = set.intersection(*(set(ordinals) for _, ordinals in found))  # a coordinator sends some later
         self._early = [self._find_made(ordinal) for ordinal in sorted(everywhere - applied)]
 
     @property
@@ -234,11 +231,9 @@ class ServerStore(Store):
             yield variable.name, variable.shape, dtype, parts
 
     def keeps(self, variable: Any) -> bool:
-        """Return whether a server stores the variable, see `Store.keeps`."""
         return isinstance(variable, ParameterServerVariable)
 
     def value_here(self, variable: ParameterServerVariable) -> np.ndarray | None:
-        """Return the value on its server, see `Store.value_here`."""
         return np.array(variable.numpy()) if self._here(variable) else None
 
     def read_slots(self, optimizer: Optimizer, variable: ParameterServerVariable) -> dict[str, np.ndarray]:
@@ -269,7 +264,6 @@ class ServerStore(Store):
             self.updates(optimizer).set_slots(variable, values)
 
     def forget_slots(self, optimizer: Optimizer, variables: Collection[ParameterServerVariable] | None) -> None:
-        """Drop slots, see `Store.forget_slots`."""
         updates = self._updates.get(optimizer)
         if updates is not None:
             updates.forget_slots(variables)

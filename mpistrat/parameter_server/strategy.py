@@ -420,6 +420,4 @@ class ParameterServerStrategy(Strategy):
         return f"<{_NAME} {state}, {counted(nodes, 'node')}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError(
-            explain(_NAME, "", expected="a new strategy", got="copy.deepcopy", remedy="Create another strategy")
-        )
+        raise RuntimeError(explain(_NAME, "", expected="a new strategy", got="copy.deepcopy", remedy="Create one"))

@@ -184,9 +184,7 @@ class ParameterServerVariable(OnWriteVariable):
 
     @property
     def closed(self) -> bool:
-        """True after the strategy was closed."""
         return self._access is None
 
     def _close(self) -> None:
-        """Free the memory; later use raises ClosedError. The strategy calls it."""
         self._access = self._snapshot = self._gradients = None

@@ -62,9 +62,7 @@ class Restoring:
         self._forms: dict[str, Form] = {}
         self._slot_names: dict[str, str] = {}  # the program's names, by keys of slots; "" for slots that no node takes
         self._optimizers: dict[int, dict[str, Any]] = {}  # by number
-        self._restarted: dict[
-            int, list[Any]
-        ] = {}  # variables that an optimizer had not updated, by the optimizer's number
+        self._restarted: dict[int, list[Any]] = {}  # variables that an optimizer had not updated, by its number
         self._receivers: dict[str, list[Receiver]] = {}  # of this rank, by key
         self._whole: dict[int, dict[str, dict[str, np.ndarray]]] = {}  # slots by optimizer's number, variable and name
 
@@ -180,9 +178,7 @@ class Restoring:
         variables = {variable.name: [variable] for variable in self._placement.variables}
         variables |= {each.name: each.variables for each in self._placement.sharded}
         here = {name: own for own, name in self._there.items()}
-        by_link: dict[
-            str, dict[str, str]
-        ] = {}  # key of a slot, by link of the variable and the program's name of the slot
+        by_link: dict[str, dict[str, str]] = {}  # key of a slot, by link of the variable and own name of the slot
         for key in sorted(key for key in self._forms if key.startswith(prefix)):
             self._receivers[key] = []
             if key in self._slot_names:

@@ -156,7 +156,6 @@ class SnapshotFile(SliceReader):
         return self._notes["extra"]
 
     def names(self) -> list[str]:
-        """Return the links of all variables."""
         return [key.removeprefix("variables/") for key in self.arrays if key.startswith("variables/")]
 
     def forms(self, names: Iterable[str]) -> dict[str, Form]:

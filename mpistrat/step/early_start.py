@@ -98,12 +98,10 @@ class EarlyStart(Starter):
 
     @property
     def able(self) -> bool:  # type: ignore[override]
-        """True until it is known that sums cannot start early; the same on every rank."""
         return self._able is not False
 
     @property
     def early(self) -> bool:  # type: ignore[override]
-        """True if sums start early in this step, or on trial; the same on every rank."""
         return self.able and self.choice.open
 
     def start(self, begun: Any, variables: Sequence[Variable], due: bool) -> None:

@@ -156,9 +156,7 @@ class MeshStrategy(Strategy):
         return f"<{_NAME} {'closed' if self._extended.closed else axes}, {counted(nodes, 'node')}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError(
-            explain(_NAME, "", expected="a new strategy", got="copy.deepcopy", remedy="Create another MeshStrategy")
-        )
+        raise RuntimeError(explain(_NAME, "", expected="a new strategy", got="copy.deepcopy", remedy="Create one"))
 
 
 def _check_devices(topology: Topology) -> None:

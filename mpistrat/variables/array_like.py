@@ -137,9 +137,7 @@ class _Array(_Operators, metaclass=ABCMeta):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         remedy = "Use v.numpy() for its numbers, strategy.save(path) for all variables"
-        text = explain(
-            "Variable", self.name, expected="no pickling and no copying", got="pickle or copy", remedy=remedy
-        )
+        text = explain("Variable", self.name, expected="no pickling and no copying", got="a copy", remedy=remedy)
         raise TypeError(text)
 
 

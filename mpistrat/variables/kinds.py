@@ -154,7 +154,6 @@ class MirroredVariable(OnWriteVariable):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The values that each local replica reads, in replica order: read-only views."""
         self._require_open()
         if len(self._views) > 1:
             return self._views
@@ -174,7 +173,6 @@ class MirroredVariable(OnWriteVariable):
         self._views = self._gradients = ()
 
     def storage(self, local_replica: int = 0) -> Any:
-        """Return the memory of a local replica's copy as a writable array, see `Variable.storage`."""
         self._require_open()
         copies = self.arena.copies
         copy = copies[local_replica if len(copies) > 1 else 0]
@@ -430,10 +428,7 @@ class SyncOnReadVariable(Variable):
             return self
         if op != "assign" and self.aggregation is VariableAggregation.SUM:
             remedy = "Call it in replica context, or use assign"
-            expected, got = (
-                "another aggregation in cross-replica context",
-                "SUM, for which it is ambiguous which copy to change",
-            )
+            expected, got = "another aggregation in cross-replica context", "SUM, for which the copy is ambiguous"
             raise ValueError(explain(function, self.name, expected=expected, got=got, remedy=remedy))
         if self.led:
             value = to_host(flat).reshape(self.shape)

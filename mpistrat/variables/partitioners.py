@@ -51,7 +51,6 @@ class FixedShardsPartitioner(Partitioner):
         self.num_shards = _positive("FixedShardsPartitioner", "num_shards", num_shards)
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return the number of shards of each axis."""
         return _on_axis(shape, axis, self.num_shards)
 
     def __repr__(self) -> str:
@@ -85,7 +84,6 @@ class MinSizePartitioner(Partitioner):
         self.bytes_per_string = _positive("MinSizePartitioner", "bytes_per_string", bytes_per_string)
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return the number of shards of each axis."""
         rows, row = _rows(shape, dtype, axis, self.bytes_per_string)
         rows_per_shard = -(-self.min_shard_bytes // row) if row else max(1, rows)
         return _on_axis(shape, axis, min(self.max_shards, rows // rows_per_shard))
@@ -118,7 +116,6 @@ class MaxSizePartitioner(Partitioner):
         self.bytes_per_string = _positive("MaxSizePartitioner", "bytes_per_string", bytes_per_string)
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return the number of shards of each axis."""
         rows, row = _rows(shape, dtype, axis, self.bytes_per_string)
         rows_per_shard = max(1, self.max_shard_bytes // row if row else rows)
         shards = -(-rows // rows_per_shard)

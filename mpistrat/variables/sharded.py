@@ -165,13 +165,11 @@ class ShardedVariable(ArrayVariable):
 
     @tensorflow_names()
     def sparse_read(self, indices: Any) -> Any:
-        """Return a copy of the rows with these numbers, in order. Collective for ON_READ variables in cross-replica context."""
         rows, shape = row_numbers(self.shape, indices, "sparse_read")
         return self._gather(rows).reshape(shape)
 
     @tensorflow_names()
     def gather_nd(self, indices: Any) -> Any:
-        """Return a new array of the elements at coordinates. Collective for ON_READ variables in cross-replica context."""
         array = to_host(as_array(indices, "Variable.gather_nd", "indices"))
         if not array.ndim or not array.size or array.shape[-1] > self.ndim:
             return super().gather_nd(indices)

@@ -392,10 +392,8 @@ class VariableServer(Rounds):
         self._retry: Callable[[], bool] | None = None
         self._left, self._readers = [0] * layout.workers, 0
         self._polls = 0
-        self._missing: dict[
-            int, int
-        ] = {}  # workers that have left the program: the poll at which all they sent is taken
-        self._gone: set[int] = set()  # those of them that signed off for good
+        self._missing: dict[int, int] = {}  # workers that left the program: the poll at which all they sent is taken
+        self._gone: set[int] = set()  # those of them that had signed off
         self._target = 0
         self._pass_wait = PassWait(group)
         self._held: dict[int, _Held] = {}
@@ -589,14 +587,12 @@ class VariableServer(Rounds):
     # the rounds of the service
 
     def give_way(self) -> None:
-        """Yield, see `Rounds.give_way`."""
         if len(self._ports) == 1:
             self._ports[0].give_way()
         else:
             super().give_way()
 
     def poll(self) -> bool:
-        """Handle arrived pushes and requests, see `Rounds.poll`."""
         self._progress()
         self._polls += 1
         waiting = 0
@@ -607,7 +603,6 @@ class VariableServer(Rounds):
         return waiting > 0
 
     def rest(self) -> bool:
-        """Check for workers that have left, see `Rounds.rest`."""
         changed = self._retry is not None and self._retry()
         for worker, before in enumerate(self._left):
             if (left := self.left(worker)) != before:
@@ -619,11 +614,9 @@ class VariableServer(Rounds):
         return changed
 
     def busy(self) -> bool:
-        """Return whether a port has data in flight, see `Rounds.busy`."""
         return any(port.busy() for port in self._ports)
 
     def check(self) -> None:
-        """Raise an error if an awaited worker is gone, see `Rounds.check`."""
         missing = [rank for worker, rank in enumerate(self._worker_ranks) if self.left(worker) < self._target]
         self._pass_wait.look(missing, sum(self._received))
         for worker, rank in enumerate(self._worker_ranks):

@@ -190,7 +190,6 @@ class WorkerAccess(Access):
 
     @property
     def in_pass(self) -> bool:
-        """True in a pass, see `Access.in_pass`."""
         return self._open > 0 or self._steps > self._left_at
 
     def begin_pass(self) -> None:
@@ -242,11 +241,9 @@ class WorkerAccess(Access):
         self.leave_for_good()
 
     def abandon(self) -> None:
-        """Stop without messages, see `comm.process_group.Attachment`."""
         self.left = True
 
     def refuse_in_child(self) -> None:
-        """Refuse use in a forked process, see `cluster.forks`."""
         super().refuse_in_child()
         self.left = True  # a child's datasets have no passes
 
@@ -265,7 +262,6 @@ class WorkerAccess(Access):
 
     @property
     def together(self) -> bool:
-        """True for workers in sync, see `Access.together`."""
         return self._sync_group is not None
 
     @property
@@ -298,7 +294,6 @@ class WorkerAccess(Access):
         return int(version[0]), out
 
     def read_rows(self, variable: int, rows: np.ndarray, out: np.ndarray) -> int:
-        """Read rows, see `Access.read_rows`."""
         with self.lock:
             return self._up_to_date(variable).read_rows(variable, rows, out)
 
@@ -310,19 +305,16 @@ class WorkerAccess(Access):
     # writing
 
     def gradient(self, variable: int) -> np.ndarray | None:
-        """Return memory for gradients, see `Access.gradient`."""
         with self.lock:
             return self._transport(variable).gradient(variable) if self._sync_group is None else None
 
     def write(self, variable: int, operation: Operation, array: np.ndarray) -> None:
-        """Write an array, see `Access.write`."""
         with self.lock:
             if self._leads:
                 self._transport(variable).push(variable, array, what=pack(operation))
             self._hand_over()
 
     def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray, depth: int) -> None:
-        """Write rows, see `Access.write_rows`."""
         values = values.reshape(rows.size, *self._addresses[variable].spec.shape[depth:])
         with self.lock:
             if self._leads:
@@ -401,7 +393,6 @@ class WorkerAccess(Access):
         return self._transports[self._addresses[variable].spec.server]
 
     def flush(self) -> None:
-        """Wait for this rank's pushes, see `Access.flush`."""
         with self.lock, RECORDER.span("p", "flush"):
             for transport in self._transports:
                 transport.flush()
@@ -416,7 +407,6 @@ class ServerAccess(Access):
         self._server = server
 
     def pull(self, variable: int) -> tuple[int, np.ndarray]:
-        """Read a variable, see `Access.pull`."""
         self._check(variable, "read")
         spec = self._addresses[variable].spec
         out = np.empty(spec.shape, spec.dtype)
@@ -425,13 +415,11 @@ class ServerAccess(Access):
         return version, out
 
     def read_rows(self, variable: int, rows: np.ndarray, out: np.ndarray) -> int:
-        """Read rows, see `Access.read_rows`."""
         self._check(variable, "read")
         version, out[...] = self._server.read_rows(variable, rows)
         return version
 
     def write(self, variable: int, operation: Operation, array: np.ndarray) -> None:
-        """Write an array, see `Access.write`."""
         self._check(variable, "assign")
         with self._server.replacing(variable) as (old, new):
             if new is not old and operation is not Operation.ASSIGN:
@@ -439,7 +427,6 @@ class ServerAccess(Access):
             apply_operation(operation, new, None, array)
 
     def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray, depth: int) -> None:
-        """Write rows, see `Access.write_rows`."""
         self._check(variable, "scatter")
         with self._server.writing(variable) as value:
             apply_operation(operation, value, rows, values)
