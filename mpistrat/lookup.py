@@ -155,7 +155,7 @@ def _as_keys(keys: Any, dtype: Any, function: str) -> np.ndarray:
     if array.dtype.kind in "iu" and np.can_cast(array.dtype, _INTEGERS):
         return array.astype(_INTEGERS)
     if array.dtype.kind not in "US":
-        remedy = "Give key_dtype where there are no keys" if not array.size else "Convert them with astype"
+        remedy = "Pass key_dtype if there are no keys" if not array.size else "Convert them with astype"
         expected = "integers that int64 can hold, text or bytes"
         raise TypeError(explain(function, "keys", expected=expected, got=str(array.dtype), remedy=remedy))
     return array

@@ -80,7 +80,7 @@ class Begun:
             self._variables[id(variable)] = variable
         names = ", ".join(variable.name for variable in variables)
         self._names.append(names)
-        self.words = f", begun: {'; '.join(self._names)}"
+        self.words = f", announced: {'; '.join(self._names)}"
         due = self._steps % strategy.extended.placement.group.environment.check_every == 0
         if due:
             kept = [variable for variable in variables if own_gradients_of(variable) is None]
@@ -121,7 +121,7 @@ class Begun:
             found = {id(variable): gradient for gradient, variable in pairs}
             for key, variable in self._variables.items():
                 if found.get(key) is None:
-                    raise unfit(variable.name, "a gradient for each variable that was begun", "none")
+                    raise unfit(variable.name, "a gradient for each variable passed to begin", "none")
                 own = own_gradients_of(variable)
                 if own is None:
                     as_begun = in_place(found[key], variable.gradient(replica))
@@ -161,5 +161,5 @@ def _mark(variable: Variable) -> int:
 
 def unfit(name: str, expected: str, got: str) -> ValueError:
     """Return the error of gradients that do not fit the announced ones; `name`: of the variable."""
-    remedy = "Pass apply_gradients (v.grad, v) of all that Optimizer.begin was called for in the step"
+    remedy = "Pass apply_gradients (v.grad, v) of all variables that this step passed to Optimizer.begin"
     return ValueError(explain("apply_gradients", name, expected=expected, got=got, remedy=remedy))

@@ -97,7 +97,7 @@ class ExponentialDecay(_Decay):
 
     Raises:
         ValueError: decay_steps is not positive, or another number is negative, NaN or infinite.
-        TypeError: a setting is no number, or no flag.
+        TypeError: a setting is neither a number nor a flag.
 
     Example:
         >>> ExponentialDecay(0.1, decay_steps=100, decay_rate=0.5)(200)
@@ -123,7 +123,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
 
     Raises:
         ValueError: their numbers do not fit, boundaries do not increase, or a value is negative, NaN or infinite.
-        TypeError: one of them is no number.
+        TypeError: one of them is not a number.
 
     Example:
         >>> [PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.1])(step) for step in (10, 11, 20, 21)]
@@ -161,7 +161,7 @@ class PolynomialDecay(_Decay):
 
     Raises:
         ValueError: decay_steps is not positive, or another number is negative, NaN or infinite.
-        TypeError: a setting is no number, or no flag.
+        TypeError: a setting is neither a number nor a flag.
 
     Example:
         >>> PolynomialDecay(0.5, decay_steps=4, end_learning_rate=0.25)(2)
@@ -187,7 +187,7 @@ class InverseTimeDecay(_Decay):
 
     Raises:
         ValueError: decay_steps is not positive, or another number is negative, NaN or infinite.
-        TypeError: a setting is no number, or no flag.
+        TypeError: a setting is neither a number nor a flag.
 
     Example:
         >>> InverseTimeDecay(0.1, decay_steps=1, decay_rate=0.5)(2)
@@ -214,7 +214,7 @@ class CosineDecay(_Decay):
 
     Raises:
         ValueError: decay_steps is not positive, or another number is negative, NaN or infinite.
-        TypeError: a setting is no number, or no flag.
+        TypeError: a setting is neither a number nor a flag.
 
     Example:
         >>> round(CosineDecay(0.1, decay_steps=1000)(500), 12)

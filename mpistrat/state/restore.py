@@ -96,7 +96,7 @@ class Restoring:
                 _log_what_is_left(path, [*problems.values(), *strangers.values()], unused)
         return dict(read_extra(extra or {}))
 
-    # what is in the file
+    # the contents of the file
 
     def _compare_with_program(
         self, wanted: Mapping[str, Form], found: Mapping[str, Any], strict: bool
@@ -150,7 +150,7 @@ class Restoring:
             found.update((f"{owner}/{key_of(name)}", here) for name, here in slots_for(names, node).items())
         return found
 
-    # what this rank takes
+    # the elements of this rank
 
     def _begin_optimizers(self) -> set[int]:
         """Set the step counts of optimizers; return the numbers of those that all ranks have. Collective.

@@ -145,7 +145,7 @@ class Strategy(RankCollectives, Files, OtherNames):
 
         Raises:
             Exception: from the first replica that failed; the others stop at their next common call.
-            ValueError: args are no tuple or list; a variable of another strategy among them.
+            ValueError: args is not a tuple or list; a variable of another strategy among them.
             ContextError: in a step, or in another strategy's scope; or local replicas made different numbers of common calls.
 
         Example:
@@ -513,7 +513,7 @@ def _check_data(args: Sequence[Any], kwargs: Mapping[str, Any], error: TypeError
         dtype = getattr(leaf, "dtype", None)
         if numpys and getattr(dtype, "kind", " ") in "USTO":
             place = path.replace("['", "", 1).replace("']", "", 1)
-            expected, got = "numbers in what the step computes with", f"text or objects ({dtype}) in {place}: {error}"
+            expected, got = "numbers in the computation of the step", f"text or objects ({dtype}) in {place}: {error}"
             remedy = "Make numbers of text before batch: names, numbers = np.unique(labels, return_inverse=True)"
             raise TypeError(explain("Strategy.run", "args", expected=expected, got=got, remedy=remedy)) from error
     if "NoneType" in str(error) and given["args"] and global_batch_size() is None:

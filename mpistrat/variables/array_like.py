@@ -38,7 +38,7 @@ class _Array(_Operators, metaclass=ABCMeta):
         self.shape = description.shape
         self.dtype = description.dtype
 
-    # what it is
+    # attributes
 
     @property
     def name(self) -> str:
@@ -83,7 +83,7 @@ class _Array(_Operators, metaclass=ABCMeta):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = self.array
         if self.placement.arenas.on_gpu:
-            raise TypeError("Variable: it lies on a GPU and does not become a NumPy array by itself: use v.numpy()")
+            raise TypeError("Variable: a variable on a GPU is not converted to NumPy implicitly. Use v.numpy()")
         if dtype is not None and np.dtype(dtype) != array.dtype:
             if copy is False:
                 raise ValueError("Variable: a conversion to another dtype needs a copy, got copy=False")

@@ -81,7 +81,7 @@ class ShardedVariable(ArrayVariable):
         self._gradients: dict[int, Any] = {}
         self.placement.sharded.append(self)
 
-    # what it is
+    # attributes
 
     def part_of(self, rows: Any) -> np.ndarray:
         """Return the number of the part of each of these rows.

@@ -102,7 +102,7 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
         self.arena: Arena | None = None
         self.offset = 0
 
-    # what it is
+    # attributes
 
     @property
     def constraint(self) -> Callable[[Any], Any] | None:

@@ -224,7 +224,7 @@ class PassWait:
         places = {rank: answer.text for rank, answer in answers.items() if answer.time > self._asked}
         remedy = (
             "A worker leaves a pass by strategy.leave() after its last step, or by the end of a loop over a distributed"
-            " dataset, and must do so before what all ranks call together: save, restore, stats, close, a new variable"
+            " dataset, and must do so before calls of all ranks: save, restore, stats, close, a new variable"
         )
         me = f"ParameterServerStrategy.serve: rank {monitor.rank}, a parameter server, waits for workers to leave the pass"
         for rank in places:

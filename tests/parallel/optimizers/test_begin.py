@@ -222,7 +222,7 @@ def test_a_variable_that_the_step_leaves_out(opened):
         optimizer.begin([variables[4]])
         optimizer.apply_gradients([(v.grad, v) for v in variables[:4]])
 
-    wrong(opened, act, ValueError, "v4: expected a gradient for each variable that was begun, got none")
+    wrong(opened, act, ValueError, "v4: expected a gradient for each variable passed to begin, got none")
 
 
 def test_a_variable_without_gradient(opened):
@@ -230,7 +230,7 @@ def test_a_variable_without_gradient(opened):
         optimizer.begin([variables[4]])
         optimizer.apply_gradients([(None if v is variables[4] else v.grad, v) for v in variables])
 
-    wrong(opened, act, ValueError, "v4: expected a gradient for each variable that was begun, got none")
+    wrong(opened, act, ValueError, "v4: expected a gradient for each variable passed to begin, got none")
 
 
 def test_a_gradient_elsewhere(opened):

@@ -29,7 +29,7 @@ print("not reached")
 def check(result):
     assert result.returncode != 0 and "not reached" not in result.stdout
     assert "CollectiveMismatchError" in result.stderr
-    assert "begin of v" in result.stderr or "begun: v" in result.stderr
+    assert "begin of v" in result.stderr or "announced: v" in result.stderr
 
 
 @pytest.mark.parametrize("fault", ["others", "another order", "nothing"])

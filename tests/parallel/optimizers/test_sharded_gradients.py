@@ -308,7 +308,7 @@ def test_a_variable_that_the_step_leaves_out(opened):
         optimizer.begin([variables[4], variables[1]])
         optimizer.apply_gradients([(v.grad, v) for v in variables[:4]])
 
-    wrong(opened, act, ValueError, "v4: expected a gradient for each variable that was begun, got none")
+    wrong(opened, act, ValueError, "v4: expected a gradient for each variable passed to begin, got none")
 
 
 def test_another_gradient_than_the_one_handed_over(opened):
