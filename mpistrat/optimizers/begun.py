@@ -154,7 +154,6 @@ class Begun:
 
 
 def _mark(variable: Variable) -> int:
-    """Return a checksum of the local replicas' gradients."""
     replicas = range(len(variable.placement.devices))
     return checksum(*(variable.gradient(replica).reshape(-1) for replica in replicas)) if variable.size else 0
 

@@ -165,7 +165,6 @@ class Nadam(_Moments):
         np.subtract(weights, change, out=weights)
 
     def _shares(self, step: int) -> tuple[float, float]:
-        """Return the factors of m and of the gradient."""
         now, ahead, product = self._coefficient(step), self._coefficient(step + 1), self._product(step)
         return ahead / (1 - product * ahead), (1 - now) / (1 - product)
 
@@ -235,7 +234,6 @@ class Ftrl(Optimizer):
         super().__init__(learning_rate, slot_names=("accumulator", "linear"), **settings)
 
     def _slot_start(self) -> Mapping[str, float]:
-        """Return the value of n before the first step of a variable."""
         return {"accumulator": self.initial_accumulator_value} if self.initial_accumulator_value else {}
 
     def _kernel(self, step: int, rate: float) -> CompiledLoop | None:
@@ -432,7 +430,6 @@ class Adafactor(Optimizer):
 
     @may_underflow
     def _direction(self, block: Block) -> None:
-        """Write u over a block of gradients."""
         gradient, velocity = block.gradient, block.slots["velocity"]
         work = np.sqrt(velocity, out=block.scratch[0][: gradient.size])
         np.maximum(

@@ -267,7 +267,6 @@ class Adagrad(_BlockRule):
         super().__init__(learning_rate, slot_names=("accumulator",), **settings)
 
     def _slot_start(self) -> Mapping[str, float]:
-        """Return the value of a before the first step of a variable."""
         return {"accumulator": self.initial_accumulator_value} if self.initial_accumulator_value else {}
 
     def _loop(self, step: int, rate: float) -> CompiledLoop:

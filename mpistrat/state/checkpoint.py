@@ -236,7 +236,6 @@ class Checkpoint:
         return [rank for rank, reaches in enumerate(reached) if reaches]
 
     def _layout_of(self, forms: dict[str, Form], beside: Path, path: str | os.PathLike[str]) -> Layout:
-        """Return the offsets of arrays in the file. Collective."""
         if self._layout is None or self._layout.forms != forms:
             own: list[Layout] = []
 

@@ -178,7 +178,6 @@ def _text(data: bytes, where: str) -> str:
 
 
 def _other(kind: str, value: Any) -> Any:
-    """Return the value that `_plain_other` converted."""
     if kind == _TUPLE:
         return tuple(map(read_extra, value))
     if kind == _BYTES:

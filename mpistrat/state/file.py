@@ -365,7 +365,6 @@ def _optimizer(attributes: Any) -> dict[str, Any]:
 
 
 def _parsed(settings: str | None) -> list[dict[str, Any]] | None:
-    """Return the settings of an optimizer from their JSON text."""
     with _named("settings"):
         found = None if settings is None else json.loads(settings)
         if found is not None and (not isinstance(found, list) or not all(isinstance(group, dict) for group in found)):

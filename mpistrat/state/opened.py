@@ -55,7 +55,6 @@ class OpenState:
         return from_rank_0(self._group, "restore", self._path, partial(self._look, names), self._root)
 
     def _look(self, names: Iterable[str]) -> dict[str, Any]:
-        """Open the file, and return its contents. On the root."""
         path = Path(self._path)
         if self._opening is not None:
             file: CheckpointFile | SafetensorsFile | SnapshotFile = self._opening()
@@ -96,7 +95,6 @@ class OpenState:
             return reader if self._group.agree(int(reader is not None), "min") else None
 
     def _compare(self, forms: Mapping[str, Form]) -> None:
-        """Compare all arrays to be read with their digests."""
         topology = self._group.topology
         if self._reader is not None:
             self._reader.check(forms, topology.local_rank, topology.local_size)

@@ -132,7 +132,6 @@ class Restoring:
         return problems, strangers
 
     def _link(self, variable: Any) -> str:
-        """Return the link in the file of a variable's array."""
         return key_of(self._there[self._locations[variable.name].name])
 
     def _slots_taken(self) -> dict[str, str]:

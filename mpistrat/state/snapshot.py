@@ -115,7 +115,6 @@ class SnapshotFile(SliceReader):
             np.copyto(self._part(buffer, part.key, part.start, part.array.size), part.array)
 
     def _part(self, buffer: int, key: str, first: int, size: int) -> np.ndarray:
-        """Return elements of an array in a buffer."""
         form, start = self.arrays[key]
         kind = form.kind
         at = self._arrays_at + buffer * self._nbytes + start + first * kind.itemsize

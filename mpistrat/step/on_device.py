@@ -84,7 +84,6 @@ def _kernel(cupy: ModuleType, name: str, real: str) -> Any:
 
 
 def _launch(name: str, real: str, count: int, *arguments: Any) -> None:
-    """Launch a kernel on `count` threads."""
     _kernel(import_cupy(name), name, real)((-(-count // THREADS),), (THREADS,), arguments)
 
 

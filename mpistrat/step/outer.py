@@ -271,7 +271,6 @@ def replicas_by_node(group: ProcessGroup) -> list[int]:
 
 
 def _ranges_of(variables: Sequence[Variable]) -> dict[Arena, list[Range]]:
-    """Return the elements of variables, by arena, in their order."""
     found: dict[Arena, list[Range]] = {}
     for variable in variables:
         if variable.arena is not None and variable.size:

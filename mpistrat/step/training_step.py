@@ -148,7 +148,6 @@ class TrainingStep(UpdateRun):
                 work.publish()
 
     def _changed(self) -> Sequence[Variable]:
-        """Return the variables whose weights this step may change."""
         overwrites = self._averaged and self._optimizer.ema_overwrite_frequency is not None
         return [*self._variables, *self._averaged] if overwrites else self._variables
 

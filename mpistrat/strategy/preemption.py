@@ -112,7 +112,6 @@ def stop_reason() -> str:
 
 
 def _act(number: int, before: Any) -> None:
-    """Give a signal its previous effect."""
     signal.signal(number, signal.SIG_DFL if before is None else before)
     os.kill(os.getpid(), number)
 

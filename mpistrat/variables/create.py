@@ -248,7 +248,6 @@ def _fill(group: ProcessGroup, targets: list[Target], value: np.ndarray | None, 
 
 
 def _receiver(target: Target, part: Part | None) -> Receiver:
-    """Return a rank's receiver of an initial value."""
     array, low, high = target
 
     def take(start: int, flat: np.ndarray) -> None:

@@ -79,7 +79,6 @@ class OnWriteVariable(Variable):
         return self
 
     def _merge(self, op: str, strategy: Any, value: Any) -> None:
-        """Aggregate and write the replicas' values."""
         total = aggregate(self, self._per_replica(value))
         self._store(op, as_flat(total, self.shape, self.dtype, f"Variable.{op}"))
 
@@ -133,13 +132,11 @@ class MirroredVariable(OnWriteVariable):
             self._gradients = OwnGradients(self.name, self.shape, self.dtype, len(placement.devices))
 
     def _show_gradients(self) -> None:
-        """Create the views of the arena's gradients."""
         local = self.arena.gradients.local if self.arena.gradients else []
         where = slice(self.offset, self.offset + self.size)
         self._gradients = tuple(flat[where].reshape(self.shape) for flat in local)
 
     def _train(self) -> None:
-        """Make the variable trainable: the arena has gradients for it."""
         self._description = replace(self._description, trainable=True)
         self._show_gradients()
 

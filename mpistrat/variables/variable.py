@@ -97,7 +97,6 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
         ) -> Variable: ...
 
     def _hold(self, placement: Placement, description: Description) -> None:
-        """Set the attributes of all kinds."""
         super()._hold(placement, description)
         self.arena: Arena | None = None
         self.offset = 0
@@ -152,7 +151,6 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
         return self._value_for_file()
 
     def _value_for_file(self) -> np.ndarray | None:
-        """See `value_for_file`."""
         return self.numpy()
 
     def load(self, value: np.ndarray) -> None:

@@ -323,7 +323,6 @@ class _Held:
         self._sync()
 
     def _use(self, buffer: Any) -> None:
-        """Make a buffer the current one."""
         self._buffers.make_current(buffer)
         self._view = self._buffers.view(buffer)
         self.array = read_only(self._view)

@@ -288,7 +288,6 @@ class SynchronousUpdates:
     # steps
 
     def _complete(self) -> None:
-        """Complete all steps that can be completed."""
         while self._drop_late() or self._complete_one():
             pass
 

@@ -83,7 +83,6 @@ class Choice:
 
 
 def _ranks(noun: str, indices: Sequence[int], ranks: Sequence[int]) -> str:
-    """Return workers or servers with their ranks, as text."""
     return f"{_runs(noun, indices)} ({_runs('rank', [ranks[i] for i in indices])})"
 
 

@@ -146,7 +146,6 @@ class _WindowTransport(Transport):
         self._staged_until[half] = self._posted
 
     def _wait_for(self, count: int) -> None:
-        """Wait until the server has taken `count` fragments."""
         wait = None
         if self._taken < count:
             self._mailbox.await_word(self._rank, self._taken_at, count)

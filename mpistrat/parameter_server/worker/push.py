@@ -107,7 +107,6 @@ class PushStep(UpdateRun):
         return [clipped for gradient in gradients for clipped in _clip([gradient], limit)]
 
     def _sum(self, gradients: Sequence[Sequence[Any]]) -> list[Any]:
-        """Sum each variable's gradients over the replicas in sync."""
         totals = self._ops.batch_reduce(ReduceOp.SUM, [(PerReplica(values), None) for values in gradients])
         return [total.values[0] if isinstance(total, DistributedValues) else total for total in totals]
 
