@@ -189,15 +189,15 @@ class OptimizerCore:
         return ("clip",) * clips + optimizer._passes
 
     def ratio(self, weights: float, direction: float, size: int, rate: float) -> float:
-        """Return the factor of a variable's direction in the next update, from the norms of its weights and direction."""
+        """Return the factor of a variable's direction in the next update, see `UpdateRule._ratio`."""
         return self.optimizer._ratio(weights, direction, size, self.updates + 1, rate)
 
     def update_whole(self, gradients: dict[str, Any], weights: dict[str, Any]) -> Mapping[str, Any]:
-        """Return new weights by name of variable, from whole arrays; `store_whole` then stores the rule's state."""
+        """Return new weights by name of variable, see `UpdateRule._update_whole`."""
         return self.optimizer._update_whole(gradients, weights)
 
     def store_whole(self) -> None:
-        """Store this rank's part of the state after `update_whole` has run on all ranks of the node."""
+        """Store this rank's part of the rule's state, see `UpdateRule._store_whole`."""
         self.optimizer._store_whole()
 
     # settings, and their comparison between ranks

@@ -49,10 +49,8 @@ class ParameterServers:
     Args:
         group: all ranks; some may be neither worker nor server.
         workers, servers: ranks, the same lists on every rank.
-        transport: one for all pairs ("shared_window", "one_sided", "messages"); default the environment's, else chosen for each
-            pair (`choice.choose`).
-        back_off: the longest sleep, in seconds, of an idle server: 1 ms costs up to 6 % of a core and a push waits about 1 ms;
-            shorter sleeps cost more and wait less.
+        transport: one for all pairs; default the environment's, else chosen for each pair (`choice.choose`).
+        back_off: the longest sleep, in seconds, of an idle server; see `ParameterServerStrategy`.
 
     Raises:
         LayoutError: on every rank: no worker, no server, a rank that is both, or a transport that does not fit.

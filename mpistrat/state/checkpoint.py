@@ -62,7 +62,7 @@ class StrategyState:
         self._group, self._placement, self._states = group, placement, states
 
     def arrays(self, ranks: Sequence[int], each_node: bool) -> tuple[dict[str, Form], list[Slice]]:
-        """Return the forms of all arrays, and this rank's slices. Collective. See `Writers`."""
+        """Return forms and slices, see `SavedState.arrays`. Collective."""
         writers = Writers(self._group, self._placement.grid, ranks, each_node)
         return slices_of(entries(self._placement, self._states, writers), writers)
 
@@ -72,7 +72,7 @@ class StrategyState:
         return slices_of(variable_entries(self._placement, locations(self._placement), writers), writers)
 
     def optimizers(self) -> list[dict[str, Any]]:
-        """Return name, iterations and settings of each optimizer."""
+        """Return the numbers and settings of each optimizer, see `SavedState.optimizers`."""
         return [kept.about() for kept in self._states.kept()]
 
     def check(self) -> None:
@@ -92,7 +92,7 @@ class StrategyState:
     def restore(
         self, path: str, opening: Callable[[], SnapshotFile] | None, root: int, names: Mapping[str, str], strict: bool
     ) -> dict[str, Any]:
-        """Read everything; return the program's `extra`. Collective. See `Strategy.restore`."""
+        """Read everything, see `SavedState.restore`. Collective."""
         from .restore import Restoring
 
         return Restoring(self._group, self._placement, self._states, path, opening, root).restore(names, strict)

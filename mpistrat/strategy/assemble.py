@@ -130,23 +130,16 @@ def assemble(
 ) -> StrategyExtended:
     """Return the inner parts of a new strategy. Collective over `comm`.
 
+    The other arguments are those of the strategies.
+
     Args:
         strategy: the new strategy; opaque here.
         kind: its kind.
-        comm: communicator, duplicated; default COMM_WORLD.
-        devices: this rank's, one replica each; default see `cluster.devices.default_devices`.
-        cross_device_ops: the reduction algorithm; default that of `options`, else the chooser's table.
         options: defaults of every reduction.
         parameter_device: the device of variables; default `devices`.
         check: another check of this rank; its error is raised on every rank.
         make_sync_group: returns the ranks whose replicas step together, if not all; collective.
         order: returns the ranks in their order, none for that of `comm`, or raises, equally on every rank; collective.
-        replicas: of all ranks, on their CPUs, with sums that do not depend on their ranks; instead of devices.
-        sharded_slots: whether each node stores its part of the slots only; default: with few nodes, reductions that send each
-            its part, and no snapshots, which need all slots on each node.
-        local_steps: the local steps of nodes, or the number of updates before an outer step.
-        sharded_gradients: whether gradients are submitted early, and each rank stores its part of the sums only.
-        axes: of a mesh, as they were given.
         ordered_replicas: the required number of replicas, for sums in their order, if devices define the replicas.
 
     Raises:

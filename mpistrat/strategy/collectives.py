@@ -78,9 +78,8 @@ class RankCollectives(ABC):
 
         It is `reduce` without an axis, in two parts: `request.wait()` returns the result. All ranks start the same requests in
         the same order, and those of a node synchronize; they wait in any order. The value may be changed at once. Leaves of a
-        nest that are combined in one dtype are one message, float16 and bfloat16 in float32. MPI_Iallreduce moves it, mostly
-        while ranks are in MPI calls: see "Started now, waited for later" in the reference. Arrays on GPUs go through the host's
-        memory.
+        nest in one dtype are one message, float16 and bfloat16 in float32. MPI_Iallreduce moves it, mostly during MPI calls:
+        see "Started now, waited for later" in the reference. Arrays on GPUs go through the host's memory.
 
         Call it outside of steps, or in steps of ranks with one replica.
 

@@ -105,7 +105,7 @@ class StrategyExtended(OtherNames):
             sync_group: the ranks whose replicas step together, if not all.
             parameter_devices: the devices of variables; default this rank's devices.
             distributed, central, sharded_slots, local_steps, wire, sharded_gradients: see `Placement` and `ArenaAllocator`.
-            is_default: whether this is the strategy outside every scope.
+            is_default: see the class.
             shared: whether the group belongs to another strategy, which closes it.
         """
         sync_group = sync_group or group

@@ -159,9 +159,8 @@ class Mesh:
 
         Args:
             reduce_op: a ReduceOp, or its name.
-            value: array, of the same shape on each rank.
-            axis: from 0, or from the end if it is negative; the number of ranks divides its length.
-            mesh_axis: name of an axis of the mesh.
+            value, mesh_axis: as for `all_gather`.
+            axis: as for `all_gather`; the number of ranks divides its length.
 
         Raises:
             ValueError: there is no such axis, or it cannot be divided.
@@ -202,9 +201,8 @@ class Mesh:
         One all-to-all: each rank sends and receives everything except its own part.
 
         Args:
-            value: array, of the same shape on each rank.
+            value, mesh_axis: as for `all_gather`.
             old, new: two axes of the array; the number of ranks divides the length of `new`.
-            mesh_axis: name of an axis of the mesh.
 
         Raises:
             ValueError: there is no such axis, or it cannot be divided, or both are the same.
@@ -223,9 +221,8 @@ class Mesh:
         """Return the array of one coordinate on all ranks along an axis. Collective over the axis.
 
         Args:
-            value: array, of the same shape on each rank.
+            value, mesh_axis: as for `all_gather`.
             root: the coordinate that sends.
-            mesh_axis: name of an axis of the mesh.
 
         Raises:
             ValueError: there is no such axis or coordinate.

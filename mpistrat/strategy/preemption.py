@@ -160,7 +160,7 @@ class StopRequest:
     With `spread` the watchdogs forward the request to the other ranks, if these don't agree at each step.
 
     Attributes:
-        save_seconds: the time of a save: the time limit is advanced by it, unless the program sets its own margin.
+        save_seconds: the time of a save: the request comes earlier by it, unless the program sets its own margin.
     """
 
     def __init__(self, group: ProcessGroup, spread: bool = False) -> None:

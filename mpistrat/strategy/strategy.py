@@ -213,7 +213,7 @@ class Strategy(RankCollectives, Files, OtherNames):
         coordinator's program only the coordinator calls it.
 
         After the first call the two signals have no other effect: see `ms.catch_stop_signals`. The time limit is SLURM's, or
-        MPISTRAT_END_TIME, and is advanced by the time of the longest save so far.
+        MPISTRAT_END_TIME; the request comes earlier by the time of the longest save so far.
 
         Raises:
             ContextError: in a step.
@@ -467,7 +467,7 @@ class Strategy(RankCollectives, Files, OtherNames):
             self.close()
 
     def __copy__(self) -> NoReturn:
-        remedy = "The copy shares the communicators"
+        remedy = "A deep copy shares the communicators"
         raise RuntimeError(explain(type(self).__name__, "", expected="copy.deepcopy", got="copy.copy", remedy=remedy))
 
     def __deepcopy__(self: S, memo: dict[int, Any]) -> S:
