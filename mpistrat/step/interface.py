@@ -246,9 +246,7 @@ class Replica:
         return dict(squares)
 
     def refuse(self, number: int) -> None:
-        """Raise FloatingPointError: sums are not finite in step `number`, and only other ranks of the replica have such
-        numbers.
-        """
+        """Raise FloatingPointError if only other ranks of the replica have the numbers that are not finite in step `number`."""
 
 
 def of_the_program(step: Any) -> Any:

@@ -141,7 +141,7 @@ class Strategy(RankCollectives, Files, OtherNames):
 
         Returns:
             With one local replica, the step's result. With several, the structure of the results with a PerReplica in each
-                place, or the object itself if all returned the same one, unless it is a number.
+            place, or the object itself if all returned the same one, unless it is a number.
 
         Raises:
             Exception: from the first replica that failed; the others stop at their next common call.

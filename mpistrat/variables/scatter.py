@@ -279,7 +279,7 @@ def rows_of(index: Any, shape: tuple[int, ...]) -> tuple[range | np.ndarray, tup
 
     Returns:
         The rows as a range or as ascending numbers, each once, and the other index; None if the index does not start with the
-            rows, as `...` and `None` do not, or if NumPy refuses it.
+        rows, as `...` and `None` do not, or if NumPy refuses it.
 
     Raises:
         IndexError: there is no such row.
