@@ -25,8 +25,7 @@ _STEPS = Limits("a finite number >= 1, and whole", lambda steps: steps >= 1 and 
 
 @final
 class LossScaleOptimizer:
-    """An optimizer that applies gradients of scaled losses by another one, and skips steps whose sums are not finite.
-    Collective.
+    """An optimizer that scales losses for another one, and skips steps whose gradients are not finite. Collective.
 
     If the sums of any rank have a NaN or an infinity, the step changes no weight on any rank, and halves the factor. After
     `dynamic_growth_steps` finite steps it is doubled. The factor and the step of its last change are variables, so they are in

@@ -28,8 +28,7 @@ def _name(slot: str, node: int) -> str:
 
 
 def slots_for(names: Iterable[str], node: int | None) -> dict[str, str]:
-    """Return the slots of a file that a node takes, with their names here. With more nodes than in the file, they are reused
-    round-robin.
+    """Return the slots of a file that a node takes, with their names here; more nodes reuse them round-robin.
 
     Args:
         names: of slots in the file.

@@ -141,12 +141,11 @@ class UpdateRun(ABC):
 
 @final
 class BlockUpdate:
-    """The update of blocks of one dtype: decay, clipping by value, the rule, averages. 16-bit weights are widened, and rounded
-    once.
+    """The update of blocks of one dtype: decay, clipping by value, the rule, averages.
 
-    It is one pass by `loops.update`, or on a GPU by `kernels.update`, if the rule has one; else NumPy, with the same bits.
-    `scratch` returns four flat arrays, blocks in the dtype of sums; larger arrays are cut into such blocks for NumPy. It is
-    called on first use.
+    16-bit weights are widened, and rounded once. It is one pass by `loops.update`, or on a GPU by `kernels.update`, if the rule
+    has one; else NumPy, with the same bits. `scratch` returns four flat arrays, blocks in the dtype of sums; larger arrays are
+    cut into such blocks for NumPy. It is called on first use.
 
     Attributes:
         narrow: whether weights are widened.

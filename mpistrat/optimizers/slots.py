@@ -168,7 +168,7 @@ class SlotStore:
                     self._arenas[arena].restart(begin, end)
 
     def read(self, variable: Variable) -> dict[str, np.ndarray]:
-        """Return a variable's slots on every rank, of this rank's part if it is divided; the first node's if nodes differ.
+        """Return a variable's slots on every rank, the first node's if nodes differ; of a divided one this rank's part.
         Collective.
         """
         store = variable.placement.store
@@ -191,10 +191,10 @@ class SlotStore:
         return _parts(variable, self.stored_of(variable), self.of(arena).stored, writers, each_node)
 
     def write(self, variable: Variable, values: Mapping[str, Any]) -> None:
-        """Overwrite this rank's part of a variable's slots. The error feedback of the weights may be absent: it is then not
-        changed.
+        """Overwrite this rank's part of a variable's slots.
 
-        It is ignored if weights are sent exactly: it is then at most a rounding of the last change.
+        The error feedback of the weights may be absent: it is then not changed. It is ignored if weights are sent exactly: it
+        is then at most a rounding of the last change.
 
         Raises:
             ValueError: names or shapes do not fit.

@@ -113,9 +113,7 @@ class Checkpoint:
 
     @property
     def seconds(self) -> float:
-        """The longest time to write a file on this rank: until this rank's slices were written, on rank 0 until it was
-        complete.
-        """
+        """The longest time to write this rank's slices, on rank 0 to complete a file, in seconds."""
         if self._saving is not None:
             self._seconds = max(self._seconds, self._saving.seconds)
         return self._seconds

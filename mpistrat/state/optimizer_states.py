@@ -136,8 +136,8 @@ class OptimizerStates:
         return self._numbers[id(optimizer)]
 
     def kept(self) -> list[Kept]:
-        """Return the states for files: registered optimizers, restored states not used yet, and optimizers of the scope before
-        their first step.
+        """Return the states for files: of registered optimizers, not yet used restored ones, and those of the scope without a
+        step.
         """
         placement, store = self._placement, self._placement.store
         found = {}

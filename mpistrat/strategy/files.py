@@ -128,8 +128,7 @@ class Files(ABC):
         self._checkpoint.take_snapshot(step, extra, run)
 
     def reach(self, step: int) -> None:
-        """Report the step that the job has reached to `mpistrat run --restarts`, which gives up at a step where ranks keep
-        dying.
+        """Report the step reached to `mpistrat run --restarts`, which gives up at a step where ranks keep dying.
 
         Local; `ms.train.Checkpoints` calls it.
         """

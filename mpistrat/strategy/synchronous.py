@@ -170,11 +170,11 @@ class MultiWorkerMirroredStrategy(Strategy):
             run --restarts`), `replicas` is given, or cross_device_ops is neither the default nor HierarchicalAllReduce. Slots
             of small arrays, and on GPUs, are always on every node.
         local_steps: `ms.LocalSteps`, or its number of updates: each node takes this many alone, its ranks in sync, before all
-            nodes average their changes. Results differ from synchronous training: see "Local steps" in the guide. On CPUs,
-            without `replicas` and sharded_slots=True; without effect on one node. None: all nodes step together.
+            nodes average their changes. Results differ from synchronous training: see "Local steps" in the guide. Only on CPUs,
+            and not with `replicas` or sharded_slots=True; without effect on one node. None: all nodes step together.
         sharded_gradients: True: gradients are submitted bucket by bucket, by `optimizer.begin`, and the rest by
             `apply_gradients`; a rank stores its part of the sums only, see "Sharded gradients" in the guide. It divides slots,
-            too. On CPUs, without `replicas`, `local_steps`, sharded_slots=False and wire="int8".
+            too. Only on CPUs, and not with `replicas`, `local_steps`, sharded_slots=False or wire="int8".
 
     Raises:
         ValueError: on every rank: a wire on several nodes with `local_steps`, `replicas`, `sharded_slots=False`, or another

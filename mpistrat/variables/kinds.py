@@ -369,10 +369,9 @@ class SyncOnReadVariable(Variable):
         return self._of_workers() if self.led else super().gathered()
 
     def _value_for_file(self) -> np.ndarray:
-        """Return the value for files, see `value_for_file`. If workers step alone, it is the sum of their values under SUM,
-        else the first worker's.
+        """Return the value for files, see `value_for_file`. Collective.
 
-        Collective.
+        If workers step alone, it is the sum of their values under SUM, else the first worker's.
         """
         value = np.array(to_host(self._aggregate()))
         if self.placement.store is None:

@@ -50,9 +50,7 @@ class VersionBuffers(ABC):
 
     @abstractmethod
     def close(self) -> bool:
-        """Prepare to change parts of the variable in place. Return True if that is not allowed, because the current buffer is
-        in use.
-        """
+        """Prepare to change parts of the variable in place. Return True if the current buffer is in use and must not change."""
 
     @abstractmethod
     def free(self) -> Any:
@@ -110,9 +108,7 @@ class PrivateBuffers(VersionBuffers):
 
 @final
 class SnapshotBuffers(VersionBuffers):
-    """Numbered buffers that workers of the node may hold: see `atomic_reads.py`. Versions are sent from a copy, one per
-    version.
-    """
+    """Numbered buffers that workers of the node may hold (`atomic_reads.py`). One copy per version is sent."""
 
     def __init__(self, address: Address, slab: ServerMemory) -> None:
         super().__init__(address, slab)

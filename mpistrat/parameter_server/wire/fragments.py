@@ -115,9 +115,7 @@ def _cut(
 
 @final
 class Assembly:
-    """A buffer that reassembles the fragments of one worker's messages, in order. It has the size of the largest message so
-    far.
-    """
+    """A buffer that reassembles one worker's messages from fragments, in order; as large as the largest so far."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)

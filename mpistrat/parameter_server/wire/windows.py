@@ -24,9 +24,7 @@ _WAITS = 20  # for posts of workers of this node, at most 50 µs each, before a 
 
 
 class _WindowTransport(Transport):
-    """A transport that reads the server's memory through its seqlock, and posts fragments into its slots; large pushes are
-    staged.
-    """
+    """A transport that reads through the seqlock, and posts fragments into the server's slots; large pushes are staged."""
 
     def __init__(self, pair: Pair, memory: SharedMemory) -> None:
         super().__init__(pair)
