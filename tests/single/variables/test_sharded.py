@@ -168,7 +168,7 @@ def test_copies_are_copies_and_what_is_read_is_read_only():
     for view in (v.array, np.asarray(v)):
         with pytest.raises(ValueError, match="read-only"):
             view[...] = 1
-    with pytest.raises(ValueError, match="without a copy"):
+    with pytest.raises(ValueError, match="needs a copy"):
         v.__array__(copy=False)
 
 
