@@ -38,9 +38,9 @@ class OptimizerCore:
 
     Attributes:
         optimizer: the optimizer.
-        ordinal: a number that identifies it on every rank of the same program: optimizers of a scope are counted. Each scope of
-            a ParameterServerStrategy has its own count, all else shares one. Copies, by `copy.deepcopy` or from a pickle, count
-            too: make them on every rank or on none.
+        ordinal: a number that identifies it on every rank of the same program. Each scope of a ParameterServerStrategy has its
+            own count, all else shares one. Copies, by `copy.deepcopy` or from a pickle, count too: make them on every rank or
+            on none.
         taken: the number of steps of each set of variables that all ranks have started, by names. It schedules the comparison
             of weights, so refused steps do not count.
         calls: the number of calls of `apply_gradients`: more than `iterations` with gradient accumulation.
@@ -54,8 +54,8 @@ class OptimizerCore:
         slots_words: a hash of the arguments of `set_slots`, which ranks compare.
         begun: the variables passed to `begin` since the last step.
         unsaved: the settings that are not in files: the program, or a wrapping optimizer, sets them.
-        divisor: divides the sums of gradients of the next step, equal on all ranks.
-        start: the value before the first step of each slot that does not start at 0, as it was given.
+        divisor: divides the next step's sums of gradients, equal on all ranks.
+        start: the value before the first step of each slot that does not start at 0, as given.
     """
 
     ordinal: int

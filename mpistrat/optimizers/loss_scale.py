@@ -27,13 +27,13 @@ _STEPS = Limits("a finite number >= 1, and whole", lambda steps: steps >= 1 and 
 class LossScaleOptimizer:
     """An optimizer that scales losses for another one, and skips steps whose gradients are not finite. Collective.
 
-    If the sums of any rank have a NaN or an infinity, the step changes no weight on any rank, and halves the factor. After
-    `dynamic_growth_steps` finite steps it is doubled. The factor and the step of its last change are variables, so they are in
-    files. After 50 skipped steps in a row there is one warning: a smaller factor does not remove a NaN. Create it in the scope
-    of the strategy whose variables it updates.
+    A NaN or an infinity in the sums of any rank skips the step on all, and halves the factor. After `dynamic_growth_steps`
+    finite steps it is doubled. The factor and the step of its last change are variables, so they are in files. After 50 skipped
+    steps in a row there is one warning: a smaller factor does not remove a NaN. Create it in the scope of the strategy whose
+    variables it updates.
 
     With parameter servers each worker, or group of workers in sync, has its own factor, and divides by it before it pushes. A
-    worker whose gradients are not finite pushes nothing in this step, and its factor is halved. Steps of other workers are
+    worker whose gradients are not finite pushes nothing in this step, and its factor is halved. Other workers' steps are
     applied: with `max_staleness=0` the step is the sum of the others' gradients, and does not count if no worker has any. A
     file has the first worker's factor, which `restore` gives to all.
 
@@ -44,8 +44,7 @@ class LossScaleOptimizer:
         name: of the variables.
 
     Attributes:
-        inner_optimizer: as given.
-        initial_scale, dynamic_growth_steps: as given.
+        inner_optimizer, initial_scale, dynamic_growth_steps: as given.
         dynamic_scale: the variable with the factor, without dimensions, float32.
 
     Raises:

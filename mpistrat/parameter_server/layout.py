@@ -148,7 +148,7 @@ class Address:
         return self.version + 16
 
     def held(self, worker: int) -> int:
-        """Return the offset of a near worker's word: 1 + the number of the buffer that it holds."""
+        """Return the offset of a near worker's word, which has 1 + the number of its held buffer."""
         return self.start + 8 * self.near.index(worker)
 
     @property
@@ -186,35 +186,35 @@ class MailboxLayout:
     chunk_bytes: int
 
     def announced(self, worker: int) -> int:
-        """Return the word of a reader's announcement: the variable, and a number."""
+        """Return the word for a reader's announcement: the variable, and a number."""
         return worker * LINE + _ANNOUNCED
 
     def posted(self, worker: int) -> int:
-        """Return the word with the number of fragments that the worker has posted."""
+        """Return the word for the number of posted fragments."""
         return worker * LINE + _POSTED
 
     def left(self, worker: int) -> int:
-        """Return the word with the number of passes that the worker has left."""
+        """Return the word for the number of passes left."""
         return worker * LINE + _LEFT
 
     def clock(self, worker: int) -> int:
-        """Return the word with the number of steps that the worker has finished."""
+        """Return the word for the number of finished steps."""
         return worker * LINE + _CLOCK
 
     def signed(self, worker: int) -> int:
-        """Return the word with the number of pushes that the worker had sent when it last signed off."""
+        """Return the word for the number of pushes at the last sign-off."""
         return worker * LINE + _SIGNED
 
     def taken(self, worker: int) -> int:
-        """Return the word with the number of fragments that the server has taken from the worker."""
+        """Return the word for the number of fragments that the server has taken."""
         return (self.workers + worker) * LINE + _TAKEN
 
     def applied(self, worker: int) -> int:
-        """Return the word with the number of the worker's last applied push; all before it are applied."""
+        """Return the word for the number of the last applied push."""
         return (self.workers + worker) * LINE + _APPLIED
 
     def slot(self, worker: int, fragment: int) -> int:
-        """Return the header of the worker's fragment of this number; the payload is a line further."""
+        """Return the header of a fragment; its payload is one line further."""
         return 2 * self.workers * LINE + (worker * self.slots + fragment % self.slots) * self._slot_bytes
 
     @property

@@ -43,27 +43,24 @@ class ParameterServerStrategy(Strategy):
     """Asynchronous training: servers store the variables, workers read them and push updates (TF: ParameterServerStrategy).
 
     Every rank runs the same program. Creating the strategy and variables, `save`, `restore` and `close` are collective over all
-    ranks. Otherwise a worker waits for no other worker: only its own replicas are in sync, `run`, `reduce` and `gather` are
-    over them, and `apply_gradients` sums over them and pushes once. The server applies a push once, by the optimizer that the
-    same program created there.
+    ranks. Otherwise a worker waits for no other worker: `run`, `reduce` and `gather` are over its own replicas, and
+    `apply_gradients` sums over them and pushes once. The server applies a push once, by the optimizer that the same program
+    created there.
 
     On a server, iterating a distributed dataset serves the workers until all have left the pass, and yields nothing. A worker
-    leaves a pass when its loop ends, also by `break` or an exception. Servers answer reads and writes before, between and after
-    passes as well.
+    leaves a pass when its loop ends, also by `break` or an exception. Servers answer reads and writes between passes as well.
 
     A file has each variable between two updates, including all earlier pushes. Save when all ranks have left a pass for a file
     of one moment.
 
-    `dataset.batch(n)` is the batch of one push: the batches of a dataset go to the workers round-robin, each row once in an
-    epoch.
+    `dataset.batch(n)` is the batch of one push: batches go to the workers round-robin, each row once in an epoch.
 
     Args:
         cluster_resolver: the roles worker, chief and ps; default TF_CONFIG, if it is set and names ps tasks.
         variable_partitioner: cuts large variables into shards on several servers, see `ms.partitioners`.
         num_ps: without a resolver: the last `num_ps` ranks are servers; default 1.
         max_staleness: a worker starts a step only when its finished steps exceed the slowest worker's by at most this number;
-            None for no bound. With 0 the servers collect a step's pushes, sum them in worker order and apply them once:
-            synchronous training.
+            None for no bound. With 0 the servers sum a step's pushes in worker order and apply them once: synchronous training.
         backup_workers: with max_staleness=0: a step is complete without this many workers' pushes, which are dropped.
         placement: the server of the next variable: "round_robin", or "bytes" for the one with the fewest bytes.
         transport: "shared_window", "one_sided" or "messages" for all; default chosen for each worker and server.

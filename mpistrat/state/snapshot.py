@@ -1,9 +1,9 @@
 """Snapshots: the state of a strategy in each node's memory, which outlives its ranks, for jobs with restarts.
 
-Each node has the whole state, in a file of /dev/shm named by the job's key. It has two buffers, written in turn. Each rank
-stores in a word the step of its part of a buffer; a buffer is complete if all words have the same step. No rank continues
-before all have copied and set their words. So while one buffer is written, the other one is complete on every node, and the
-newest complete buffer is always the state after some step.
+Each node has the whole state, in a file of /dev/shm named by the job's key, in two buffers, written in turn. Each rank stores
+in a word the step of its part of a buffer; a buffer is complete if all words have the same step. No rank continues before all
+have copied and set their words. So while one buffer is written, the other one is complete on every node, and the newest
+complete buffer is always the state after some step.
 
 A killed rank does not remove the file: it stays until the job ends, or until a closed strategy has its state in a checkpoint.
 

@@ -2,7 +2,7 @@
 
 Rank 0 lays out the arrays with HDF5, contiguous and each from a page's start, and sends the offsets. Each rank writes with
 `pwrite`, flushes to the disk, and reports digests in its own page after the arrays. Rank 0 waits for the reports, cuts them
-off, adds digests and `extra`, and renames the file. No message is sent in between, so it runs in threads while the ranks train.
+off, adds digests and `extra`, and renames the file. No message is sent meanwhile, so it runs in threads while the ranks train.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Within a round, from one outer step to the next, a step sums gradients over the node only, and the weights of nodes differ. The
 outer step sums the weights of all nodes piece by piece, on the node with the piece's anchor and momentum. Anchor minus mean is
-the outer gradient; SGD with Nesterov's momentum gives the new weights of all nodes.
+the outer gradient; SGD with Nesterov's momentum gives the new weights of all.
 
 Source: Douillard et al., DiLoCo (arXiv 2311.08105). As there, each node has its own slots of the inner optimizer.
 """

@@ -139,21 +139,21 @@ class Placement:
         group: the ranks whose replicas step together.
         ops: the reductions of values of those replicas.
         arenas: the memory of variables.
-        strategy: the strategy, as the frames of `context` name it; opaque here.
+        strategy: the strategy, as in the frames of `context`; opaque here.
         devices: one for each local replica.
-        distributed: False for strategies that always have one replica (the default, OneDeviceStrategy): writes in replica
-            context are not aggregated.
+        distributed: False for strategies with one replica (the default, OneDeviceStrategy): writes in replica context are not
+            aggregated.
         store: the memory of variables and optimizer state, if not the arenas.
         local_steps: the options of local steps; None without them, and on one node.
         partitioner: returns the number of shards of a variable, see `partitioners`; default: one.
         grid: the ranks over which each replica is divided; None if it is not.
-        buckets: the sums of gradients that are submitted early; None if gradients stay.
+        buckets: the sums of gradients submitted early; None if gradients stay.
 
     Attributes:
         variables: every `Variable`, in the order of creation, the same on every rank.
         sharded: each `ShardedVariable` made of them.
         made: the optimizers created in the strategy's scope, in that order.
-        apart: the variables that nodes have updated separately since the last outer step, with the rounds they wait for.
+        apart: variables that nodes have updated separately since the last outer step, with the rounds they wait for.
         told_apart: whether an error has reported that weights differ that should be equal.
         steps: the factory of steps and rounds for optimizers; opaque here.
         optimizers: those counted by the store. Other ranks may name them after this rank's program has dropped them.

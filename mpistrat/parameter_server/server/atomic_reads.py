@@ -3,17 +3,16 @@
 Seqlock: the version word of a variable is odd while the server writes; a reader copies, and retries if the word was odd or has
 changed. A plain seqlock starves readers of a busy server. So a reader announces itself in a separate word, and the server waits
 for it before its next write, a bounded time, once per announcement: a stopped or dead reader delays the server only once. Each
-retry is a new announcement. The server waits at most a second for the first, because all workers wait meanwhile, and twice as
-long for each further one of a slow reader, so that its read eventually succeeds.
+retry is a new announcement. The first wait is at most a second, because all workers wait meanwhile. Each further wait for a
+slow reader is twice as long, so its read eventually succeeds.
 
-Versioned buffers: reads without a copy. A large variable has several buffers, for workers that share memory with its server:
-one with the current version, one for each of these workers to hold, and one for the next version. Words next to the version
-store the current buffer, and whether buffers may be held. Each worker has a word for the buffer that it holds (a hazard
-pointer). A worker holds a buffer if it has announced it, and the buffer is still current afterwards. The server writes a buffer
-that is neither current nor held; there always is one. So neither waits for the other, and a stopped or dead worker blocks only
-its own buffer. A held buffer does not change while any array of the worker's program refers to it. Buffers are allocated only
-after a worker has requested one and a gradient of the whole variable has arrived: with them, writing a few rows of a variable
-costs a copy of all of it.
+Versioned buffers: reads without a copy. For workers that share memory with its server a large variable has one buffer with the
+current version, one for each of these workers to hold, and one for the next version. Words next to the version store the
+current buffer, and whether buffers may be held. Each worker has a word for the buffer that it holds (a hazard pointer): it
+announces the buffer, and holds it if it is still current afterwards. The server writes a buffer that is neither current nor
+held; there always is one. So neither waits for the other, and a stopped or dead worker blocks only its own buffer. A held
+buffer does not change while any array of the worker's program refers to it. Buffers are allocated only after a worker has
+requested one and a gradient of the whole variable has arrived: with them, writing a few rows costs a copy of the whole.
 """
 
 from __future__ import annotations

@@ -50,13 +50,13 @@ class Updater(Protocol):
 class Updates:
     """The handler of a server's pushes: each is applied as it arrives.
 
-    The gradients of a worker's step, from its first push to its commit, are all applied as step n + 1, where n is the number of
+    All gradients of a worker's step, from its first push to its commit, are applied as step n + 1, where n is the number of
     complete steps of all workers at its start. Each commit completes one. A variable's constraint is applied to all of it after
     every gradient, also after one of some rows.
 
-    A worker may be in a pass that this server's program has not reached, with an optimizer that it has not created or changed
-    yet. The pushes of such a worker are deferred until then, in order; `retry` tries to apply them. After a few deferred pushes
-    the server takes no more from that worker.
+    A worker may be in a pass that this server's program has not reached, with an optimizer not created or changed yet. Its
+    pushes are deferred until then, in order; `retry` tries to apply them. After a few deferred pushes the server takes no more
+    from that worker.
 
     Args:
         server: its variables are written.
@@ -203,17 +203,16 @@ class SynchronousUpdates:
     """The handler of a server whose workers train in step.
 
     - Gradients are copied and acknowledged as they arrive. A commit is acknowledged when its step is complete: when every
-      worker that has not left the pass has committed it. Then each variable is updated once, by the sum of its gradients in the
-      order of the workers, with the bits of synchronous training.
+      worker in the pass has committed it. Then each variable is updated once, by the sum of its gradients in worker order, with
+      the bits of synchronous training.
     - A worker may skip a step if its gradients are not finite: the step then has the others', and does not count if all skip.
-    - A worker's pushes after a commit wait for it, so they are applied in the order in which it sent them. All other pushes are
-      applied at once.
+    - A worker's pushes after a commit wait for it, so they are applied in order. All other pushes are applied at once.
     - The pass is the earliest of any worker. A worker that has left it is not awaited; its pushes for the next one wait for the
       others.
-    - With backup workers a step is complete without the last `backup_workers` workers. Their pushes for it are late: that
-      worker's step is acknowledged, dropped and counted (as in TensorFlow's SyncReplicasOptimizer, by server). A worker's step
-      is in time unless another step was completed since its last commit was acknowledged. It is also in time if all variables
-      of its gradients were read after that: their pushes carry the version that the worker had read.
+    - With backup workers a step is complete without the last `backup_workers` workers. Their late step is acknowledged, dropped
+      and counted (as in TensorFlow's SyncReplicasOptimizer, by server). A step is in time unless another one was completed
+      since its worker's last commit was acknowledged, or if all variables of its gradients were read after that: pushes carry
+      the version that the worker had read.
     - Each server decides separately which workers' gradients a step has.
 
     Args:

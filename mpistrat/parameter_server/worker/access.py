@@ -119,9 +119,9 @@ class WorkerAccess(Access):
     - Workers in sync are one worker to the others: their first rank reads for all in a step, and writes and pushes for all. In
       a step reading is collective over them; writing always is.
     - With `max_staleness` 0 a step starts when the last one is applied, which needs all workers' pushes.
-    - With a larger one a step starts only when this worker's finished steps of the pass exceed the slowest worker's by at most
-      that number. The pushes of a finished step are applied. A clock is the number of the pass times 2^32 plus the finished
-      steps of the pass, so that workers with more steps in a pass are not ahead of the others forever.
+    - With a larger one it starts when this worker's finished steps of the pass exceed the slowest worker's by at most that
+      number. The pushes of a finished step are applied. A clock is the number of the pass times 2^32 plus the finished steps of
+      the pass: workers with more steps in a pass are not ahead forever.
 
     Args:
         servers: the connections.
