@@ -374,7 +374,7 @@ def test_wrong_places_are_refused():
         with pytest.raises(ValueError, match="others on local replica 1"):
             strategy.run(differ)
         strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), w)]))
-        with pytest.raises(ValueError, match="Make an optimizer for each strategy"):
+        with pytest.raises(ValueError, match="Create one optimizer for each strategy"):
             optimizer.apply_gradients([(np.ones(2), stranger)])
     with pytest.raises((ms.errors.ClosedError, ms.errors.ContextError)):
         strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), w)]))
