@@ -374,7 +374,7 @@ def test_a_rule_of_whole_variables_is_refused():
     with made(**one_worker()) as strategy, strategy.scope():
         w = ms.Variable(np.ones(4))
         if not strategy.is_server:
-            with pytest.raises(ValueError, match=r"for Lamb, got variables on servers\. Take Adam"):
+            with pytest.raises(ValueError, match=r"for Lamb, got variables on servers\. Use Adam"):
                 strategy.run(lambda: ms.optimizers.Lamb(0.1).apply_gradients([(np.ones(4), w)]))
 
 
