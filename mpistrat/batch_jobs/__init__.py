@@ -1,4 +1,4 @@
-"""Batch jobs: a `BatchJob`, at a site, becomes a script that can be submitted."""
+"""Batch jobs: render a `BatchJob` at a site as a script, and submit it."""
 
 from .job import Array, BatchJob, Preemption
 from .render import render

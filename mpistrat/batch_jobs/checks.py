@@ -1,6 +1,6 @@
-"""Checks of a job's and a site's values, and of the strategy for so many ranks: before the job waits in a queue to find out.
+"""Checks of a job's and a site's values, and of its strategy, before the job waits in a queue.
 
-A value may be nothing that a batch system or a shell could take for something else.
+They reject every value that a batch system or a shell could interpret.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ def whole(owner: str, name: str, value: object, low: int, high: int) -> None:
 
 
 def chosen(owner: str, name: str, value: object, legal: tuple[str, ...]) -> None:
-    """Raise unless the value is one of some words."""
+    """Raise unless the value is one of `legal`."""
     if value not in legal:
         raise _wrong(owner, name, f"one of {', '.join(word or repr(word) for word in legal)}", value)
 
 
 def matching(owner: str, name: str, value: object, pattern: str, expected: str) -> None:
-    """Raise unless the whole value, of ASCII characters, matches."""
+    """Raise unless the whole value is ASCII text that matches the pattern."""
     if not isinstance(value, str) or not re.fullmatch(pattern, value, re.ASCII):
         raise _wrong(owner, name, expected, value)
 
 
 def text(owner: str, name: str, value: object, *, dash: bool = False, path: bool = False) -> None:
-    """Raise unless the value is one line of text, to be quoted wherever it is written.
+    """Raise unless the value is one line of text. Scripts quote it.
 
     Args:
-        dash: it may be empty and may begin with a dash, as the argument of a program may.
-        path: it is a path, which is not expanded.
+        dash: allow an empty value and a leading dash, as in a program's argument.
+        path: the value is a path, which is not expanded.
     """
     if not isinstance(value, str) or _CONTROL.search(value) or not _encodes(value):
         raise _wrong(owner, name, "one line of text without control characters", value)
@@ -64,10 +64,10 @@ def _encodes(value: str) -> bool:
 
 
 def check_fit(strategy: str, nodes: int, ranks_per_node: int, num_ps: int, ps_nodes: int) -> None:
-    """Raise unless the strategy fits.
+    """Raise unless the strategy fits the ranks and nodes.
 
     Raises:
-        LayoutError: naming the strategies that do.
+        LayoutError: with the strategies that fit.
     """
     if strategy == "parameter_server":
         return _check_servers(nodes * ranks_per_node, num_ps, ps_nodes)
@@ -90,7 +90,7 @@ def check_fit(strategy: str, nodes: int, ranks_per_node: int, num_ps: int, ps_no
 
 
 def _fitting(nodes: int, ranks_per_node: int) -> list[str]:
-    """The strategies that fit."""
+    """Return the strategies that fit."""
     one_node, one_rank = nodes == 1, nodes * ranks_per_node == 1
     fits = (one_rank, one_node, True, one_node, not one_rank)
     return [name for name, fit in zip(STRATEGIES, fits, strict=True) if fit]
@@ -101,7 +101,7 @@ def _check_servers(ranks: int, num_ps: int, ps_nodes: int) -> None:
         return LayoutError(explain("Job", "num_ps", expected=expected, got=got, remedy=remedy))
 
     if num_ps < 1:
-        raise refuse("at least one server for parameter_server", "none", "Say how many: --ps, num_ps")
+        raise refuse("at least one server for parameter_server", f"{num_ps}", "Set --ps (num_ps)")
     if ps_nodes and num_ps % ps_nodes:
         raise refuse(f"a multiple of {ps_nodes}, the servers' nodes", str(num_ps))
     if not ps_nodes and num_ps >= ranks:

@@ -1,4 +1,4 @@
-"""The scripts in jobscripts/: `python -m mpistrat.batch_jobs.examples FOLDER` writes them anew."""
+"""The scripts in jobscripts/. `python -m mpistrat.batch_jobs.examples FOLDER` writes them."""
 
 from __future__ import annotations
 

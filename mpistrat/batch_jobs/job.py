@@ -1,4 +1,4 @@
-"""Job: what runs, on how much of a machine; checked when it is made."""
+"""`BatchJob`: a program and the resources that it needs, validated on construction."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from .checks import check_fit, chosen, matching, text, whole
 __all__ = ["Array", "BatchJob", "Preemption"]
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+@-]{0,63}"
-_MOST_TEXT = 1 << 16  # characters of a program with its arguments; an operating system takes a few times as many
+_MOST_TEXT = 1 << 16  # characters of a program with its arguments; operating systems accept a few times as many
 
 
 @final
 @dataclass(frozen=True)
 class Array:
-    """The tasks of a job array. Each learns its index and its folder by arguments of the program.
+    """The tasks of a job array. The program receives its index and its folder as arguments.
 
     Args:
         indices: "0-9", or "0-9%2" for two at a time.
         index_argument: the program gets `--<index_argument> INDEX`.
         output_argument: the program gets `--<output_argument> <output_folder>/INDEX`.
-        output_folder: the folder of those folders.
+        output_folder: the parent of the tasks' folders.
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: with the name of the wrong argument.
     """
 
     indices: str
@@ -59,14 +59,14 @@ class Array:
 @final
 @dataclass(frozen=True)
 class Preemption:
-    """A job that is told before its end, saves, and goes on when it is put back into the queue.
+    """Preemption of a job: it gets a signal before its end, saves, and resumes once it is requeued.
 
     Args:
         notice: seconds before the time limit at which the ranks get SIGUSR1.
-        max_restarts: how often the job may go back into the queue.
+        max_restarts: the most times that the job is requeued.
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: with the name of the wrong argument.
     """
 
     notice: int = 120
@@ -80,38 +80,38 @@ class Preemption:
 @final
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """What runs, with which strategy, on how many nodes and ranks, for how long.
+    """A program, its strategy, and the nodes, ranks and time that it needs.
 
     Args:
         program: the program and its arguments, one string each. A program that ends in .py is run by Python.
-        module: the program is the name of a Python module, as behind `python -m`.
-        check: the program is the words of a command of mpistrat that starts the job's ranks itself: it gets the launcher's words
-            behind its own, and runs in the batch script.
-        numbers: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, as torchrun does, before the program starts.
-        name: of the job, and of its log.
-        nodes, ranks_per_node: with `ps_nodes` those of the workers.
-        cpus_per_rank: cores of each rank, and its threads.
-        gpus_per_node: 0 for none. One rank of a node uses all of them; of several each takes one, unless the program names
+        module: the program is the name of a Python module, as after `python -m`.
+        check: the program is a command of mpistrat that starts the job's ranks itself. It runs in the batch script and gets the
+            launcher's command line after its own arguments.
+        numbers: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank before the program starts, as torchrun does.
+        name: of the job and of its log.
+        nodes, ranks_per_node: with `ps_nodes`, those of the workers.
+        cpus_per_rank: cores, and threads, of each rank.
+        gpus_per_node: 0 for none. A single rank of a node uses all of them. Several ranks take one each, unless the program names
             its devices.
-        gpu_mpi: MPI gets memory of GPUs: needed by programs that pass such arrays to MPI, not by this package where it has NCCL.
+        gpu_mpi: let MPI handle GPU memory. Only programs that pass such arrays to MPI need it; with NCCL this package does not.
         memory: of each node, for instance "64G"; "" for the site's default.
         time: the limit, as [DAYS-]HOURS:MINUTES:SECONDS.
         strategy: one_device, mirrored, multi_worker_mirrored, central_storage or parameter_server.
         num_ps: parameter servers, the last of the ranks.
-        ps_nodes: nodes that only the servers have, as the second component of a heterogeneous job; 0: the servers are
-            among `nodes * ranks_per_node`.
+        ps_nodes: nodes for the servers alone, as the second component of a heterogeneous job; 0: the servers are among
+            `nodes * ranks_per_node`.
         container: image to run in; "" for none.
-        stage: folder of each node, in memory or on its own disk, into which the virtual environment is copied before the ranks
+        stage: folder on each node, in memory or on its own disk, into which the virtual environment is copied before the ranks
             start; "" for none.
-        array, preemption: for an array of jobs, and for a job that may be interrupted.
-        restarts: how often the ranks are started again, within the job, when one dies or a node is lost.
-        survive: programs of `ms.survive` go on without that; Open MPI.
+        array, preemption: for an array of jobs, and for a job that may be preempted.
+        restarts: the most times that the ranks are restarted within the job after a rank dies or a node is lost.
+        survive: programs of `ms.survive` continue without a restart; Open MPI.
         partition, account, qos: of the batch system; "" for its default.
-        mail: who gets a message when the job ends.
+        mail: address for a message at the end of the job.
 
     Raises:
-        ValueError: naming the argument.
-        LayoutError: the strategy does not fit the ranks; naming those that do.
+        ValueError: with the name of the wrong argument.
+        LayoutError: the strategy does not fit the ranks; with those that do.
 
     Example:
         >>> BatchJob(program=("train.py", "--epochs", "10"), nodes=4, ranks_per_node=4).ranks
@@ -158,7 +158,7 @@ class BatchJob:
             matching("Job", "memory", self.memory, r"[1-9]\d{0,8}[MGT]", "a number with M, G or T, as in 64G")
         matching("Job", "time", self.time, r"(\d{1,3}-)?\d{1,4}:[0-5]\d:[0-5]\d", "[DAYS-]HOURS:MINUTES:SECONDS")
         if not self.seconds:
-            raise ValueError(f"Job: time: expected more than nothing, got {self.time!r}")
+            raise ValueError(f"Job: time: must be positive, got {self.time!r}")
         for name in ("partition", "account", "qos"):
             if getattr(self, name):
                 matching("Job", name, getattr(self, name), _NAME, "letters, digits and . _ + @ -, at most 64")
@@ -187,19 +187,19 @@ class BatchJob:
             text("Job", "an argument of the program", word, dash=True)
         if sum(map(len, self.program)) > _MOST_TEXT:
             raise ValueError(f"Job: program: expected at most {_MOST_TEXT} characters with all arguments")
-        if ":" in self.program:  # where a launcher's next program would begin
+        if ":" in self.program:  # it separates the programs of an MPMD launch
             raise ValueError(
-                "Job: program: expected no argument ':', got one. mpiexec and srun take it for the end of the program"
+                "Job: program: an argument must not be ':', because mpiexec and srun end the program there"
             )
 
     @property
     def seconds(self) -> int:
-        """The time limit."""
+        """The time limit in seconds."""
         days, _, clock = self.time.rpartition("-")
         hours, minutes, seconds = map(int, clock.split(":"))
         return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
     @property
     def ranks(self) -> int:
-        """All ranks, with the parameter servers."""
+        """The number of ranks, parameter servers included."""
         return self.nodes * self.ranks_per_node + (self.num_ps if self.ps_nodes else 0)

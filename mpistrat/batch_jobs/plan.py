@@ -1,4 +1,4 @@
-"""Does a job fit a site's batch system? What there is no way to ask of it is refused, not left out."""
+"""Compatibility of a job and a site's batch system. A request that the system cannot express is an error, never ignored."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["check", "gpus_per_rank", "launcher_of"]
 
 
 def launcher_of(site: SiteProfile) -> str:
-    """Return what starts the ranks, without `mpistrat run` before it."""
+    """Return the launcher that starts the ranks, without `mpistrat run` before it."""
     return SCHEDULERS[site.scheduler].launchers[0] if site.launcher == "auto" else site.launcher
 
 
 def gpus_per_rank(job: BatchJob) -> int:
-    """Return how many GPUs of its node each rank has."""
+    """Return the number of GPUs of each rank."""
     return job.gpus_per_node // job.ranks_per_node
 
 
 def check(job: BatchJob, site: SiteProfile) -> None:
-    """Raise unless the site's batch system can do what the job asks for.
+    """Raise unless the site's batch system supports everything that the job requests.
 
     Raises:
-        ValueError: naming what it cannot do.
+        ValueError: with the request that it does not support.
     """
     scheduler, launcher = SCHEDULERS[site.scheduler], launcher_of(site)
     if launcher not in scheduler.launchers:
@@ -32,7 +32,7 @@ def check(job: BatchJob, site: SiteProfile) -> None:
     for name in ("array", "preemption", "ps_nodes", "memory", "qos", "mail", "stage"):
         if getattr(job, name) and name not in scheduler.takes:
             can = ", ".join(each.title for each in SCHEDULERS.values() if name in each.takes)
-            raise _error(name, f"one that {scheduler.title} has a way to say", getattr(job, name), f"These have: {can}")
+            raise _error(name, f"a setting that {scheduler.title} supports", getattr(job, name), f"Supported by: {can}")
     _check_mpi(site, launcher)
     if job.ps_nodes and launcher != "srun":
         raise _error("ps_nodes", "a heterogeneous job started by srun", f"launcher {launcher}")
@@ -53,8 +53,8 @@ def check(job: BatchJob, site: SiteProfile) -> None:
         _check_gpu_mpi(job, site, launcher)
     if site.scheduler == "lsf" and job.array and job.array.first < 1:
         raise _error("array", "indices from 1 under LSF", job.array.indices)
-    if site.scheduler == "flux" and any("{{" in word for word in job.program):  # flux run would fill in
-        raise _error("program", "no argument with {{ under Flux, which replaces it", "one")
+    if site.scheduler == "flux" and any("{{" in word for word in job.program):  # flux run would substitute it
+        raise _error("program", "no argument with {{ under Flux, which replaces it", job.program)
     if job.container and site.venv:
         raise _error("container", "the Python of the image", f"the environment {site.venv!r:.80}")
 
@@ -75,7 +75,7 @@ def _check_restarts(job: BatchJob, site: SiteProfile, launcher: str) -> None:
         (f"the image {job.container!r:.80}", not job.container),
     ):
         if not fits:
-            raise _error(name, "a job of SLURM that `mpistrat run` can start as it finds it, without an image", got)
+            raise _error(name, "a SLURM job under srun with the default mpi, without an image or nodes of servers", got)
 
 
 def _check_check(job: BatchJob) -> None:

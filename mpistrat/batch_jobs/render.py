@@ -1,4 +1,4 @@
-"""A job and a site become a batch script. Whatever the templates write of them is quoted for the shell."""
+"""Rendering of a job at a site as a batch script. Templates quote every value for the shell."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ from .site import SiteProfile
 
 __all__ = ["FOR_PMI2", "render"]
 
-FOR_PMI2 = MappingProxyType(
-    {"MPIR_CVAR_CH4_NETMOD": "ofi"}
-)  # as cluster/launcher_variables.py says of an MPI that may be a wheel's MPICH
+# For an MPI that may be a wheel's MPICH, see cluster/launcher_variables.py.
+FOR_PMI2 = MappingProxyType({"MPIR_CVAR_CH4_NETMOD": "ofi"})
 
 
-# As python -m mpistrat, without modules of the working directory.
+# Like python -m mpistrat, but ignores modules in the working directory.
 _MAIN = "import sys; sys.path[:] = filter(None, sys.path); from mpistrat.cli.main import main; sys.exit(main())"
 
 
 class _Shell(str):
-    """Text that is right as it is: a template's own, words that are quoted already, a comment."""
+    """Text that is inserted unquoted: a template's own, quoted words, or a comment."""
 
 
 def render(job: BatchJob, site: SiteProfile, for_pmi2: Mapping[str, str] = FOR_PMI2) -> str:
     """Return the batch script of a job at a site.
 
     Args:
-        job: what runs.
-        site: where.
-        for_pmi2: variables that the job's MPI wants under `srun --mpi=pmi2`; the default is for an unknown MPI.
+        job: the program and its resources.
+        site: the machine.
+        for_pmi2: variables that the job's MPI needs under `srun --mpi=pmi2`; the default is for an unknown MPI.
 
     Raises:
-        ValueError: the site's batch system cannot do what the job asks for.
+        ValueError: the site's batch system does not support something that the job requests.
         MissingDependencyError: without jinja2.
 
     Example:
@@ -54,7 +53,7 @@ def render(job: BatchJob, site: SiteProfile, for_pmi2: Mapping[str, str] = FOR_P
     template = _environment().get_template(f"{site.scheduler}.sh.jinja")
     launcher, scheduler = launcher_of(site), SCHEDULERS[site.scheduler]
     if job.restarts or job.survive:
-        launcher = "mpistrat"  # which starts that
+        launcher = "mpistrat"  # which runs srun or mpirun
     text: str = template.render(
         job=job,
         site=site,
@@ -95,22 +94,22 @@ def _environment() -> Any:
 
 
 def _quoted(value: object) -> str:
-    """What stands for a value in a script."""
+    """Return a value as it is written into a script."""
     return value if isinstance(value, _Shell) else shlex.quote(str(value)) if value != "" else ""
 
 
 def _words(value: str | Iterable[str]) -> _Shell:
-    """Words of a command line, or of an option with its value."""
+    """Return words of a command line, or an option and its value, quoted."""
     return _Shell(shlex.join(value.split(" ") if isinstance(value, str) else value))
 
 
 def _comment(value: str) -> _Shell:
-    """Text behind a # and other words."""
+    """Return text for a comment line."""
     return _Shell(re.sub(r"[\x00-\x1f\x7f]", "?", value))
 
 
 def _reasons(site: SiteProfile) -> Callable[[str, str], _Shell]:
-    """What says why a setting is what it is: in the profile's words, where it has any."""
+    """Return a function that returns the reason for a setting: the profile's, or the usual one."""
 
     def reason(setting: str, usual: str) -> _Shell:
         said = site.reasons.get(setting)
@@ -120,7 +119,7 @@ def _reasons(site: SiteProfile) -> Callable[[str, str], _Shell]:
 
 
 def _program(job: BatchJob, site: SiteProfile) -> tuple[str, ...]:
-    """The words that each rank runs."""
+    """Return the command line of each rank."""
     words = job.program
     if job.check:
         words = (site.python, "-c", _MAIN, *words)
@@ -137,21 +136,21 @@ def _program(job: BatchJob, site: SiteProfile) -> tuple[str, ...]:
 
 
 def _for_pmi2(site: SiteProfile, wanted: Mapping[str, str]) -> dict[str, str]:
-    """These variables, if PMI2 may be what starts the ranks, and the site has no word of its own."""
+    """Return these variables if PMI2 may start the ranks and the site does not set them."""
     return {
         name: value for name, value in wanted.items() if site.mpi in ("auto", "pmi2") and name not in site.variables
     }
 
 
 def _exported(job: BatchJob, site: SiteProfile) -> list[str]:
-    """The variables that a launcher must be told to hand on."""
+    """Return the variables that a launcher passes to ranks only on request."""
     roles = ["MPISTRAT_NUM_PS"] if job.num_ps else []
     names = ["MPISTRAT_STRATEGY", *roles, "OMP_NUM_THREADS", "PYTHONUNBUFFERED", *site.variables]
     return list(dict.fromkeys(names))
 
 
 def _what(job: BatchJob, launcher: str) -> str:
-    """The first comment: what kind of job this is."""
+    """Return the first comment, which describes the job."""
     ranks = f"{counted(job.ranks, 'rank')}"
     if job.num_ps:
         nodes = " on nodes of their own" if job.ps_nodes else ""
@@ -162,13 +161,13 @@ def _what(job: BatchJob, launcher: str) -> str:
     parts += [f"{job.gpus_per_node} GPUs on each node"] * bool(job.gpus_per_node)
     parts += ["in a container"] * bool(job.container)
     parts += ["an array of jobs"] * bool(job.array)
-    parts += ["may be interrupted and goes on"] * bool(job.preemption)
+    parts += ["resumes after a preemption"] * bool(job.preemption)
     parts += ["a check of the cluster"] * job.check
-    parts += ["goes on when a rank dies"] * bool(job.restarts or job.survive)
+    parts += ["continues when a rank dies"] * bool(job.restarts or job.survive)
     return f"{', '.join(parts)}."
 
 
 def _clock(seconds: int) -> str:
-    """HH:MM:SS, which all of them read."""
+    """Return HH:MM:SS, which every batch system reads."""
     minutes, seconds = divmod(seconds, 60)
     return f"{minutes // 60:02d}:{minutes % 60:02d}:{seconds:02d}"

@@ -1,4 +1,4 @@
-"""The batch systems: how each takes a script, who can start ranks under it, and what a job can ask of it."""
+"""The batch systems: how to submit a script, which launchers start ranks, and what a job may request."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class BatchSystem:
     """A batch system.
 
     Attributes:
-        title: its name for people.
+        title: its display name.
         submit: the command that reads a script from stdin.
-        by: how people submit a file.
-        job_id: pattern of what that command prints; group 1 is the job.
-        launchers: what can start the ranks inside a job, the usual one first.
-        takes: what a job may ask for, of: array, preemption, ps_nodes, memory, qos, mail, stage.
-        index: variable with the index of a task of an array.
+        by: the command to submit a file, for comments.
+        job_id: pattern of that command's output; group 1 is the job.
+        launchers: launchers that can start the ranks in a job, the usual one first.
+        takes: requests that it supports, of: array, preemption, ps_nodes, memory, qos, mail, stage.
+        index: variable with the index of an array's task.
         directives: options that a site profile may add to the script.
     """
 
@@ -91,14 +91,14 @@ LAUNCHERS = tuple(dict.fromkeys(launcher for scheduler in SCHEDULERS.values() fo
 
 
 def submit(script: str, scheduler: str) -> str:
-    """Give a script to the batch system, through its own command and no shell, and return the job's id.
+    """Submit a script through the batch system's own command, without a shell, and return the job's id.
 
     Args:
         script: the text of the script.
         scheduler: slurm, pbs, lsf or flux.
 
     Raises:
-        JobError: there is no such command here, or it refused.
+        JobError: the command is missing or rejected the script.
     """
     system = SCHEDULERS[scheduler]
     command = " ".join(system.submit)
@@ -113,5 +113,5 @@ def submit(script: str, scheduler: str) -> str:
     found = re.search(system.job_id, said, re.MULTILINE)
     if done.returncode or not found:
         got = complaint or said or f"exit status {done.returncode}"
-        raise JobError(explain("submit", "", expected=f"that {command} takes the script", got=got))
+        raise JobError(explain("submit", "", expected=f"{command} to accept the script", got=got))
     return found[1]

@@ -1,4 +1,4 @@
-"""SiteProfile: what differs between machines, each setting with its reason; read from JSON."""
+"""`SiteProfile`: the settings of one machine, each with its reason; read from JSON."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ _NOT_SHELL = re.compile(r"BASH.*|ENV|IFS|PATH|PPID|PROMPT_COMMAND|PS\d|SHELLOPTS
 @final
 @dataclass(frozen=True, kw_only=True)
 class SiteProfile:
-    """How jobs are run at a site.
+    """The settings of a site for its jobs.
 
     Args:
         name: of the site.
-        about: where its facts come from.
+        about: the source of its facts.
         scheduler: slurm, pbs, lsf or flux.
-        launcher: what starts the ranks inside the job: srun; mpich (its mpiexec); openmpi (its mpirun); pals (Cray's
-            mpiexec); jsrun; flux; or auto for the usual one of the scheduler.
-        mpi: how the launcher meets the MPI library: pmix (or a version of it, as pmix_v4), pmi2, cray_shasta, none, or auto
+        launcher: starts the ranks in the job: srun; mpich (its mpiexec); openmpi (its mpirun); pals (Cray's mpiexec); jsrun;
+            flux; or auto for the scheduler's usual one.
+        mpi: interface between launcher and MPI library: pmix (or a version of it, as pmix_v4), pmi2, cray_shasta, none, or auto
             for the site's default.
-        srun_cpus_per_task: export SRUN_CPUS_PER_TASK: since SLURM 22.05 srun does not take over --cpus-per-task.
-        gpu_request: how the script asks for GPUs: per_node, per_task or gres.
-        gpu_bind: what SLURM binds tasks to: closest, none, or "" for the site's default.
+        srun_cpus_per_task: export SRUN_CPUS_PER_TASK: since SLURM 22.05 srun ignores the job's --cpus-per-task.
+        gpu_request: how the script requests GPUs: per_node, per_task or gres.
+        gpu_bind: binding of tasks to GPUs in SLURM: closest, none, or "" for the site's default.
         directives: further options of the batch system, of an allowlist, as ("--constraint=gpu",).
         modules: environment modules to load.
         venv, conda: folder of the virtual environment, or name or folder of the conda environment, to activate.
         python: the Python of the job.
-        container_command: what runs a program in an image.
+        container_command: command that runs a program in an image.
         variables: environment variables to set.
-        gtl: Cray MPICH's library for memory of GPUs, as mpi_gtl_cuda. Scripts switch that memory off, or load the library
-            before MPI where the job asks for it (`gpu_mpi`).
-        nccl_net: the network of NCCL's plugin, as "AWS Libfabric". Scripts set NCCL_NET to it where they find a plugin.
-        reasons: by setting, why it is what it is; a comment in the script.
+        gtl: Cray MPICH's library for GPU memory, as mpi_gtl_cuda. Scripts disable that support, or load the library before MPI
+            if the job requests it (`gpu_mpi`).
+        nccl_net: the network of NCCL's plugin, as "AWS Libfabric". Scripts set NCCL_NET to it if they find a plugin.
+        reasons: by setting, the reason for its value; a comment in the script.
 
     Raises:
-        ValueError: naming the setting.
+        ValueError: with the name of the wrong setting.
     """
 
     name: str = "generic"
@@ -112,7 +112,7 @@ class SiteProfile:
             if getattr(self, name):
                 text("SiteProfile", name, getattr(self, name), path=True)
         if self.venv and self.conda:
-            raise _wrong("conda", "a virtual environment or one of conda", "both")
+            raise _wrong("conda", "no conda environment next to venv", self.conda)
         if not self.python:
             raise _wrong("python", "a command", self.python)
         for place, word in enumerate(self.container_command):
@@ -141,7 +141,7 @@ def _wrong(name: str, expected: str, got: object) -> ValueError:
 
 
 def site_names() -> list[str]:
-    """Return the names of the profiles that ship with the package.
+    """Return the names of the profiles in this package.
 
     Example:
         >>> "generic" in site_names()
@@ -151,13 +151,13 @@ def site_names() -> list[str]:
 
 
 def read_site(name: str) -> SiteProfile:
-    """Return a profile that ships with the package, by name, or one of your own, by path.
+    """Return a profile of this package, by name, or one of your own, by path.
 
     Args:
         name: of a profile, or a path, which has a slash or ends in .json.
 
     Raises:
-        ValueError: there is no such profile, or it is not right.
+        ValueError: there is no such profile, or it is invalid.
     """
     if "/" in name or name.endswith(".json"):
         path = Path(name)
@@ -165,21 +165,21 @@ def read_site(name: str) -> SiteProfile:
         path = _FOLDER / f"{name}.json"
     else:
         expected = f"one of {', '.join(site_names())}, or the path of a JSON file"
-        raise ValueError(explain("read_site", "site", expected=expected, got=f"{name!r:.80}"))
+        raise ValueError(explain("--site", "", expected=expected, got=f"{name!r:.80}"))
     try:
         said = json.loads(read_whole(path, _MOST).decode())
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(explain("read_site", f"{name!r:.200}", expected="a JSON file", got=str(error)[:200])) from None
+        raise ValueError(explain("site", f"{name!r:.200}", expected="a JSON file", got=str(error)[:200])) from None
     return _profile(name, said)
 
 
 def _profile(name: str, said: Any) -> SiteProfile:
     if not isinstance(said, dict):
-        raise ValueError(explain("read_site", f"{name!r:.200}", expected="a JSON object", got=type(said).__name__))
+        raise ValueError(explain("site", f"{name!r:.200}", expected="a JSON object", got=type(said).__name__))
     legal = {each.name for each in fields(SiteProfile)}
     for key in said:
         if key not in legal:
             expected = f"settings of {', '.join(sorted(legal))}"
-            raise ValueError(explain("read_site", f"{name!r:.200}", expected=expected, got=f"{key!r:.80}"))
+            raise ValueError(explain("site", f"{name!r:.200}", expected=expected, got=f"{key!r:.80}"))
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in said.items()}
     return SiteProfile(**values)

@@ -347,8 +347,8 @@ def wait_for(path, process):
 @pytest.mark.parametrize(
     ("settings", "site", "says"),
     [
-        ({"preemption": Preemption()}, {"scheduler": "pbs"}, "preemption.*PBS.*These have: SLURM"),
-        ({"array": ARRAY}, {"scheduler": "flux"}, "array.*Flux.*These have: SLURM, PBS, LSF"),
+        ({"preemption": Preemption()}, {"scheduler": "pbs"}, "preemption.*PBS.*Supported by: SLURM"),
+        ({"array": ARRAY}, {"scheduler": "flux"}, "array.*Flux.*Supported by: SLURM, PBS, LSF"),
         ({"array": ARRAY}, {"scheduler": "lsf"}, "indices from 1"),
         ({"memory": "1G"}, {"scheduler": "lsf"}, "memory"),
         ({"mail": "a@b.c"}, {"scheduler": "flux"}, "mail"),
@@ -365,7 +365,7 @@ def wait_for(path, process):
             {},
             "SLURM has no arrays of others",
         ),
-        ({"restarts": 3}, {"scheduler": "pbs"}, "restarts.*a job of SLURM.*got PBS"),
+        ({"restarts": 3}, {"scheduler": "pbs"}, "restarts.*a SLURM job.*got PBS"),
         ({"restarts": 3}, {"launcher": "openmpi"}, "restarts.*got launcher openmpi"),
         ({"survive": True}, {"mpi": "pmix"}, "survive.*got mpi pmix"),
         ({"restarts": 3, "container": "a.sif"}, {}, "got the image 'a.sif'"),
@@ -466,7 +466,7 @@ def test_a_second_sigterm_does_not_end_the_removal_of_the_copy(machine):
 @pytest.mark.parametrize(
     ("asked", "site", "expected"),
     [
-        ({}, {"scheduler": "pbs"}, "one that PBS has a way to say.*These have: SLURM"),
+        ({}, {"scheduler": "pbs"}, "a setting that PBS supports.*Supported by: SLURM"),
         ({}, {"venv": "", "conda": "base"}, "a virtual environment.*got base"),
         ({"container": "a.sif"}, {"venv": ""}, "a virtual environment.*got a.sif"),
         ({}, {"python": "/usr/bin/python3"}, "the Python of that environment, got /usr/bin/python3"),
