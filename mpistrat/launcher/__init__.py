@@ -1,1 +1,1 @@
-"""Starts, watches and ends the processes of a job."""
+"""Starting, watching and ending the processes of a job."""

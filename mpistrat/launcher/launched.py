@@ -1,4 +1,4 @@
-"""What a rank of `ms.MultiProcessRunner` runs: it calls the function in a folder, and leaves there what it returns."""
+"""The program of each rank of `ms.MultiProcessRunner`: it calls the function in a folder and writes the result there."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ from .end_with_parent import end_with_parent
 
 __all__ = ["STACKS"]
 
-STACKS = signal.SIGUSR2  # at which a rank prints where it is
+STACKS = signal.SIGUSR2  # a rank prints its stack on this signal
 
 
 def main(folder: Path) -> None:
-    """Call the function. An error goes on, so that it ends the job."""
+    """Call the function. An error propagates and so ends the job."""
     faulthandler.register(STACKS)
-    end_with_parent(
-        signal.SIGKILL
-    )  # Open MPI's launcher leaves ranks behind where nobody reads what it says at its end
+    end_with_parent(signal.SIGKILL)  # Open MPI's launcher leaves ranks running if its last output is not read
     import cloudpickle
     from mpi4py import MPI
 
     path, call = cloudpickle.loads((folder / "call").read_bytes())
     sys.path += [place for place in path if place not in sys.path]
     rank = MPI.COMM_WORLD.rank
-    for kind in ("failure", "result"):  # of ranks that were started before these
+    for kind in ("failure", "result"):  # of an earlier generation
         (folder / f"{kind}-{rank}").unlink(missing_ok=True)
     _write(folder, f"process-{rank}", f"{socket.gethostname()} {os.getpid()}".encode())
     try:
@@ -44,7 +42,7 @@ def main(folder: Path) -> None:
 
 
 def _write(folder: Path, name: str, data: bytes) -> None:
-    """Write a file that is whole when it is there."""
+    """Write a file atomically."""
     beside = folder / f".{name}"
     beside.write_bytes(data)
     beside.rename(folder / name)

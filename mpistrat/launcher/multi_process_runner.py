@@ -1,6 +1,6 @@
-"""`ms.MultiProcessRunner`: a function on ranks that a program starts, which is none of them; what each does, and killing one.
+"""`ms.MultiProcessRunner`: run a function on ranks from a program that is not a rank, follow each rank, and kill one.
 
-`ms.launch`: call a function on several ranks of this machine, from a notebook or any program that runs as one process.
+`ms.launch`: call a function on several ranks of this machine, from a notebook or any single-process program.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ __all__ = [
 
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
-_LOOK = 0.02  # seconds between two looks for what a rank has written
-_STACKS = 1.0  # seconds that ranks have to print where they are
+_LOOK = 0.02  # seconds between two checks for a rank's files
+_STACKS = 1.0  # seconds that ranks have to print their stacks
 _TAGGED = re.compile(r"\[(\d+)\] (.*)", re.DOTALL)
 
 
 class RankResult(NamedTuple):
-    """What became of a rank of `MultiProcessRunner`.
+    """The result of one rank of `MultiProcessRunner`.
 
     Attributes:
-        return_value: what the function returned; None where it did not.
-        returned: whether it did.
-        error: the traceback, where it raised.
-        output: the lines that it printed, to both streams.
+        return_value: the function's return value, or None if it did not return.
+        returned: True if the function returned.
+        error: the traceback if it raised.
+        output: the lines that it printed to stdout and stderr.
     """
 
     return_value: Any
@@ -62,22 +62,21 @@ class RankResult(NamedTuple):
 
 @final
 class MultiProcessRunner:
-    """Ranks of this machine that call a function, for tests of your own program: start them, kill one, see what each does.
+    """Ranks of this machine that call a function, for tests of your own program: start them, kill one, and check each result.
 
-    They start at once, and end with the `with` statement, whatever happens in it, and when this process is killed. It is no
-    rank itself. They get the function and its arguments as they are now, by cloudpickle; what they print is shown here, too.
-    In a SLURM job they are on all of its nodes, as by `mpistrat run`. `ms.launch` does the same where nothing happens in
-    between.
+    They start at once. They end with the `with` statement, whatever happens in it, and when this process is killed. This process
+    is not a rank. The ranks get the function and its arguments in their current state, by cloudpickle. Their output is printed
+    here too. In a SLURM job they run on all of its nodes, as under `mpistrat run`. Use `ms.launch` to only call a function.
 
     Args:
-        f: makes the strategy, and does all that uses it. What it returns must be picklable.
+        f: creates and uses the strategy. Its return value must be picklable.
         args, kwargs: its arguments.
-        ranks: how many; default one for each GPU, without GPUs for each core.
-        restarts: how often they are started again when one dies, as by `mpistrat run --restarts`.
-        survive: they go on when one dies, as by `mpistrat run --survive`; needs Open MPI 5.
+        ranks: number of ranks; default one for each GPU, without GPUs for each core.
+        restarts: the most times that they are restarted after a death, as under `mpistrat run --restarts`.
+        survive: the others continue after a death, as under `mpistrat run --survive`; needs Open MPI 5.
 
     Raises:
-        ClusterError: no launcher fits the MPI that mpi4py loads, or it cannot survive.
+        ClusterError: no launcher fits the MPI that mpi4py loads, or that MPI cannot survive a death.
         MissingDependencyError: cloudpickle is not installed.
         TypeError, ValueError: `ranks` is not an integer ≥ 1, or `restarts` not one ≥ 0.
         ValueError: this process is a rank already.
@@ -112,7 +111,8 @@ class MultiProcessRunner:
             ranks = integer("ms.launch", "ranks", ranks, 1)
         restarts = integer("ms.MultiProcessRunner", "restarts", restarts, 0)
         cloudpickle = load_cloudpickle("ms.MultiProcessRunner")
-        # Nobody else may enter the folder. Nodes of a SLURM job share that of the job, rarely the one for temporary files.
+        # Only this user can enter the folder. Nodes of a SLURM job share its working directory, rarely the temporary
+        # directory.
         shared = os.getcwd() if int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1 else None
         self._folder = tempfile.TemporaryDirectory(
             prefix=".mpistrat-launch-" if shared else "mpistrat-launch-", dir=shared
@@ -137,14 +137,15 @@ class MultiProcessRunner:
             raise
 
     def join(self, timeout: float | None = 60.0) -> list[RankResult]:
-        """Wait until all ranks have ended, and return what became of each, by rank.
+        """Wait until all ranks have ended, and return their results, by rank.
 
         Args:
-            timeout: seconds after which all ranks are ended; None for as long as they take.
+            timeout: seconds after which all ranks are ended; None for no limit.
 
         Raises:
-            LaunchError: a rank failed, with its traceback; or died, unless they survive that; or returned what cannot be pickled.
-            TimeoutError: they took longer. Where each was is among what it printed.
+            LaunchError: a rank raised, with its traceback; died, unless the others survive that; or returned an unpicklable
+                object.
+            TimeoutError: the ranks took longer. Their output ends with their stacks.
         """
         assert self._job is not None
         try:
@@ -174,15 +175,15 @@ class MultiProcessRunner:
         return results
 
     def results(self) -> list[RankResult]:
-        """Return what is known of each rank now, by rank; also after `join` has raised."""
+        """Return the current result of each rank, by rank; also after `join` has raised."""
         return [self._result(rank) for rank in range(self._ranks)]
 
     def wait_for(self, text: str, *, rank: int | None = None, timeout: float = 60.0) -> None:
-        """Wait until a rank, or any rank, has printed a line with this text.
+        """Wait until a rank, or any rank, has printed a line that contains this text.
 
         Raises:
-            LaunchError: the ranks have ended without.
-            TimeoutError: none has within so many seconds; all were ended.
+            LaunchError: the ranks have ended without printing it.
+            TimeoutError: `timeout` seconds have passed; all ranks were ended.
         """
         wanted = [*range(self._ranks)] if rank is None else [self._known(rank)]
 
@@ -192,10 +193,10 @@ class MultiProcessRunner:
         self._wait(printed, f"a line with {text!r} of {'any rank' if rank is None else f'rank {rank}'}", timeout)
 
     def get_process_id(self, rank: int) -> int:
-        """Return the process of a rank, which has then begun.
+        """Return a rank's process id, once it has started.
 
         Raises:
-            LaunchError, TimeoutError: it does not begin.
+            LaunchError, TimeoutError: it does not start.
             ValueError: it is on another node.
         """
         path = self._path / f"process-{self._known(rank)}"
@@ -217,7 +218,7 @@ class MultiProcessRunner:
             os.kill(self.get_process_id(rank), number)
 
     def terminate_all(self) -> None:
-        """End the launcher and the ranks, which are in its process group or, elsewhere, end with it."""
+        """End the launcher and all ranks. They are in its process group or, on other nodes, end with it."""
         assert self._job is not None
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self._job.poll() is None:
@@ -232,7 +233,7 @@ class MultiProcessRunner:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End all ranks, and forget what they returned."""
+        """End all ranks, and delete their results."""
         self.terminate_all()
         self._folder.cleanup()
 
@@ -250,7 +251,7 @@ class MultiProcessRunner:
         )
 
     def _wait(self, look: Callable[[], Any], expected: str, seconds: float) -> Any:
-        """Return what `look` returns once that is not None."""
+        """Return the first value of `look` that is not None."""
         assert self._job is not None
         end, ended = time.monotonic() + seconds, False
         while (found := look()) is None:
@@ -265,7 +266,7 @@ class MultiProcessRunner:
                 raise TimeoutError(explain("MultiProcessRunner", "", expected=expected, got=got, remedy=remedy))
             if self._job.poll() is not None:
                 self._reader.join(_GRACE)
-                ended = True  # and one look more
+                ended = True  # and check once more
             else:
                 time.sleep(_LOOK)
         return found
@@ -274,7 +275,7 @@ class MultiProcessRunner:
         return any((self._path / f"{kind}-{rank}").exists() for kind in ("result", "failure"))
 
     def _print_stacks(self) -> None:
-        """Have ranks of this node that still run print where they are."""
+        """Make the running ranks of this node print their stacks."""
         for path in self._path.glob("process-*"):
             node, number = path.read_text().split()
             if node == socket.gethostname() and not self._has_ended(int(path.name.partition("-")[2])):
@@ -283,7 +284,7 @@ class MultiProcessRunner:
         time.sleep(_STACKS)
 
     def _run(self, start: Start, begun: queue.SimpleQueue[Any]) -> None:
-        """Start the launcher, in a thread that lives as long: Linux tells it of the death of the thread that has started it."""
+        """Start the launcher, in a thread that outlives it: Linux signals the launcher when the thread that started it ends."""
         try:
             job = subprocess.Popen(
                 isolated(end_with_parent.__file__, str(os.getpid()), *start.command),
@@ -302,15 +303,15 @@ class MultiProcessRunner:
         job.wait()
 
     def _read(self, stream: IO[bytes]) -> None:
-        """Show what comes, and keep what ranks have printed."""
+        """Print the ranks' output, and store their lines."""
         for data in stream:
             line = data.decode(errors="replace")
             if found := _TAGGED.fullmatch(line):
                 line = found[2]
                 self._lines.setdefault(int(found[1]), []).append(line.rstrip("\n"))
-            # Where it is closed, or of another encoding, ranks would wait for this thread.
+            # An error here, of a closed stdout or its encoding, would block the ranks.
             with contextlib.suppress(OSError, ValueError):
-                sys.stdout.write(line)  # that of a notebook's cell has no buffer
+                sys.stdout.write(line)  # a notebook's stdout has no buffer
                 sys.stdout.flush()
 
 
@@ -318,7 +319,7 @@ def _start(folder: Path, ranks: int | None, restarts: int, survive: bool) -> Sta
     """Return how to start the ranks."""
     words = program("mpistrat.launcher.launched", str(folder))
     start = plan(words, ranks, None, None, survive=survive, tag=True)
-    if restarts or survive:  # then a supervisor is between
+    if restarts or survive:  # then a supervisor starts them
         options = [*(["--restarts", str(restarts)] if restarts else []), *(["--survive"] if survive else [])]
         command = program("mpistrat", "run", "-n", str(start.ranks), "--tag", *options, *words[1:])
         return Start(command, start.ranks)
@@ -327,7 +328,7 @@ def _start(folder: Path, ranks: int | None, restarts: int, survive: bool) -> Sta
 
 @contextlib.contextmanager
 def _sent_whole(parts: Sequence[Any], cloudpickle: Any) -> Iterator[None]:
-    """Have functions that ranks could not import, as of a module of tests that is on no path, travel with all that they have."""
+    """Pickle functions by value if ranks cannot import them, such as those of a test module outside the path."""
     known, modules = cloudpickle.list_registry_pickle_by_value(), []
     for part in parts:
         while isinstance(part, functools.partial):
@@ -344,7 +345,7 @@ def _sent_whole(parts: Sequence[Any], cloudpickle: Any) -> Iterator[None]:
 
 
 def _is_found(package: str) -> bool:
-    """Return whether an import would find a package, also one that was installed to be edited, which is on no path."""
+    """Return True if an import would find a package, also one with an editable install outside the path."""
     return any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
 
 
@@ -356,21 +357,21 @@ def launch(
     ranks: int | None = None,
     timeout: float | None = None,
 ) -> list[Any]:
-    """Call a function on each of some ranks of this machine, and return what each has returned, by rank.
+    """Call a function on several ranks of this machine, and return their return values, by rank.
 
-    For notebooks and tests: the ranks are processes of their own, which end with the call; this process is none of them. They get
-    the function and its arguments as they are now, by cloudpickle, and what they print comes here. In a SLURM job they are
-    on all of its nodes, as by `mpistrat run`. `ms.MultiProcessRunner` also has what each rank printed, and kills one.
+    For notebooks and tests: the ranks are separate processes, which end with the call. This process is not a rank. They get the
+    function and its arguments in their current state, by cloudpickle, and their output is printed here. In a SLURM job they run
+    on all of its nodes, as under `mpistrat run`. `ms.MultiProcessRunner` also returns each rank's output and can kill a rank.
 
     Args:
-        f: makes the strategy, and does all that uses it. What it returns must be picklable.
+        f: creates and uses the strategy. Its return value must be picklable.
         args, kwargs: its arguments.
-        ranks: how many; default one for each GPU, without GPUs for each core.
+        ranks: number of ranks; default one for each GPU, without GPUs for each core.
         timeout: seconds after which all ranks are ended.
 
     Raises:
-        LaunchError: a rank failed, with its traceback; or returned what cannot be pickled.
-        TimeoutError: they took longer.
+        LaunchError: a rank raised, with its traceback; or returned an unpicklable object.
+        TimeoutError: the ranks took longer.
         ClusterError: no launcher fits the MPI that mpi4py loads.
         MissingDependencyError: cloudpickle is not installed.
         TypeError, ValueError: `ranks` is not an integer ≥ 1.

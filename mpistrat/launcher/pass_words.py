@@ -1,6 +1,6 @@
-"""Between a launcher and a program whose words the launcher would take for its own: `pass_words.py =WORD =WORD …`.
+"""A process between a launcher and a program, for arguments that the launcher would interpret: `pass_words.py =WORD =WORD …`.
 
-Run by its path, with the standard library only. The program, whose words are those behind the "=", takes this process's place.
+Run by its path, with the standard library only. The program, named by the words after the "=", replaces this process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which command starts a program on ranks: the mpiexec that belongs to mpi4py's MPI, or srun in a SLURM job."""
+"""The command that starts a program on ranks: the mpiexec of mpi4py's MPI, or srun in a SLURM job."""
 
 from __future__ import annotations
 
@@ -28,23 +28,22 @@ from . import pass_words, rank_output, rank_variables
 
 __all__ = ["MOST_RANKS", "Start", "plan"]
 
-_INFINIBAND = Path("/sys/class/infiniband")  # its network cards, and those of its relatives
+_INFINIBAND = Path("/sys/class/infiniband")  # InfiniBand cards and compatible ones
 _HOROVOD = str(Path(__file__).resolve().parents[1] / "horovod" / "alias")  # a folder with a module `horovod`
 MOST_RANKS = 1 << 16
-# What launchers change among a program's words: ":" ends the program, and what follows is started as another one (all); Open
-# MPI 5 writes the others in another way.
+# Arguments that launchers interpret: all of them start another program after ":", and Open MPI 5 rewrites the others.
 _OF_LAUNCHERS = frozenset({":", "--map-by", "--rank-by", "--bind-to", "--runtime-options"})
 
 
 @dataclass
 class Start:
-    """What is started.
+    """A command that starts ranks.
 
     Attributes:
-        command: the words; no shell reads them.
-        ranks: how many it starts.
-        environment: what is added to this process's.
-        notes: what a person should know.
+        command: its words; no shell reads them.
+        ranks: the number of ranks.
+        environment: variables added to this process's.
+        notes: remarks for the user.
     """
 
     command: list[str]
@@ -53,7 +52,7 @@ class Start:
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """A line for a shell, behind comments."""
+        """Return a line for a shell, after comments."""
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return "\n".join([*(f"# {note}" for note in self.notes), " ".join([*settings, shlex.join(self.command)])])
 
@@ -72,23 +71,23 @@ def plan(
     log_dir: str | None = None,
     nodes: Allocation = Allocation(),
 ) -> Start:
-    """Return how to start a program. Starts no MPI.
+    """Return how to start a program. Does not start MPI.
 
     Args:
-        program: its words, that of the interpreter included.
+        program: its command line, interpreter included.
         ranks: their number, servers included; None for the default.
         strategy: for MPISTRAT_STRATEGY.
         servers: for MPISTRAT_NUM_PS.
         evaluator: for MPISTRAT_EVALUATOR: the last rank evaluates.
-        survive: MPI goes on when a rank dies.
-        numbers: each rank has RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment.
+        survive: MPI continues when a rank dies.
+        numbers: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in each rank's environment.
         horovod: `import horovod` finds `mpistrat.horovod`.
-        tag: each line that a rank prints begins with its number.
-        log_dir: folder for a file of each rank; without `tag` nothing else shows what they print.
-        nodes: of a SLURM job; those that are lost are left out, with their share of the ranks.
+        tag: prefix each line of a rank's output with its number.
+        log_dir: folder for one output file per rank; without `tag` the output is not printed.
+        nodes: of a SLURM job; lost nodes are left out, with their share of the ranks.
 
     Raises:
-        ClusterError: mpi4py finds no MPI, or one that cannot survive, or no launcher here belongs to it.
+        ClusterError: mpi4py finds no MPI, or one that cannot survive a death, or no launcher here belongs to it.
         ValueError: the counts contradict each other, or a launcher started this process with others.
     """
     launched = launched_size()
@@ -136,21 +135,21 @@ def plan(
 
 
 def _passed(program: Sequence[str]) -> list[str]:
-    """Return a program's words in a form that every launcher passes on as it is."""
+    """Return a program's command line in a form that no launcher changes."""
     if _OF_LAUNCHERS.isdisjoint(program):
         return list(program)
     return isolated(pass_words.__file__, *(f"={word}" for word in program))
 
 
 def _let_survive(start: Start, library: MPILibrary) -> None:
-    """Have Open MPI go on when a rank dies."""
+    """Configure Open MPI to continue when a rank dies."""
     if not library.survives:
-        remedy = "Leave --survive out: with --restarts the job goes on, too, under any MPI"
-        expected = "Open MPI 5 or newer, which goes on when a rank dies"
+        remedy = "Use --restarts instead: it works under any MPI"
+        expected = "Open MPI 5 or newer, which continues when a rank dies"
         raise ClusterError(explain("mpistrat run", "--survive", expected=expected, got=str(library), remedy=remedy))
     start.command += ["--with-ft", "ulfm"]
     setting = os.environ.get("OMPI_MCA_coll", "^")  # noqa: SIM112
-    if setting.startswith("^"):  # names of what is left out
+    if setting.startswith("^"):  # excluded components
         names = [*filter(None, setting[1:].split(",")), *UNSAFE]
         start.environment["OMPI_MCA_coll"] = "^" + ",".join(dict.fromkeys(names))
 
@@ -169,7 +168,7 @@ def _strategy(strategy: str | None, servers: int | None) -> str | None:
 
 
 def _default_ranks(strategy: str | None, servers: int | None, in_slurm: bool) -> int:
-    """Return the job's tasks; or a rank for each GPU, without GPUs for each core; at least one worker."""
+    """Return the job's tasks, or a rank for each GPU, or without GPUs for each core; at least one worker."""
     tasks = os.environ.get("SLURM_NTASKS", "")
     if in_slurm and tasks.isascii() and tasks.isdigit() and 0 < int(tasks) < MOST_RANKS:
         return int(tasks)
@@ -182,7 +181,7 @@ def _default_ranks(strategy: str | None, servers: int | None, in_slurm: bool) ->
 
 
 def _threads(ranks: int) -> dict[str, str]:
-    """Return the setting of threads for each rank's share of the cores, unless the user chose."""
+    """Return the thread setting for each rank's share of the cores, unless the user set one."""
     if any(os.environ.get(name) for name in THREAD_VARIABLES):
         return {}
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))}
@@ -207,7 +206,7 @@ def _by_mpiexec(
     if library.family == "openmpi":
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             command.append("--allow-run-as-root")
-        command += ["--bind-to", "none"]  # it would bind two ranks to one core each, whatever their threads
+        command += ["--bind-to", "none"]  # its default binds each of two ranks to one core, regardless of threads
         if ranks > usable_cores() and not in_slurm:
             command.append("--oversubscribe")
         if "OMPI_MCA_osc" not in os.environ and not in_slurm and not _network_cards():
@@ -226,7 +225,7 @@ def _by_mpiexec(
 
 
 def _by_srun(library: MPILibrary, ranks: int, nodes: Allocation) -> Start:
-    """Return the start by srun in a SLURM allocation; by mpiexec where srun has no protocol for this MPI."""
+    """Return the start by srun in a SLURM allocation, or by mpiexec if srun has no protocol for this MPI."""
     offered = offered_pmis()
     pmi = fitting_pmi(library, offered)
     cpus = os.environ.get("SLURM_CPUS_PER_TASK", "")
@@ -241,7 +240,7 @@ def _by_srun(library: MPILibrary, ranks: int, nodes: Allocation) -> Start:
     if nodes.lost:
         command += [f"--nodes={min(len(nodes.living), ranks)}", f"--exclude={','.join(nodes.lost)}"]
     if cpus.isdigit():
-        command.append(f"--cpus-per-task={cpus}")  # since 22.05 srun does not take it from the job
+        command.append(f"--cpus-per-task={cpus}")  # since 22.05 srun does not inherit it from the job
     notes = [f"{library}; {ranks} tasks in SLURM's job {os.environ['SLURM_JOB_ID']}"]
     wanted = {name: value for name, value in srun_environment(library, pmi).items() if name not in os.environ}
     environment |= wanted

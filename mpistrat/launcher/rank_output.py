@@ -1,8 +1,7 @@
-"""Between a launcher and a rank's program: whole lines that begin with the rank, and a file for each rank.
+"""A process between a launcher and a rank's program: whole lines prefixed with the rank, and a file for each rank.
 
-Run by its path, with the standard library only: `rank_output.py VARIABLES TAG FOLDER WORD …`. The program takes this
-process's place, so that no process is between it and signals or its status. What it writes is read by a process beside
-it, which ends after the program's last output.
+Run by its path, with the standard library only: `rank_output.py VARIABLES TAG FOLDER WORD …`. The program replaces this process,
+so it gets signals and returns its status directly. A second process reads its output, and ends after the last of it.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import stat
 import sys
 from collections.abc import Sequence
 
-_LONGEST = 4096 - 32  # bytes: so much goes into a launcher's pipe in one piece; longer lines are folded
+_LONGEST = 4096 - 32  # bytes that a launcher's pipe takes atomically; longer lines are folded
 
 
 def main(variables: str, tag: str, folder: str, *words: str) -> None:
-    """Become a program, whose output is tagged, or goes into files.
+    """Replace this process with a program whose output is tagged or written into files.
 
     Args:
-        variables: names of environment variables with the rank, the first that is set counts.
+        variables: names of environment variables with the rank; the first that is set counts.
         tag: "1" for tags.
         folder: of the files, "" for none.
         words: of the program.
@@ -41,10 +40,10 @@ def main(variables: str, tag: str, folder: str, *words: str) -> None:
 
 
 def _new_file(path: str) -> int:
-    """Open an empty regular file, and no link or pipe that another user of the folder has put there.
+    """Open an empty regular file; reject a link or pipe that another user of the folder has put there.
 
     Raises:
-        OSError: it cannot be made, or something else is there.
+        OSError: it cannot be created, or something else is there.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -54,16 +53,16 @@ def _new_file(path: str) -> int:
 
 
 def _tagged(tag: bytes, file: int) -> None:
-    """Send what this process writes through another one, which passes on whole lines."""
+    """Send this process's output through a second process, which forwards whole lines."""
     pipes = [os.pipe(), os.pipe()]
-    if os.fork():  # the program; its child steps aside at once, so that it has none that it does not know
+    if os.fork():  # the program; this child exits at once, so that the program has no unknown child
         os.wait()
         for number, (_, write) in enumerate(pipes, 1):
             os.dup2(write, number)
         return
     if os.fork():
         os._exit(0)
-    os.setsid()  # what ends the program's group does not end this
+    os.setsid()  # signals to the program's group do not reach this process
     for _, write in pipes:
         os.close(write)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -72,7 +71,7 @@ def _tagged(tag: bytes, file: int) -> None:
 
 
 def _forward(ways: dict[int, int], tag: bytes, file: int) -> None:
-    """Pass on what comes in at one end, line by line, until all writers have closed it."""
+    """Forward the input line by line until all writers have closed it."""
     import select
 
     texts = dict.fromkeys(ways, b"")
@@ -97,7 +96,7 @@ def _write(target: int, tag: bytes, line: bytes) -> None:
     for at in range(0, max(len(line), 1), _LONGEST):
         try:
             os.write(target, tag + line[at : at + _LONGEST] + b"\n")
-        except OSError:  # the reader has gone; a file may still be wanted
+        except OSError:  # the reader is gone; the file is still written
             return
 
 

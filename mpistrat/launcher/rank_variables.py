@@ -1,8 +1,8 @@
-"""Between a launcher and a rank's program: sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun does.
+"""A process between a launcher and a rank's program: sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, like torchrun.
 
-`mpistrat run` runs it by its path, with the standard library only: `rank_variables.py RANKS SIZES WORD …`; batch jobs as a
-module: `python -m mpistrat.launcher.rank_variables WORD …`. The program takes this process's place.
-Libraries such as Accelerate and Transformers read the variables when they are imported, before MPI runs.
+`mpistrat run` runs it by its path, with the standard library only: `rank_variables.py RANKS SIZES WORD …`. Batch jobs run it as a
+module: `python -m mpistrat.launcher.rank_variables WORD …`. The program replaces this process. Libraries such as Accelerate and
+Transformers read the variables on import, before MPI starts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOCAL_SIZES = "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_
 
 
 def main(ranks: str, sizes: str, *words: str) -> None:
-    """Become a program, with the variables of its rank.
+    """Replace this process with a program, with the variables of its rank.
 
     Args:
         ranks: names of launchers' variables with the rank; the first that is set counts.
@@ -33,7 +33,7 @@ def main(ranks: str, sizes: str, *words: str) -> None:
 
 
 def variables_of(env: Mapping[str, str], ranks: Sequence[str], sizes: Sequence[str]) -> dict[str, str]:
-    """Return the four variables; "" for a value that the launcher does not show.
+    """Return the four variables; "" for a value that the launcher does not set.
 
     Example:
         >>> env = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
@@ -53,7 +53,7 @@ def _first(env: Mapping[str, str], names: Sequence[str]) -> str:
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> str:
-    """Return the tasks of this node in a step of srun, whose variable is such as "4(x2),3"."""
+    """Return the number of tasks on this node in a step of srun, from a variable such as "4(x2),3"."""
     text, node = env.get("SLURM_STEP_TASKS_PER_NODE", ""), env.get("SLURM_NODEID", "")
     counts = list[str]()
     for part in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):

@@ -1,8 +1,8 @@
-"""Ranks in reserve: processes that have imported what the program imports, have begun MPI, and wait to run the program.
+"""Standby ranks: processes that have imported the program's modules, have started MPI, and wait to run the program.
 
-`mpistrat run --restarts N --standby` starts them beside the job, by a launcher of their own: they are a world of their own.
-Each connects to the supervisor, and waits there: a message that comes before it listens is not lost, and a supervisor that
-has died is an end of the connection.
+`mpistrat run --restarts N --standby` starts them next to the job, by a launcher of their own, as a world of their own. Each
+connects to the supervisor and waits. A connection loses no message that is sent before the process listens, and closes if the
+supervisor dies.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .end_with_parent import end_with_parent
 __all__ = ["Standby", "environment_with", "main", "words_of"]
 
 _PLACE = "MPISTRAT_STANDBY_AT"
-_GIVEN = "MPISTRAT_STANDBY_GIVEN"  # what the environment had where the program had put something else, as JSON
+_GIVEN = "MPISTRAT_STANDBY_GIVEN"  # original values of variables that the program changed, as JSON
 _NAME_BYTES = 52  # of the socket
-_LOOK, _ENDING = 0.02, 5.0  # seconds: between two looks for a message; that a launcher has to end
+_LOOK, _ENDING = 0.02, 5.0  # seconds between two checks for a message; seconds that a launcher has to end
 
 
 def environment_with(*added: dict[str, str]) -> dict[str, str]:
-    """Return the environment of a launcher: this process's, and what is added; its ranks are no children of another rank."""
+    """Return the environment of a launcher: this process's plus `added`, without the marks of a rank's children."""
     whole = dict(os.environ)
     for one in added:
         whole |= one
@@ -48,14 +48,14 @@ def environment_with(*added: dict[str, str]) -> dict[str, str]:
 
 @final
 class Standby:
-    """A launcher whose processes wait to be the ranks of a program.
+    """A launcher whose processes wait to become the ranks of a program.
 
     Args:
-        command: its words, made of `words_of` the program's.
-        environment: for it, besides this process's.
-        put: what the program has put into its environment, which modules look at when they are imported.
-        number: which of the job's it is, from 1.
-        ranks: how many were asked for, None for as many as at the begin.
+        command: its command line, made by `words_of` the program's.
+        environment: additions to this process's.
+        put: variables that the program has set, which modules read on import.
+        number: index among the job's standby launchers, from 1.
+        ranks: the requested number of ranks, None for the initial one.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class Standby:
         self._thread.start()
 
     def release(self, environment: dict[str, str]) -> subprocess.Popen[Any]:
-        """Have the processes run the program, with this added to the environment; return their launcher."""
+        """Run the program in the processes, with these additions to the environment; return their launcher."""
         self._message = json.dumps(environment).encode() + b"\n"
         return self.launcher
 
     def end(self) -> None:
-        """End the processes, which wait still."""
+        """End the processes, which are still waiting."""
         self._ended = True
         try:
             self.launcher.wait(_ENDING)
@@ -87,7 +87,7 @@ class Standby:
             self.launcher.wait()
 
     def _serve(self) -> None:
-        """Hold connections until there is a message for them, or none will come; some come later."""
+        """Hold connections until a message or the end is sent; some arrive later."""
         waiting: list[socket.socket] = []
         with self._listener:
             while self.launcher.poll() is None:
@@ -99,7 +99,7 @@ class Standby:
                         connection.close()
                 except TimeoutError:
                     pass
-                except OSError:  # too many open files: what waits is released first
+                except OSError:  # too many open files: release waiting connections first
                     time.sleep(_LOOK)
                 while waiting and (self._message or self._ended):
                     with contextlib.suppress(OSError), waiting.pop() as connection:
@@ -107,16 +107,16 @@ class Standby:
 
 
 def words_of(program: list[str]) -> list[str] | None:
-    """Return the words of a process that waits to run a program of Python; None of another program."""
+    """Return the command line of a process that waits to run a Python program; None for another program."""
     if program[0] != sys.executable or len(program) < 2:
         return None
     return own_program("mpistrat.launcher.standby", *program[1:])
 
 
 def main(words: list[str]) -> None:
-    """Wait as one of them, and then run a program, whose words come behind the interpreter's."""
+    """Wait as a standby process, then run a program. `words` is its command line without the interpreter."""
     with local_socket.connect(os.environ[_PLACE].encode()) as connection:
-        if not getattr(sys.flags, "safe_path", False):  # as Python does for the program
+        if not getattr(sys.flags, "safe_path", False):  # like Python does for the program
             sys.path.insert(0, os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent))
         _import_ahead()
         message = connection.makefile("rb").readline()
@@ -134,7 +134,7 @@ def main(words: list[str]) -> None:
 
 
 def _put_back() -> None:
-    """Take the variables out of the environment that the first rank 0's program had put there: this rank's puts its own."""
+    """Restore the variables that the first rank 0's program had changed; this rank's program sets its own."""
     given: dict[str, str | None] = json.loads(os.environ.pop(_GIVEN, "{}"))
     for name, value in given.items():
         if value is None:
@@ -144,12 +144,12 @@ def _put_back() -> None:
 
 
 def _import_ahead() -> None:
-    """Import what rank 0 has imported, as far as it is installed: it may do more when the program's own modules are imported."""
+    """Import the installed modules that rank 0 has imported. The program's own modules may act on import, so they wait."""
     installed = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
-    own = str(Path(__file__).parents[2])  # where this package is, if it was installed to be edited
+    own = str(Path(__file__).parents[2])  # this package's folder, for an editable install
     names, _ = job_files.imported(os.environ["MPISTRAT_JOB"])
     for name in names:
-        parent = name.rpartition(".")[0]  # which a look for it would import
+        parent = name.rpartition(".")[0]  # find_spec would import it
         if name in sys.modules or name == "__main__" or name.startswith("mpi4py") or parent not in ("", *sys.modules):
             continue
         with contextlib.suppress(Exception):

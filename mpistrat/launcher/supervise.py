@@ -1,8 +1,8 @@
-"""`mpistrat run --restarts`: start a job's ranks again, in the same allocation, until its program has ended as it should.
+"""`mpistrat run --restarts`: restart a job's ranks in the same allocation until its program has ended properly.
 
-Launchers' statuses do not tell that alone (Open MPI's mpirun says 0 after a node was lost, and whatever happens where ranks
-survive): rank 0 says when it has ended as it should, and ranks say when they end the job by themselves. The ranks that are
-started find the state of those before in memory (state/snapshot.py), or in the newest checkpoint.
+A launcher's status is not enough: Open MPI's mpirun returns 0 after a node was lost, and always if ranks survive. So rank 0
+records a proper end, and a rank records that it ends the job itself. Restarted ranks load the previous state from memory
+(state/snapshot.py) or from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ __all__ = ["supervise"]
 
 Start = Callable[[int | None, bool], tuple[list[str], dict[str, str]]]
 
-_TRIES = 3  # at one step, before it is given up
-_ENDING = 10.0  # seconds that ranks have to end after their launcher, and it after them
+_TRIES = 3  # failures at one step before giving up
+_ENDING = 10.0  # seconds that ranks have to end after their launcher, and vice versa
 _REMOVING = 20.0  # seconds that nodes have to remove files
-_LOOK = 1.0  # seconds between two looks whether they have said why they end
-_BRIEF = 60.0  # seconds: who lives longer, and tells of no steps, may go on somewhere else
-_BEGINNING = 30.0  # seconds that ranks have to begin before a signal by which they shall save is passed on
-_SETTLING = 3.0  # seconds that they have then to say how they take it
+_LOOK = 1.0  # seconds between two checks for the reason that ranks recorded
+_BRIEF = 60.0  # seconds: ranks that live longer without reporting steps may progress in another way
+_BEGINNING = 30.0  # seconds that ranks have to start before a signal to save is forwarded
+_SETTLING = 3.0  # seconds that they then have to install its handler
 
 
 def supervise(start: Start, restarts: int, standby: bool = False, survive: bool = False) -> int:
-    """Start ranks until their program has ended, or was told to stop, or has died too often; return the exit status.
+    """Start ranks until their program has ended, was stopped, or has died too often; return the exit status.
 
     Args:
-        start: returns a launcher's words, with the program's, and what is added to this process's environment, for another
-            number of ranks than was asked for, or None; and of ranks that wait to be the next ones, or not.
-        restarts: how often they are started again.
-        standby: whether the next ranks are there before they are needed.
-        survive: whether ranks go on without those that die.
+        start: returns the launcher's and program's command line, and additions to this process's environment, for a number of
+            ranks (None for the requested one), and for standby ranks or not.
+        restarts: the most times that they are restarted.
+        standby: start the next ranks before they are needed.
+        survive: ranks continue without those that die.
     """
     if not leftovers.FOLDER.is_dir():
-        _say(f"--restarts keeps a job's state in {leftovers.FOLDER}, which is not there")
+        _say(f"--restarts needs {leftovers.FOLDER} for a job's state, which does not exist")
         return 1
     job = job_files.new_key()
     swept = job_files.sweep(job)
     if swept:
-        _say(f"removed what {counted(len(swept), 'job')} had left in {leftovers.FOLDER}")
+        _say(f"removed files of {counted(len(swept), 'dead job')} from {leftovers.FOLDER}")
     held = job_files.lock(job)
     try:
         return _Supervisor(start, job, restarts, standby, survive).run()
@@ -69,7 +69,7 @@ def supervise(start: Start, restarts: int, standby: bool = False, survive: bool 
 
 
 def _remove_on_other_nodes(job: str) -> None:
-    """Remove what ranks that did not end by themselves have left on the other nodes of a SLURM job."""
+    """Remove the files that killed ranks have left on the other nodes of a SLURM job."""
     nodes = allocation_of_job()
     count = len(nodes.living)
     if count > 1:
@@ -88,13 +88,13 @@ class _Supervisor:
         self._standby: Standby | None = None
         self._launcher: subprocess.Popen[Any] | None = None
         self._state = job_files.state(job)
-        self._signal = 0  # that told to stop; then nothing is started again
-        self._pending = 0  # a signal by which the ranks shall save, and for which they must have begun
+        self._signal = 0  # the signal to stop; no restart after it
+        self._pending = 0  # a signal to save, which ranks can only handle once they have started
         self._resizing = False
         self._ranks_wanted: int | None = None
 
     def run(self) -> int:
-        """Start the ranks, and start them again."""
+        """Start the ranks, and restart them."""
         try:
             return self._run()
         finally:
@@ -118,7 +118,7 @@ class _Supervisor:
             if self._ended_well(generation, status):
                 self._end_ranks(children=False)
                 return 0
-            # The launcher may tell of ranks that it has killed after the first.
+            # The launcher may report ranks that it killed after the first death.
             if word[job_files.STOPPED] > generation:
                 status = RESTART_EXIT_CODE
             stops = bool(self._signal and not self._pending) or (status == RESTART_EXIT_CODE and not self._resizing)
@@ -126,7 +126,7 @@ class _Supervisor:
             if stops:
                 break
             lived = time.monotonic() - began
-            generation = word[job_files.GENERATION] + 1  # ranks may have gone on without some, too
+            generation = word[job_files.GENERATION] + 1  # survivors may have increased it too
             if self._resizing:
                 self._resizing = False
                 self._pending = self._pending if self._signal else 0
@@ -148,14 +148,14 @@ class _Supervisor:
         return status or 128 + self._signal
 
     def _catch_up(self, ranks: int | None) -> None:
-        """Pass on what came while the ranks, so many, were being started."""
+        """Forward requests that arrived while `ranks` ranks were being started."""
         if self._signal and not self._pending and self._launcher is not None:
             self._launcher.send_signal(self._signal)
         if self._ranks_wanted != ranks:
             self._resizing, self._pending = True, signal.SIGUSR1
 
     def _ended_well(self, generation: int, status: int) -> bool:
-        """Return whether the program has ended as it should: what its ranks say, and its launcher where ranks are not lost."""
+        """Return True if the program ended properly, by its ranks' records and, unless ranks survive, its launcher's status."""
         begun, done, ended = (
             self._state[word] > generation for word in (job_files.BEGUN, job_files.DONE, job_files.ENDED)
         )
@@ -164,7 +164,7 @@ class _Supervisor:
         return status == 0 and (done or not begun)
 
     def _launch(self, environment: dict[str, str]) -> subprocess.Popen[Any]:
-        """Start the ranks, or have those begin that wait for it."""
+        """Start the ranks, or release standby ranks."""
         standby, self._standby = self._standby, None
         if standby is not None:
             if standby.launcher.poll() is None and standby.ranks == self._ranks_wanted:
@@ -174,7 +174,7 @@ class _Supervisor:
         return subprocess.Popen(command, env=environment_with(own, environment), preexec_fn=end_with_parent)
 
     def _stand_by(self) -> None:
-        """Have the next ranks wait, once those of now have told what they have imported."""
+        """Start the next ranks once the current ones have recorded their imported modules."""
         if self._has_standby and self._standby is None and job_files.mark(self._job, "modules").exists():
             self._made += 1
             command, own = self._start(self._ranks_wanted, True)
@@ -184,7 +184,7 @@ class _Supervisor:
             self._standby = Standby(command, {**own, "MPISTRAT_JOB": self._job}, put, self._made, self._ranks_wanted)
 
     def _wait(self, launcher: subprocess.Popen[Any], generation: int) -> int:
-        """Return a launcher's status; one that lives on when the ranks have told why the job ends is killed."""
+        """Return a launcher's status; kill one that outlives the recorded end of its ranks."""
         ended, ready = 0.0, time.monotonic() + _BEGINNING
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -201,32 +201,32 @@ class _Supervisor:
                 self._end_ranks()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on; after one nothing is started again, but for ranks that are told to save.
+        """Forward a signal. No restart follows it, except after ranks are signalled to save.
 
-        That they are told when they have begun: before, SIGUSR1 would kill them.
+        SIGUSR1 is forwarded once they have started: earlier it would kill them.
         """
         self._signal = number
         self._pending = number if number == signal.SIGUSR1 else 0
         if self._launcher is None or self._pending:
             return
-        if not (number == signal.SIGINT and _in_foreground()):  # a terminal sends it to all of a job
+        if not (number == signal.SIGINT and _in_foreground()):  # the terminal has sent it to the whole job
             with contextlib.suppress(ProcessLookupError):
                 self._launcher.send_signal(number)
 
     def _resize(self, number: int, frame: FrameType | None) -> None:
-        """Have the ranks stop at a step's end, to start as many as `mpistrat resize` has written."""
+        """Stop the ranks at the end of a step, to restart the number that `mpistrat resize` has written."""
         try:
             wanted = job_files.asked_size(self._job)
             self._start(wanted, False)
         except (OSError, ValueError, MpistratError) as error:
-            _say(f"the job goes on with as many ranks as before: {error}")
+            _say(f"the job keeps its number of ranks: {error}")
             return
         self._ranks_wanted = wanted
         if self._launcher is not None:
             self._resizing, self._pending = True, signal.SIGUSR1
 
     def _step(self) -> int:
-        """Return the step that is whole in the newest file of snapshots on this node; 0 without one."""
+        """Return the newest complete step in the snapshot files of this node; 0 without one."""
         found = list[tuple[float, int]]()
         for path in job_files.paths(self._job):
             with contextlib.suppress(OSError, ValueError):
@@ -257,7 +257,7 @@ class _Supervisor:
 
 
 def _in_foreground() -> bool:
-    """Return whether a terminal's Ctrl-C reaches this process's group."""
+    """Return True if a terminal's Ctrl-C reaches this process's group."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:

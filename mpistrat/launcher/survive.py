@@ -1,7 +1,7 @@
-"""Going on in place, with the ranks that are left, when some are lost: under Open MPI with ULFM; see `cluster/world.py`.
+"""Continuing in place with the remaining ranks when some are lost: under Open MPI with ULFM; see `cluster/world.py`.
 
-Nothing of the old strategy is repaired. The program's function is called again, and makes strategy, variables and datasets
-anew for fewer ranks; `Checkpoints` finds the state in memory of the nodes, as after a restart.
+The old strategy is not repaired. The program's function is called again and creates strategy, variables and datasets for fewer
+ranks. `Checkpoints` finds the state in the nodes' memory, as after a restart.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Job(NamedTuple):
     """The ranks that `survive` calls a function on.
 
     Attributes:
-        comm: their communicator, which strategies take by default.
-        generation: how often the job has been started again, or has gone on without some ranks.
-        lost: the numbers in COMM_WORLD of the ranks that were lost since it was started last.
+        comm: their communicator, the default of strategies.
+        generation: number of restarts and losses so far.
+        lost: the numbers in COMM_WORLD of the ranks that were lost since the last restart.
     """
 
     comm: Any
@@ -48,16 +48,15 @@ class Job(NamedTuple):
 
 
 def survive(train: Callable[[Job], T]) -> T:
-    """Return what a function returns, calling it again with the ranks that are left when some die. Collective over COMM_WORLD.
+    """Call a function, again with the remaining ranks when some die, and return its result. Collective over COMM_WORLD.
 
-    Each time the function makes its strategy, variables and datasets, and goes on where `Checkpoints` restores to. It must not
-    keep these elsewhere. Strategies take the ranks that are left by default. Where the program was not started for it
-    (`mpistrat run --survive`, Open MPI), the function is called once, and a rank that dies ends the job.
-
-    An exception of the function's own ends the job as ever; RanksLostError must pass through it.
+    Each call creates its strategy, variables and datasets, and resumes where `Checkpoints` restores to. The function must not
+    store them elsewhere. Strategies use the remaining ranks by default. Unless the program was started for it (`mpistrat run
+    --survive`, Open MPI), the function is called once, and a rank that dies ends the job. An exception of the function ends the
+    job as usual. RanksLostError must propagate through it.
 
     Args:
-        train: called with a `Job`; what it returns must not depend on how often.
+        train: called with a `Job`; its return value must not depend on the number of calls.
 
     Raises:
         ClusterError: MPI was started for it, but with collectives that miss failures.
@@ -118,12 +117,12 @@ class _Survival:
             self._go_on(problem)
 
     def _attempt(self, train: Callable[[Job], T]) -> tuple[list[T], str]:
-        """Return what the function returned, in a list; or the error by which ranks seem to be lost, in words."""
+        """Return the function's result in a list, or the text of the error that indicates lost ranks."""
         try:
             self._enter()
             return [train(Job(self._comm, self._generation, self._lost))], ""
         except Exception as error:
-            # An error that C++ has passed on, as in the backward pass of DistributedDataParallel, has no cause.
+            # An error that passed through C++, as in the backward pass of DistributedDataParallel, has no cause.
             if not (world.is_loss(error) or world.met_loss()):
                 raise
             self._noticed = time.monotonic()
@@ -142,13 +141,13 @@ class _Survival:
             logger.warning("%s lost: %s go on, after %.2f s", named("rank", self._lost), ranks, seconds)
 
     def _leave_groups(self) -> None:
-        """Leave whatever needs the ranks that were lost; who waits for this one leaves, too."""
+        """Leave everything that needs the lost ranks; ranks that wait for this one leave too."""
         world.revoke()
         abandon()
         abort.renumber()
 
     def _go_on(self, problem: str) -> None:
-        """Make a world of the ranks that live. Collective over them."""
+        """Create a world of the living ranks. Collective over them."""
         if not self._noticed:
             self._noticed = time.monotonic()
         size = self._comm.size

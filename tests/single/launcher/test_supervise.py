@@ -248,4 +248,4 @@ def test_a_number_of_ranks_that_cannot_be_changes_nothing(tmp_path):
 def test_without_shared_memory_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(leftovers, "FOLDER", tmp_path / "none")
     assert supervise.supervise(lambda *how: (["true"], {}), 3) == 1
-    assert "which is not there" in capsys.readouterr().err
+    assert "which does not exist" in capsys.readouterr().err
