@@ -1,1 +1,1 @@
-"""Flat arrays of variables and gradients, and how their sums and weights travel between nodes."""
+"""Flat arrays of variables and gradients, and the exchange of their sums and weights between nodes."""

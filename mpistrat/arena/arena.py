@@ -1,4 +1,4 @@
-"""Arenas: flat arrays in which variables of one dtype lie side by side, their gradients at the same offsets; who makes them."""
+"""Arenas: flat arrays of the variables of one dtype, with gradients at the same offsets; and their allocator."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 __all__ = ["ALIGNMENT_BYTES", "Arena", "ArenaAllocator", "Gradients", "by_arena", "padded"]
 
-ALIGNMENT_BYTES = 64  # of each variable: a cache line, and what vector instructions like
+ALIGNMENT_BYTES = 64  # of each variable: a cache line, which suits vector instructions
 FIRST_SLAB = 64 << 20
 LARGEST_SLAB = 1 << 30
-PAGE = 64 << 10  # the largest page that common machines have
+PAGE = 64 << 10  # the largest page size of common machines
 UNLIMITED = 1 << 62
 LEAST_PIECE = 256 << 10  # bytes: with smaller ones a step was slower than with an all-reduce
 
 
 @final
 class Gradients:
-    """The gradients of an arena, side by side in one flat array for each replica.
+    """The gradients of an arena, in one flat array for each replica.
 
     Attributes:
         local: one flat array for each replica of this rank.
-        node: those of all replicas of the node, in replica order; None where the node shares no memory.
-        handed_over: whether there are no such arrays, as variables have their own ones, until they are handed over.
+        node: those of all replicas of the node, in replica order; None if the node shares no memory.
+        handed_over: True if there are no such arrays, because variables have their own gradients until they are submitted.
     """
 
     __slots__ = ("_arena", "handed_over", "local", "node")
@@ -52,7 +52,7 @@ class Gradients:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of all of them."""
+        """The dtype of all gradients."""
         return self._arena.dtype
 
     @property
@@ -67,7 +67,7 @@ class Gradients:
 
     @property
     def wire(self) -> Wire | None:
-        """The form in which pieces travel between nodes, None for their own."""
+        """The encoding of pieces between nodes, None for their own dtype."""
         return self._arena.wire
 
     def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -75,34 +75,34 @@ class Gradients:
         return self._arena.owned(ranges)
 
     def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]] | None:
-        """Return the part that this rank's peer on each node reduces and updates; None where each of them does all of it."""
+        """Return the part that this rank's peer on each node reduces and updates; None if each peer does all of it."""
         return self._arena.pieces(ranges)
 
     def node_pieces(self) -> list[list[tuple[int, int]]]:
-        """Return the pieces of all slices, by node; where none is cut, none."""
+        """Return the pieces of all slices, by node; empty if no slice is cut."""
         return self._arena.node_pieces()
 
     def by_owner(self) -> list[tuple[int, int]]:
-        """Return what each of this node's ranks reduces and updates, of those that do."""
+        """Return the range that each owner on this node reduces and updates."""
         return self._arena.by_owner()
 
 
 @final
 class Arena:
-    """One slab of variables. `ArenaAllocator` makes it, equal on every rank.
+    """One slab of variables. `ArenaAllocator` creates it, equal on every rank.
 
-    On CPUs `copies` holds one flat array, which all ranks of the node share where they can; on GPUs it holds one for each
-    local device, this rank's own.
+    On CPUs `copies` holds one flat array, shared by the ranks of the node if possible. On GPUs it holds one for each of this
+    rank's devices.
 
-    It is cut into slices, one for each rank of a node, by the same borders on every node. Every node updates all of a slice, or,
-    where the arena is `sharded`, a piece of it, whose slots no other node has.
+    An arena is cut into slices, one for each rank of a node, at the same offsets on every node. Every node updates a whole slice,
+    or, if the arena is `sharded`, a piece of it, whose slots exist on no other node.
 
     Attributes:
         key: name of the arena, equal on every rank.
         dtype, size: of the flat arrays; size in elements.
         used: elements given to variables so far.
-        copies: the physical copies of the variables that this rank writes to; writable, for the package's own use.
-        gradients: the gradient arrays, None where nothing is trained.
+        copies: the copies of the variables that this rank writes to; writable, for internal use.
+        gradients: the gradient arrays, None if nothing is trained.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Arena:
         """Wrap flat arrays of one dtype and size.
 
         Args:
-            shared: whether the ranks of the node hold the same memory, so that each writes its part of it only.
-            central: whether then the first of them writes all of it.
-            sharded: whether nodes update pieces of slices, where these are large enough.
-            wire: the form in which float32 pieces then travel between nodes, None for their own.
+            shared: the ranks of the node share the memory, so each writes only its part.
+            central: if shared, the first of them writes all of it.
+            sharded: nodes update pieces of slices if these are large enough.
+            wire: the encoding of float32 pieces between nodes, None for their own dtype.
         """
         self.group = group
         self.key = key
@@ -134,7 +134,7 @@ class Arena:
         self._slice = (group.slice_index, group.slices) if shared or group.node.size == 1 else (0, 1)
         if shared and central:
             self._writer = self._slice = (0 if group.node.rank == 0 else None, 1)
-        self._may_shard, self._starts = sharded, list[int]()  # where variables begin
+        self._may_shard, self._starts = sharded, list[int]()  # offsets of variables
         self._wire = wire if self.dtype == np.float32 else None
         self._unsent: Unsent | None = None
         self._bounds: list[tuple[int, int]] | None = None
@@ -142,13 +142,13 @@ class Arena:
 
     @property
     def values(self) -> Any:
-        """The first copy: on CPUs the only one."""
+        """The first copy; on CPUs the only one."""
         return self.copies[0]
 
     def take(self, size: int) -> int | None:
-        """Return the offset of `size` free elements and mark them used; None when they do not fit.
+        """Return the offset of `size` free elements and mark them used; None if they do not fit.
 
-        Nothing is given after `bounds` was asked for: the slices are fixed then.
+        After the first call of `bounds` it returns None, because the slices are fixed.
         """
         unit = max(1, ALIGNMENT_BYTES // self.dtype.itemsize)
         offset = -(-self.used // unit) * unit
@@ -161,7 +161,7 @@ class Arena:
     def bounds(self) -> list[tuple[int, int]]:
         """Return the element range of each slice owner; fixed at the first call. All ranks call it.
 
-        The variables that exist then are divided evenly. Later ones go to another arena.
+        Existing variables are divided evenly. Later ones go to another arena.
         """
         if self._bounds is None:
             slices, nodes = self._slice[1], self.group.num_nodes
@@ -175,7 +175,7 @@ class Arena:
         return self._bounds
 
     def _cut(self, element: int) -> int:
-        """Return the border of pieces next to an element: the start of a variable, or of a page of its slots in a file.
+        """Return the piece border nearest to an element: the start of a variable, or of a page of its slots in a file.
 
         So no two nodes write into one page of a file.
         """
@@ -188,20 +188,20 @@ class Arena:
 
     @property
     def sharded(self) -> bool:
-        """Whether each node updates its piece of each slice, and has the slots of it alone. All ranks ask for it."""
+        """True if each node updates its piece of each slice and alone has its slots. All ranks call it."""
         self.bounds()
         return bool(self._pieces)
 
     @property
     def wire(self) -> Wire | None:
-        """The form in which gradients and changes of weights travel between nodes, None for their own. All ranks ask for it."""
+        """The encoding of gradients and weight changes between nodes, None for their own dtype. All ranks call it."""
         return self._wire if self._wire is not None and self.sharded else None
 
     @property
     def unsent(self) -> Unsent | None:
-        """What this rank has not sent of the weights that it updates, where these travel in another form: see `wire`.
+        """The error feedback of the weights that this rank updates, if these are encoded: see `wire`.
 
-        A weight and it are the weight that was meant. All ranks ask for it.
+        A weight plus its error feedback is the exact weight. All ranks call it.
         """
         if self._unsent is None and self.wire is not None:
             from .wire import Unsent
@@ -210,7 +210,7 @@ class Arena:
         return self._unsent
 
     def forget_unsent(self, low: int, high: int, value: Any = None) -> None:
-        """Forget what was not sent of elements [low, high), which are about to be overwritten: of those that `value` changes."""
+        """Clear the error feedback of elements [low, high) before they are overwritten; with `value`, only of changed ones."""
         if self._unsent is None:
             return
         for begin, end in self.owned([(low, high)]):
@@ -226,7 +226,7 @@ class Arena:
         return [] if self._slice[0] is None else partition.inside(ranges, *bounds[self._slice[0]])
 
     def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]] | None:
-        """Return the parts inside the piece that each node has of this rank's slice; None where none is cut. Called by all."""
+        """Return the parts inside each node's piece of this rank's slice; None if slices are not cut. All ranks call it."""
         if not self.sharded:
             return None
         if self._slice[0] is None:
@@ -234,22 +234,22 @@ class Arena:
         return [partition.inside(ranges, *piece) for piece in self._pieces[self._slice[0]]]
 
     def node_pieces(self) -> list[list[tuple[int, int]]]:
-        """Return the pieces of all slices, by node; where none is cut, none. All ranks call it."""
+        """Return the pieces of all slices, by node; empty if no slice is cut. All ranks call it."""
         return [list(pieces) for pieces in zip(*self._pieces, strict=True)] if self.sharded else []
 
     def by_owner(self) -> list[tuple[int, int]]:
-        """Return what each of this node's ranks updates, of those that do. All ranks call it."""
+        """Return the range that each owner on this node updates. All ranks call it."""
         return self.node_pieces()[self.group.node_index] if self.sharded else self.bounds()
 
     def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the parts that this rank updates: in its piece of its slice, or all of that. All ranks call it."""
+        """Return the parts that this rank updates: in its piece of its slice, or in the whole slice. All ranks call it."""
         pieces, inter = self.pieces(ranges), self.group.inter
         if pieces is None:
             return self.sliced(ranges)
         return [] if inter is None else pieces[inter.rank]
 
     def writes(self, length: int, alignment: int = partition.ALIGNMENT) -> tuple[int, int]:
-        """Return which part of `length` things this rank writes when all ranks write them together."""
+        """Return the range of `length` things that this rank writes when all ranks write them together."""
         rank, size = self._writer
         if rank is None:
             return 0, 0
@@ -257,7 +257,7 @@ class Arena:
 
 
 def by_arena(variables: Iterable[Any]) -> dict[Arena, list[Any]]:
-    """Return the variables of each arena, without those that have no elements. Variables and arenas keep their order."""
+    """Return the variables of each arena, without empty ones. Variables and arenas stay in order."""
     members: dict[Arena, list[Any]] = {}
     for variable in variables:
         if variable.arena is not None and variable.size:
@@ -266,26 +266,26 @@ def by_arena(variables: Iterable[Any]) -> dict[Arena, list[Any]]:
 
 
 def padded(arena: Arena, variables: Sequence[Any]) -> dict[int, int]:
-    """Return the range of each variable of an arena with the zeros behind it: the end, by the first element."""
+    """Return the range of each variable of an arena including its padding, as a dict of start and end."""
     unit = max(1, ALIGNMENT_BYTES // arena.dtype.itemsize)
     return {v.offset: min(-(-(v.offset + v.size) // unit) * unit, arena.size) for v in variables}
 
 
 @final
 class ArenaAllocator:
-    """Gives variables memory in arenas, in the same order on every rank. One per strategy.
+    """An allocator of variables in arenas, in the same order on every rank. One per strategy.
 
-    A slab holds variables of one dtype, trainable or not. It has 64 MiB at first, then twice as much each time up to
-    1 GiB, at most a quarter of the memory that is free, and at least the variable. Pages that no variable uses cost
-    nothing. Memory is given back at `close()`, not when a variable dies: other ranks might still use it.
+    A slab holds variables of one dtype, trainable or not. The first has 64 MiB, each next one twice as much up to 1 GiB, at most
+    a quarter of the free memory, and at least the variable. Unused pages cost nothing. Memory is freed by `close()`, not when a
+    variable dies, because other ranks might still use it.
 
     Args:
         group: the strategy's ranks.
-        devices: where variables lie; default this rank's devices. All "gpu:k", or none.
-        central: whether the first rank of a node writes and updates all variables, instead of each its part.
-        sharded: whether each node keeps the slots of a part only, see `Arena`.
-        wire: the form in which parts travel between nodes, see `Arena`.
-        sharded_gradients: whether gradients get no memory here, as they are handed over, see `Gradients`.
+        devices: the devices of variables; default this rank's. All "gpu:k", or none.
+        central: the first rank of a node writes and updates all variables, instead of each rank its part.
+        sharded: each node stores the slots of a part only, see `Arena`.
+        wire: the encoding of parts between nodes, see `Arena`.
+        sharded_gradients: allocate no memory for gradients, because they are submitted, see `Gradients`.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class ArenaAllocator:
         """Return an arena and the offset in it of `size` zeroed elements. Collective, inside a collective.
 
         Raises:
-            SharedMemoryError: on every rank, when the shared memory of a node cannot hold them.
+            SharedMemoryError: on every rank, if the shared memory of a node cannot hold them.
         """
         key, what = (dtype, trainable), f"variable {name!r}"
         arena = self._open.get(key)
@@ -332,10 +332,10 @@ class ArenaAllocator:
         return arena, offset
 
     def add_gradients(self, arena: Arena, offset: int, size: int, name: str) -> None:
-        """Make memory for the gradients of a variable that was made without. Collective, inside a collective.
+        """Allocate gradients for a variable that was created without. Collective, inside a collective.
 
         Raises:
-            SharedMemoryError: on every rank, when the shared memory of a node cannot hold them.
+            SharedMemoryError: on every rank, if the shared memory of a node cannot hold them.
         """
         what = f"the gradients of variable {name!r}"
         if arena.gradients is None:
@@ -344,7 +344,7 @@ class ArenaAllocator:
             self.group.node.agree_populated(self._populate_gradients(arena, offset, size), what)
 
     def close(self) -> None:
-        """Free all memory; views that the user kept stay valid."""
+        """Free all memory; views that the user holds stay valid."""
         for arena in self.arenas:
             arena.copies.clear()
             arena.gradients = None
@@ -420,7 +420,7 @@ class ArenaAllocator:
             raise
 
     def _populate_gradients(self, arena: Arena, offset: int, size: int) -> bool:
-        """Touch the pages of a variable's gradients on this rank; return whether there is memory for them."""
+        """Touch the pages of a variable's gradients on this rank; return False if there is no memory for them."""
         item, rank = arena.dtype.itemsize, self.group.node.rank
         for replica in range(len(arena.gradients.local) if arena.gradients else 0):
             start = (replica * arena.size + offset) * item

@@ -1,4 +1,4 @@
-"""Arithmetic of a reduction: its function, the dtype it is computed in, its divisor, and the dtype of the result."""
+"""Arithmetic of a reduction: its function, accumulation dtype, divisor, and result dtype."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Arithmetic:
     """The function, the dtypes and the divisor of one reduction.
 
     Attributes:
-        accumulate: dtype in which everything is combined, between ranks too.
+        accumulate: dtype of all partial results, also between ranks.
         result: dtype to which the total is rounded, once.
         divisor: the number of replicas for a mean, else 1.
-        ufunc: NumPy's function of two values that combines them: np.add for a sum or a mean.
+        ufunc: NumPy's function that combines two values: np.add for a sum or a mean.
     """
 
     accumulate: np.dtype
@@ -46,10 +46,10 @@ class Arithmetic:
 
 @functools.lru_cache(maxsize=256)
 def arithmetic(reduce_op: ReduceOp, dtype: np.dtype, num_replicas: int, function: str = "reduce") -> Arithmetic:
-    """Return how values of a dtype are reduced. Errors name `function`.
+    """Return the arithmetic for values of a dtype. Errors name `function`.
 
     Raises:
-        TypeError: values of the dtype cannot be reduced: bool and what is no number; complex ones by SUM and MEAN only.
+        TypeError: the dtype cannot be reduced: bool, non-numbers, or complex with other operations than SUM and MEAN.
 
     Example:
         >>> arithmetic(ReduceOp.MEAN, np.dtype(np.int8), 4).accumulate.name
@@ -61,19 +61,19 @@ def arithmetic(reduce_op: ReduceOp, dtype: np.dtype, num_replicas: int, function
         mean = mean_dtype(dtype)
         return Arithmetic(accumulation_dtype(mean), mean, num_replicas, ufunc)
     if dtype.kind == "c" and reduce_op is not ReduceOp.SUM:
-        remedy = "Complex numbers have SUM and MEAN only: reduce real and imaginary parts, or absolute values"
+        remedy = "Complex numbers support SUM and MEAN only: reduce real and imaginary parts, or absolute values"
         expected = f"real numbers for {reduce_op.value}"
         raise TypeError(explain(function, "value", expected=expected, got=f"dtype {dtype}", remedy=remedy))
     return Arithmetic(accumulation_dtype(dtype), dtype, 1, ufunc)
 
 
 def flatten_all(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the values as flat contiguous arrays; only what is not contiguous is copied."""
+    """Return the values as flat contiguous arrays; copy only those that are not contiguous."""
     return [v.reshape(-1) if v.flags.c_contiguous else np.ascontiguousarray(v).reshape(-1) for v in values]
 
 
 def combine(ufunc: np.ufunc, parts: Sequence[Any], out: Any) -> None:
-    """Write the reduction of the parts, from the first to the last, in the dtype of `out`."""
+    """Write the reduction of the parts, from first to last, in the dtype of `out`."""
     if ufunc is np.add and loops.add(out, [as_buffer(part) for part in parts]):
         return
     if len(parts) == 1:
@@ -98,7 +98,7 @@ def round_into(target: Any, total: Any) -> None:
 
 @may_underflow
 def finish(total: Any, how: Arithmetic) -> Any:
-    """Return the total divided and rounded as `how` says, in place where the dtype allows."""
+    """Return the total divided and rounded as `how` requires, in place if the dtype allows it."""
     if how.divisor != 1:
         total /= how.divisor
     return total if total.dtype == how.result else total.astype(how.result)

@@ -1,9 +1,9 @@
-"""Sums of gradients that are handed over: a rank keeps two buckets of its own ones, and its share of the sums.
+"""Sums of submitted gradients: a rank has two buckets for its own gradients, and its share of the sums.
 
-Gradients are copied into a bucket in memory that the ranks of the node share. A full one is summed by the ranks at once on one
-node, and where every node sums an arena whole; else by their threads, which exchange pieces with other nodes while the next one
-is filled. Only one bucket is on its way: each rank waits for its part of that before the barrier after which the next one is
-summed. So what a rank then writes over was read by all.
+Gradients are copied into a bucket in the node's shared memory. On one node, and if every node sums whole arenas, the ranks sum a
+full bucket at once. Otherwise their threads sum it and exchange pieces with other nodes while the next one is filled. Only one
+bucket is in flight: each rank waits for its part of it before the barrier after which the next one is summed. So every rank has
+read a bucket before it is overwritten.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BUCKET_BYTES = 4 << 20
 
 
 class _Segment(NamedTuple):
-    """Elements [low, high) of an arena, and where they begin in a bucket."""
+    """Elements [low, high) of an arena, and their offset in a bucket."""
 
     low: int
     high: int
@@ -38,7 +38,7 @@ class _Segment(NamedTuple):
 
 @final
 class _Bucket:
-    """One replica's bucket, which is read by numbers of elements of the arena: `bucket[low:high]`."""
+    """One replica's bucket, indexed by element numbers of the arena: `bucket[low:high]`."""
 
     __slots__ = ("_array", "_lows", "_segments")
 
@@ -59,9 +59,9 @@ class _Bucket:
 
 @final
 class BucketSums:
-    """The buckets of a strategy's ranks, and the sums of what was handed over in them.
+    """The buckets of a strategy's ranks, and the sums of the gradients submitted in them.
 
-    All ranks hand over the same elements in the same order; they are told where they do not.
+    All ranks submit the same elements in the same order; otherwise an error reports the difference.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -76,17 +76,17 @@ class BucketSums:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def forget_step(self) -> None:
-        """Have all that handed gradients over forget that, as a step has ended by an error. Every rank does it."""
+        """Discard all submitted gradients, after a step has ended by an error. Every rank calls it."""
         for owner in list(self._owners):
             owner.forget()
 
     def put(
         self, owner: Any, arena: Gradients, low: int, high: int, gradients: Sequence[np.ndarray], name: str
     ) -> None:
-        """Copy what was computed of elements [low, high), one flat array for each local replica. Collective.
+        """Copy the gradients of elements [low, high), one flat array for each local replica. Collective.
 
-        The arrays may be shorter: zeros follow. `name` is told where ranks hand over others. `owner.forget()` is called where the
-        step ends by an error.
+        Shorter arrays are padded with zeros. Errors report `name` if ranks submit different gradients. `owner.forget()` is called
+        if the step ends by an error.
         """
         self._owners.add(owner)
         if self._early is None:
@@ -102,7 +102,7 @@ class BucketSums:
                 self.send()
                 self._begin_bucket(arena)
                 self._names.append(name)
-            # From the end, as gradients of the last variables come first: then neighbours lie side by side.
+            # From the end, as gradients of the last variables come first: then neighbours are adjacent.
             count = min(self._room, high - low)
             self._room, high = self._room - count, high - count
             for bucket, flat in zip(self._buckets[self._half][self._group.node.rank], gradients, strict=True):
@@ -113,7 +113,7 @@ class BucketSums:
             self._segments.append(_Segment(high, high + count, self._room))
 
     def send(self) -> None:
-        """Begin to sum what is in the open bucket, if there is one. Collective."""
+        """Start to sum the open bucket, if there is one. Collective."""
         arena, early = self._arena, self._early
         if arena is None or early is None:
             return
@@ -130,17 +130,17 @@ class BucketSums:
         self._half = 1 - self._half
 
     def finish(self) -> None:
-        """Wait until all that was sent is summed, on all ranks of the node. Collective, inside one."""
+        """Wait until all submitted gradients are summed, on all ranks of the node. Collective, inside one."""
         if self._early is not None:
             self._early.wait()
 
     def memory(self, arena: Gradients) -> EarlyMemory:
-        """Return where the sums of an arena are. Collective, inside one."""
+        """Return the memory of an arena's sums. Collective, inside one."""
         assert self._early is not None
         return self._early.memory(arena)
 
     def forget(self, arena: Gradients, ranges: Sequence[tuple[int, int]]) -> None:
-        """Forget element ranges: their sums were taken, or will never be. Every rank does it."""
+        """Discard element ranges: their sums were used, or never will be. Every rank calls it."""
         if self._arena is not None and self._arena.key == arena.key:
             self._segments = [s for s in self._segments if not any(low <= s.low < high for low, high in ranges)]
         if self._early is not None:
@@ -171,7 +171,7 @@ class BucketSums:
             return EarlySums(group, BLOCK, threads)
 
     def close(self) -> None:
-        """Give up the memory, which the group gives back."""
+        """Release the memory, which the group frees."""
         self._buckets.clear()
         self._early = None
         self._close_bucket()
@@ -182,7 +182,7 @@ def _cut(segment: np.ndarray, number: int) -> np.ndarray:
 
 
 def _joined(segments: Iterable[_Segment]) -> list[_Segment]:
-    """Return segments in the order of the arena, those that lie side by side there and in the bucket made one."""
+    """Return segments in the order of the arena; merge those that are adjacent both there and in the bucket."""
     joined: list[_Segment] = []
     for segment in sorted(segments):
         last = joined[-1] if joined else None

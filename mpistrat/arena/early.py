@@ -1,8 +1,8 @@
-"""Sums of gradients that are formed before the step that takes them: a thread of each rank exchanges them with other nodes.
+"""Sums of gradients that are computed before the step that uses them: a thread of each rank exchanges them between nodes.
 
-What a node owns of such gradients is cut into equal parts for its ranks, whichever of them owns it, since gradients that are
-final at the same time lie side by side. Each sum goes into memory that the ranks of the node share, where its owner finds it in
-the step. It is formed as in a step: over the ranks of a node, then over nodes in their order; so it has the same bits.
+A node's share of such gradients is cut into equal parts for its ranks, whichever of them owns it, because gradients that are
+final at the same time are adjacent. Each sum goes into the node's shared memory, where its owner reads it in the step. The order
+is that of a step, over the ranks of a node, then over nodes in their order, so the bits are equal.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = ["EarlyMemory", "EarlySums", "threads_agree"]
 
-_CEILING = 2e-4  # seconds that the thread sleeps between two looks at its messages, at most
+_CEILING = 2e-4  # the most seconds that the thread sleeps between two checks for messages
 _END = 5.0  # seconds that its end may take
 
 
 def threads_agree(group: ProcessGroup) -> bool:
-    """Return whether MPI was started with MPI_THREAD_MULTIPLE on all ranks. Collective, inside one."""
+    """Return True if MPI was started with MPI_THREAD_MULTIPLE on all ranks. Collective, inside one."""
     from mpi4py import MPI
 
     return bool(group.agree(int(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)))
@@ -41,7 +41,7 @@ def threads_agree(group: ProcessGroup) -> bool:
 
 @final
 class EarlyMemory:
-    """The sums of one arena that this node owns, by owner; also `memory[low:high]`, of elements that one rank owns."""
+    """The sums of one arena that this node owns, by owner; `memory[low:high]` are elements of one owner."""
 
     def __init__(self, pieces: Sequence[Range], arrays: Sequence[np.ndarray]) -> None:
         self.pieces, self._arrays = pieces, arrays
@@ -62,7 +62,7 @@ class EarlyMemory:
 
 
 class _Job(NamedTuple):
-    """What the thread shall sum: arrays, the pieces of each node, and where the sums of this node's go."""
+    """A sum for the thread: arrays, the pieces of each node, and the function that stores this node's sums."""
 
     arrays: Sequence[Any]  # array[low:high] are elements of the arena
     pieces: Sequence[Sequence[Range]]
@@ -74,32 +74,30 @@ class _Job(NamedTuple):
 
 @final
 class EarlySums:
-    """The sums that were begun on the ranks of a group, and the thread that carries them between nodes."""
+    """The early sums of a group's ranks, and the thread that exchanges them between nodes."""
 
     def __init__(self, group: ProcessGroup, block: int, threads: bool = True) -> None:
-        """Make what it needs. Collective over all ranks.
+        """Allocate. Collective over all ranks.
 
         Args:
             group: the ranks.
             block: the number of elements that are summed in cache.
-            threads: whether MPI was started with MPI_THREAD_MULTIPLE on all ranks; else `begin` sums at once.
+            threads: MPI was started with MPI_THREAD_MULTIPLE on all ranks; else `begin` sums at once.
         """
         self._group, self._block, self._threads = group, block, threads
-        self._inter = None if group.inter is None else group.inter.Dup()  # messages of steps go over the other one
+        self._inter = None if group.inter is None else group.inter.Dup()  # steps use the other one
         self._memories: dict[str, EarlyMemory] = {}
         self._sums: dict[tuple[np.dtype, Wire | None], PieceSum] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._last: _Job | None = None
         self._error: BaseException | None = None
         self._hurry = self._ending = False
-        self._open = self._dropped = (
-            False  # since the last `wait`: whether sums were begun, and whether some were forgotten
-        )
+        self._open = self._dropped = False  # since the last `wait`: sums were started; some were discarded
         self._thread: threading.Thread | None = None
         group.attach(self)
 
     def begin(self, arena: Any, arrays: Sequence[Any], ranges: Sequence[Range], how: Arithmetic) -> None:
-        """Begin to sum ranges of an arena, whose gradients are final on all ranks of the node. Collective, inside one."""
+        """Start to sum ranges of an arena whose gradients are final on all ranks of the node. Collective, inside one."""
         self._wait_for_dropped()
         self._open = True
         memory = self._memories.get(arena.key)
@@ -128,7 +126,7 @@ class EarlySums:
             self._thread.start()
 
     def _sum_whole(self, memory: EarlyMemory, arrays: Sequence[Any], ranges: Sequence[Range], how: Arithmetic) -> None:
-        """Sum this rank's part of ranges of an arena that every node sums whole: over the node, `ArenaStep` over nodes."""
+        """Sum this rank's part over the node, for an arena that every node sums whole; `ArenaStep` sums it over nodes."""
         index, total = self._group.slice_index, sum(high - low for low, high in ranges)
         mine = cut(ranges, *aligned_bounds(total, self._group.slices)[index or 0])
         for piece in memory.pieces:
@@ -146,28 +144,28 @@ class EarlySums:
         return EarlyMemory(pieces, [segment.view(dtype) for segment in block.segments[: len(sizes)]])
 
     def missing(self, arena: Any, ranges: Sequence[Range]) -> list[Range] | None:
-        """Return what of element ranges was not begun; None where nothing of them was."""
+        """Return the part of element ranges that was not started; None if nothing was."""
         memory = self._memories.get(arena.key)
         left = list(ranges) if memory is None else without(ranges, memory.begun)
         return None if left == list(ranges) else left
 
     def forget(self, key: str, ranges: Sequence[Range]) -> None:
-        """Forget that ranges of an arena were begun: their sums were taken, or will never be. Every rank does it."""
+        """Discard ranges of an arena: their sums were used, or never will be. Every rank calls it."""
         self._dropped = self._open
         memory = self._memories.get(key)
         if memory is not None:
             memory.begun = without(memory.begun, ranges)
 
     def memory(self, arena: Any) -> EarlyMemory:
-        """Return where the sums of an arena are; of those not begun, this rank's may be put there. Collective, inside one."""
+        """Return the memory of an arena's sums; this rank may store its other sums there too. Collective, inside one."""
         self._wait_for_dropped()
         return self._memories[arena.key]
 
     def catch_up(self) -> None:
-        """Wait until what this rank has begun to sum is summed. Inside a collective.
+        """Wait until this rank's started sums are complete. Inside a collective.
 
         Raises:
-            Exception: what went wrong in the thread.
+            Exception: an error of the thread.
         """
         self._hurry = True
         try:
@@ -179,10 +177,10 @@ class EarlySums:
             self._hurry = False
 
     def wait(self) -> None:
-        """Wait until all that was begun is summed, on all ranks of the node. Collective, inside one.
+        """Wait until all started sums are complete on all ranks of the node. Collective, inside one.
 
         Raises:
-            Exception: what went wrong in the thread.
+            Exception: an error of the thread.
         """
         with self._group.collective("sums that Optimizer.begin has started", synchronize=False) as call:
             self.catch_up()
@@ -190,7 +188,7 @@ class EarlySums:
         self._open = self._dropped = False
 
     def _wait_for_dropped(self) -> None:
-        """Wait for sums that were forgotten on their way: they would be written over others. Collective, inside one."""
+        """Wait for discarded sums in flight: they would overwrite others. Collective, inside one."""
         if self._dropped:
             self.wait()
 
@@ -205,7 +203,7 @@ class EarlySums:
                 self._error = error
             finally:
                 job.done.set()
-            del job  # memory with references cannot be freed
+            del job  # referenced memory cannot be freed
 
     def _sum(self, job: _Job) -> None:
         key = job.how.accumulate, job.wire
@@ -216,7 +214,7 @@ class EarlySums:
         summed.hand_out(job.arrays, job.pieces, job.how, job.put)
 
     def _finish(self, requests: Sequence[Any]) -> None:
-        """Wait for messages, leaving the core to others until the program waits for them, too."""
+        """Wait for messages; leave the core to others until the program also waits for them."""
         backoff = Backoff(_CEILING)
         for request in requests:
             backoff.reset()
@@ -231,11 +229,11 @@ class EarlySums:
     # the end, as an attachment of the group
 
     def close(self) -> None:
-        """End the thread after what it has to do; free what belongs to this object. Collective over the group."""
+        """End the thread after its pending sums, and free this object's resources. Collective over the group."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(_END)
-            if self._thread.is_alive():  # ranks do not step together any more
+            if self._thread.is_alive():  # ranks are no longer in step
                 self.abandon()
         if self._inter is not None and self._error is None:
             self._inter.Free()
@@ -243,7 +241,7 @@ class EarlySums:
         self._last = None
 
     def leave(self) -> Callable[[], None] | None:
-        """End the thread, at the end of the program."""
+        """End the thread at the end of the program."""
         self.abandon()
         return None
 

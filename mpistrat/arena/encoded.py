@@ -1,7 +1,7 @@
-"""Exchanges between nodes in fewer bytes: of changes of pieces, which each node adds to what it has, and of whole sums.
+"""Encoded exchanges between nodes: of changes of pieces, which each node adds to its copy, and of whole sums.
 
-A node adds what it sends of its own changes, no more, and keeps the rest for the next exchange (see `wire`): so the bits stay
-equal on all nodes.
+A node adds exactly what it sends of its own changes and defers the rest to the next exchange (see `wire`), so the bits stay equal
+on all nodes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BYTES = np.dtype(np.uint8)
 
 @final
 class EncodedShare(PieceShare):
-    """One exchange of the changes of pieces of a float32 array, which each node adds to what it has."""
+    """One exchange of the changes of pieces of a float32 array, which each node adds to its copy."""
 
     def __init__(
         self,
@@ -37,21 +37,21 @@ class EncodedShare(PieceShare):
         work: np.ndarray,
         pool: BufferPool,
     ) -> None:
-        """Begin one; all nodes do, in the same order.
+        """Start one; all nodes do, in the same order.
 
         Args:
             inter, array, pieces: as for `PieceShare`; the elements are equal on all ranks of `inter` before, too.
-            unsent: the changes of this node's piece, which become what is still unsent.
-            wire: how they travel.
+            unsent: the changes of this node's piece, replaced by their error feedback.
+            wire: the encoding.
             work: scratch memory: blocks of its size are encoded at a time, a multiple of 4,096 or at least a round.
-            pool: where memory for messages comes from.
+            pool: memory for messages.
         """
         self._unsent, self._wire, self._work, self._pool = unsent, wire, work, pool
         self._coming: list[tuple[Any, Range, np.ndarray]] = []
         super().__init__(inter, array, pieces)
 
     def ready(self, high: int) -> None:
-        """Send the changes below element `high` of this node's piece, and add those of others that are here."""
+        """Send the changes below element `high` of this node's piece, and add those that have arrived."""
         super().ready(high)
         while self._coming and self._coming[0][0].Test():
             self._take(self._coming.pop(0))
@@ -75,7 +75,7 @@ class EncodedShare(PieceShare):
         self._wire.decode(message, self._array[low:high], add=True)
 
     def finish(self) -> None:
-        """Wait until the changes of all others are in the array, and what this node gives has been sent."""
+        """Wait until the changes of all others are in the array and this node's are sent."""
         for arrived in self._coming:
             arrived[0].Wait()
             self._take(arrived)
@@ -83,22 +83,23 @@ class EncodedShare(PieceShare):
         super().finish()
 
     def leave(self) -> None:
-        """After an error: keep the memory of what is under way, for as long as the process lives."""
+        """Keep the memory of pending messages alive after an error, until the process ends."""
         super().leave()
         leave([request for request, _, _ in self._coming])
 
 
 @final
 class EncodedAllReduce:
-    """Sums float32 arrays over nodes: each sums a piece, in the nodes' order, and all take of it what the others read."""
+    """The sum of float32 arrays over nodes: each sums a piece, in node order, and uses the encoded sum that the others receive.
+    """
 
     def __init__(self, inter: Any, wire: Wire, block: int) -> None:
         """Allocate.
 
         Args:
             inter: the peers that have the same slice, by node.
-            wire: the form in which sums travel.
-            block: elements that are summed while they are in cache, a multiple of 4,096.
+            wire: the encoding of sums.
+            block: elements that are summed while in cache, a multiple of 4,096.
         """
         self._inter, self._wire = inter, wire
         self._how = arithmetic(ReduceOp.SUM, np.dtype(np.float32), 1)
@@ -107,7 +108,7 @@ class EncodedAllReduce:
         self._pool = BufferPool(kept=16)
 
     def sum(self, total: np.ndarray) -> None:
-        """Replace a flat array of this node's sums by those over all nodes, of the same bits on all. Collective over `inter`."""
+        """Replace a flat array of this node's sums by the sums over all nodes, bit-identical on all. Collective over `inter`."""
         pieces = [[bounds] for bounds in aligned_bounds(total.size, self._inter.size)]
         result = self._pool.empty(total.size, total.dtype)
         result[...] = 0

@@ -1,4 +1,4 @@
-"""Layouts: the box of an array that each rank of a mesh holds, the whole from its boxes, and what a rank takes of a file."""
+"""Layouts: the box of an array that each rank of a mesh holds, the whole from its boxes, and the elements read from a file."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ DATA = "data"  # the axis whose coordinates are replicas
 
 
 def _nothing() -> None:
-    """Nothing is left to do."""
+    """Do nothing."""
 
 
 class Receiver(NamedTuple):
-    """What a rank takes of an array that is read from a file, and what it does with it.
+    """The elements that a rank reads from an array in a file, and the functions that store them.
 
     Attributes:
-        ranges: the elements that it takes, by their numbers in the flat array.
-        take: stores elements from a number on, which lie in one of the ranges.
-        finish: called when all elements of all arrays were taken; it may be collective.
+        ranges: the element ranges in the flat array.
+        take: stores elements from an offset on, which are inside one of the ranges.
+        finish: called after all elements of all arrays; it may be collective.
     """
 
     ranges: Sequence[tuple[int, int]]
@@ -37,7 +37,7 @@ class Receiver(NamedTuple):
 
     @classmethod
     def whole(cls, array: np.ndarray, finish: Callable[[], None] = _nothing) -> Receiver:
-        """Return one that fills a C-contiguous array."""
+        """Return a receiver that fills a C-contiguous array."""
         flat = array.reshape(-1)
 
         def take(start: int, part: np.ndarray) -> None:
@@ -48,12 +48,12 @@ class Receiver(NamedTuple):
 
 @final
 class Box:
-    """A box of a whole array: a range of each dimension, and the places of its elements in the whole, which is flat.
+    """A box of a whole array: a range of each dimension, and the offsets of its elements in the flat whole.
 
     Attributes:
         shape: of the whole.
         whole_size, size: numbers of elements.
-        first: the number in the whole of its first element.
+        first: the offset of its first element in the whole.
 
     Example:
         >>> box = Box((3, 4), ((1, 3), (0, 2)))
@@ -78,11 +78,11 @@ class Box:
 
     @property
     def contiguous(self) -> bool:
-        """Whether its elements are neighbours in the whole."""
+        """True if its elements are adjacent in the whole."""
         return not self._given or self._starts.size <= 1
 
     def spans(self, begin: int, end: int, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """Yield where elements [begin, end) of the whole are elements [low, high) of the box: both places, and how many."""
+        """Yield the overlaps of elements [begin, end) of the whole and [low, high) of the box: both offsets, and the length."""
         starts = self._starts
         length = self.size // max(starts.size, 1)
         if not length:
@@ -98,9 +98,9 @@ class Box:
                 yield start + skip, mine + skip, count
 
     def receiver(self, own: Receiver) -> Receiver:
-        """Return what takes from the whole, of what takes elements of the box.
+        """Return a receiver for the whole, from one for the box.
 
-        It takes all between the first and the last element of a range, and leaves what is not in the box.
+        It takes everything from the first to the last element of a range, and ignores elements outside the box.
         """
         if self.contiguous:
             first = self.first
@@ -121,7 +121,7 @@ class Box:
 
     @functools.cached_property
     def _starts(self) -> np.ndarray:
-        """The place in the whole of each run of elements that are neighbours there, too."""
+        """The offset in the whole of each contiguous run of elements."""
         cut = [d for d, (low, high) in enumerate(self._given) if high - low != self.shape[d]]
         starts: Any = 0
         for d in range(max(cut) + 1 if cut else 0):
@@ -139,7 +139,7 @@ class Grid:
     Attributes:
         sizes: the length of each axis, the fastest last.
         at: this rank's coordinate on each.
-        world: all ranks, which make variables together.
+        world: all ranks, which create variables together.
         replica: the ranks of this rank's replica, which hold the parts of its variables, in the order of their coordinates.
         replica_ranks: their ranks in `world`.
     """
@@ -168,19 +168,19 @@ class Part:
     """The part of a whole array that each rank of a replica holds: a box.
 
     Attributes:
-        layout: for each dimension the axis over which it is divided, or None.
+        layout: for each dimension its axis, or None if it is not divided.
         whole_shape: shape of the whole.
         shape: shape of the part, the same on every rank.
-        split: whether it is less than all.
+        split: True if the part is not the whole.
         box: the part of this rank.
     """
 
     def __init__(self, grid: Grid, whole_shape: Sequence[int], layout: Sequence[str | None], name: str) -> None:
-        """Divide an array. The same on every rank but for which part it is.
+        """Divide an array. Equal on every rank except `box`.
 
         Raises:
-            TypeError: no tuple of names.
-            ValueError: an axis that is not there, is given twice, or whose length does not divide the dimension's.
+            TypeError: not a tuple of names.
+            ValueError: an axis that does not exist, is given twice, or whose length does not divide the dimension's.
         """
         self._grid, self.whole_shape, self.layout = grid, tuple(whole_shape), _checked(grid, whole_shape, layout, name)
         lengths = [grid.sizes.get(axis or "", 1) for axis in self.layout]
@@ -201,7 +201,7 @@ class Part:
 
     @functools.cached_property
     def holders(self) -> list[int]:
-        """Ranks of the replica, by their numbers there, that hold all parts, each once."""
+        """The ranks of the replica, by their numbers there, that together hold each part once."""
         return sorted(set(self.same))
 
     @functools.cached_property
@@ -212,11 +212,11 @@ class Part:
         return [first.setdefault(self._corner(self._grid.coordinates(rank)), rank) for rank in ranks]
 
     def elements(self, own: Any, wanted: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Return elements of the whole, flat, of which each rank has its part, or all of it. Collective over the replica.
+        """Return elements of the flat whole, of which each rank has its part or all of it. Collective over the replica.
 
         Args:
             own: this rank's part, flat; or the whole, on all ranks.
-            wanted: for each rank of the replica which elements it gets.
+            wanted: for each rank of the replica the range that it gets.
         """
         group = self._grid.replica
         rank = group.topology.rank
@@ -241,16 +241,16 @@ class Part:
         return result
 
     def cut(self, whole: Any) -> Any:
-        """Return the part of a whole array that every rank has: a view. No message."""
+        """Return this rank's part of a whole array: a view. Local."""
         return whole[self.slices]
 
     def whole(self, own: Any) -> np.ndarray:
-        """Return the whole on every rank, of the part that each has. Collective over the replica."""
+        """Return the whole on every rank, from each rank's part. Collective over the replica."""
         every = [(0, self.whole_size)] * self._grid.replica.topology.size
         return np.array(self.elements(own.reshape(-1), every)).reshape(self.whole_shape)
 
     def _corner(self, at: Mapping[str, int]) -> tuple[int, ...]:
-        """Return which part it is at some coordinates, in each dimension."""
+        """Return the number of the part at some coordinates, in each dimension."""
         return tuple(at[axis] if axis else 0 for axis in self.layout)
 
     def _box(self, at: Mapping[str, int]) -> Box:
@@ -263,10 +263,10 @@ class Part:
 
 
 def check_layouts(function: str, layouts: Any, names: Sequence[str]) -> None:
-    """Check the layouts that `distribute` of a framework gets for parameters, by name; making the variables checks the rest.
+    """Check the layouts passed to a framework's `distribute`, by parameter name; creating the variables checks the rest.
 
     Raises:
-        TypeError: no dict.
+        TypeError: not a dict.
         ValueError: a name that no parameter has.
     """
     if not isinstance(layouts, Mapping):
@@ -285,7 +285,7 @@ def exchanged(group: ProcessGroup, dtype: np.dtype, sent: Sequence[Sequence[Any]
         group: the ranks.
         dtype: of the elements.
         sent: for each rank, flat arrays that this one sends to it.
-        counts: how many elements each rank sends to this one.
+        counts: the number of elements that each rank sends to this one.
     """
     from mpi4py import MPI
 
@@ -293,7 +293,7 @@ def exchanged(group: ProcessGroup, dtype: np.dtype, sent: Sequence[Sequence[Any]
     rank, found = group.topology.rank, np.empty(sum(counts), dtype)
     places = np.split(found, np.cumsum(counts)[:-1])
     places[rank][:] = flat[rank]
-    # What stays is left out: MPICH 5.0.2 copies that at a tenth of the rate of memory.
+    # Leave this rank's own elements out: MPICH 5.0.2 copies them at a tenth of the memory's rate.
     starts = [sum(counts[:other]) for other in range(len(counts))]
     flat[rank] = flat[rank][:0]
     coming = [0 if other == rank else count for other, count in enumerate(counts)]
@@ -308,7 +308,7 @@ def exchanged(group: ProcessGroup, dtype: np.dtype, sent: Sequence[Sequence[Any]
 
 
 def _checked(grid: Grid, shape: Sequence[int], layout: Sequence[str | None], name: str) -> tuple[str | None, ...]:
-    """Return a layout, for each dimension of a shape."""
+    """Return a layout with an entry for each dimension of a shape."""
     what, axes = f"{name}: layout", ", ".join(map(repr, grid.model_axes)) or "none"
     if not isinstance(layout, (tuple, list)) or not all(axis is None or isinstance(axis, str) for axis in layout):
         raise TypeError(explain("Variable", what, expected="a tuple of names of axes and None", got=repr(layout)))

@@ -1,9 +1,8 @@
 """Slices that nodes share: each node sums and updates a piece of a slice, and sends its new weights to the others.
 
-Pieces travel in rounds: in each a node's peers send it their sums of a block of its piece, from which it forms the total, and the
-updated block goes to them, from memory of the weights into memory of the weights. The sums of the next round travel while a block
-is updated; that needs no thread. A total is the sum over nodes in their order, so it has the same bits each time, and no message
-depends on what MPI does in an all-reduce.
+Pieces are exchanged in rounds. In each round a node receives its peers' sums of a block of its piece, computes the total, and
+sends them the updated block, directly between the memories of the weights. The sums of the next round travel while a block is
+updated, without a thread. A total is summed over nodes in their order, so its bits do not depend on MPI's all-reduce.
 """
 
 from __future__ import annotations
@@ -27,41 +26,41 @@ Range = tuple[int, int]
 Pieces = Sequence[Sequence[Range]]  # element ranges by node
 
 _ROUND = 1 << 20  # bytes of all pieces together that a rank sums in a round
-_LEAST_BLOCK = 64 << 10  # bytes of one, where many nodes share that
+_LEAST_BLOCK = 64 << 10  # bytes of one piece, if many nodes share a round
 _SUMS, SHARED = 10, 11  # tags
-_left: list[Any] = []  # requests, which keep their memory
+_left: list[Any] = []  # requests, which keep their memory alive
 
 
 def leave(requests: Sequence[Any]) -> None:
-    """Leave messages that an error found under way, which still come into their memory: it stays as long as the process lives."""
+    """Keep the memory of messages that an error left in flight, into which they still write, until the process ends."""
     _left.extend(request for request in requests if request is not None)
 
 
 def round_size(nodes: int, dtype: np.dtype) -> int:
-    """Return how many elements of a piece are at most in a round."""
+    """Return the most elements of a piece in a round."""
     return max(_ROUND // nodes, _LEAST_BLOCK) // dtype.itemsize
 
 
 def rounds_of(pieces: Pieces, size: int) -> list[tuple[Range | None, ...]]:
-    """Return the block of each node's piece in each round, None where it has none any more."""
+    """Return the block of each node's piece in each round, None if it has none left."""
     return list(zip_longest(*(blocks(piece, size) for piece in pieces)))
 
 
 def summed_blocks(ranges: Sequence[Range], nodes: int, dtype: np.dtype, block: int) -> list[Range]:
-    """Return the blocks in which the sums of ranges are handed out."""
+    """Return the blocks in which the sums of ranges are delivered."""
     size = round_size(nodes, dtype)
     return blocks(blocks(ranges, size), min(block, size))
 
 
 def wait(requests: Sequence[Any]) -> None:
     """Wait for messages."""
-    for request in requests:  # one by one: MPI_Waitall hides which error it was
+    for request in requests:  # one by one: MPI_Waitall hides the error
         request.Wait()
 
 
 @final
 class PieceSum:
-    """Sums arrays of a node's ranks, and these sums over nodes, each piece on its own node; owns the scratch memory."""
+    """The sums of a node's arrays, then of these over nodes, each piece on its own node; owns the scratch memory."""
 
     def __init__(
         self,
@@ -75,14 +74,15 @@ class PieceSum:
 
         Args:
             inter: the peers that own the same slice, by node.
-            dtype: in which sums are formed.
-            block: elements that are summed while they are in cache.
-            wire: the form in which float32 sums travel, None for their own.
+            dtype: of the sums.
+            block: elements that are summed while in cache.
+            wire: the encoding of float32 sums, None for their own dtype.
             finish: waits for requests.
         """
         self._inter, self._block, self._wire, self._finish = inter, block, wire, finish
         self._size = round_size(inter.size, dtype)
-        # For two rounds: what is summed here, and what comes, by node; of this node's own piece the former is used.
+        # For two rounds: the local sums and the received ones, by node; of this node's own piece only the former is
+        # used.
         self._sums = np.empty((2, inter.size, self._size), dtype)
         self._total = np.empty(min(block, self._size), dtype)
         self._kind = mpi_datatype(dtype if wire is None else np.dtype(np.uint8))
@@ -102,14 +102,14 @@ class PieceSum:
     ) -> None:
         """Call consume(low, high, sum) for this node's piece, in order. Collective over `inter`.
 
-        `unsent` has what was not sent of earlier sums, where that is to follow.
+        `unsent` is the error feedback of earlier sums, if it is added to these.
         """
         me, rounds = self._inter.rank, rounds_of(pieces, self._size)
         travelling: list[list[Any]] = [[], []]
         try:
             for number in range(len(rounds) + 1):
                 if number < len(rounds):
-                    self._finish(travelling[number % 2])  # its memory is free then
+                    self._finish(travelling[number % 2])  # then its memory is free
                     travelling[number % 2] = []
                     self._begin(number % 2, arrays, rounds[number], how, travelling[number % 2], unsent)
                 mine = rounds[number - 1][me] if number else None
@@ -130,7 +130,7 @@ class PieceSum:
         requests: list[Any],
         unsent: Unsent | None,
     ) -> None:
-        """Sum a round over this node, and have the sums travel to the nodes that they belong to; add to the requests."""
+        """Sum a round over this node, and start to send the sums to their nodes; append to the requests."""
         inter, nodes = self._inter, self._inter.size
         mine = blocks_of[inter.rank]
         if mine is not None:
@@ -155,7 +155,7 @@ class PieceSum:
                 requests.append(inter.Isend([message, self._kind], node, _SUMS))
 
     def _width(self, count: int) -> int:
-        """Return the elements of a message with so many numbers."""
+        """Return the number of elements of a message with `count` numbers."""
         return count if self._wire is None else self._wire.nbytes(count)
 
     def _encode(self, wire: Wire, total: np.ndarray, message: np.ndarray, unsent: np.ndarray | None) -> None:
@@ -187,7 +187,7 @@ class PieceSum:
                 combine(np.add, [total, own] if node else [own], total)
 
     def consumed(self, ranges: Sequence[Range]) -> list[Range]:
-        """Return the blocks in which the sums of this node's ranges are handed out."""
+        """Return the blocks in which the sums of this node's ranges are delivered."""
         return summed_blocks(ranges, self._inter.size, self._sums.dtype, self._block)
 
     def _cached(self, ranges: Sequence[Range]) -> list[Range]:
@@ -195,18 +195,18 @@ class PieceSum:
 
 
 class PieceShare:
-    """One exchange of pieces of an array: all nodes get what each has of its own, while it goes on with the rest.
+    """One exchange of pieces of an array: each node's final blocks go to all nodes while it computes the rest.
 
-    Nothing here waits but `finish`, so no node waits in it for another one that is behind.
+    Only `finish` waits, so elsewhere no node waits for a slower one.
     """
 
     def __init__(self, inter: Any, array: np.ndarray, pieces: Pieces, first: int = 0) -> None:
-        """Begin one; all nodes do, in the same order.
+        """Start one; all nodes do, in the same order.
 
         Args:
             inter: the peers that own the same slice, by node.
             array: the elements, equal on all ranks of `inter` at the end.
-            pieces: what each node gives.
+            pieces: the ranges that each node sends.
             first: the number of the first element in `array`.
         """
         self._inter, self._array, self._first = inter, array, first
@@ -217,7 +217,7 @@ class PieceShare:
         self.ready(-1)
 
     def ready(self, high: int) -> None:
-        """Send what is below element `high` of this node's piece: it stays as it is."""
+        """Send the elements below `high` of this node's piece, which must not change any more."""
         rank = self._inter.rank
         while self._next < len(self._rounds):
             block = self._rounds[self._next][rank]
@@ -240,18 +240,18 @@ class PieceShare:
                 self._requests.append(inter.Isend(message, (inter.rank + step) % nodes, SHARED))
 
     def _receive(self, node: int, block: Range) -> None:
-        """Begin to receive a block of another node's piece."""
+        """Start to receive a block of another node's piece."""
         self._requests.append(self._inter.Irecv(self._message(block), node, SHARED))
 
     def _message(self, block: Range) -> list[Any]:
-        """Return the memory of a block, as MPI takes it."""
+        """Return the memory of a block as an MPI buffer."""
         return [self._array[block[0] - self._first : block[1] - self._first], self._kind]
 
     def finish(self) -> None:
-        """Wait until all that the others give is here, and what this node gives has been sent."""
+        """Wait until all the others' pieces are received and this node's is sent."""
         wait(self._requests)
         self._requests = []
 
     def leave(self) -> None:
-        """After an error: keep the memory of what is under way, for as long as the process lives."""
+        """Keep the memory of pending messages alive after an error, until the process ends."""
         leave(self._requests)

@@ -1,7 +1,7 @@
-"""Reduction of gradient arenas, which all ranks of a node see: block by block in cache, then over the other nodes.
+"""Reduction of gradient arenas that all ranks of a node see: block by block in cache, then over the other nodes.
 
-A training step sums arenas and consumes the sums while they are in cache; `reduce_in_place` writes them where the
-gradients lie, without a copy in or out.
+A training step sums arenas and consumes the sums while they are in cache. `reduce_in_place` overwrites the gradients with the
+sums, without copies.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = [
     "of_node",
 ]
 
-BLOCK = 1 << 16  # elements that are summed and consumed while they are in cache
-GPU_BLOCK = 1 << 24  # the same on a GPU, where a kernel takes as long to start as to add 64 K elements
-NETWORK_CHUNK = 1 << 20  # bytes that cross the network at a time; a constant: other chunks give other bits
+BLOCK = 1 << 16  # elements that are summed and consumed while in cache
+GPU_BLOCK = 1 << 24  # the same on a GPU, where starting a kernel takes as long as adding 64 K elements
+NETWORK_CHUNK = 1 << 20  # bytes of one message between nodes; a constant, because other sizes give other bits
 
 #: Called as consume(low, high, block); a block is scratch, valid in the call only.
 Consume = Callable[[int, int, Any], None]
@@ -55,7 +55,7 @@ class Destination:
 
     @classmethod
     def find(cls, group: ProcessGroup, values: Sequence[Any], variable: Any) -> Destination | None:
-        """Return where the local replicas' values lie if they are the gradient memory of a Variable, else None."""
+        """Return the location of the local replicas' values if they are a Variable's gradient memory, else None."""
         if not hasattr(variable, "arena") or type(values[0]) is not np.ndarray or group.node.locate(values[0]) is None:
             return None
         gradients: Gradients | None = getattr(variable.arena, "gradients", None)
@@ -78,7 +78,7 @@ class Destination:
 
 
 def node_gradients(group: ProcessGroup, arena: Gradients) -> Sequence[np.ndarray] | None:
-    """Return the arenas of all replicas, where this rank sees all: its own alone, or host memory of one node; else None."""
+    """Return the arenas of all replicas if this rank sees all: its own alone, or host memory of one node; else None."""
     if group.topology.num_replicas == 1:
         return arena.local
     return None if group.num_nodes > 1 or is_gpu(arena.local[0]) else of_node(arena)
@@ -90,18 +90,18 @@ def of_node(arena: Gradients) -> Sequence[np.ndarray]:
 
 
 def block_of(array: Any) -> int:
-    """Return how many elements of a flat array are summed and updated at a time."""
+    """Return the number of elements of a flat array that are summed and updated at a time."""
     return GPU_BLOCK if is_gpu(array) else BLOCK
 
 
 def network_chunk(dtype: np.dtype) -> int:
-    """Return how many elements cross the network at a time where every node sums all; other chunks give other bits."""
+    """Return the number of elements in one message between nodes if every node sums all; other sizes give other bits."""
     return max(BLOCK, NETWORK_CHUNK // dtype.itemsize)
 
 
 @final
 class ArenaSum:
-    """Sums arenas of all replicas of a node, slice by slice, over all nodes; owns the scratch memory."""
+    """The sums of the arenas of a node's replicas, slice by slice, over all nodes; owns the scratch memory."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self._inter = group, group.inter
@@ -117,7 +117,7 @@ class ArenaSum:
         consume: Consume,
         unsent: Unsent | None,
     ) -> None:
-        """Call consume(low, high, sum) for what this rank owns of the ranges, in order. Collective over `group.inter`."""
+        """Call consume(low, high, sum) for this rank's part of the ranges, in order. Collective over `group.inter`."""
         pieces = arena.pieces(ranges)
         if pieces is None:
             self.hand_out(arena, arena.owned(ranges), how, consume)
@@ -130,12 +130,12 @@ class ArenaSum:
         self._sum_pieces(arena, missing, how, memory.put, unsent)
         self._early.wait()
         if self._inter is not None:
-            # In the blocks of a step without: a norm is a sum over blocks.
+            # In the same blocks as without early sums: a norm is a sum over blocks.
             for low, high in self._piece_sum(how.accumulate, arena.wire).consumed(arena.owned(ranges)):
                 consume(low, high, memory.of(low, high))
 
     def begin(self, arena: Gradients, ranges: Sequence[tuple[int, int]]) -> None:
-        """Begin to sum ranges of an arena whose pieces belong to nodes; the next `sum_owned` of them takes the sums.
+        """Start to sum ranges of an arena with pieces; the next `sum_owned` of them uses the sums.
 
         Collective, inside one; all ranks of the node have arrived.
         """
@@ -146,7 +146,7 @@ class ArenaSum:
         self._early.begin(arena, of_node(arena), ranges, arithmetic(ReduceOp.SUM, arena.dtype, 1))
 
     def forget(self, key: str, ranges: Sequence[tuple[int, int]]) -> None:
-        """Forget what was begun of ranges of an arena. Every rank does it."""
+        """Discard the started sums of ranges of an arena. Every rank calls it."""
         if self._early is not None:
             self._early.forget(key, ranges)
 
@@ -171,7 +171,7 @@ class ArenaSum:
     def hand_out(self, arena: Gradients, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume) -> None:
         """Call consume(low, high, sum) for this rank's ranges. Collective over `group.inter`.
 
-        Its peers on other nodes own the same ranges. Blocks have at most 64 K elements; the divisor is left to `consume`.
+        Its peers on other nodes own the same ranges. Blocks have at most 64 K elements; `consume` applies the divisor.
         """
         arrays, inter = of_node(arena), self._inter
         chunk = self._chunk(how.accumulate)
@@ -190,7 +190,7 @@ class ArenaSum:
     def reduce_in_place(self, destinations: Sequence[Destination], reduce_op: ReduceOp, call: Any) -> None:
         """Write the reduction of gradients into the arena of the node's first replica. Collective, inside one.
 
-        The destinations are the same on every rank, and the ranks of the node have arrived. The closing barrier compares `call`.
+        The destinations are equal on every rank, and the ranks of the node have arrived. The closing barrier compares `call`.
         """
         arenas = {id(destination.arena): destination.arena for destination in destinations}
         for key, arena in arenas.items():
@@ -222,7 +222,7 @@ class ArenaSum:
     def _combine_in_place(
         self, arrays: Sequence[np.ndarray], ranges: Sequence[tuple[int, int]], ufunc: np.ufunc
     ) -> None:
-        """As `hand_out`, into the first of the arrays, which need no wider dtype and no division."""
+        """Reduce like `hand_out`, into the first array; for arrays without a wider dtype or a division."""
         total = arrays[0]
         for low, high in blocks(ranges, self._chunk(total.dtype)):
             for begin, end in blocks([(low, high)], BLOCK):

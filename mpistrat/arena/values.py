@@ -1,4 +1,4 @@
-"""The arrays of variables: what is written to one, checked, in which dtype and shape, and private memory on a device."""
+"""The arrays of variables: checks and conversion of values written to them, and private memory on a device."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _LADDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}  # V: bfloat16
 
 
 def check_name(function: str, name: Any) -> None:
-    """Raise an error for a name that no file can have.
+    """Raise unless a file can store the name.
 
     Raises:
-        TypeError: it is no text, or an empty one.
-        ValueError: it has a sign that HDF5 does not take.
+        TypeError: it is not text, or empty.
+        ValueError: it has a character that HDF5 rejects.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(explain(function, "name", expected="a text that is not empty", got=repr(name)))
@@ -50,7 +50,7 @@ def parse_dtype(dtype: Any, function: str = "Variable") -> np.dtype:
     """Return a dtype of numbers, in this machine's byte order; "bfloat16" needs ml_dtypes.
 
     Raises:
-        TypeError: what is no dtype, or not one of numbers.
+        TypeError: not a dtype, or not one of numbers.
 
     Example:
         >>> parse_dtype("float32").itemsize
@@ -72,10 +72,10 @@ def parse_dtype(dtype: Any, function: str = "Variable") -> np.dtype:
 def initial_array(value: Any, dtype: np.dtype | None) -> np.ndarray:
     """Return an initial value as a host array.
 
-    As in TensorFlow, Python's floats and integers become float32 and int32; arrays keep their dtype.
+    As in TensorFlow, Python floats and integers become float32 and int32; arrays keep their dtype.
 
     Raises:
-        TypeError: what is no array of numbers, or does not fit the dtype that was asked for.
+        TypeError: not an array of numbers, or it does not fit the requested dtype.
     """
     value = one_value(value, "Variable")
     array = to_host(as_array(value, "Variable", "initial_value"))
@@ -92,17 +92,17 @@ def initial_array(value: Any, dtype: np.dtype | None) -> np.ndarray:
 def convert(value: Any, array: Any, dtype: np.dtype, function: str, casting: str = "same_kind") -> Any:
     """Return `array`, made of `value`, in another dtype of the same kind or a higher one.
 
-    Between signed and unsigned integers arrays are converted only if `casting` is "any".
+    Arrays are converted between signed and unsigned integers only if `casting` is "any".
 
     Raises:
-        TypeError: a float for an integer variable, and the like.
+        TypeError: the kind does not fit, such as a float for an integer variable.
         OverflowError: an integer that the dtype cannot hold.
     """
     if array.dtype == dtype:
         return array
     if hasattr(value, "dtype") and casting == "same_kind":
         fits = np.can_cast(array.dtype, dtype, "same_kind")
-    else:  # numbers of Python have no precision of their own
+    else:  # Python numbers have no precision of their own
         fits = _LADDER.get(array.dtype.kind, 9) <= _LADDER[dtype.kind]
     if not fits:
         remedy = "Convert it explicitly with astype"
@@ -118,10 +118,10 @@ def _cast(array: Any, dtype: np.dtype) -> Any:
 
 
 def as_flat(value: Any, shape: tuple[int, ...], dtype: np.dtype, function: str) -> Any:
-    """Return a value as a flat contiguous array of a dtype; what fits already is not copied.
+    """Return a value as a flat contiguous array of a dtype, without a copy if it fits already.
 
     Raises:
-        TypeError: no array of numbers, or numbers of another kind.
+        TypeError: not an array of numbers, or numbers of another kind.
         ValueError: its shape is not exactly `shape`.
     """
     array = as_array(value, function)
@@ -133,7 +133,7 @@ def as_flat(value: Any, shape: tuple[int, ...], dtype: np.dtype, function: str) 
 
 
 def one_value(value: Any, function: str) -> Any:
-    """Return the value that all replicas have in common.
+    """Return the common value of all replicas.
 
     Raises:
         ValueError: for a PerReplica, whose values may differ.
@@ -157,14 +157,14 @@ def checksum(*arrays: Any) -> int:
 
 
 def quick_digest(flat: Any) -> int:
-    """Return 63 bits that a change of any number changes, by one pass at the speed of memory.
+    """Return 63 bits that change with any number, computed in one pass at the speed of memory.
 
-    Other than `checksum` it is blind to exchanged numbers: for memory that should be equal, not for what users pass.
+    Unlike `checksum` it does not detect exchanged numbers: use it for memory that should be equal, not for user input.
     """
     host = with_zero_padding(to_host(flat) if is_gpu(flat) else flat)
     bits = host.view(np.uint64 if host.nbytes % 8 == 0 else np.uint8)
     total = int(np.add.reduce(bits, dtype=np.uint64))
-    if bits.dtype == np.uint64:  # whose sum loses highest bits, which are signs, in pairs
+    if bits.dtype == np.uint64:  # the sum loses pairs of highest bits, the signs
         total += int(np.count_nonzero(bits.view(np.int64) < 0)) << 20
     return total % ((1 << 63) - 1)
 
@@ -183,7 +183,7 @@ def zeros(shape: int | tuple[int, ...], dtype: np.dtype, device: str) -> Any:
 
 
 def move_like(value: Any, target: Any) -> Any:
-    """Return a value where `target` lies; a NumPy array stays as it is for a NumPy target."""
+    """Return a value on the device of `target`; a NumPy array is unchanged for a NumPy target."""
     if not is_gpu(target):
         return value
     with on_device_of(target):
@@ -191,7 +191,7 @@ def move_like(value: Any, target: Any) -> Any:
             return array_module(target).asarray(value)
         cuda = array_module(target).cuda
         stream = cuda.get_current_stream()
-        # The value's stream is another one: the copy comes after its work, and its later work after the copy.
+        # The value has another stream: order the copy after its earlier work, and its later work after the copy.
         with on_device_of(value):
             source = cuda.get_current_stream()
             written = source.record()
@@ -202,7 +202,7 @@ def move_like(value: Any, target: Any) -> Any:
 
 
 def read_only(array: Any) -> Any:
-    """Return a view that cannot be written to; CuPy has none, so there it is the array itself."""
+    """Return a read-only view; CuPy has none, so return a CuPy array itself."""
     if is_gpu(array):
         return array
     view = array.view()

@@ -1,8 +1,8 @@
-"""Forms in which float32 numbers travel between nodes in fewer bytes, and what is kept of what these lose.
+"""Encodings of float32 numbers in fewer bytes for messages between nodes, and their error feedback.
 
-Both forms give the same bytes with the compiled loops and without. What a number loses in a message is kept and sent with the
-next one, so that never more than a rounding is missing (error feedback: Seide et al., 1-Bit Stochastic Gradient Descent,
-Interspeech 2014; Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019).
+Both encodings give the same bytes with and without the compiled loops. The error of a number is added to its next message, so the
+receiver never lacks more than one rounding (error feedback: Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014;
+Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INT8_BLOCK = 4096  # numbers that share a scale
 
 @final
 class Unsent:
-    """What was not sent of each of some elements of an array: float32, zeros at first.
+    """The error feedback of a range of an array: float32, zeros at first.
 
     Args:
         low, high: the elements.
@@ -33,16 +33,16 @@ class Unsent:
         self.array = np.zeros(high - low, np.float32)
 
     def of(self, low: int, high: int) -> np.ndarray:
-        """Return that of elements [low, high), to be changed in place."""
+        """Return a writable view of elements [low, high)."""
         return self.array[low - self.low : high - self.low]
 
 
 class Wire(ABC):
-    """A form of float32 numbers in messages. A message cut at multiples of 4,096 numbers is several messages.
+    """An encoding of float32 numbers. A message cut at multiples of 4,096 numbers is several messages.
 
     Attributes:
         name: in `CommunicationOptions`.
-        feeds_back: whether sums of gradients lose so much in it that the loss must be sent later.
+        feeds_back: True if sums of gradients need error feedback.
     """
 
     name: str
@@ -50,18 +50,18 @@ class Wire(ABC):
 
     @abstractmethod
     def nbytes(self, count: int) -> int:
-        """Return the bytes of so many numbers."""
+        """Return the bytes of `count` numbers."""
 
     @abstractmethod
     def encode(self, values: np.ndarray, message: np.ndarray) -> None:
-        """Write numbers into bytes, `nbytes` of them."""
+        """Encode numbers into `nbytes` bytes."""
 
     @abstractmethod
     def decode(self, message: np.ndarray, out: np.ndarray, add: bool = False) -> None:
-        """Write what the bytes stand for, or add it."""
+        """Write, or add, the numbers of a message."""
 
     def encode_sum(self, total: np.ndarray, message: np.ndarray, unsent: np.ndarray, work: np.ndarray) -> None:
-        """Write a sum with what was not sent before, which becomes what is not sent now. `total` and `work` are overwritten."""
+        """Encode a sum plus its error feedback, and update the latter. `total` and `work` are overwritten."""
         combine(np.add, [total, unsent], total)
         self.encode(total, message)
         work = work[: total.size]
@@ -69,9 +69,9 @@ class Wire(ABC):
         _subtract(total, work, unsent)
 
     def encode_change(self, value: np.ndarray, message: np.ndarray, unsent: np.ndarray, work: np.ndarray) -> None:
-        """Write the unsent change of a value into a message, and add to the value what others read there.
+        """Encode the unsent change of a value, and add to the value what others decode.
 
-        All who do so have the same bits. What is still unsent is so small that value and it are the value that was meant.
+        All ranks get the same bits. The remaining error feedback is so small that value plus feedback is the exact value.
         """
         work = work[: value.size]
         combine(np.add, [value, unsent], work)
@@ -81,7 +81,7 @@ class Wire(ABC):
 
 
 def _subtract(first: np.ndarray, second: np.ndarray, out: np.ndarray) -> None:
-    """Write first - second, 0 where that is not finite: what is lost already must not spoil what is sent later."""
+    """Write first - second, or 0 if not finite: a lost value must not spoil later messages."""
     if not loops.rest(out, first, second):
         with np.errstate(all="ignore"):
             np.subtract(first, second, out=out)
@@ -90,9 +90,9 @@ def _subtract(first: np.ndarray, second: np.ndarray, out: np.ndarray) -> None:
 
 @final
 class Bfloat16(Wire):
-    """The upper 16 bits of float32, rounded to the nearest, of two to the even one. NaN and infinities stay what they are.
+    """The upper 16 bits of float32, rounded to nearest, ties to even. NaN and infinities are preserved.
 
-    A relative error of at most 1/256; numbers from 3.39e38 on become infinite.
+    The relative error is at most 1/256; numbers from 3.39e38 on become infinite.
     """
 
     name = "bfloat16"
@@ -121,9 +121,9 @@ class Bfloat16(Wire):
 
 @final
 class Int8(Wire):
-    """Multiples from -127 to 127 of a float32 scale, which 4,096 numbers share: their largest is 127 of it.
+    """Multiples from -127 to 127 of a float32 scale, shared by 4,096 numbers, the largest of which is 127.
 
-    An error of at most half a scale and a rounding. Where one of the 4,096 is not finite, all are read as NaN.
+    The error is at most half a scale and a rounding. If one of the 4,096 is not finite, all are decoded as NaN.
     """
 
     name = "int8"
@@ -161,7 +161,7 @@ _BY_NAME: dict[str | None, Wire] = {wire.name: wire for wire in (Bfloat16(), Int
 
 
 def wire_named(name: str | None) -> Wire | None:
-    """Return the form that has a name in `CommunicationOptions`, None for numbers as they are.
+    """Return the encoding with a name in `CommunicationOptions`, None for numbers as they are.
 
     Example:
         >>> wire_named("int8").nbytes(8192), wire_named(None)
