@@ -1,1 +1,1 @@
-"""What every other part of the package uses; it uses none of them."""
+"""Code used by all other packages; it imports none of them."""

@@ -1,7 +1,7 @@
-"""Agreement of ranks: one rank's error is raised on every rank, and what must be the same everywhere is compared.
+"""Agreement of ranks: raise one rank's error on every rank, and compare values that must be equal everywhere.
 
-What one rank does alone before a collective (open a file, check an argument, call the user's function) may fail there, and the
-others would wait without end. So it is done inside `together`, at the end of which all ranks exchange their errors:
+Work that one rank does alone before a collective (open a file, check an argument, call the user's function) may fail there, and
+the others would wait forever. So do it inside `together`, at the end of which all ranks exchange their errors:
 
     exchange = functools.partial(group.exchange, "restore", detail=path)  # the collective's name, for errors
     with together(exchange):
@@ -9,7 +9,7 @@ others would wait without end. So it is done inside `together`, at the end of wh
     same(exchange, repr(settings), lambda texts: CollectiveMismatchError(f"different settings: {by_rank(texts)}"))
 
 An `Exchange` returns every rank's text: `ProcessGroup.exchange`, or `ProcessGroup.all_gather_text` inside `collective()`, or
-`functools.partial(gather_text, comm)` where there is no group yet. Nothing here needs MPI where an exchange does not.
+`functools.partial(gather_text, comm)` if there is no group yet. This module needs MPI only if an exchange does.
 """
 
 from __future__ import annotations
@@ -47,11 +47,9 @@ __all__ = [
 
 Exchange = Callable[[str], Sequence[str]]
 
-_PARTS = re.compile(
-    r"""(?:(?<= )'[^']*'|"[^"]*"|[^,]|,(?! ))+"""
-)  # what stands between commas, the form of a nest in one
-_FEW = 8  # different texts that are sent one by one
-_LONG = 100  # characters from which on only the differences of texts are shown
+_PARTS = re.compile(r"""(?:(?<= )'[^']*'|"[^"]*"|[^,]|,(?! ))+""")  # text between commas; a nest's form is one match
+_FEW = 8  # the most different texts that are sent one by one
+_LONG = 100  # characters; of longer texts only the differences are shown
 _KNOWN = (
     MpistratError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError,
     RuntimeError, TypeError, ValueError,
@@ -59,7 +57,7 @@ _KNOWN = (
 
 
 class Failure(NamedTuple):
-    """An exception of another rank: the name of its class, and its text."""
+    """An exception of another rank: its class's name, and its text."""
 
     kind: str
     text: str
@@ -68,18 +66,18 @@ class Failure(NamedTuple):
         return f"{self.kind}: {self.text}"
 
     def error(self, text: str) -> Exception:
-        """Return an exception of the same class with another text; MpistratError where it is not one of Python's or ours."""
+        """Return an exception of the same class with another text; MpistratError if the class is not Python's or ours."""
         known = getattr(errors, self.kind, None) or getattr(builtins, self.kind, None)
         if isinstance(known, type) and issubclass(known, _KNOWN):
             try:
                 return known(text)
-            except TypeError:  # UnicodeDecodeError wants more than a text
+            except TypeError:  # UnicodeDecodeError needs more than a text
                 pass
         return MpistratError(text)
 
 
 def first(failures: Mapping[int, Failure]) -> Exception:
-    """Return the error of the first rank that failed, and which rank that is: "rank 1: no such file".
+    """Return the error of the first rank that failed, with the rank: "rank 1: no such file".
 
     Example:
         >>> first({1: Failure("TypeError", "expected a number"), 2: Failure("OSError", "no room")})
@@ -90,17 +88,17 @@ def first(failures: Mapping[int, Failure]) -> Exception:
 
 
 def as_told(failures: Mapping[int, Failure]) -> Exception:
-    """Return the error of the first rank that failed with its own text, where one rank acts for all."""
+    """Return the first failed rank's error with its own text, for calls in which one rank acts for all."""
     failure = next(iter(failures.values()))
     return failure.error(failure.text)
 
 
 @contextmanager
 def together(exchange: Exchange, error: Callable[[Mapping[int, Failure]], Exception] = first) -> Iterator[None]:
-    """Exchange errors at the end of a `with` block: an exception on any rank becomes one on every rank. Collective.
+    """Exchange errors at the end of a `with` block: an exception on any rank raises on every rank. Collective.
 
-    A rank with an exception of its own raises that; the others raise what `error` makes of the failures by rank: `first`,
-    `as_told`, or the caller's own.
+    A rank raises its own exception if it has one; the others raise the result of `error(failures by rank)`: `first`, `as_told`,
+    or the caller's own.
     """
     try:
         yield
@@ -121,9 +119,9 @@ def tell(exchange: Exchange, problem: BaseException) -> None:
 def same(
     exchange: Exchange, value: str, error: Callable[[dict[int, str]], Exception], shown: str | None = None
 ) -> None:
-    """Check that all ranks have the same text. Collective; what `error` makes of the texts is raised on every rank.
+    """Raise `error(texts by rank)` on every rank unless all ranks have the same text. Collective.
 
-    With `shown`, the error gets that for each rank instead of the text.
+    With `shown`, the error gets each rank's `shown` instead of the text.
     """
     mine = value if shown is None else f"{fingerprint(value)}\0{shown}"
     texts = exchange(mine)
@@ -135,7 +133,7 @@ def same(
 class Ranks:
     """The ranks of a communicator, or one rank alone (None), which needs no MPI: of a command, or of a set of shards.
 
-    `function` is what the user called, for errors.
+    `function` is the name of the user's call, for errors.
     """
 
     def __init__(self, comm: Any, function: str) -> None:
@@ -148,7 +146,7 @@ class Ranks:
         return [text] if self.comm is None else gather_text(self.comm, text)
 
     def together(self) -> AbstractContextManager[None]:
-        """Exchange errors at the end of a `with` block; an exception on one rank becomes one on every rank. Collective.
+        """Exchange errors at the end of a `with` block; an exception on one rank raises on every rank. Collective.
 
         Raises:
             ShardError: on a rank without an exception of its own, naming those that had one.
@@ -160,7 +158,7 @@ class Ranks:
         return ShardError(explain(self._function, "", expected="every rank to get here", got=got))
 
     def agree(self, text: str) -> None:
-        """Check that all ranks have the same text. Collective.
+        """Raise unless all ranks have the same text. Collective.
 
         Raises:
             CollectiveMismatchError: on every rank, with the text of each.
@@ -172,15 +170,15 @@ class Ranks:
 
 
 def gather_text(comm: Any, text: str) -> list[str]:
-    """Return every rank's text, in order of rank, also of names that are not UTF-8. Collective over `comm`."""
+    """Return every rank's text, in order of rank, also text that is not UTF-8. Collective over `comm`."""
     return [data.decode(errors="surrogatepass") for data in gather_bytes(comm, text.encode(errors="surrogatepass"))]
 
 
 def gather_bytes(comm: Any, mine: bytes) -> list[bytes]:
     """Return every rank's bytes, in order of rank. Collective over `comm`.
 
-    Mostly they are the same on all ranks, no error or equal settings: then 16 bytes are reduced, whatever the number of ranks.
-    Where there are a few different ones, each is sent once.
+    Usually all are equal (no error, or equal settings): then 16 bytes are reduced, whatever the number of ranks. If there are a
+    few different ones, each is sent once.
     """
     if comm.size == 1:
         return [mine]
@@ -206,7 +204,7 @@ def gather_bytes(comm: Any, mine: bytes) -> list[bytes]:
 
 
 def all_alike(comm: Any, numbers: Sequence[int]) -> np.ndarray:
-    """Return for each of some numbers whether it is the same on all ranks. Collective over `comm`."""
+    """Return for each number True if it is the same on all ranks. Collective over `comm`."""
     from mpi4py import MPI
 
     mine = np.asarray(numbers, np.int64)
@@ -216,7 +214,7 @@ def all_alike(comm: Any, numbers: Sequence[int]) -> np.ndarray:
 
 
 def first_rank(comm: Any, condition: bool) -> int | None:
-    """Return the first rank on which a condition holds, None where it holds on none. Collective over `comm`."""
+    """Return the first rank on which a condition holds, None if there is none. Collective over `comm`."""
     from mpi4py import MPI
 
     least = np.empty(1, np.int64)
@@ -225,7 +223,7 @@ def first_rank(comm: Any, condition: bool) -> int | None:
 
 
 def fingerprint(text: str) -> int:
-    """Return 63 bits that stand for a text, the same in every process, never 0."""
+    """Return a hash of a text with 63 bits, the same in every process, never 0."""
     return _hash(encoded(text))
 
 
@@ -237,7 +235,7 @@ def _hash(data: bytes) -> int:
 
 
 def mismatch(texts: Mapping[int, str], ago: int = 0) -> CollectiveMismatchError:
-    """Return the error with what each rank did, so many collectives ago."""
+    """Return the error with each rank's call, which was `ago` collectives ago."""
     when = f" {counted(ago, 'collective')} ago" if ago else ""
     look_for = "look for one that depends on the rank, or a loop with fewer passes on some"
     remedy = f". All ranks must make the same calls in the same order: {look_for}"
@@ -247,7 +245,7 @@ def mismatch(texts: Mapping[int, str], ago: int = 0) -> CollectiveMismatchError:
 
 
 def only_differences(texts: Mapping[int, str]) -> dict[int, str]:
-    """Return the texts without the parts, between commas, in which long ones are all alike.
+    """Return the texts; of long ones leave out the parts between commas that are equal in all.
 
     Example:
         >>> numbers = ", ".join(f"number_{i}={i}" for i in range(9))
@@ -270,12 +268,12 @@ def _cut_all(parts: Mapping[str, list[str]]) -> dict[str, str]:
         (i for i in range(shortest - first) if len({own[-1 - i] for own in parts.values()}) > 1), shortest - first
     )
     if len(set(map(len, parts.values()))) > 1 and last:
-        last -= 1  # a neighbour is shown where one text has more parts
+        last -= 1  # show a neighbour if one text has more parts
     return {text: _cut(own, first, last, parts) for text, own in parts.items()}
 
 
 def _cut(own: list[str], first: int, last: int, parts: Mapping[str, list[str]]) -> str:
-    """One text: its beginning, and of the parts from `first` to all but the `last` those that are not alike everywhere."""
+    """Return one text: its beginning, and the parts from `first` to all but the `last` that differ."""
     shown = own[:1]
     same_length = len(set(map(len, parts.values()))) == 1
     for index, part in enumerate(own[1:], 1):

@@ -1,4 +1,4 @@
-"""Arguments of public functions: TensorFlow's names beside this package's own, and whole numbers."""
+"""Arguments of public functions: TensorFlow's names in addition to this package's own, and integers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def integer(function: str, argument: str, value: Any, least: int | None = None, 
     """Return a value as an integer.
 
     Raises:
-        TypeError: it is no integer, or a bool; with the remedy. Or it is masked.
-        ValueError: it is smaller than the least that is legal.
+        TypeError: it is not an integer, or a bool; with the remedy. Or it is masked.
+        ValueError: it is smaller than `least`.
 
     Example:
         >>> integer("f", "n", np.int64(3), 1)
@@ -41,7 +41,7 @@ def integer(function: str, argument: str, value: Any, least: int | None = None, 
 
 
 def check_range(function: str, argument: str, array: Any, dtype: np.dtype[Any]) -> None:
-    """Raise OverflowError for integers of an array that another dtype cannot hold, which `astype` would wrap.
+    """Raise OverflowError if another dtype cannot hold the integers of an array, which `astype` would wrap.
 
     Example:
         >>> check_range("f", "x", np.array([0, 255]), np.dtype(np.uint8))
@@ -71,11 +71,11 @@ def out_of_range(array: Any, dtype: np.dtype[Any]) -> int | None:
 
 
 def tensorflow_names(*unused: str, **ours: str) -> Callable[[F], F]:
-    """Accept TensorFlow's names of a function's arguments, too, and a `name`, which only graphs need.
+    """Accept TensorFlow's names of a function's arguments too, and a `name`, which only graphs need.
 
     Args:
-        unused: TensorFlow's arguments without a meaning here, beside `name`.
-        ours: this package's name of each of TensorFlow's.
+        unused: TensorFlow's arguments without a meaning here, in addition to `name`.
+        ours: this package's name for each of TensorFlow's.
 
     Example:
         >>> @tensorflow_names(batch_size="global_batch_size")

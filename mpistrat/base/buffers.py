@@ -1,4 +1,4 @@
-"""Buffer pool for results: memory of large arrays without references is used again, which saves page faults."""
+"""Buffer pool for results: unreferenced memory of large arrays is reused, which saves page faults."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 __all__ = ["BufferPool"]
 
-ALIGNMENT = 64  # bytes of a cache line: rows are copied to its beginning about 5 % faster than to its middle
-SMALLEST = 1 << 18  # bytes; malloc keeps smaller blocks itself
+ALIGNMENT = 64  # bytes of a cache line: rows are copied about 5 % faster to its beginning than to its middle
+SMALLEST = 1 << 18  # bytes; malloc caches smaller blocks itself
 LARGEST = 1 << 28
 
 
 def _aligned(nbytes: int) -> np.ndarray:
-    """Uninitialised bytes."""
+    """Return uninitialised bytes."""
     memory = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + nbytes]
@@ -24,16 +24,16 @@ def _aligned(nbytes: int) -> np.ndarray:
 
 @final
 class BufferPool:
-    """Makes arrays like `np.empty`, and keeps the memory of the last few large ones.
+    """A pool of arrays like those of `np.empty`, which caches the memory of the last few large ones.
 
-    Memory is used again only when no array and no view on it is left. A fresh array of 16 MB costs about as much in
-    page faults as the sum that is written into it. Threads may share a pool.
+    Memory is reused only when no array or view of it is left. A new array of 16 MB costs about as much in page faults as the sum
+    that is written into it. Threads may share a pool.
     """
 
     def __init__(self, kept: int = 4) -> None:
         self._kept = kept
         self._lock = threading.Lock()
-        # Each memory with the array that was made of it last: that array lives as long as any view of it does.
+        # Each memory with the last array made of it, which lives as long as any of its views.
         self._buffers: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> np.ndarray:
@@ -56,7 +56,7 @@ class BufferPool:
         return root.view(dtype)
 
     def _take(self, nbytes: int) -> np.ndarray | None:
-        """The free memory of that size that was used last: it may still be in the caches."""
+        """Return the free memory of that size that was used last: it may still be in the caches."""
         for index in reversed(range(len(self._buffers))):
             memory, root = self._buffers[index]
             if memory.nbytes == nbytes and root() is None:

@@ -1,6 +1,6 @@
-"""Where a call happens: which strategy is current, and whether we are in replica, cross-replica or update context.
+"""The context of a call: the current strategy, and replica, cross-replica or update context.
 
-The strategies themselves are opaque here; `strategy/` pushes frames, lower floors read them.
+Strategies are opaque here; `strategy/` pushes frames, lower layers read them.
 
 | where | has_strategy | in_cross_replica_context | get_replica_context | in_update_context |
 |---|---|---|---|---|
@@ -54,8 +54,8 @@ __all__ = [
 class Frame:
     """One level of the context stack.
 
-    `replica` is the ReplicaContext in replica context; `update_replica_id` is set in update context; with neither,
-    the frame is a cross-replica context.
+    `replica` is the ReplicaContext in replica context; `update_replica_id` is set in update context; with neither, the frame is a
+    cross-replica context.
     """
 
     strategy: Any
@@ -75,7 +75,7 @@ _default_frame: Frame | None = None
 
 
 def set_default(factory: Callable[[], Frame]) -> None:
-    """Register the function that makes the default strategy's frame; it is called once, on first use."""
+    """Register the function that creates the default strategy's frame; it is called once, on first use."""
     global _default_factory
     _default_factory = factory
 
@@ -89,7 +89,7 @@ def _default() -> Frame:
 
 
 def current() -> Frame:
-    """Return the innermost frame; outside every scope, the one of the default strategy."""
+    """Return the innermost frame; outside every scope, the default strategy's."""
     stack = _stack.get()
     if stack:
         return stack[-1]
@@ -97,7 +97,7 @@ def current() -> Frame:
 
 
 def set_global(frame: Frame | None) -> None:
-    """Make a frame the one that holds outside every scope; None resets.
+    """Set the frame that is current outside every scope; None resets.
 
     Raises:
         ContextError: inside a scope.
@@ -109,7 +109,7 @@ def set_global(frame: Frame | None) -> None:
 
 
 def push(frame: Frame) -> Token[Stack]:
-    """Enter a frame; give the token to `pop`."""
+    """Enter a frame; pass the token to `pop`."""
     return _stack.set((*_stack.get(), frame))
 
 
@@ -131,7 +131,7 @@ def leave(token: Token[Stack], frame: Frame) -> None:
 
 
 def _own_frame() -> Frame | None:
-    """The innermost frame of a strategy that the program made, or None: the default one is no scope."""
+    """Return the innermost frame of a strategy of the program, or None: the default strategy's frame is not a scope."""
     stack = _stack.get()
     frame = stack[-1] if stack else _global_frame
     if frame is None or (_default_frame is not None and frame.strategy is _default_frame.strategy):
@@ -140,7 +140,7 @@ def _own_frame() -> Frame | None:
 
 
 def expect_cross(strategy: Any, function: str) -> None:
-    """Do nothing where a strategy may act for all its replicas: outside scopes, or in its own scope.
+    """Raise unless a strategy may act for all its replicas: outside scopes, or in its own scope.
 
     Raises:
         ContextError: in another strategy's scope, and in replica or update context.
@@ -162,7 +162,7 @@ def expect_cross(strategy: Any, function: str) -> None:
 
 
 def expect_outside_steps(function: str) -> None:
-    """Do nothing outside the functions that a strategy's `run` calls.
+    """Raise inside the functions that a strategy's `run` calls.
 
     Raises:
         ContextError: inside one.
@@ -189,10 +189,10 @@ def expect_replica(function: str) -> Any:
 
 
 def expect_scope(function: str, call: str) -> None:
-    """Do nothing in a strategy's scope, outside of its steps.
+    """Raise unless called in a strategy's scope and outside its steps.
 
     Args:
-        function: what is called, for the error.
+        function: name of the called function, for the error.
         call: the call as programs write it.
 
     Raises:
@@ -204,14 +204,14 @@ def expect_scope(function: str, call: str) -> None:
 
 
 def ranks_of(given: Any, function: str) -> Any:
-    """Return a strategy, or the ranks of a process group of torch.distributed, by which a monitor reaches the other ranks.
+    """Return a strategy, or the ranks of a process group of torch.distributed, through which a monitor reaches the other ranks.
 
     Both have `rank`, `size`, `barrier`, `broadcast_object` and `all_gather_object`.
 
     Args:
         given: a strategy, a process group, or None for the default: the strategy of a scope, or outside of scopes the default
             group of torch.distributed, if the program has one.
-        function: the public caller to name in errors.
+        function: name of the public caller, for errors.
 
     Raises:
         ContextError: a process group of several ranks of another backend.
@@ -238,17 +238,17 @@ def get_strategy() -> Any:
 
 
 def default_strategy() -> Any:
-    """Return the strategy that holds outside every scope, None where the program never met it."""
+    """Return the default strategy, None if the program has never used it."""
     return None if _default_frame is None else _default_frame.strategy
 
 
 def has_strategy() -> bool:
-    """Return whether the current strategy is another one than the default."""
+    """Return True unless the default strategy is active."""
     return current().strategy is not _default().strategy
 
 
 def in_cross_replica_context() -> bool:
-    """Return whether this is a cross-replica context: in a scope, outside `run` and `update`."""
+    """Return True in a cross-replica context: in a scope, outside `run` and `update`."""
     frame = current()
     return frame.replica is None and frame.update_replica_id is None
 
@@ -259,18 +259,18 @@ def get_replica_context() -> Any:
 
 
 def in_update_context() -> bool:
-    """Return whether this call is made by the function of `extended.update`."""
+    """Return True in the function of `extended.update`."""
     return current().update_replica_id is not None
 
 
 def get_update_replica_id() -> int | None:
-    """Return which local copy `extended.update` is updating, None outside it."""
+    """Return the local copy that `extended.update` is updating, None outside it."""
     return current().update_replica_id
 
 
 @contextlib.contextmanager
 def variable_sync_on_read_context() -> Iterator[None]:
-    """Inside, an ON_READ variable read in replica context gives the aggregate. Re-entrant."""
+    """Aggregate ON_READ variables when they are read in replica context. Re-entrant."""
     token = _sync_on_read.set(True)
     try:
         yield
@@ -280,18 +280,18 @@ def variable_sync_on_read_context() -> Iterator[None]:
 
 @contextlib.contextmanager
 def cache_variable_reads() -> Iterator[None]:
-    """Inside, a variable on a parameter server is read from it once, and then from this rank's memory (TF: CachingVariable).
+    """Read a variable from its parameter server once, and then from this rank's memory (TF: CachingVariable).
 
-    Writes go to the server, and reads inside do not see them, not even this rank's own. The next such context reads anew. Rows
-    that `sparse_read` gets before the whole variable was read are not kept. Variables that are no further away than this node's
-    memory are read as usual.
+    Writes go to the server; reads inside the context do not see them, not even this rank's own. The next such context reads
+    again. Rows that `sparse_read` gets before the whole variable was read are not cached. Variables in this node's memory are
+    read as usual.
 
     Raises:
-        ValueError: in another one.
+        ValueError: inside another one.
 
     Example:
         >>> with ms.cache_variable_reads():      # doctest: +SKIP
-        ...     for batch in batches:            # ten steps on what the first one has read
+        ...     for batch in batches:            # ten steps with the values read by the first one
         ...         strategy.run(step, args=(batch,))
 
     Source: tensorflow/python/distribute/distribute_utils.py, cache_variable_reads.
@@ -307,10 +307,10 @@ def cache_variable_reads() -> Iterator[None]:
 
 
 def number_of_cache() -> int:
-    """Return the number of the `cache_variable_reads` that the call is inside; 0 outside."""
+    """Return the number of the enclosing `cache_variable_reads`; 0 outside."""
     return _cache.get()
 
 
 def in_sync_on_read_context() -> bool:
-    """Return whether the call is inside `variable_sync_on_read_context`."""
+    """Return True inside `variable_sync_on_read_context`."""
     return _sync_on_read.get()

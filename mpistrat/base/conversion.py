@@ -1,4 +1,4 @@
-"""Arrays in another dtype, where each value stays what it is: `astype` wraps, cuts off and overflows silently."""
+"""Conversion of arrays to another dtype without changing values: `astype` wraps, truncates and overflows silently."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
 def converted(function: str, argument: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return a new array in another dtype. Floats are rounded to narrower floats; every other value must be held as it is.
+    """Return a new array in another dtype. Floats are rounded to narrower floats; every other value must be represented exactly.
 
     Raises:
-        ValueError: a value that the dtype does not hold; text that is none of its values.
+        ValueError: a value that the dtype cannot represent, or text that is not one of its values.
 
     Example:
         >>> converted("f", "x", np.array(["1", "False"]), np.dtype(bool))
@@ -38,18 +38,18 @@ def converted(function: str, argument: str, array: NDArray[Any], dtype: np.dtype
 
 
 def not_held(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool_]:
-    """Return which integers a dtype of floats does not hold.
+    """Return a mask of the integers that a float dtype cannot represent.
 
     Example:
         >>> not_held(np.array([2**53, 2**53 + 1]), np.dtype(np.float64))
         array([False,  True])
     """
     changed = np.zeros(array.shape, bool)
-    exact = 2 ** np.finfo(dtype).nmant  # all integers up to here are held
+    exact = 2 ** np.finfo(dtype).nmant  # all integers up to here are exact
     places = np.nonzero((array > exact) | (array < -exact))
     large = array[places]
     with np.errstate(over="ignore"):
-        changed[places] = large.astype(object) != large.astype(dtype).astype(object)  # Python's numbers are exact
+        changed[places] = large.astype(object) != large.astype(dtype).astype(object)  # Python's integers are exact
     return changed
 
 
@@ -64,12 +64,12 @@ def _truth(texts: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _changed(array: NDArray[Any], found: NDArray[Any]) -> Any:
-    """Which values of an array are others in what `astype` made of it."""
+    """Return a mask of the values that `astype` changed."""
     old, new = array.dtype.kind, found.dtype.kind
     if array.dtype == found.dtype or new in "OV" or old in "bV" or (old in "USO" and new == "b"):
         return False
     if new in "US":
-        return array.astype(new) != found  # as long as they are
+        return array.astype(new) != found  # of full length
     if old in "USO":
         return _read_otherwise(array, found)
     if old in "mM":
@@ -91,9 +91,9 @@ def _changed(array: NDArray[Any], found: NDArray[Any]) -> Any:
 
 
 def _read_otherwise(texts: NDArray[Any], found: NDArray[Any]) -> Any:
-    """Which texts are not the numbers that were read."""
+    """Return a mask of the texts that differ from the numbers that were read."""
     if found.dtype.kind not in "fc":
-        return False  # integers are read as they are, or not at all
+        return False  # integers are read exactly, or not at all
     try:
         return not_held(texts.astype(np.int64), found.real.dtype)
     except (ValueError, TypeError, OverflowError):  # some are floats, which may be rounded

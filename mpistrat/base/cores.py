@@ -1,4 +1,4 @@
-"""The cores that this process may use, by its mask, its control group's quota and SLURM, and as many BLAS threads."""
+"""The cores that this process may use, by its mask, its control group's quota and SLURM, and the number of BLAS threads."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class Quota:
-    """Processor time that a control group may use, as `docker run --cpus=2` and Kubernetes' limits set it.
+    """A limit of processor time of a control group, as set by `docker run --cpus=2` and Kubernetes.
 
     Attributes:
-        cores: seconds of processor time a second.
+        cores: seconds of processor time per second.
         group: the kernel's number of the control group.
     """
 
@@ -58,27 +58,27 @@ def available_cores() -> list[int]:
 
 
 def count_cores(cpus: Iterable[int]) -> int:
-    """Return how many cores these CPUs are: the hardware threads of one core count once."""
+    """Return the number of cores of these CPUs: the hardware threads of one core count once."""
     return len({_siblings(cpu) for cpu in cpus})
 
 
 def threads_per_core() -> int:
-    """Return how many hardware threads a core of this machine has."""
+    """Return the number of hardware threads of a core of this machine."""
     first, _, last = _siblings(available_cores()[0]).replace(",", "-").partition("-")
     return 2 if last and last != first else 1
 
 
 def cpu_quota() -> Quota | None:
-    """Return the tightest quota of this process's control groups, None where there is none."""
+    """Return the tightest quota of this process's control groups, None without one."""
     quotas = [quota for folder in _control_groups() if (quota := _read_quota(folder)) is not None]
     return min(quotas, key=lambda quota: quota.cores, default=None)
 
 
 def allotted(name: str) -> int | None:
-    """Return the number of CPUs in a variable of SLURM; None where it binds processes to them itself.
+    """Return the number of CPUs in a variable of SLURM; None if SLURM itself binds processes to CPUs.
 
-    Where the mask leaves CPUs of the machine out, it is better than the variable, which an mpiexec passes
-    from the first node to all others.
+    A mask that leaves out CPUs of the machine is more reliable than the variable, which an mpiexec passes from the first node to
+    all others.
     """
     text = os.environ.get(name, "")
     if not (text.isascii() and text.isdigit() and 0 < len(text) < 7 and int(text)):
@@ -87,9 +87,9 @@ def allotted(name: str) -> int | None:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process can keep busy, at least 1.
+    """Return the number of cores that this process can keep busy, at least 1.
 
-    The cores of its mask, if not fewer are its control group's quota or SLURM_CPUS_PER_TASK.
+    The minimum of the cores of its mask, its control group's quota, and SLURM_CPUS_PER_TASK.
     """
     quota = cpu_quota()
     limits = [count_cores(available_cores())]
@@ -110,7 +110,7 @@ def _siblings(cpu: int) -> str:
 
 
 def _control_groups() -> Iterator[Path]:
-    """Yield the folders of this process's control group for processor time and of all that it lies in."""
+    """Yield the folders of this process's control group for processor time and of its ancestors."""
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
     except OSError:
@@ -126,7 +126,7 @@ def _control_groups() -> Iterator[Path]:
         elif not (root / "cgroup.controllers").exists() and (root / "unified").is_dir():
             root = root / "unified"
         group = root / path.lstrip("/")
-        # In a container the path may be the host's, and the tree begins at the container's own group.
+        # In a container the path may be the host's, while the tree starts at the container's own group.
         yield from (folder for folder in (group, *group.parents) if folder == root or root in folder.parents)
 
 
@@ -152,14 +152,14 @@ THREAD_VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
 )
 
-_limit: int | None = None  # of every library's threads, since the last strategy was made
-_modules = 0  # that were imported when it was set
+_limit: int | None = None  # of every library's threads, set by the last strategy
+_modules = 0  # number of imported modules when it was set
 
 
 def count_node_cores(intra: MPI.Intracomm) -> int:
-    """Return on how many cores the ranks of a node may compute, together. Collective over `intra`.
+    """Return the number of cores on which the ranks of a node may compute together. Collective over `intra`.
 
-    The hardware threads of one core count once. Where every rank's control group has a quota, no more than these.
+    The hardware threads of one core count once. If every rank's control group has a quota, their sum is the maximum.
     """
     mine = np.zeros(1, [("mask", np.uint8, _MOST_CORES // 8), ("group", np.int64), ("quota", np.float64)])
     mask = np.zeros(_MOST_CORES, np.uint8)
@@ -181,16 +181,16 @@ def count_node_cores(intra: MPI.Intracomm) -> int:
 
 
 def set_blas_threads(ranks_per_node: int, local_replicas: int = 1, node_cores: int | None = None) -> int | None:
-    """Give BLAS each replica's share of the node's cores; warn of more threads than cores.
+    """Set BLAS threads to each replica's share of the node's cores; warn of more threads than cores.
 
-    Where the user set OMP_NUM_THREADS, OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, BLIS_NUM_THREADS or VECLIB_MAXIMUM_THREADS,
-    that is what this rank has: its replicas share it, and for a single one nothing is changed. Libraries that are imported
-    later are limited from the next `scope` on. Returns the number of threads set, or None if nothing was changed.
+    If the user set OMP_NUM_THREADS, OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, BLIS_NUM_THREADS or VECLIB_MAXIMUM_THREADS, this rank
+    has that number: its replicas share it, and for a single replica nothing changes. Libraries that are imported later are
+    limited from the next `scope` on. Returns the number of threads set, or None if nothing changed.
 
     Args:
-        ranks_per_node, local_replicas: how many compute at the same time.
-        node_cores: cores of all ranks of this node (`Topology.node_cores`). More than this rank's own where the
-            launcher binds each rank to cores of its own. Default: the ranks share this rank's.
+        ranks_per_node, local_replicas: numbers of those that compute at the same time.
+        node_cores: cores of all ranks of this node (`Topology.node_cores`). More than this rank's own if the launcher binds each
+            rank to its own cores. Default: the ranks share this rank's.
     """
     global _limit
     own = usable_cores()
@@ -199,7 +199,7 @@ def set_blas_threads(ranks_per_node: int, local_replicas: int = 1, node_cores: i
     chosen = any(os.environ.get(name) for name in THREAD_VARIABLES)
     if chosen:
         running = max((pool["num_threads"] for pool in _controller().select(user_api="blas").info()), default=1)
-        given = max(running, _given())  # an earlier strategy may have divided it
+        given = max(running, _given())  # an earlier strategy may have reduced it
         busy = max(1, given // local_replicas)
         _limit = busy if local_replicas > 1 else None
     else:
@@ -208,7 +208,7 @@ def set_blas_threads(ranks_per_node: int, local_replicas: int = 1, node_cores: i
     if busy * local_replicas * ranks_per_node > node_cores * threads_per_core():
         fewer = f"set OMP_NUM_THREADS={share * local_replicas}, " if busy > share else ""
         once(
-            logging.INFO if chosen and busy == 1 else logging.WARNING,  # one thread a rank is set on purpose
+            logging.INFO if chosen and busy == 1 else logging.WARNING,  # one thread per rank is set on purpose
             f"{ranks_per_node} ranks with {local_replicas} replicas of {busy} BLAS threads share {node_cores} cores:"
             f" {fewer}start fewer ranks, or let the launcher give them more cores",
         )
@@ -216,9 +216,9 @@ def set_blas_threads(ranks_per_node: int, local_replicas: int = 1, node_cores: i
 
 
 def loop_threads(ranks_per_node: int, node_cores: int) -> int:
-    """Return how many threads the compiled loops of a rank use: its share of the cores, or what the user set.
+    """Return the number of threads of a rank's compiled loops: its share of the cores, or the user's setting.
 
-    A single thread updates the variables of all replicas of a rank, so these do not share them. Never more than the rank's cores.
+    One thread updates the variables of all replicas of a rank, so replicas do not share them. At most the rank's cores.
 
     Args:
         ranks_per_node, node_cores: as for `set_blas_threads`.
@@ -228,7 +228,7 @@ def loop_threads(ranks_per_node: int, node_cores: int) -> int:
 
 
 def limit_new_libraries() -> None:
-    """Limit libraries that were imported since `set_blas_threads`. Cheap where there are none."""
+    """Limit libraries that were imported since `set_blas_threads`. Cheap without any."""
     if _limit is not None and len(sys.modules) != _modules:
         _apply()
 
@@ -247,7 +247,7 @@ def _given() -> int:
 
 
 def _controller() -> Any:
-    """Return the thread pools loaded into this process. Looked up each time: a library may have been loaded since."""
+    """Return the thread pools loaded into this process; not cached, because libraries are loaded later."""
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController()

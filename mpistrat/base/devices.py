@@ -1,4 +1,4 @@
-"""Device strings: "cpu:0", "gpu:1" and TensorFlow's spellings of them, and which devices a rank has."""
+"""Device strings: "cpu:0", "gpu:1" and TensorFlow's spellings; and the devices of a rank."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _FORMS = "a device such as 'cpu:0', 'gpu:1' or '/device:GPU:1'"
 
 
 def parse(device: str) -> tuple[str, int]:
-    """Return the type ("cpu" or "gpu") and the index on this rank that a device string names.
+    """Return the type ("cpu" or "gpu") and the index on this rank of a device string.
 
-    TensorFlow's spellings are understood; job, replica and task are dropped, since a rank names its own devices only.
+    TensorFlow's spellings are understood; job, replica and task are ignored, because a rank names only its own devices.
 
     Raises:
         DeviceError: the string is malformed.
@@ -72,8 +72,8 @@ def count_gpus() -> int:
 
 
 def _find_gpus() -> tuple[int, str]:
-    """Return the number of usable GPUs and, where there is none, the reason and the remedy."""
-    # An empty list hides every GPU; CUDA need not be asked, nor CuPy imported. ROCm reads CUDA's variable, too.
+    """Return the number of usable GPUs and, if it is 0, the reason and the remedy."""
+    # An empty list hides every GPU; do not query CUDA or import CuPy. ROCm reads CUDA's variable too.
     if os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() == "":
         return 0, _EMPTY.format("CUDA_VISIBLE_DEVICES")
     if importlib.util.find_spec("cupy") is None:
@@ -82,7 +82,7 @@ def _find_gpus() -> tuple[int, str]:
         import cupy
 
         count = int(cupy.cuda.runtime.getDeviceCount())
-    except Exception as error:  # CuPy reports a missing driver by its own exception types, a missing library by others
+    except Exception as error:  # CuPy raises its own types for a missing driver, others for a missing library
         remedy = "check the driver with nvidia-smi (AMD: rocm-smi)"
         return 0, _hidden() or f"CuPy finds no usable GPU ({type(error).__name__}: {error}): {remedy}"
     remedy = "ask the batch system for one, or check with nvidia-smi (AMD: rocm-smi)"
@@ -90,7 +90,7 @@ def _find_gpus() -> tuple[int, str]:
 
 
 def _hidden() -> str:
-    """Return why no GPU of AMD is visible, if a variable hides them."""
+    """Return the reason why no AMD GPU is visible, if a variable hides them."""
     runtime = getattr(getattr(sys.modules.get("cupy"), "cuda", None), "runtime", None)
     if getattr(runtime, "is_hip", False):
         for name in _VISIBLE:
@@ -100,9 +100,9 @@ def _hidden() -> str:
 
 
 def gpu_identities() -> tuple[list[tuple[str, str]], str]:
-    """Return UUID and model of each GPU that this process can use; and, where there is none, the reason and the remedy.
+    """Return UUID and model of each GPU that this process can use; and without one, the reason and the remedy.
 
-    A GPU without a UUID in CuPy is named by its bus id.
+    A GPU whose UUID CuPy does not report has its bus id instead.
     """
     count, reason = _find_gpus()
     found = []
@@ -110,16 +110,16 @@ def gpu_identities() -> tuple[list[tuple[str, str]], str]:
         import cupy
 
         about = cupy.cuda.runtime.getDeviceProperties(index)
-        model, uuid = about["name"], bytes(about.get("uuid", b""))  # CuPy 13 cuts it off at a zero byte
+        model, uuid = about["name"], bytes(about.get("uuid", b""))  # CuPy 13 truncates it at a zero byte
         name = f"GPU-{UUID(bytes=uuid)}" if len(uuid) == 16 else cupy.cuda.runtime.deviceGetPCIBusId(index)
         found.append((str(name), model.decode(errors="replace") if isinstance(model, bytes) else str(model)))
     return found, reason
 
 
 def bus_ids() -> list[str]:
-    """Return the PCI bus id of each GPU that this process can use, by which NCCL tells GPUs from each other.
+    """Return the PCI bus id of each GPU that this process can use, by which NCCL distinguishes GPUs.
 
-    Parts of one GPU (MIG) have UUIDs of their own and the same bus id.
+    Instances of one GPU (MIG) have their own UUIDs and the same bus id.
     """
     found = []
     for index in range(count_gpus()):
@@ -132,17 +132,17 @@ def bus_ids() -> list[str]:
 
 
 def default_devices(local_rank: int, local_size: int) -> tuple[str, ...]:
-    """Return the devices that a rank takes when the user names none.
+    """Return the devices of a rank if the user names none.
 
-    A rank alone on its node takes every GPU; otherwise each takes the GPU of its rank on the node, and ranks share GPUs
-    where there are fewer GPUs than ranks. Without a GPU that CuPy can use: the CPU.
+    A rank alone on its node takes every GPU. Otherwise each takes the GPU of its rank on the node, and ranks share GPUs if there
+    are fewer GPUs than ranks. Without a GPU that CuPy can use: the CPU.
     """
     gpus = count_gpus()
     if gpus == 0:
         return ("cpu:0",)
     if local_size == 1:
         return tuple(f"gpu:{index}" for index in range(gpus))
-    # One visible GPU under such a variable usually means that the launcher gave each rank its own.
+    # With such a variable, one visible GPU usually means that the launcher gave each rank its own.
     bound_by_launcher = gpus == 1 and any(name in os.environ for name in _VISIBLE)
     if gpus < local_size and not bound_by_launcher and local_rank == 0:
         once(logging.WARNING, f"{local_size} ranks on this node share {gpus} GPU(s): start as many ranks as GPUs")
@@ -150,12 +150,12 @@ def default_devices(local_rank: int, local_size: int) -> tuple[str, ...]:
 
 
 def use_device(device: str) -> None:
-    """Make a GPU the current one of this thread, for CuPy and PyTorch; nothing for a CPU.
+    """Make a GPU the current one of this thread, for CuPy and PyTorch; do nothing for a CPU.
 
-    What a program makes then lies on it: `cupy.zeros(3)`, `torch.zeros(3, device="cuda")`.
+    New arrays are then on it: `cupy.zeros(3)`, `torch.zeros(3, device="cuda")`.
 
     Args:
-        device: such as "gpu:1", which this rank has.
+        device: such as "gpu:1", a device of this rank.
     """
     kind, index = parse(device)
     if kind != "gpu":
@@ -163,7 +163,7 @@ def use_device(device: str) -> None:
     import cupy
 
     cupy.cuda.Device(index).use()
-    torch = sys.modules.get("torch")  # one that is imported later takes the thread's current GPU, which CUDA keeps
+    torch = sys.modules.get("torch")  # if imported later, it uses the thread's current GPU
     if torch is not None and torch.cuda.is_available():
         torch.cuda.set_device(index)
 
@@ -171,7 +171,7 @@ def use_device(device: str) -> None:
 def check_devices(devices: Sequence[str] | str, function: str = "check_devices") -> tuple[str, ...]:
     """Return the devices in their canonical spelling after checking that this rank has them.
 
-    CPU devices are logical: "cpu:0", "cpu:1", … may be named freely and each makes a replica.
+    CPU devices are logical: "cpu:0", "cpu:1", … may be named freely, and each is a replica.
 
     Raises:
         DeviceError: no device, a malformed one, one named twice, or a GPU that this rank does not see.

@@ -1,4 +1,4 @@
-"""Values that exist once per replica: PerReplica where they may differ, Mirrored where they are equal."""
+"""Values that exist once per replica: PerReplica if they may differ, Mirrored if they are equal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DistributedValues:
         values: the local replicas' values; other ranks hold their own.
 
     Raises:
-        ValueError: when there is none.
+        ValueError: `values` is empty.
     """
 
     __slots__ = ("values",)
@@ -33,11 +33,11 @@ class DistributedValues:
             raise ValueError(f"{type(self).__name__}: values: expected one for each local replica, got none")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Raise: these are several values, one for each local replica."""
+        """Raise TypeError: there are several values, one for each local replica."""
         raise self._no_single_value("an array")
 
     def __float__(self) -> float:
-        """Raise: as for an array."""
+        """Raise TypeError, as for an array."""
         raise self._no_single_value("a number")
 
     def _no_single_value(self, expected: str) -> TypeError:
@@ -63,17 +63,17 @@ class Mirrored(DistributedValues):
 
 
 def regroup(values: Sequence[Any], wrap: type[DistributedValues] = PerReplica, *, keep_numbers: bool = False) -> Any:
-    """Return one structure whose leaves hold what the local replicas returned.
+    """Return one structure whose leaves hold the local replicas' results.
 
     A leaf that is the same object on every replica is not wrapped; with one local replica nothing is.
 
     Args:
         values: one structure for each local replica; their forms must match.
         wrap: the class of the leaves.
-        keep_numbers: wrap numbers always: equal ones may or may not be the same object.
+        keep_numbers: always wrap numbers, because equal ones may or may not be the same object.
 
     Raises:
-        ValueError: when the forms differ, naming the place.
+        ValueError: the forms differ, with the path.
 
     Example:
         >>> regroup([{"loss": 1}, {"loss": 2}])["loss"].values
@@ -91,7 +91,7 @@ def regroup(values: Sequence[Any], wrap: type[DistributedValues] = PerReplica, *
 
 
 def select_replica(local_replica: int, structure: Any) -> Any:
-    """Return the structure as one local replica sees it: the inverse of `regroup`.
+    """Return one local replica's structure: the inverse of `regroup`.
 
     Example:
         >>> select_replica(1, {"loss": PerReplica([1, 2]), "step": 7})

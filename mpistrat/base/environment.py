@@ -1,28 +1,28 @@
-"""What the environment variables of the package say; the one table of them.
+"""The environment variables of the package.
 
 | variable | default | meaning |
 |---|---|---|
-| MPISTRAT_WARN_AFTER | 10 | seconds in a collective after which a warning names who is missing |
+| MPISTRAT_WARN_AFTER | 10 | seconds in a collective after which a warning names the missing ranks |
 | MPISTRAT_ABORT_AFTER | 600 | seconds after which a collective fails with an error |
-| MPISTRAT_CHECK_EVERY | 64 | between nodes, the number of expected collectives after which the ranks compare their calls |
-| MPISTRAT_SHARED_MEMORY | 1 | 0 keeps a private copy of the variables in every rank |
-| MPISTRAT_COMPILED_LOOPS | 1 | 0 leaves sums and update rules to NumPy; read when the package is imported |
-| MPISTRAT_CHOOSER | | JSON file with a table for the chooser, in place of the one that ships |
-| MPISTRAT_TRANSPORT | | between workers and servers: shared_window, one_sided or messages, in place of the choice |
-| MPISTRAT_STRATEGY | | the strategy that `strategy_from_environment` makes: one_device, mirrored, multi_worker_mirrored, … |
-| MPISTRAT_NUM_PS | 1 | with MPISTRAT_STRATEGY=parameter_server: so many ranks, the last ones, are servers |
+| MPISTRAT_CHECK_EVERY | 64 | number of expected collectives between nodes after which the ranks compare their calls |
+| MPISTRAT_SHARED_MEMORY | 1 | 0: every rank has a private copy of the variables |
+| MPISTRAT_COMPILED_LOOPS | 1 | 0: NumPy computes sums and update rules; read on import |
+| MPISTRAT_CHOOSER | | JSON file with a table for the chooser, instead of the package's |
+| MPISTRAT_TRANSPORT | | between workers and servers: shared_window, one_sided or messages, instead of the automatic choice |
+| MPISTRAT_STRATEGY | | the strategy of `strategy_from_environment`: one_device, mirrored, multi_worker_mirrored, … |
+| MPISTRAT_NUM_PS | 1 | number of servers with MPISTRAT_STRATEGY=parameter_server: the last ranks |
 | MPISTRAT_EVALUATOR | 0 | 1: the job's last rank evaluates, see `estimator.split_evaluator`; `mpistrat run --evaluator` sets it |
-| MPISTRAT_COLORS | | ranks that are a world of their own, such as `train=2-3`: see `cluster.world` |
-| MPISTRAT_TORCH | 1 | 0: `import torch` registers no backend; mpi: "mpi" is this package's where PyTorch has its own, too |
-| MPISTRAT_END_TIME | | when the job's time ends, in seconds since 1970, where the scheduler does not say |
-| MPISTRAT_STOP_BEFORE | | seconds before that at which `should_stop` says so; default 60, but at most a tenth of the time left |
-| MPISTRAT_JOB | | key of the job under which snapshots of its state are kept; `mpistrat run --restarts` sets it |
-| MPISTRAT_GENERATION | 0 | how often the job has been started again; `mpistrat run --restarts` sets it |
+| MPISTRAT_COLORS | | ranks that form a separate world, such as `train=2-3`: see `cluster.world` |
+| MPISTRAT_TORCH | 1 | 0: `import torch` registers no backend; mpi: "mpi" is this package's even if PyTorch has its own |
+| MPISTRAT_END_TIME | | end of the job's time, in seconds since 1970, if the scheduler does not report it |
+| MPISTRAT_STOP_BEFORE | | seconds before that at which `should_stop` is True; default 60, but at most a tenth of the time left |
+| MPISTRAT_JOB | | key of the job's snapshots; `mpistrat run --restarts` sets it |
+| MPISTRAT_GENERATION | 0 | number of restarts of the job; `mpistrat run --restarts` sets it |
 | MPISTRAT_UNTIL | | the step at which `train.Checkpoints` saves and ends the program; `mpistrat replay` sets it |
 | MPISTRAT_LOG | warning | level of the package's log: debug, info, warning, error |
 | MPISTRAT_TERMINAL | | which of stdout and stderr, `stdout,stderr`, a launcher shows on a terminal; `mpistrat run` sets it |
-| MPISTRAT_EVENTS | 16384 | so many of a rank's last events are kept for reports and the timeline; 32 bytes each; 0 for none |
-| MPISTRAT_TRACEBACK | short | full: when an exception ends the job, its traceback has the lines inside this package, too |
+| MPISTRAT_EVENTS | 16384 | number of a rank's last events to store for reports and the timeline; 32 bytes each |
+| MPISTRAT_TRACEBACK | short | full: the traceback of an exception that ends the job includes the lines inside this package |
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ __all__ = [
     "number_in",
 ]
 
-RESTART_EXIT_CODE = 42  # of a program that has saved and wants to be put back into the queue, as TensorFlow's
+RESTART_EXIT_CODE = 42  # of a program that has saved and requests to be requeued, as TensorFlow's
 
-RANK_PROCESS = "MPISTRAT_RANK_PROCESS"  # the rank's process, so that its children do not take themselves for it
-STARTED = "MPISTRAT_STARTED"  # of a rank that runs MPI, for what it starts: its process and its place at the launcher
-STANDBY = "MPISTRAT_STANDBY"  # which of a job's ranks in reserve a process is, or was, from 1
+RANK_PROCESS = "MPISTRAT_RANK_PROCESS"  # the rank's process id, which distinguishes it from its children
+STARTED = "MPISTRAT_STARTED"  # of a rank that runs MPI, for its children: its process id and its rank at the launcher
+STANDBY = "MPISTRAT_STANDBY"  # index of the job's standby launcher that a process belongs to, from 1
 
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server")
 
 
 def not_by_name(strategy: str) -> str:
-    """Return how to make a strategy that needs more than its name; "" for all others."""
+    """Return how to create a strategy that needs more than its name; "" for all others."""
     remedy = "Call ms.MeshStrategy(axes={...}) in the program: only it knows the axes"
     return remedy if strategy.lower() in ("mesh", "meshstrategy") else ""
 
 
 def number_in(env: Mapping[str, str], name: str, default: float, low: float = 0.0) -> float:
-    """Return the number that a variable of an environment has; the default where it is not set or empty.
+    """Return the number in an environment variable; the default if it is unset or empty.
 
     Raises:
-        ValueError: it is no number, or less than `low`.
+        ValueError: it is not a number, or less than `low`.
 
     Example:
         >>> number_in({"SECONDS": "2.5"}, "SECONDS", 1.0)
@@ -108,7 +108,7 @@ def _key(env: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Environment:
-    """What the environment variables of the table above say."""
+    """The values of the environment variables in the table above."""
 
     warn_after: float = 10.0
     abort_after: float = 600.0
@@ -134,10 +134,10 @@ class Environment:
 
     @classmethod
     def read(cls, env: Mapping[str, str] | None = None) -> Environment:
-        """Return the settings that environment variables give.
+        """Return the settings of environment variables.
 
         Raises:
-            ValueError: naming the variable, when a value is not legal.
+            ValueError: an invalid value, with the variable's name.
 
         Example:
             >>> Environment.read({"MPISTRAT_ABORT_AFTER": "5"}).abort_after

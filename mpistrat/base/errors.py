@@ -1,4 +1,4 @@
-"""Every error that mpistrat raises on purpose: one small tree, each leaf also a built-in error."""
+"""The exceptions that mpistrat raises on purpose: one small tree, each leaf also a built-in error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ClusterError(MpistratError, ValueError):
 
 
 class LayoutError(MpistratError, ValueError):
-    """The strategy does not fit the ranks and nodes it was given."""
+    """The strategy does not fit its ranks and nodes."""
 
 
 class DeviceError(MpistratError, ValueError):
@@ -45,11 +45,11 @@ class DeviceError(MpistratError, ValueError):
 
 
 class JobError(MpistratError, OSError):
-    """A batch system did not take a job, or its command is missing."""
+    """A batch system rejected a job, or its command is missing."""
 
 
 class LaunchError(MpistratError, RuntimeError):
-    """A rank that `ms.launch` or `ms.MultiProcessRunner` has started failed, or died."""
+    """A rank that `ms.launch` or `ms.MultiProcessRunner` has started raised an error or died."""
 
 
 class ContextError(MpistratError, RuntimeError):
@@ -57,7 +57,7 @@ class ContextError(MpistratError, RuntimeError):
 
 
 class BatchError(ContextError):
-    """It cannot be told which global batch the rows of a pass belong to, where replicas have unequal parts of batches."""
+    """The global batch of a pass's rows is unknown, while replicas have unequal parts of batches."""
 
 
 class CollectiveMismatchError(MpistratError, ValueError):
@@ -85,7 +85,7 @@ class RanksLostError(MpistratError, RuntimeError):
 
 
 class SharedMemoryError(MpistratError, MemoryError):
-    """The node's shared memory (/dev/shm) cannot hold what was asked for."""
+    """The node's shared memory (/dev/shm) is too small for the request."""
 
 
 class ClosedError(MpistratError, RuntimeError):
@@ -97,13 +97,13 @@ class ShardError(MpistratError, OSError):
 
 
 class MissingDependencyError(MpistratError, ImportError):
-    """An optional library is needed for what was asked, and is not installed."""
+    """An optional library that the call needs is not installed."""
 
 
 def explain(
     function: str, argument: str, *, expected: str, got: object, remedy: str = "", rank: int | None = None
 ) -> str:
-    """Return the text of an error about an argument, in this package's one form: one line, without control characters.
+    """Return an error text about an argument, in this package's form: one line, without control characters.
 
     Example:
         >>> explain("Strategy.gather", "axis", expected="0 <= axis < 2", got=5)
@@ -117,7 +117,7 @@ def explain(
 
 
 def by_rank(texts: Mapping[int, str]) -> str:
-    """Return each different text with the ranks it belongs to.
+    """Return each different text with its ranks.
 
     Example:
         >>> by_rank({0: "a", 1: "b", 2: "a"})
@@ -130,21 +130,21 @@ def by_rank(texts: Mapping[int, str]) -> str:
 
 
 def missing_framework(extra: str, framework: str, error: ImportError) -> MissingDependencyError:
-    """Return what `ms.torch`, `ms.jax` and `ms.keras` raise where their framework is not installed."""
+    """Return the error of `ms.torch`, `ms.jax` and `ms.keras` if their framework is not installed."""
     remedy = f"pip install 'mpistrat[{extra}]'"
     text = explain(f"mpistrat.{extra}", "", expected=framework, got=f"no module {error.name}", remedy=remedy)
     return MissingDependencyError(text)
 
 
 def check_framework(function: str, framework: str, version: str, least: str, why: str) -> None:
-    """Raise MissingDependencyError where a framework is older than the least version that this package works with.
+    """Raise MissingDependencyError if a framework is older than this package supports.
 
     Args:
         function: the module or function that needs it.
         framework: the name of its distribution.
-        version: what is installed, as `3.15.1` or `0.6.0.dev1`; one that does not begin with two numbers passes.
+        version: the installed one, as `3.15.1` or `0.6.0.dev1`; one that does not begin with two numbers passes.
         least: two numbers, as `3.12`.
-        why: what an older version does.
+        why: the problem of older versions.
     """
     found = re.match(r"(\d+)\.(\d+)", str(version))
     if found and tuple(map(int, found.groups())) < tuple(map(int, least.split("."))):
@@ -155,4 +155,4 @@ def check_framework(function: str, framework: str, version: str, least: str, why
 
 for _name in __all__:
     if isinstance(globals()[_name], type):
-        globals()[_name].__module__ = "mpistrat.errors"  # where programs import it from, and what tracebacks show
+        globals()[_name].__module__ = "mpistrat.errors"  # the name in programs and tracebacks

@@ -1,7 +1,7 @@
-"""Files that are replaced as a whole, and digests of files and of arrays, whose unused bytes do not count.
+"""Atomic replacement of files, and digests of files and arrays that ignore unused bytes.
 
-A file is written beside the one it replaces, flushed to the disk, and renamed. Digests are xxHash's where it is installed,
-which is ten times as fast, else SHA-256.
+A file is written next to the one it replaces, flushed to disk, and renamed. Digests use xxHash if it is installed, which is ten
+times as fast, else SHA-256.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = [
     "with_zero_padding",
 ]
 
-PAGE = 4096  # two hosts that write parts of one page of a file over NFS may lose bytes
+PAGE = 4096  # hosts that write parts of the same page of a file over NFS may lose bytes
 
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_HELD = (errno.EWOULDBLOCK, errno.EACCES)  # another process has the lock; other errors: this file system has none
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)  # another process has the lock; other errors: no locks on this file system
 _TRIES = 16
-_LINKS = 40  # followed one after the other, as by Linux
+_LINKS = 40  # the most that are followed, as in Linux
 _READ_BYTES = 1 << 22
 _END = 1 << 16
 
@@ -52,15 +52,16 @@ _X87 = np.finfo(np.longdouble).nmant == 63  # then a long double has 80 bits, in
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a new empty file beside `path` to write; behind the `with` block it has that name.
+    """Yield a new empty file next to `path` to write; after the `with` block it replaces `path`.
 
-    Where `path` is a symbolic link, the file that it leads to is replaced, and the link stays. An error in the block leaves
-    `path` as it was. The file's name cannot be guessed, so that no other user of the folder can put a link there, and two jobs
-    that write one path do not share it. Its writer holds a file lock on it: what a killed one has left is not locked, and is
-    removed when `path` is next replaced.
+    If `path` is a symbolic link, its target is replaced and the link stays. An error in the block leaves `path` unchanged. The
+    new file's name cannot be guessed, so no other user of the folder can put a link there, and two jobs that write one path do
+    not share it. Its writer holds a file lock. Files of killed writers are unlocked, and are removed when `path` is next
+    replaced.
 
     Raises:
-        OSError: the file cannot be made, flushed or renamed; the link is another user's, in a folder for all users such as /tmp.
+        OSError: the file cannot be created, flushed or renamed; or the link is another user's, in a folder for all users such as
+            /tmp.
     """
     path = _resolved(path)
     remove_dead(path.parent, re.escape(path.name))
@@ -69,20 +70,20 @@ def replacing(path: Path) -> Iterator[Path]:
         yield beside
         os.fsync(descriptor)
         beside.replace(path)
-        with contextlib.suppress(OSError):  # where there are no locks
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # who opens it by HDF5 locks it, too
+        with contextlib.suppress(OSError):  # without file locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # readers lock it too, with HDF5
         flush_folder(path.parent)
     finally:
-        beside.unlink(missing_ok=True)  # else it has the other name by now
+        beside.unlink(missing_ok=True)  # unless it was renamed
         os.close(descriptor)
 
 
 def _resolved(path: Path) -> Path:
-    """Return the file that a path leads to, which need not exist yet.
+    """Return the file that a path leads to, which may not exist yet.
 
     Raises:
-        PermissionError: it leads through a link of another user in a folder for all users, which Linux (`fs.protected_symlinks`)
-            does not follow either: the link may lead to a file of this user.
+        PermissionError: it leads through a link of another user in a folder for all users, which Linux
+            (`fs.protected_symlinks`) does not follow either: the target may be a file of this user.
         OSError: the links form a circle.
     """
     for _ in range(_LINKS):
@@ -101,11 +102,11 @@ def _resolved(path: Path) -> Path:
 
 
 def read_whole(path: str | os.PathLike[str], most: int = 1 << 24) -> bytes:
-    """Return the bytes of a regular file that is named by the user or the environment. Never waits, as for a FIFO.
+    """Return the bytes of a regular file that the user or the environment names. Never waits, as for a FIFO.
 
     Args:
         path: the file, or a link to it.
-        most: the number of bytes that it may have.
+        most: the largest number of bytes.
 
     Raises:
         OSError: it cannot be read, is not a regular file, or is larger.
@@ -117,12 +118,12 @@ def read_whole(path: str | os.PathLike[str], most: int = 1 << 24) -> bytes:
     with open(descriptor, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
-        raise OSError(f"{os.fspath(path)!r} is larger than {most} bytes: it is not such a file")
+        raise OSError(f"{os.fspath(path)!r} is larger than {most} bytes: it is not a file of this kind")
     return data
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk, so that renames survive a crash."""
+    """Flush the names in a folder to disk, so that renames survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         os.fsync(descriptor)
@@ -131,23 +132,23 @@ def flush_folder(folder: Path) -> None:
 
 
 def _create(path: Path) -> tuple[Path, int]:
-    """Return a new file that this process has locked, where there are locks."""
+    """Return a new file that this process has locked, if the file system has locks."""
     for _ in range(_TRIES):
         beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
         descriptor = os.open(beside, _NEW, 0o666)
-        # Another process that looks for dead files may have removed it before it was locked.
+        # Another process may have removed it as dead before it was locked.
         if _lock(descriptor) is not False and os.fstat(descriptor).st_nlink:
             return beside, descriptor
         beside.unlink(missing_ok=True)
         os.close(descriptor)
-    raise OSError(errno.EAGAIN, "other processes remove what is written beside it", str(path))
+    raise OSError(errno.EAGAIN, "other processes remove the new file before it is locked", str(path))
 
 
 def remove_dead(folder: Path, names: str) -> None:
-    """Remove what killed processes of this user have left beside files, if the file system has locks.
+    """Remove files that killed processes of this user have left next to others, if the file system has locks.
 
     Args:
-        folder: where.
+        folder: the folder.
         names: a regular expression of the files' names.
     """
     of_these = re.compile(rf"\.{names}\.[0-9a-f]+\.part")
@@ -170,7 +171,7 @@ def _remove_if_dead(path: str) -> None:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Lock a file until its descriptor is closed; False if another process has it, None where there are no locks."""
+    """Lock a file until its descriptor is closed; return False if another process has it, None without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -179,7 +180,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def default_algorithm() -> str:
-    """Return xxh3_128 where xxhash is installed, else sha256."""
+    """Return xxh3_128 if xxhash is installed, else sha256."""
     try:
         import xxhash  # noqa: F401
     except ImportError:
@@ -214,9 +215,9 @@ def digest_of_file(path: Path, algorithm: str | None = None) -> str:
 
 
 def digest_of_ends(path: Path, algorithm: str | None = None) -> str:
-    """Return "algorithm:hex" of a file's first and last 64 KiB and of its length. Raises as `digest_of_file`.
+    """Return "algorithm:hex" of a file's length and its first and last 64 KiB. Raises as `digest_of_file`.
 
-    Two small reads, to distinguish files of one size.
+    Two small reads distinguish most files of one size.
     """
     name, hasher = _hasher(algorithm)
     with path.open("rb", buffering=0) as file:
@@ -231,7 +232,7 @@ def digest_of_ends(path: Path, algorithm: str | None = None) -> str:
 def digest_of_array(array: np.ndarray, about: str = "", algorithm: str | None = None) -> str:
     """Return "algorithm:hex" of an array's dtype, shape and values, and of a text about it.
 
-    It is the same on machines of either byte order. Raises as `digest_of_file`.
+    It does not depend on the machine's byte order. Raises as `digest_of_file`.
 
     Example:
         >>> digest_of_array(np.zeros(2), "w", "sha256")[:16]
@@ -258,10 +259,10 @@ def _hasher(algorithm: str | None) -> tuple[str, Any]:
 
 
 def with_zero_padding(array: np.ndarray) -> np.ndarray:
-    """Return an array whose unused bytes are 0: the array itself where its type has none, else a copy.
+    """Return an array whose unused bytes are 0: the array itself if its type has none, else a copy.
 
-    Long doubles have unused bytes, and so have structured types whose fields are aligned or are only some of a row. Arrays that
-    are equal then have equal bytes. Types with objects have none that can be compared.
+    Long doubles have unused bytes, and so do structured types with aligned fields or a selection of fields. Equal
+    arrays then have equal bytes. The bytes of objects cannot be compared.
 
     Example:
         >>> row = np.dtype({"names": ["a"], "formats": ["u1"], "offsets": [1], "itemsize": 3})
@@ -281,7 +282,7 @@ def with_zero_padding(array: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _used(dtype: np.dtype) -> np.ndarray:
-    """Return which bytes of an element mean something."""
+    """Return a mask of the bytes of an element that have a meaning."""
     used = np.zeros(dtype.itemsize, np.bool_)
     if dtype.subdtype is not None:
         base, _ = dtype.subdtype

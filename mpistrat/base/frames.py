@@ -1,4 +1,4 @@
-"""Where the threads of this process are."""
+"""Stacks of the threads of this process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _TRIES = 100
 
 
 def frames() -> dict[int, FrameType]:
-    """Return the innermost frame of every thread, by its identity, as sys._current_frames() does.
+    """Return the innermost frame of every thread by its identity, like sys._current_frames().
 
-    Python 3.11.0 to 3.11.8 make frames there, and may collect garbage, while they hold the lock of their threads: a finalizer
-    that gives way to a thread that starts or ends another one stops the process for ever (python/cpython#106883). So nothing is
-    collected meanwhile.
+    Python 3.11.0 to 3.11.8 allocate frames there, and may collect garbage, while holding the lock of their threads: a finalizer
+    that yields to a thread that starts or ends another one deadlocks the process (python/cpython#106883). So the garbage
+    collector is off meanwhile.
     """
     with _lock:
         collects = gc.isenabled()
@@ -32,15 +32,15 @@ def frames() -> dict[int, FrameType]:
 
 
 def frame_of(thread: int) -> FrameType | None:
-    """Return the innermost frame of a thread, that of the caller for its own; None where no such thread runs."""
+    """Return the innermost frame of a thread, the caller's for its own; None if no such thread runs."""
     return sys._getframe(1) if thread == threading.get_ident() else frames().get(thread)
 
 
 def stacks() -> dict[int, list[str]]:
-    """Return the stack of every other thread, by its identity, as `traceback.format_stack` does, all as of one moment.
+    """Return the stack of every other thread by its identity, like `traceback.format_stack`, all at one moment.
 
-    A thread that runs between two looks at its frames would be shown with callers that no longer called what is below them. So
-    they are looked at until two looks see the same; lines of files are read later.
+    A thread that runs between two reads of its frames would have inconsistent callers. So frames are read until two reads agree;
+    source lines are read later.
     """
     found = _look()
     for _ in range(_TRIES):

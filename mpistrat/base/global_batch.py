@@ -1,9 +1,8 @@
-"""The batches that distributed datasets handed out: how many rows each has in all, and what a replica's rows of it weigh.
+"""The batches of distributed datasets: the total rows of each, and the weight of a replica's rows of it.
 
-A step may use any batch: one of two datasets, one drawn ahead, one kept in a list or converted to another library's array. So
-a batch is looked up, in this order: by name (`strategy.batch`), by the memory of an input, among the arguments of
-`strategy.run`, and by the number of rows, where all batches with as many rows here have had one weight. It is never the batch
-that was drawn last.
+A step may use any batch: one of two datasets, one drawn ahead, one stored in a list or converted to another library's array. So a
+batch is looked up in this order: by name (`strategy.batch`), by the memory of an input, among the arguments of `strategy.run`,
+and by the number of rows, if all batches with as many rows here had one weight. It is never simply the last batch drawn.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ __all__ = [
     "weights_since",
 ]
 
-_FORGET_FROM = 1024  # recorded arrays from which on those that were freed are removed
-_DATASETS = 64  # whose parts a ledger keeps separate
+_FORGET_FROM = 1024  # number of records at which those of freed arrays are removed
+_DATASETS = 64  # the most datasets whose parts a ledger stores separately
 
 _numbers, _times = itertools.count(), itertools.count()
 _lock = threading.Lock()
@@ -52,7 +51,7 @@ class BatchPart(NamedTuple):
     Attributes:
         rows: of this replica.
         total: of all replicas.
-        weight: of the mean over this replica's rows, in a mean over the replicas; 1 where all have as many rows.
+        weight: factor of the mean over this replica's rows, in a mean over the replicas; 1 if all have equal numbers of rows.
     """
 
     rows: int
@@ -61,7 +60,7 @@ class BatchPart(NamedTuple):
 
 
 class _Record:
-    """A known array: its memory, and which part of a batch it is."""
+    """A known array: its memory, and the part of a batch that it is."""
 
     __slots__ = ("array", "high", "ledger", "low", "owner", "part")
 
@@ -74,7 +73,7 @@ class _Record:
             self.locate(array)
 
     def locate(self, array: Any) -> None:
-        """Note where an array lies."""
+        """Record the memory of an array."""
         if isinstance(array, np.ndarray):
             self.low, self.high = _bounds(array)
         else:
@@ -82,7 +81,7 @@ class _Record:
             self.high = self.low + int(array.nbytes)
 
     def has(self, address: int) -> bool:
-        """Return whether an address is in the array's memory, and that was not freed."""
+        """Return True if an address is in the array's memory, and that was not freed."""
         if self.owner() is None:
             return False
         if self.low < 0:
@@ -93,7 +92,7 @@ class _Record:
         return self.low <= address < self.high
 
 
-_ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()  # of strategies that are open
+_ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()  # of open strategies
 _arrays: dict[int, _Record] = {}  # by the id of an array
 _views: dict[int, list[_Record]] = {}  # by the id of the owner of their memory: of arrays that do not own theirs
 _forget_at = _FORGET_FROM
@@ -101,14 +100,14 @@ _forget_at = _FORGET_FROM
 
 @final
 class Ledger:
-    """The parts of batches that the datasets of one strategy handed out on this rank.
+    """The parts of batches from the datasets of one strategy on this rank.
 
     Args:
-        replicas: how many step together.
+        replicas: the number of replicas that step together.
 
     Attributes:
-        of_workers: how many replicas are summed where a step takes batches of several workers, which weigh by their rows.
-        uneven: whether any part weighed more or less than 1.
+        of_workers: the number of replicas that are summed if a step uses batches of several workers, weighted by rows.
+        uneven: True if any part weighed more or less than 1.
     """
 
     def __init__(self, replicas: int = 1) -> None:
@@ -120,7 +119,7 @@ class Ledger:
         self._watchers: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def join(self, dataset: HandedOut) -> set[BatchPart]:
-        """Return the set into which a new dataset puts its parts."""
+        """Return the set for a new dataset's parts."""
         parts: set[BatchPart] = set()
         with _lock:
             _ledgers.add(self)
@@ -131,18 +130,18 @@ class Ledger:
         return parts
 
     def close(self) -> None:
-        """Note that the strategy is closed."""
+        """Unregister the ledger of a closed strategy."""
         _ledgers.discard(self)
 
     def watch(self, method: Callable[[], None]) -> None:
-        """Call a method at once if parts are unequal, else when the first unequal one is handed out. It is held weakly."""
+        """Call a method at once if parts are unequal, else with the first unequal one. It is referenced weakly."""
         if self.uneven:
             method()
         else:
             self._watchers.append(weakref.WeakMethod(method))
 
     def become_uneven(self) -> None:
-        """Note that parts are unequal."""
+        """Record that parts are unequal."""
         self.uneven = True
         watchers, self._watchers = self._watchers, []
         for reference in watchers:
@@ -159,16 +158,16 @@ class Ledger:
         return found or {part for part in freed if rows in (None, part.rows)}
 
     def weight(self, inputs: Iterable[Any], function: str, replica: int = 0, where: str = "") -> float:
-        """Return what multiplies the gradient of the mean over a pass's rows, in a mean over the replicas.
+        """Return the factor of a pass's gradient (of a mean over its rows) in a mean over the replicas.
 
         Args:
             inputs: arrays of the pass, of NumPy, CuPy, torch or JAX; other values are skipped.
-            function: what makes the pass, for the error.
+            function: name of the pass's function, for the error.
             replica: the local replica.
             where: the rank in words, for the error.
 
         Raises:
-            BatchError: parts are unequal, and it cannot be told which batch the inputs belong to.
+            BatchError: parts are unequal, and the batch of the inputs is unknown.
         """
         chosen = _named.get()
         if chosen is not None:
@@ -185,7 +184,7 @@ class Ledger:
         return weight
 
     def _without_memory(self, arrays: Sequence[Any], total: int | None) -> float | None:
-        """Return the weight of a pass by the arguments of the step or by rows; None if it cannot be told."""
+        """Return the weight of a pass by the arguments of the step or by rows; None if it is unknown."""
         counts = {0 if 0 in array.shape else int(array.shape[0]) for array in arrays}
         given = self.given()
         if given:
@@ -203,23 +202,23 @@ class Ledger:
         return 1.0 if weight is None and not self.uneven else weight
 
     def _agree(self, given: set[BatchPart], weight: float, arrays: Sequence[Any], counts: set[int]) -> bool:
-        """Return whether inputs may be of the batch among a step's arguments: no batch of another weight has as many rows."""
+        """Return True if inputs may be of the batch in a step's arguments: no batch of another weight has as many rows."""
         rows = {part.rows for part in given}
         if any(not rows.isdisjoint(array.shape) for array in arrays):
             return True
         return {part.weight for count in counts for part in self.parts(count)} <= {weight}
 
     def given(self) -> set[BatchPart]:
-        """Return the parts among the arguments of the step that runs, by identity or by memory."""
+        """Return the parts among the arguments of the running step, by identity or by memory."""
         step = _step.get()
         return set() if step is None else {record.part for leaf in step.leaves() for record in self._records(leaf)}
 
     def parts_of(self, arrays: Sequence[Any]) -> set[BatchPart]:
-        """Return the parts of arrays that are the very ones which a dataset handed out."""
+        """Return the parts of arrays that come from a dataset, by identity."""
         return {record.part for array in arrays if (record := _record_of(array)) and record.ledger is self}
 
     def _records(self, value: Any) -> list[_Record]:
-        """Return what is known of an array: it was handed out, or is a part of the memory of arrays that were."""
+        """Return the records of an array that came from a dataset, or of those whose memory it is in."""
         own = _record_of(value)
         if own is not None:
             return [own] if own.ledger is self else []
@@ -245,16 +244,16 @@ class Ledger:
 
 @final
 class HandedOut:
-    """The batches of one dataset. It holds none of them.
+    """The batches of one dataset. It references none of them.
 
     Args:
-        ledger: of the strategy whose dataset it is.
-        replicas: how many divide a batch.
-        rows_of_all: returns how many rows the workers that step apart have together, at a step of an epoch.
+        ledger: of the dataset's strategy.
+        replicas: the number of replicas that divide a batch.
+        rows_of_all: returns the total rows of the workers that step separately, at a step of an epoch.
 
     Attributes:
-        total: rows of the batch handed out last; None before the first and after the last of an epoch.
-        time: when that was, in order.
+        total: rows of the last batch; None before the first and after the last of an epoch.
+        time: its logical time.
     """
 
     def __init__(
@@ -299,15 +298,15 @@ class HandedOut:
         self._is_last(total)
 
     def weights_of_last(self) -> set[float]:
-        """Return what the local replicas' parts of the batch weigh that was handed out last."""
+        """Return the weights of the local replicas' parts of the last batch."""
         return {part.weight for part in self._last}
 
     def say(self, total: int) -> None:
-        """Record a batch of which only the size is known."""
+        """Record a batch of known size only."""
         self._is_last(total)
 
     def end(self) -> None:
-        """Note that the epoch is over."""
+        """Record the end of the epoch."""
         self.total = None
 
     def _is_last(self, total: int) -> None:
@@ -323,7 +322,7 @@ class HandedOut:
 
 
 class _Step(NamedTuple):
-    """The arguments of the step that runs, and the ledger of its strategy."""
+    """The arguments of the running step, and the ledger of its strategy."""
 
     arguments: Any
     ledger: Ledger | None
@@ -341,7 +340,7 @@ _said: ContextVar[HandedOut | None] = ContextVar("mpistrat_said_size", default=N
 
 
 def begin_step(args: Sequence[Any], kwargs: Mapping[str, Any] | None, ledger: Ledger | None = None) -> Token[Any]:
-    """Set the arguments of the step that begins; give the token to `end_step`."""
+    """Set the arguments of the step that starts; pass the token to `end_step`."""
     return _step.set(_Step((*args, kwargs) if kwargs else args, ledger))
 
 
@@ -351,13 +350,13 @@ def end_step(token: Token[Any]) -> None:
 
 
 def is_named() -> bool:
-    """Return whether `strategy.batch` names the batch of the passes here."""
+    """Return True if `strategy.batch` names the batch of the passes here."""
     return _named.get() is not None
 
 
 @contextlib.contextmanager
 def named(ledger: Ledger, element: Any, function: str = "Strategy.batch") -> Iterator[None]:
-    """Let passes in the block belong to a batch, or with None to none.
+    """Assign passes in the block to a batch, or with None to none.
 
     Raises:
         BatchError: the batch is unknown.
@@ -378,7 +377,7 @@ def named(ledger: Ledger, element: Any, function: str = "Strategy.batch") -> Ite
 
 
 def _part_of(arrays: Sequence[Any], ledger: Ledger, function: str) -> BatchPart | None:
-    """Return the part that arrays belong to, None where all parts were equal and they are unknown."""
+    """Return the part that arrays belong to, None if they are unknown and all parts were equal."""
     found = {record.part for array in arrays for record in ledger._records(array)}
     if not found:
         found = {part for array in arrays if _has_rows(array) for part in ledger.parts(int(array.shape[0]))}
@@ -388,7 +387,7 @@ def _part_of(arrays: Sequence[Any], ledger: Ledger, function: str) -> BatchPart 
 
 
 def set_global_batch_size(examples: int | None) -> None:
-    """Set how many examples the next steps have over all replicas, where no distributed dataset does; None ends that."""
+    """Set the number of examples of the next steps over all replicas, if no distributed dataset does; None resets it."""
     said = _said.get()
     if said is None:
         said = HandedOut()
@@ -400,19 +399,19 @@ def set_global_batch_size(examples: int | None) -> None:
 
 
 def global_batch_size(element: Any = None) -> int | None:
-    """Return how many rows a global batch has over all replicas.
+    """Return the number of rows of a global batch over all replicas.
 
-    In a step it is that of the batch in the step's arguments, or whose memory they have. Of other arrays it is that of the
-    batches with as many rows here, where all had one size. In a step without arguments, and outside of steps, it is that of the
-    batch that was handed out last; None before the first and after the last one of an epoch, and where it is not known.
+    In a step it is that of the batch in the step's arguments, or whose memory they share. Of other arrays it is that of the
+    batches with as many rows here, if all had one size. In a step without arguments, and outside of steps, it is that of the last
+    batch drawn; None before the first and after the last one of an epoch, and if it is unknown.
 
     Args:
-        element: an array of the batch, as the distributed dataset handed it out, or the batch; needed where a step gets batches
-            of different sizes.
+        element: an array of the batch, as the distributed dataset returned it, or the batch; needed if a step gets batches of
+            different sizes.
 
     Raises:
-        ContextError: the arguments of the step belong to batches of different sizes, and no `element` tells which.
-        ValueError: `element` was not handed out by a distributed dataset.
+        ContextError: the arguments of the step belong to batches of different sizes, and `element` is missing.
+        ValueError: `element` is not from a distributed dataset.
 
     Example:
         >>> data = ms.get_strategy().distribute_dataset(ms.data.from_arrays(np.arange(5)).batch(4))
@@ -425,8 +424,8 @@ def global_batch_size(element: Any = None) -> int | None:
         if len(sizes) == 1:
             return sizes.pop()
         got = f"parts of batches of {_listed(sizes)} rows" if sizes else "an array of another origin"
-        remedy = "Pass it as it came: what is computed from it is not known as the batch"
-        expected = "an array that a distributed dataset handed out"
+        remedy = "Pass it as the dataset returned it: arrays computed from it are unknown"
+        expected = "an array of a distributed dataset"
         raise ValueError(explain(function, "element", expected=expected, got=got, remedy=remedy))
     step = _step.get()
     leaves = [] if step is None else step.leaves()
@@ -440,19 +439,19 @@ def global_batch_size(element: Any = None) -> int | None:
     if not sizes and (said := _said_total()) is not None:
         return said
     if len(sizes) > 1:
-        raise _ambiguous(function, sizes, "Pass the array whose rows are meant: global_batch_size(x)")
+        raise _ambiguous(function, sizes, "Pass the array whose rows count: global_batch_size(x)")
     return sizes.pop() if sizes else None
 
 
 def size_of_losses(ledger: Ledger | None, count: int) -> int:
-    """Return of how many rows over all replicas so many losses of one replica are a part.
+    """Return the total rows, over all replicas, of the batch to which `count` losses of one replica belong.
 
     Args:
-        ledger: of the strategy; None outside of its steps, for that whose datasets the program uses.
-        count: how many losses.
+        ledger: of the strategy; None outside of its steps, for the strategy whose datasets are in use.
+        count: the number of losses.
 
     Raises:
-        ContextError: it cannot be told.
+        ContextError: it is unknown.
     """
     function = "compute_average_loss"
     if ledger is None:
@@ -484,17 +483,19 @@ def size_of_losses(ledger: Ledger | None, count: int) -> int:
     if said is not None:
         return said
     if sizes or ledger.uneven:
-        expected = f"to know the global batch that {count} losses are a part of"
-        got = f"arrays that no distributed dataset handed out, with as many rows as batches of {_listed(sizes)} rows had here"
+        expected = f"arrays of a known global batch for {count} losses"
+        got = f"arrays of another origin, with as many rows as batches of {_listed(sizes)} rows had here"
         if not sizes:
-            got = "arrays that no distributed dataset handed out, while replicas have unequal parts of batches"
-        remedy = "Pass the arrays as they came; or global_batch_size=, ms.context.global_batch_size(x) of an array as it came"
+            got = "arrays of another origin, while replicas have unequal parts of batches"
+        remedy = (
+            "Pass the dataset's arrays unchanged, or global_batch_size=ms.context.global_batch_size(x) of such an array"
+        )
         raise ContextError(explain(function, "global_batch_size", expected=expected, got=got, remedy=remedy))
     return count * ledger.replicas
 
 
 def address_of(value: Any) -> int | None:
-    """Return where the memory of an array of NumPy, CuPy, torch or JAX begins; None if it has none."""
+    """Return the address of an array of NumPy, CuPy, torch or JAX; None if it has none."""
     try:
         if isinstance(value, np.ndarray):
             return _bounds(value)[0] if value.size else None
@@ -504,13 +505,8 @@ def address_of(value: Any) -> int | None:
                 return int(pointer()) or None
         interface = getattr(value, "__cuda_array_interface__", None)
         return None if interface is None else int(interface["data"][0]) or None
-    except (
-        AttributeError,
-        NotImplementedError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # of a traced, sparse or divided array
+    # A traced, sparse or sharded array has no address.
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
 
 
@@ -519,13 +515,13 @@ def _has_rows(value: Any) -> bool:
 
 
 def _may_be_by_columns(array: Any) -> bool:
-    """Return whether rows may be the second dimension, as of recurrent layers: the others are time, and features or tokens."""
+    """Return True if rows may be the second dimension, as in recurrent layers: the others are time, and features or tokens."""
     kind = str(array.dtype)
     return len(array.shape) > 2 or (len(array.shape) == 2 and ("int" in kind))
 
 
 def _bounds(array: np.ndarray) -> tuple[int, int]:
-    """Return the addresses of an array's first byte, and behind its last."""
+    """Return the addresses of an array's first byte and after its last."""
     low = int(array.__array_interface__["data"][0])
     if array.flags.contiguous:
         return low, low + array.nbytes
@@ -535,17 +531,17 @@ def _bounds(array: np.ndarray) -> tuple[int, int]:
 
 
 def _owner(array: Any) -> Any:
-    """Return the array whose memory an array has: what views of it keep alive."""
+    """Return the array that owns an array's memory and that its views keep alive."""
     while type(base := getattr(array, "base", None)) is type(array):
         array = base
     return array
 
 
 def _record(array: Any, part: BatchPart, ledger: Ledger) -> None:
-    """Record an array. The lock is held."""
+    """Record an array. The caller holds the lock."""
     try:
         record = _Record(array, part, ledger)
-    except TypeError:  # a scalar, say, which has no weak references
+    except TypeError:  # such as a scalar, which has no weak references
         return
     _arrays[id(array)] = record
     owner = record.owner()
@@ -559,7 +555,7 @@ def _record(array: Any, part: BatchPart, ledger: Ledger) -> None:
 
 
 def _forget() -> None:
-    """Remove arrays that were freed. The lock is held."""
+    """Remove records of freed arrays. The caller holds the lock."""
     global _forget_at
     for key, record in list(_arrays.items()):
         if record.array() is None:
@@ -571,13 +567,13 @@ def _forget() -> None:
 
 
 def _record_of(array: Any) -> _Record | None:
-    """Return the record of an array that a dataset handed out itself."""
+    """Return the record of an array that a dataset itself returned."""
     record = _arrays.get(id(array))
     return record if record is not None and record.array() is array else None
 
 
 def _known(leaf: Any, ledger: Ledger | None = None) -> list[_Record]:
-    """Return the record of an array that was handed out, or those of the arrays whose memory it has."""
+    """Return the record of an array from a dataset, or those of the arrays whose memory it shares."""
     own = _record_of(leaf)
     if own is not None:
         return [own]
@@ -600,7 +596,7 @@ def _listed(sizes: Iterable[int]) -> str:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """The arrays and whatever else is in a nest, of all local replicas."""
+    """Return the leaves of a nest, of all local replicas."""
     leaves: list[Any] = []
     for child in value if type(value) is tuple else (value,):
         if type(child) is np.ndarray:
@@ -612,19 +608,19 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def now() -> int:
-    """Return a time in the order in which batches are handed out; see `weights_since`."""
+    """Return a logical time in the order of batches; see `weights_since`."""
     return next(_times)
 
 
 def weights_since(time: int) -> set[float]:
-    """Return what this rank's parts weigh of the last batches of the datasets that handed out any after a time."""
+    """Return the weights of this rank's parts of the last batches, of all datasets that returned one after a time."""
     datasets = [reference() for reference in list((_datasets.get() or {}).values())]
     late = [dataset for dataset in datasets if dataset is not None and dataset.time > time]
     return set().union(*(dataset.weights_of_last() for dataset in late))
 
 
 def _open() -> Iterator[HandedOut]:
-    """The datasets in the midst of an epoch."""
+    """Yield the datasets in the middle of an epoch."""
     for reference in list((_datasets.get() or {}).values()):
         dataset = reference()
         if dataset is not None and dataset.total is not None:

@@ -1,7 +1,7 @@
-"""Packages that give names from their modules, and load a module when a name of it is first asked for (PEP 562).
+"""Packages that load a module when one of its names is first used (PEP 562).
 
-Each rank of a job opens each module that it loads, so what a program does not use must cost it nothing. The imports of such a
-package stand where type checkers and readers look for them, and are not run:
+Each rank of a job opens each module that it loads, so a module that a program does not use must cost nothing. The imports of such
+a package are written for type checkers and readers, and not executed:
 
     if TYPE_CHECKING:
         from .callbacks import Callback, EarlyStopping
@@ -9,8 +9,8 @@ package stand where type checkers and readers look for them, and are not run:
     else:
         __getattr__, __dir__ = lazy(__name__)
 
-`lazy` reads them there, as SPEC 1 of scientific Python does from a stub. A name that its own module has, such as `survive` in
-`survive.py`, must be imported at once, outside: Python puts the module under that name into the package when it is loaded.
+`lazy` reads them from the source, as SPEC 1 of scientific Python does from a stub. A name equal to its module's, such as
+`survive` in `survive.py`, must be imported eagerly, outside: Python sets the module under that name in the package on import.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def lazy(
 
     Args:
         package: its name.
-        moved: names that a module of it has now, each with the module; to use one is a DeprecationWarning.
+        moved: names that moved to a module of it, with the module; using one is a DeprecationWarning.
     """
     module = sys.modules[package]
 
@@ -44,7 +44,7 @@ def lazy(
         return _homes(package)
 
     def home_of(name: str) -> tuple[str, str | None] | None:
-        if name.startswith("_"):  # what Python and its tools ask modules for
+        if name.startswith("_"):  # Python and its tools look up such names
             return None
         part = f"{package}.{name}"
         return homes().get(name) or ((part, None) if importlib.util.find_spec(part) else None)
@@ -59,7 +59,7 @@ def lazy(
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=module)
         found = importlib.import_module(home[0])
         value = found if home[1] is None else getattr(found, home[1])
-        setattr(module, name, value)  # the next time it is simply there
+        setattr(module, name, value)  # cached for the next access
         return value
 
     def names() -> list[str]:
@@ -69,12 +69,12 @@ def lazy(
 
 
 def _homes(package: str) -> dict[str, tuple[str, str | None]]:
-    """Return of each name that a package imports for type checkers the module, and the name there; None for a module itself."""
+    """Return the module and original name (None for a module itself) of each name that a package imports for type checkers."""
     spec = sys.modules[package].__spec__
     source = getattr(spec and spec.loader, "get_source", lambda _: None)(package)
     if source is None:
         raise ImportError(
-            f"{package}: expected its __init__.py, which says where its names are, got compiled files only"
+            f"{package}: its __init__.py is needed to find its names, but only compiled files are installed"
         )
     homes: dict[str, tuple[str, str | None]] = {}
     for block in ast.parse(source).body:
@@ -101,6 +101,6 @@ def load_cloudpickle(function: str = "ClusterCoordinator") -> Any:
         from .errors import MissingDependencyError, explain
 
         remedy = "Install it on every node: pip install 'mpistrat[coordinator]'"
-        expected, got = "the package cloudpickle, which carries functions to the workers", "none"
+        expected, got = "the package cloudpickle, which sends functions to the workers", f"{error}"
         raise MissingDependencyError(explain(function, "", expected=expected, got=got, remedy=remedy)) from error
     return cloudpickle

@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Limits(NamedTuple):
-    """The numbers that a setting may be. NaN and infinity are none."""
+    """The legal numbers of a setting, always without NaN and infinity."""
 
     text: str
     legal: Callable[[float], bool]
@@ -45,7 +45,7 @@ def number(function: str, argument: str, value: Any, limits: Limits) -> float:
     """Return a setting as a float.
 
     Raises:
-        TypeError: it is no number, but text, a flag or an array, for instance.
+        TypeError: it is not a number, for instance text, a flag or an array.
         ValueError: it is out of range.
 
     Example:
@@ -66,7 +66,7 @@ def number(function: str, argument: str, value: Any, limits: Limits) -> float:
 
 
 def flag(function: str, argument: str, value: Any) -> bool:
-    """Return a setting as a bool: also of 0 and 1, but not of text, which would always be True.
+    """Return a setting as a bool; accepts 0 and 1, but not text, which would always be True.
 
     Raises:
         TypeError: it is something else.

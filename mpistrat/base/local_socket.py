@@ -1,7 +1,7 @@
 """Unix sockets without a file between processes of one user on one machine.
 
-Every user of the machine may connect to such a socket, or listen under a name that is free. So both sides ask the system whose
-process is at the other end.
+Every user of the machine may connect to such a socket, or listen on a free name. So both sides ask the system for the owner of
+the process at the other end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BACKLOG = 4096
 
 
 def listen(prefix: bytes, nbytes: int) -> tuple[socket.socket, bytes]:
-    """Listen under a name that cannot be guessed; return the socket and the name, of so many bytes.
+    """Listen on a name that cannot be guessed; return the socket and the name, which has `nbytes` bytes.
 
     Raises:
         AttributeError, OSError: this system has no such sockets.
@@ -34,15 +34,15 @@ def listen(prefix: bytes, nbytes: int) -> tuple[socket.socket, bytes]:
 
 
 def connect(name: bytes, seconds: float | None = None) -> socket.socket:
-    """Connect to a process of this user that listens under a name.
+    """Connect to a process of this user that listens on a name.
 
     Args:
-        name: as `listen` returns it.
-        seconds: the time limit of what is sent and received later. With one, a listener that accepts no connection is an
-            error at once.
+        name: the result of `listen`.
+        seconds: the time limit of later sends and receives. With one, a listener that accepts no connection is an immediate
+            error.
 
     Raises:
-        AttributeError, OSError: no process listens there, or one of another user.
+        AttributeError, OSError: no process, or another user's, listens there.
     """
     line = socket.socket(socket.AF_UNIX)
     try:
@@ -57,6 +57,6 @@ def connect(name: bytes, seconds: float | None = None) -> socket.socket:
 
 
 def is_of_this_user(line: socket.socket) -> bool:
-    """Return whether the process at the other end of a connection is of this user, or was when it connected or listened."""
+    """Return True if the peer process is of this user, or was when it connected or listened."""
     _, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(user == os.geteuid())

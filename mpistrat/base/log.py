@@ -1,4 +1,4 @@
-"""The package's log: one logger, whose lines carry the rank once it is known."""
+"""The package's log: one logger, whose lines include the rank once it is known."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ logger = logging.getLogger("mpistrat")
 
 
 class _RankFilter(logging.Filter):
-    """Adds the rank to every record, so that a user's own format may show `%(rank)s`, and escapes control characters."""
+    """A filter that adds the rank to every record, for `%(rank)s` in a user's format, and escapes control characters."""
 
     rank: int | str = "-"
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.rank = self.rank
-        with contextlib.suppress(Exception):  # of a wrong format, which the handler reports
+        with contextlib.suppress(Exception):  # the handler reports a wrong format
             record.msg, record.args = printable(record.getMessage(), keep="\n"), ()
         return True
 
 
 class _Handler(logging.StreamHandler):
-    """Writes to a stream, which the program may have closed."""
+    """A handler for a stream that the program may have closed."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(ValueError):  # of a closed sys.stderr, which would tell of it
+        with contextlib.suppress(ValueError):  # sys.stderr is closed
             super().handleError(record)
 
 
@@ -39,7 +39,7 @@ logger.addFilter(_filter)
 
 
 def set_rank(rank: int) -> None:
-    """Set the rank that later lines carry."""
+    """Set the rank of later lines."""
     _filter.rank = rank
 
 
@@ -55,8 +55,8 @@ def setup(level: str = "warning") -> None:
 
 @functools.cache
 def once(level: int, message: str) -> None:
-    """Log a message the first time it is given, never again; at most INFO on ranks other than 0.
+    """Log a message the first time only; at most at INFO on ranks other than 0.
 
-    So what holds for all ranks is reported by one.
+    So one rank reports a condition of all ranks.
     """
     logger.log(level if _filter.rank in (0, "-") else min(level, logging.INFO), message)

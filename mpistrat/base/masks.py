@@ -1,4 +1,4 @@
-"""Arrays that a user passed: `np.asarray` drops masks and rounds integers silently; here both are errors."""
+"""Checks of arrays from users: `np.asarray` silently drops masks and rounds integers; here both are errors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def plain_array(value: Any, function: str, argument: str = "", dtype: DTypeLike 
 
     Raises:
         TypeError: numbers are masked.
-        OverflowError: without a dtype: integers that no dtype of NumPy's integers holds together.
-        ValueError: without a dtype: strings beside numbers.
+        OverflowError: without a dtype: no NumPy integer dtype holds all the integers.
+        ValueError: without a dtype: strings mixed with numbers.
 
     Example:
         >>> plain_array(np.ma.masked_equal([1, 2], 3), "f")
@@ -37,11 +37,11 @@ def check_lossless(value: Any, found: NDArray[Any], function: str, argument: str
 
     Args:
         value: as the user passed it.
-        found: `np.asanyarray(value)`, which is masked where `value.__array__` returns a masked array.
-        function, argument: named in the error.
+        found: `np.asanyarray(value)`, which is masked if `value.__array__` returns a masked array.
+        function, argument: names for the error.
 
     Raises:
-        TypeError: numbers are masked: in the array, in a list of arrays, or in arrays that an array of objects holds.
+        TypeError: numbers are masked: in the array, in a list of arrays, or in an array's object elements.
         OverflowError: integers became floats or objects, as those of `[2**63, -1]` and `[2**64]`.
         ValueError: numbers became strings.
     """
@@ -66,7 +66,7 @@ def check_unmasked(value: Any, found: NDArray[Any], function: str, argument: str
     Raises:
         TypeError: numbers are masked.
     """
-    if "numpy.ma" not in sys.modules:  # so there is no masked array
+    if "numpy.ma" not in sys.modules:  # no masked array can exist
         return np.asarray(found)
     plain = type(found) is np.ndarray
     if plain and found.dtype.kind != "O" and not isinstance(value, (list, tuple)):
@@ -76,7 +76,7 @@ def check_unmasked(value: Any, found: NDArray[Any], function: str, argument: str
 
 
 def unmasked(value: T, function: str, argument: str = "") -> T:
-    """Return a value as it is, which need not be an array, such as an index.
+    """Return a value unchanged, which need not be an array; it may be an index.
 
     Raises:
         TypeError: it is masked, or numbers in it are.
@@ -94,9 +94,9 @@ def unmasked(value: T, function: str, argument: str = "") -> T:
 
 
 def _count(value: Any) -> int:
-    """Return how many numbers are masked in a masked array, or in the arrays that a list or an array of objects holds."""
+    """Return the number of masked numbers in a masked array, or in the arrays of a list or an object array."""
     if isinstance(value, np.ma.MaskedArray):
-        mask = np.ma.getmask(value)  # of a structured array it is structured
+        mask = np.ma.getmask(value)  # structured for a structured array
         return 0 if mask is np.ma.nomask else int(np.count_nonzero(np.ascontiguousarray(mask).reshape(-1).view(bool)))
     if isinstance(value, np.ndarray):
         items: Any = value.reshape(-1).tolist() if value.dtype.kind == "O" else ()
@@ -107,7 +107,7 @@ def _count(value: Any) -> int:
 
 
 def _are(value: Any, kinds: type | tuple[type, ...], numpys: str) -> bool:
-    """Return whether a value is of a kind, or an array of one of NumPy's kinds, or a list of such that is not empty."""
+    """Return True if a value is of a kind, an array of one of NumPy's kinds, or a non-empty list of such."""
     if isinstance(value, (list, tuple)):
         return bool(value) and all(_are(item, kinds, numpys) for item in value)
     if isinstance(value, (np.ndarray, np.generic)):

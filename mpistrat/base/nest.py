@@ -22,14 +22,14 @@ def _is_dataclass(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _makes_nodes(kind: type) -> bool:
-    """Whether instances are nodes. Asking each value anew costs more than anything else that is done with a leaf."""
+    """Return True if instances are nodes. Cached, because checking each value costs more than all other work on a leaf."""
     return issubclass(kind, (list, tuple, Mapping)) or (
         dataclasses.is_dataclass(kind) and not issubclass(kind, IndexedSlices)
     )
 
 
 def is_nested(value: Any) -> bool:
-    """Return whether a value is a node of a structure rather than a leaf.
+    """Return True if a value is a node of a structure rather than a leaf.
 
     Example:
         >>> is_nested([1]), is_nested(1)
@@ -39,11 +39,11 @@ def is_nested(value: Any) -> bool:
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:
-    """Key and child pairs; mappings in sorted key order, so that ranks agree whatever the insertion order."""
+    """Return key and child pairs; of mappings in sorted key order, so that ranks agree whatever the insertion order."""
     if type(node) is dict or isinstance(node, Mapping):
         try:
             return [(key, node[key]) for key in sorted(node)]
-        except TypeError:  # keys that do not compare: 1 and "a"
+        except TypeError:  # incomparable keys: 1 and "a"
             return sorted(node.items(), key=lambda item: (type(item[0]).__name__, _key(item[0])))
     if _is_dataclass(node):
         return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
@@ -51,17 +51,17 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
 
 
 def _fields(node: Any) -> tuple[str, ...] | None:
-    """Return the names of a namedtuple's items."""
+    """Return the field names of a namedtuple."""
     return getattr(node, "_fields", None) if isinstance(node, tuple) else None
 
 
 def _key(key: Any) -> str:
-    """A key in words that are the same on every rank."""
+    """Return a text of a key that is the same on every rank."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(key))
 
 
 def _rebuild(node: Any, keys: list[Any], children: list[Any]) -> Any:
-    """Return a node of the same type with other children, and with all else that the node has.
+    """Return a copy of a node with other children and all its other attributes.
 
     Raises:
         TypeError: the class allows no such copy.
@@ -77,7 +77,7 @@ def _rebuild(node: Any, keys: list[Any], children: list[Any]) -> Any:
             return _mapping_like(node, dict(zip(keys, children, strict=True)))
         if isinstance(node, tuple):
             return _tuple_like(node, children)
-        made = copy.copy(node)  # dataclasses.replace would call an __init__, which may take other arguments than fields
+        made = copy.copy(node)  # dataclasses.replace calls __init__, whose arguments may not be the fields
         if isinstance(node, list):
             made[:] = children
             return made
@@ -97,12 +97,12 @@ def _mapping_like(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
             return made
     made = type(node)({key: items[key] for key in node})  # type: ignore[call-arg]
     if not _has_items(made, node, items) or _settings(made) != _settings(node):
-        raise ValueError("its class makes another one of its items")
+        raise ValueError("its class does not preserve the items")
     return made
 
 
 def _has_items(made: Mapping[Any, Any], node: Mapping[Any, Any], items: dict[Any, Any]) -> bool:
-    """Whether a mapping has the items that it was given, in the order of a node; those that a class computes may differ."""
+    """Return True if a mapping has the given items in the order of a node; computed items may differ."""
     kept = (key for key, value in items.items() if node[key] is node[key] and not is_nested(value))
     return list(made) == list(node) and all(_is_same(made[key], items[key]) for key in kept)
 
@@ -112,18 +112,18 @@ def _is_same(found: Any, value: Any) -> bool:
         return True
     try:
         return np.array_equal(found, value) or np.array_equal(found, value, equal_nan=True)
-    except Exception:  # of what is no array
+    except Exception:  # not an array
         return False
 
 
 def _with_items(node: Any, items: dict[Any, Any]) -> Any:
-    """Return a copy of a mapping whose items are set to others; None where it cannot be copied or does not change."""
+    """Return a copy of a mapping with other items; None if it cannot be copied or does not change."""
     try:
         made = copy.copy(node)
         if made is node:
             return None
         own = getattr(node, "__dict__", None)
-        if own is node:  # its items are its attributes
+        if own is node:  # items are attributes
             made.__dict__ = made
         elif own:
             vars(made).update((name, value) for name, value in own.items() if name not in vars(made))
@@ -135,7 +135,7 @@ def _with_items(node: Any, items: dict[Any, Any]) -> Any:
 
 
 def _settings(node: Any) -> dict[str, Any]:
-    """Return the attributes that are a plain value; of the others a new object cannot have the same."""
+    """Return the attributes with plain values; others cannot be equal in a new object."""
     own = getattr(node, "__dict__", {})
     return {name: value if isinstance(value, (str, int, float, type(None))) else ... for name, value in own.items()}
 
@@ -143,11 +143,11 @@ def _settings(node: Any) -> dict[str, Any]:
 def _tuple_like(node: tuple[Any, ...], children: list[Any]) -> Any:
     kind = type(node)
     try:
-        made = tuple.__new__(kind, children)  # whatever arguments its class takes
-    except TypeError:  # of a class that is written in C
+        made = tuple.__new__(kind, children)  # regardless of its class's arguments
+    except TypeError:  # of a class written in C
         try:
             return kind(children)
-        except (TypeError, ValueError):  # for other items than its own, as torch.Size for arrays
+        except (TypeError, ValueError):  # it rejects other items, as torch.Size does arrays
             return tuple(children)
     getattr(made, "__dict__", {}).update(getattr(node, "__dict__", {}))
     return made
@@ -184,7 +184,7 @@ def paths(structure: Any, prefix: str = "") -> list[str]:
 
 
 def form(structure: Any) -> str:
-    """Return what a structure is, but for its leaves: keys, lengths and types, the same on every rank.
+    """Return the form of a structure without its leaves: keys, lengths and types, the same on every rank.
 
     Example:
         >>> form({"b": [1, 2], "a": 3})
@@ -211,7 +211,7 @@ def form(structure: Any) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _form_of_names(names: tuple[str, ...]) -> str:
-    """The form of a dict of leaves: reductions of metrics ask for it at every step."""
+    """Return the form of a dict of leaves; cached, because reductions of metrics need it at every step."""
     return f"{{{', '.join([f'{name!r}: *' for name in sorted(names)])}}}"
 
 
@@ -219,7 +219,7 @@ def pack_like(structure: Any, leaves: list[Any]) -> Any:
     """Return a structure of the same form with other leaves, given in the order of `flatten`.
 
     Raises:
-        ValueError: when the number of leaves differs.
+        ValueError: the number of leaves differs.
 
     Example:
         >>> pack_like({"b": [0, 0], "a": 0}, [3, 1, 2])
@@ -248,10 +248,10 @@ def _pack(structure: Any, leaves: Iterator[Any]) -> Any:
 
 
 def map_structure(function: Callable[..., Any], *structures: Any) -> Any:
-    """Return the structure of `function` applied to the leaves at each place.
+    """Return the structure of `function` applied to corresponding leaves.
 
     Raises:
-        ValueError: when the structures differ, naming the place.
+        ValueError: the structures differ, with the path.
 
     Example:
         >>> map_structure(lambda a, b: a + b, {"x": (1, 2)}, {"x": (10, 20)})
@@ -261,7 +261,7 @@ def map_structure(function: Callable[..., Any], *structures: Any) -> Any:
 
 
 def map_children(function: Callable[[Any], Any], node: Any) -> Any:
-    """Return a node of a structure with the results of a function on each of its children.
+    """Return a node with a function applied to each of its children.
 
     Example:
         >>> map_children(len, {"a": [1, 2], "b": [3]})
@@ -272,7 +272,7 @@ def map_children(function: Callable[[Any], Any], node: Any) -> Any:
 
 
 def _map_alone(function: Callable[..., Any], structure: Any) -> Any:
-    """Map one structure, which has no other to be compared with."""
+    """Map a single structure, without comparison."""
     kind = type(structure)
     if not is_nested(structure):
         return function(structure)

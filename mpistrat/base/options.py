@@ -15,15 +15,15 @@ WIRES = ("bfloat16", "int8")
 
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """How a reduction is carried out (TF: tf.distribute.experimental.CommunicationOptions). None means: not said here.
+    """Options of a reduction (TF: tf.distribute.experimental.CommunicationOptions). None means: not set here.
 
     Args:
-        bytes_per_pack: largest number of bytes that are reduced in one call; 0 puts everything in one.
+        bytes_per_pack: the most bytes that are reduced in one call; 0 for no limit.
         timeout_seconds: seconds after which the collective raises CollectiveTimeoutError.
-        implementation: the algorithm; AUTO lets the chooser decide.
-        wire: the form in which float32 numbers travel between nodes: "bfloat16" or "int8", of which the numbers are others than
-            float32's; None: their own. Given to a strategy, it holds for the steps of optimizers, not for other reductions; given
-            to a call of reduce or all_reduce, which knows "bfloat16" only, for that call. On one node nothing travels.
+        implementation: the algorithm; with AUTO the chooser decides.
+        wire: the encoding of float32 numbers between nodes: "bfloat16" or "int8", whose numbers differ from float32's; None for
+            float32. Given to a strategy, it applies to optimizer steps, not to other reductions. Given to a call of reduce or
+            all_reduce, which supports "bfloat16" only, it applies to that call. Within one node it has no effect.
 
     Raises:
         ValueError: for a negative size, a timeout that is not positive, or an unknown name.
@@ -56,7 +56,7 @@ class CommunicationOptions:
             object.__setattr__(self, "implementation", CommunicationImplementation[name])
 
     def __repr__(self) -> str:
-        """What was said, as it would be written."""
+        """Return the fields that are set, as source code."""
         said = [(f.name, getattr(self, f.name)) for f in fields(self)]
         words = [
             f"{name}={value.name!r}" if isinstance(value, CommunicationImplementation) else f"{name}={value!r}"
@@ -82,20 +82,20 @@ class CommunicationOptions:
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """How nodes train by themselves, and what they do together after so many steps: `MultiWorkerMirroredStrategy(local_steps=…)`.
+    """Local training of each node with an outer step after every n updates: `MultiWorkerMirroredStrategy(local_steps=…)`.
 
-    The ranks of a node step together, without the other nodes. After `every` updates all nodes take an outer step: the mean over
-    nodes of anchor minus weights, the anchor being the weights after the last outer step, is a gradient, by which SGD with
-    Nesterov's momentum makes the new weights of all.
+    The ranks of a node step together, without the other nodes. After `every` updates all nodes take an outer step: SGD with
+    Nesterov's momentum, whose gradient is the mean over nodes of anchor minus weights. The anchor is the weights after the last
+    outer step.
 
     Args:
         every: updates of an optimizer from one outer step to the next, 1 or more.
-        outer_learning_rate: 1 with outer_momentum 0 makes weights their mean over nodes.
+        outer_learning_rate: 1 with outer_momentum 0 sets weights to their mean over nodes.
         outer_momentum: from 0, below 1.
 
     Raises:
         ValueError: a number out of range.
-        TypeError: `every` is no integer.
+        TypeError: `every` is not an integer.
 
     Example:
         >>> LocalSteps(every=500)
@@ -123,7 +123,7 @@ class LocalSteps:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of `Strategy.run`, accepted for TF's programs; none has an effect here (there is no graph compiler)."""
+    """Options of `Strategy.run`, accepted for TF's programs; they have no effect (there is no graph compiler)."""
 
     experimental_enable_dynamic_batch_size: bool = True
     experimental_bucketizing_dynamic_shape: bool = False

@@ -1,4 +1,4 @@
-"""Arithmetic of ranges: n things over p owners in contiguous blocks of nearly equal size; ranges cut and merged."""
+"""Arithmetic of ranges: n things divided over p owners in contiguous blocks of nearly equal size; ranges cut and merged."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-ALIGNMENT = 16  # elements, of the borders between what two ranks write: no cache line is written by both
+ALIGNMENT = 16  # elements, of borders between two ranks' ranges, so that no two ranks write one cache line
 
 
 def block(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the half-open range that owner `index` of `parts` gets of `length` things.
+    """Return the half-open range of `length` things for owner `index` of `parts`.
 
     The first `length % parts` owners get one more.
 
@@ -80,7 +80,7 @@ def blocks(ranges: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]
 
 
 def merge(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ranges in order, those that touch made one.
+    """Return ranges in order, merging those that touch.
 
     Example:
         >>> merge([(8, 9), (0, 3), (3, 5)])
@@ -96,7 +96,7 @@ def merge(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def spans_within(spans: Sequence[tuple[int, Any, T]], low: int, high: int) -> Iterator[tuple[int, int, T]]:
-    """Yield what of sorted spans (begin, end, what) lies in [low, high), counted from `low`.
+    """Yield the parts of sorted spans (begin, end, value) inside [low, high), relative to `low`.
 
     Example:
         >>> list(spans_within([(0, 4, "a"), (4, 9, "b")], 2, 6))
@@ -111,7 +111,7 @@ def spans_within(spans: Sequence[tuple[int, Any, T]], low: int, high: int) -> It
 
 
 def inside(ranges: Sequence[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
-    """Return the parts of ranges that lie in [low, high).
+    """Return the parts of ranges inside [low, high).
 
     Example:
         >>> inside([(0, 3), (4, 9)], 2, 6)
@@ -122,7 +122,7 @@ def inside(ranges: Sequence[tuple[int, int]], low: int, high: int) -> list[tuple
 
 
 def without(ranges: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the parts of ranges that lie in none of some others, which are in order and do not overlap.
+    """Return the parts of ranges outside `others`, which are in order and do not overlap.
 
     Example:
         >>> without([(0, 5), (8, 9)], [(1, 2), (4, 9)])
@@ -140,7 +140,7 @@ def without(ranges: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]
 
 
 def cut(ranges: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """Return what holds the elements [first, last) of ranges, counted through all of them.
+    """Return the ranges of elements [first, last), counted through all of `ranges`.
 
     Example:
         >>> cut([(0, 5), (8, 12)], 3, 7)

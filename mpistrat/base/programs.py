@@ -1,7 +1,7 @@
-"""How this package starts its own programs in new processes of Python: by their paths.
+"""Starting this package's own programs in new Python processes, by their paths.
 
-`python -m` and `python -c` put the working directory first on the path, and would run a `json.py` that anybody has left there.
-No other file of this package has such a start, except for the program that the user names.
+`python -m` and `python -c` put the working directory first on the path, and would run a `json.py` that happens to be there. No
+other module of this package starts Python, except for the user's program.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "start.py")
 
 
 def isolated(file: str, *words: str) -> list[str]:
-    """Return the words that start a file of this package that needs the standard library only."""
+    """Return the command line of a file of this package that needs only the standard library."""
     return [sys.executable, "-S", "-I", file, *words]
 
 
 def program(what: str, *words: str, python: str = sys.executable) -> list[str]:
-    """Return the words that start a module of this package, by its name, or a file of it, by its path.
+    """Return the command line of a module of this package, by its name, or of a file of it, by its path.
 
-    As `python -m`, with PYTHONPATH, but nothing is imported from the working directory. A file is started without the package.
+    Like `python -m`, with PYTHONPATH, but without the working directory on the path. A file is started without the package.
     """
     return [python, _START, what, *words]

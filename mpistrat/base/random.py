@@ -14,11 +14,11 @@ _WORD = 1 << 64
 
 
 def rng(*, seed: int, step: int = 0, sample: int | None = None, replica: int | None = None) -> np.random.Generator:
-    """Return the random generator that belongs to a seed, a step and a sample (or a replica).
+    """Return the random generator of a seed, a step and a sample (or a replica).
 
-    Two calls with equal arguments give the same numbers on every rank; any difference gives an independent stream.
-    Keyed by `sample` (the example's index in the dataset) the numbers are the same for any number of ranks; keyed by
-    `replica` they are the same for one layout only; keyed by neither they are shared by all.
+    Equal arguments give the same numbers on every rank; any difference gives an independent stream. With `sample` (the example's
+    index in the dataset) the numbers are the same for any number of ranks; with `replica` for one layout only; with neither they
+    are shared by all.
 
     Args:
         seed: any integer.
@@ -48,6 +48,6 @@ def rng(*, seed: int, step: int = 0, sample: int | None = None, replica: int | N
         if not 0 <= value < _WORD:
             raise ValueError(f"rng: {name}: expected an integer in [0, 2**64), got {value}")
     digest = hashlib.blake2b(f"mpistrat.random/1:{operator.index(seed)}".encode(), digest_size=16).digest()
-    # Word 0 of the counter advances as numbers are drawn; the other three say whose numbers they are.
+    # Word 0 of the counter advances as numbers are drawn; the other three identify the stream.
     counter = np.array([0, step, index, kind], np.uint64)
     return np.random.Generator(np.random.Philox(key=np.frombuffer(digest, "<u8").astype(np.uint64), counter=counter))

@@ -1,13 +1,13 @@
 """Start a module of this package, or a file of it. Run by its path, as `start.py WHAT WORD …`; see `programs.py`.
 
-It imports nothing before Python's entry for this file's folder is off the path: names there must not shadow the standard library.
-The package is the one that this file belongs to, whatever else is installed.
+It imports nothing before this file's folder is off the path, because names there must not shadow the standard library. The
+package is the one that contains this file, whatever else is installed.
 """
 
 import sys
 
 if __name__ == "__main__":
-    if not getattr(sys.flags, "safe_path", False):  # which Python 3.10 does not have
+    if not getattr(sys.flags, "safe_path", False):  # missing in Python 3.10
         del sys.path[0]
 
     import importlib.util

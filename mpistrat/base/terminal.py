@@ -1,4 +1,4 @@
-"""Whether what a process prints reaches a terminal, also through a launcher's pipes; and progress bars for both."""
+"""Detection of a terminal, also through a launcher's pipes; and progress bars for both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["WithBar", "progress_bar", "reaches_terminal"]
 
 
 def reaches_terminal(stream: str) -> bool:
-    """Return whether what is written to "stdout" or "stderr" reaches a terminal: it is one, or the launcher's is."""
+    """Return True if output to "stdout" or "stderr" reaches a terminal: its own, or the launcher's."""
     own = getattr(sys, stream)
     if own is not None and not own.closed and own.isatty():
         return True
@@ -23,12 +23,12 @@ def reaches_terminal(stream: str) -> bool:
 
 
 def progress_bar(*columns: ProgressColumn, expand: bool = False, auto_refresh: bool = True) -> Progress:
-    """Return a bar on stderr, of the terminal's width or COLUMNS.
+    """Return a progress bar on stderr, of the terminal's width or COLUMNS.
 
     Args:
         columns: of the bar.
-        expand: whether a column with a ratio fills the line.
-        auto_refresh: whether a thread draws the bar. An error in it, as where the terminal is gone, ends the job.
+        expand: a column with a ratio fills the line.
+        auto_refresh: a thread draws the bar. An error in it, as after a terminal is closed, ends the job.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -39,7 +39,7 @@ def progress_bar(*columns: ProgressColumn, expand: bool = False, auto_refresh: b
 
 
 class WithBar:
-    """An object that shows a bar, or none, while a `with` lasts.
+    """A context manager that shows a bar, or none.
 
     Attributes:
         bar: None for none.

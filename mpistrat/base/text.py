@@ -1,4 +1,4 @@
-"""Text for people: counts with their nouns, lists of numbers, sizes of memory and files, exceptions, and text from outside."""
+"""Text for people: counts with nouns, lists of numbers, sizes, exceptions, and untrusted text."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = [
 
 
 def printable(text: object, keep: str = "") -> str:
-    """Return a text with its control characters and line breaks escaped, as `repr` does.
+    """Return a text with its control characters and line breaks escaped, like `repr`.
 
-    For all that is printed and comes from a file, from the environment or from another process: it must neither move the cursor
-    of a terminal nor look like a line of its own.
+    Use it for all output that comes from a file, from the environment or from another process: it must neither move the cursor of
+    a terminal nor look like a separate line.
 
     Args:
         text: any object whose text is printed.
-        keep: the characters that stay: "\\n" where a text has several lines.
+        keep: characters that are not escaped: "\\n" for text of several lines.
 
     Example:
         >>> printable("w\\x1b[2J\\nrank 9: lost"), printable("größe")
@@ -47,7 +47,7 @@ def printable(text: object, keep: str = "") -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """Return a noun as it stands behind a number."""
+    """Return a noun as it follows a number."""
     return noun if number == 1 else f"{noun}s"
 
 
@@ -62,7 +62,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def named(noun: str, items: Sequence[object], most: int | None = None) -> str:
-    """Return a noun and which ones are meant.
+    """Return a noun and the names of its items.
 
     Example:
         >>> named("rank", [3]), named("rank", [0, 1, 2], most=2)
@@ -73,7 +73,7 @@ def named(noun: str, items: Sequence[object], most: int | None = None) -> str:
 
 
 def shortened(items: Sequence[object], most: int) -> str:
-    """Return a list, of which the first ones are shown.
+    """Return a list of the first items and the number of the others.
 
     Example:
         >>> shortened([4, 5], most=2), shortened([4, 5, 6], most=2)
@@ -83,7 +83,7 @@ def shortened(items: Sequence[object], most: int) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> list[str]:
-    """Return numbers in ascending order, runs of them in one.
+    """Return numbers in ascending order, with runs merged.
 
     Example:
         >>> ranges([7, 1, 2, 3])
@@ -113,7 +113,7 @@ def decimal_size(nbytes: float) -> str:
 
 
 def binary_size(nbytes: int) -> str:
-    """Return the size of memory as it is given to containers and mounts.
+    """Return the size of memory in the units of containers and mounts.
 
     Example:
         >>> binary_size(3 << 20), binary_size(16 << 30)
@@ -135,7 +135,7 @@ def duration(seconds: float) -> str:
 
 
 def encoded(text: str) -> bytes:
-    r"""Return any text in UTF-8. A byte of a name that is not UTF-8, which Python decodes to a surrogate, becomes an escape.
+    r"""Return any text in UTF-8. A surrogate, Python's form of a byte that is not UTF-8, becomes an escape.
 
     Example:
         >>> encoded("donn\udce9es")
@@ -145,7 +145,7 @@ def encoded(text: str) -> bytes:
 
 
 def is_utf8(text: str) -> bool:
-    r"""Return whether UTF-8 has a text, that is, whether it has no surrogate.
+    r"""Return True if UTF-8 can encode a text, that is, if it has no surrogate.
 
     Example:
         >>> is_utf8("données"), is_utf8("donn\udce9es")
@@ -155,7 +155,7 @@ def is_utf8(text: str) -> bool:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the class and the text of an exception, whatever its own class and metaclass raise when they are asked.
+    """Return the class and the text of an exception, even if its class or metaclass raises.
 
     Example:
         >>> error_text(ValueError("no number"))
@@ -169,7 +169,7 @@ def error_text(error: BaseException) -> str:
 
 
 def class_name(kind: type) -> str:
-    """Return the name of a class, also where its metaclass has another `__name__`, or raises.
+    """Return the name of a class, even if its metaclass overrides `__name__` or raises.
 
     Example:
         >>> class_name(int)
@@ -179,7 +179,7 @@ def class_name(kind: type) -> str:
 
 
 def traceback_text(error: BaseException, trace: TracebackType | None) -> str:
-    """Return what Python prints of an exception, or less where its class raises meanwhile."""
+    """Return Python's traceback of an exception, or less if its class raises meanwhile."""
     try:
         return "".join(traceback.format_exception(type(error), error, trace))
     except BaseException:  # of the program's own class
@@ -193,7 +193,7 @@ _ASCII = str.maketrans({
 
 
 def displayable(text: str, stream: Any) -> str:
-    """Return a text as a stream can encode it: in ASCII where its encoding lacks a sign.
+    """Return a text that a stream can encode: in ASCII if its encoding lacks a character.
 
     Example:
         >>> import io

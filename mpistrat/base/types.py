@@ -1,4 +1,4 @@
-"""The small closed vocabularies of the package: how values are reduced, how variables synchronise and aggregate."""
+"""The package's enums: reduction of values, synchronization and aggregation of variables."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = [
 
 
 class ReduceOp(enum.Enum):
-    """How values of several replicas become one (TF: tf.distribute.ReduceOp, which has SUM and MEAN only).
+    """The reduction of several replicas' values to one (TF: tf.distribute.ReduceOp, which has SUM and MEAN only).
 
-    MIN, MAX and PROD take integers and real floating-point numbers. As in np.minimum and np.maximum, one NaN makes the
-    result NaN. PROD of integers wraps around as SUM does.
+    MIN, MAX and PROD accept integers and real floating-point numbers. As in np.minimum and np.maximum, one NaN makes the result
+    NaN. PROD of integers wraps around like SUM.
     """
 
     SUM = "SUM"
@@ -32,13 +32,11 @@ class ReduceOp(enum.Enum):
     MAX = "MAX"
     PROD = "PROD"
 
-    __hash__ = (
-        object.__hash__
-    )  # each is one object; Enum's own is a function of Python, which costs more than a look-up
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a slow Python function
 
     @classmethod
     def parse(cls, value: ReduceOp | str, function: str = "reduce") -> ReduceOp:
-        """Return the ReduceOp that a member or its name (in any case) stands for.
+        """Return the ReduceOp of a member or its name (in any case).
 
         Raises:
             ValueError: for anything else, a VariableAggregation included.
@@ -60,7 +58,7 @@ _REDUCTIONS = dict(ReduceOp.__members__)
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are brought together (TF: tf.VariableSynchronization)."""
+    """The time at which the copies of a variable are combined (TF: tf.VariableSynchronization)."""
 
     AUTO = 0
     NONE = 1
@@ -69,7 +67,7 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How the replicas' values of one write become one value (TF: tf.VariableAggregation)."""
+    """The aggregation of the replicas' values of one write (TF: tf.VariableAggregation)."""
 
     NONE = 0
     SUM = 1
@@ -78,7 +76,7 @@ class VariableAggregation(enum.Enum):
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which algorithm carries a reduction; AUTO lets the chooser's measured table decide. RING is TensorFlow's MPI."""
+    """The algorithm of a reduction; with AUTO the chooser's measured table decides. RING is TensorFlow's name for MPI."""
 
     AUTO = "AUTO"
     MPI = "MPI"
@@ -94,7 +92,7 @@ class IndexedSlices:
     Args:
         values: array of shape (k, ...).
         indices: integer array of shape (k,); duplicates add up.
-        dense_shape: shape of the array the rows belong to, or None where unknown.
+        dense_shape: shape of the array that the rows belong to, or None if unknown.
     """
 
     values: Any
@@ -105,7 +103,7 @@ class IndexedSlices:
         """Return the dense array; rows of equal index are summed.
 
         Raises:
-            ValueError: when dense_shape is unknown.
+            ValueError: dense_shape is unknown.
 
         Example:
             >>> IndexedSlices(np.ones((2, 1)), np.array([2, 2]), (3, 1)).to_dense().ravel().tolist()

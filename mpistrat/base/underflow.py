@@ -1,4 +1,4 @@
-"""Arithmetic in which underflow is no error, whatever `np.seterr` says: small numbers become 0, as in the compiled loops."""
+"""Arithmetic in which underflow is not an error, whatever `np.seterr` is: small numbers become 0, as in the compiled loops."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import numpy as np
 
 __all__ = ["may_underflow"]
 
-# A decorator of functions of this package only: in a user's function the user's np.seterr holds.
+# A decorator for this package's functions only: in a user's function the user's np.seterr applies.
 may_underflow = np.errstate(under="ignore")

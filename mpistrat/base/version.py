@@ -1,3 +1,3 @@
-"""The version of mpistrat, in the one place that says it."""
+"""The version of mpistrat, defined here only."""
 
 __version__ = "0.1.0"

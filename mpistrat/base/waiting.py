@@ -1,6 +1,6 @@
-"""Back-off and deadlines: waits by polling, with increasing sleeps, up to a time limit. Nothing here calls MPI.
+"""Back-off and deadlines: waits by polling, with increasing sleeps, up to a time limit. No function here calls MPI.
 
-A loop that polls and has more to do between two polls:
+A loop that polls and does other work between two polls:
 
     backoff, deadline = Backoff(), Deadline(seconds)
     while not arrived():
@@ -8,9 +8,9 @@ A loop that polls and has more to do between two polls:
             raise CollectiveTimeoutError(...)
         backoff.pause()
 
-`wait_until(arrived, seconds)` is that loop for a function; `PeerWait` is it for what other ranks are to do, and raises where they
-have left the program or take too long. Data that MPI receives in one call is reported by the next: poll twice before sleeping, as
-`Backoff` does, which yields a hundred times first.
+`wait_until(arrived, seconds)` is that loop for a function. `PeerWait` is that loop for other ranks, and raises if they have left
+the program or take too long. MPI reports data only in the call after it has received it, so poll twice before sleeping; `Backoff`
+yields a hundred times first.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from .errors import CollectiveTimeoutError, PeerExitError
 
 __all__ = ["CEILING", "Backoff", "Deadline", "PeerWait", "wait_until"]
 
-CEILING = 1e-3  # seconds of the longest sleep: below 6 % of a core when idle, about 1 ms until something is seen
-_CHECK = 0.05  # seconds between two checks for what may have gone wrong
+CEILING = 1e-3  # seconds of the longest sleep: below 6 % of a core when idle, a latency of about 1 ms
+_CHECK = 0.05  # seconds between two checks for failures
 
 
 @final
 class Backoff:
-    """Yields to other processes some times, then sleeps, each time longer by a factor, up to a ceiling in seconds.
+    """A pause that first yields to other processes, then sleeps, each time longer by a factor, up to a ceiling in seconds.
 
-    So the end of a wait is noticed at most one factor too late, until the ceiling is reached. A message crosses several such
-    waits, of both ranks: with sleeps that double they add up to milliseconds, hence an eighth.
+    So the end of a wait is noticed at most one factor too late, until the ceiling is reached. A message passes several such waits
+    on both ranks. Doubling sleeps would add up to milliseconds, hence the factor 1.125.
 
     Args:
         ceiling: seconds of the longest sleep.
-        yields: how often it yields before it sleeps; about 0.5 µs each.
+        yields: number of yields before the first sleep; about 0.5 µs each.
         start: seconds of the first sleep.
-        growth: factor from one sleep to the next; closer to 1 where the end of a long wait must be noticed soon, too.
-        give_way: what it calls to yield.
+        growth: factor from one sleep to the next; closer to 1 if the end of a long wait must be noticed soon.
+        give_way: function that yields.
     """
 
     __slots__ = ("_ceiling", "_count", "_give_way", "_growth", "_seconds", "_start", "_yields")
@@ -61,11 +61,11 @@ class Backoff:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, after something has happened."""
+        """Start again, after an event."""
         self._count, self._seconds = 0, min(self._start, self._ceiling)
 
     def pause(self) -> bool:
-        """Wait a little. Return whether it slept."""
+        """Wait briefly. Return True if it slept."""
         if self._count < self._yields:
             self._count += 1
             self._give_way()
@@ -77,7 +77,7 @@ class Backoff:
 
 @final
 class Deadline:
-    """The time in seconds that a wait may take, from now; None for no limit.
+    """A time limit in seconds for a wait, from now; None for no limit.
 
     Example:
         >>> Deadline(None).passed, Deadline(0.0).passed
@@ -92,22 +92,22 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether the time is over."""
+        """True once the time is over."""
         return monotonic() >= self._end
 
     @property
     def left(self) -> float:
-        """Seconds until then, never below 0; infinite without a limit."""
+        """Remaining seconds, never below 0; infinite without a limit."""
         return max(0.0, self._end - monotonic())
 
     @property
     def waited(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the start."""
         return monotonic() - self._start
 
 
 def wait_until(done: Callable[[], Any], seconds: float | None = None, backoff: Backoff | None = None) -> bool:
-    """Wait until `done()` is true. Return False where it is not after so many seconds.
+    """Wait until `done()` is true. Return False if it is not after `seconds`.
 
     Example:
         >>> answers = iter([False, False, True])
@@ -123,7 +123,7 @@ def wait_until(done: Callable[[], Any], seconds: float | None = None, backoff: B
 
 
 class _Group(Protocol):
-    """What a wait needs of a `ProcessGroup`."""
+    """The parts of a `ProcessGroup` that a wait needs."""
 
     environment: Environment
 
@@ -135,15 +135,15 @@ class _Group(Protocol):
 
 @final
 class PeerWait:
-    """One wait for other ranks: a `Backoff` that raises when they have left or take too long.
+    """A wait for other ranks: a `Backoff` that raises when they have left or take too long.
 
     Args:
-        group: a `ProcessGroup`; its `environment` says how long a wait may take.
-        what: the wait in words.
-        ranks: those it waits for.
-        limited: whether there is a time limit; a server waits without one for workers that are there.
-        remedy: what these ranks must do, for the warning and the error.
-        backoff: how it polls. What may have gone wrong is looked for where it sleeps.
+        group: a `ProcessGroup`; its `environment` has the time limits.
+        what: description of the wait.
+        ranks: the ranks that it waits for.
+        limited: False for no time limit, as in a server's wait for connected workers.
+        remedy: the action that these ranks must take, for the warning and the error.
+        backoff: the polling. Failures are checked when it sleeps.
         seconds: the time limit; default `environment.abort_after`.
     """
 
@@ -166,16 +166,16 @@ class PeerWait:
         self._next = self._start + _CHECK
 
     def reset(self) -> None:
-        """Begin anew, after something has happened."""
+        """Start again, after an event."""
         self._backoff.reset()
 
     def pause(self) -> None:
-        """Wait a little.
+        """Wait briefly.
 
         Raises:
-            PeerExitError: a rank that is waited for has left the program.
-            mpi4py.MPI.Exception, RanksLostError: ranks were lost, where the program survives that.
-            CollectiveTimeoutError: the wait takes longer than its time limit.
+            PeerExitError: a rank that this one waits for has left the program.
+            mpi4py.MPI.Exception, RanksLostError: ranks were lost, in a program that survives it.
+            CollectiveTimeoutError: the wait exceeds its time limit.
         """
         if self._backoff.pause() and monotonic() > self._next:
             self._check(monotonic())

@@ -165,7 +165,7 @@ def test_a_package_without_sources_says_so(tmp_path: Path):
         "try: part.name\n"
         "except ImportError as error: print(error)"
     )
-    assert "got compiled files only" in python(program)
+    assert "only compiled files are installed" in python(program)
 
 
 def test_an_old_numpy_is_refused():

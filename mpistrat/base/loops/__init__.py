@@ -1,7 +1,7 @@
-"""The compiled loops where they were built and are not switched off; else functions that leave all to NumPy.
+"""The compiled loops if they were built and are enabled; else functions that leave all work to NumPy.
 
-`_loops.pyi` says what each takes. A caller goes on in NumPy where one returns False: without the module, for arrays of a GPU or
-of other dtypes.
+`_loops.pyi` describes their arguments. A loop returns False without the module, for GPU arrays and for other dtypes; the caller
+then uses NumPy.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ __all__ = [
 ]
 
 
-Span = tuple[int, int, Any]  # elements [low, high), and a number for them, which may lie on a GPU
+Span = tuple[int, int, Any]  # elements [low, high), and a number for them, which may be on a GPU
 
 
 class CompiledLoop(NamedTuple):
-    """A rule as `update` takes it, and `kernels.update` on GPUs; a slot that its settings do not need is ""."""
+    """An update rule for `update`, and for `kernels.update` on GPUs; a slot that its settings do not need is ""."""
 
     rule: str
     numbers: tuple[float, ...]
@@ -57,7 +57,7 @@ class CompiledLoop(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What else happens to a block, as `update` takes it, and `kernels.update` on GPUs."""
+    """Further operations on a block in `update`, and in `kernels.update` on GPUs."""
 
     limit: float | None = None
     scales: Sequence[Span] = []
@@ -71,7 +71,7 @@ class Around(NamedTuple):
 
 
 def leave_to_numpy(*_: Any) -> bool:
-    """Do nothing, in place of a compiled loop."""
+    """Return False, in place of a compiled loop."""
     return False
 
 
@@ -81,7 +81,7 @@ def _unread(*_: Any) -> int:
 
 
 def _no_threads(count: int) -> None:
-    """Set nothing, in place of `set_threads`."""
+    """Do nothing, in place of `set_threads`."""
 
 
 def _one() -> int:
@@ -116,7 +116,7 @@ try:
     )
     from ._loops import squares as _squares
 except ModuleNotFoundError:
-    _reason = "not built when mpistrat was installed, which takes a C compiler and Python's headers"
+    _reason = "not built when mpistrat was installed; building needs a C compiler and Python's headers"
 except ImportError as error:
     _reason = error.msg
 if _reason:
@@ -128,12 +128,12 @@ if _reason:
 
 
 def used() -> tuple[str, str]:
-    """Return which instructions of the processor the compiled loops use, or "" and why there are none."""
+    """Return the processor instructions of the compiled loops, or "" and the reason why there are none."""
     return _instructions, _reason
 
 
 def report(divide: bool, overflow: bool, invalid: bool) -> None:
-    """Report floating-point errors that a compiled loop met as NumPy reports its own: `np.errstate` says how."""
+    """Report floating-point errors of a compiled loop like NumPy's own, as set by `np.errstate`."""
     one = np.ones(1)
     if divide:
         np.divide(one, 0)
@@ -143,11 +143,11 @@ def report(divide: bool, overflow: bool, invalid: bool) -> None:
         np.subtract(one * np.inf, np.inf)
 
 
-_LANES, _TOGETHER = 64, 4096  # numbers whose squares are summed side by side, and at a time
+_LANES, _TOGETHER = 64, 4096  # numbers whose squares are summed in parallel, and at a time
 
 
 def squares(values: Any) -> float:
-    """Return the sum of the squares of a flat array of floats: by blocks, in an order that nothing changes."""
+    """Return the sum of squares of a flat array of floats: by blocks, in a fixed order."""
     total = _squares(values)
     if isinstance(total, float):
         return total
@@ -159,12 +159,12 @@ def squares(values: Any) -> float:
         padded[: len(rest)] = rest
         sums.append(_by_lanes(padded.reshape(1, -1, _LANES)))
     numbers = [number for each in sums for number in each.tolist()]
-    return functools.reduce(operator.add, numbers, 0.0)  # sum() of Python 3.12 gives other bits
+    return functools.reduce(operator.add, numbers, 0.0)  # sum() in Python 3.12 gives other bits
 
 
 @may_underflow
 def _by_lanes(values: Any) -> Any:
-    """Return the sums of squares of each (rows, lanes): those of a lane one after the other, the lanes by halves."""
+    """Return the sums of squares of each (rows, lanes): each lane sequentially, then the lanes by halves."""
     lanes = (values * values).sum(axis=1)
     while lanes.shape[1] > 1:
         half = lanes.shape[1] // 2

@@ -229,7 +229,7 @@ class Scaled(Store):
 def test_a_class_without_such_a_copy_is_refused_by_name() -> None:
     store = Store()
     store["a"] = 1
-    for node, why in ((store, "takes 1 positional"), (Scaled({"a": 1}, 3.0), "makes another one of its items")):
+    for node, why in ((store, "takes 1 positional"), (Scaled({"a": 1}, 3.0), "does not preserve the items")):
         with pytest.raises(TypeError, match=rf"cannot copy a {type(node).__name__} with other values \(.*{why}"):
             nest.map_structure(lambda leaf: 2 * leaf, {"x": node})
         assert dict(node) == {"a": 1}
@@ -253,7 +253,7 @@ class Arrays(collections.UserDict):
 
 
 def test_a_mapping_that_changes_what_is_set_is_refused():
-    with pytest.raises(TypeError, match="cannot copy a Doubling .*makes another one of its items"):
+    with pytest.raises(TypeError, match="cannot copy a Doubling .*does not preserve the items"):
         nest.map_structure(lambda leaf: leaf + 1, Doubling(a=1.0))
     assert dict(nest.map_structure(lambda leaf: leaf + 1, Lower({"A": 1}))) == {"A": 2}
     made = nest.map_structure(lambda leaf: float(leaf) + 1, Arrays(a=1.0, b=np.nan))
