@@ -1,4 +1,4 @@
-"""Who and where am I: the cluster's description, roles, resolvers, topology and devices."""
+"""The cluster: its description, roles, resolvers, topology and devices."""
 
 from __future__ import annotations
 

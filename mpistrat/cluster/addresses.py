@@ -1,4 +1,4 @@
-"""Addresses of rank 0's machine, and one of them that every node of a communicator can connect to."""
+"""The addresses of rank 0's machine, and one to which every node of a communicator can connect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONNECT = 2.0  # seconds in which a node of the job answers
 
 
 def reachable_address(comm: Any, node: Any, port: int, function: str, remedy: str) -> str:
-    """Return an address of rank 0's machine that all nodes can connect to. Collective over `comm`.
+    """Return an address of rank 0's machine to which all nodes can connect. Collective over `comm`.
 
     On one node it is the loopback address.
 
@@ -29,13 +29,13 @@ def reachable_address(comm: Any, node: Any, port: int, function: str, remedy: st
         comm: a communicator of mpi4py.
         node: its ranks on this node, in the same order.
         port: of a socket on which rank 0 listens at all its addresses.
-        function: the public caller to name in errors.
+        function: name of the public caller, for errors.
         remedy: what to do if there is none.
 
     Raises:
         ClusterError: on every rank, if there is none.
     """
-    if node.size == comm.size:  # the same on all ranks: the only node has all of them
+    if node.size == comm.size:  # equal on all ranks: a single node has all of them
         return "127.0.0.1"
     own = " ".join(own_addresses()) if comm.rank == 0 else ""
     addresses = gather_text(comm, own)[0].split()
@@ -52,7 +52,7 @@ def reachable_address(comm: Any, node: Any, port: int, function: str, remedy: st
 
 
 def own_addresses() -> list[str]:
-    """Return the addresses of this machine, those of its name first, without those that only it can use."""
+    """Return the addresses of this machine, those of its name first, without local ones."""
     found = [*_of_name(), *_of_interfaces()]
     return [one for one in dict.fromkeys(found) if not one.startswith(("127.", "::1", "fe80:", "0."))]
 

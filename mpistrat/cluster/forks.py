@@ -1,7 +1,7 @@
-"""Forked children of a rank: they have its communicators and its shared memory, and what they did there would count as its own.
+"""Forked children of a rank: they share its communicators and memory, and their calls would count as the rank's.
 
-So what acts for a rank raises ContextError in them. Data and variables may be read. Nothing is asked on the way of a call: what
-must refuse is replaced in the child, when it begins.
+So calls that act for a rank raise ContextError in them. Data and variables may be read. Calls do not check for a fork: objects
+that must refuse are replaced in the child when it starts.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _of_parent: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def is_child() -> bool:
-    """Return whether this process was forked from one of several ranks."""
+    """Return True if this process was forked from one of several ranks."""
     return _child
 
 
 def refuse_in_children(thing: _OfParent) -> None:
-    """Have an object's `refuse_in_child` called in each process that this one forks. The object is not kept alive."""
+    """Call an object's `refuse_in_child` in each process that this one forks. The object is not kept alive."""
     _of_parent.add(thing)
 
 
 def refusal(function: str = "") -> ContextError:
-    """Return the error of a call that only the rank itself may make. `function` is the call, if it is not named elsewhere."""
+    """Return the error of a call that only the rank itself may make. `function` is the call, if no other text names it."""
     expected, got = "a call by a rank", f"one by process {os.getpid()}, which a rank has forked"
     remedy = "A forked process, such as a worker of a DataLoader, may read data and variables only: call it in the rank itself"
     return ContextError(explain(function, "", expected=expected, got=got, remedy=remedy).removeprefix(": "))
@@ -44,7 +44,7 @@ def refusal(function: str = "") -> ContextError:
 
 @final
 class ParentsOnly:
-    """Replaces a communicator, a window or a lock of the rank's in a child: using it raises ContextError."""
+    """A stand-in for a rank's communicator, window or lock in a child: using it raises ContextError."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -65,7 +65,7 @@ def _begin_child() -> None:
     global _child
     mpi = running()
     if mpi is not None:
-        _child = mpi.COMM_WORLD.size > 1  # the child of a process without others may have strategies of its own
+        _child = mpi.COMM_WORLD.size > 1  # the child of a single process may have its own strategies
         for thing in list(_of_parent):
             thing.refuse_in_child()
 

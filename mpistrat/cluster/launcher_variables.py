@@ -1,6 +1,6 @@
 """Environment variables of launchers (mpiexec, srun): size and rank, compared with MPI's.
 
-The start-up protocol (PMI) between srun and an MPI library: the value of `srun --mpi=`.
+Also the start-up protocol (PMI) between srun and an MPI library, which is the value of `srun --mpi=`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = [
 
 
 _SECONDS = 20
-_NETMOD = "MPIR_CVAR_CH4_NETMOD"  # the network layer that MPICH uses, of those that it was built with
+_NETMOD = "MPIR_CVAR_CH4_NETMOD"  # the network layer that MPICH uses, one of those it was built with
 
 
 def wanted_pmis(library: MPILibrary) -> tuple[str, ...]:
-    """Return the protocols that a library speaks, the best first; () for a library that is not known here.
+    """Return the protocols that a library supports, the best first; () for an unknown library.
 
     Some MPICHs are built with PMIx, those of the wheels are not, and the library does not show it.
 
@@ -71,7 +71,7 @@ def fitting_pmi(library: MPILibrary, offered: Sequence[str]) -> str | None:
 
 
 def offered_pmis(srun: str = "srun") -> list[str]:
-    """Return what `srun --mpi=list` offers, [] where there is no srun or it fails.
+    """Return the protocols that `srun --mpi=list` offers, [] if there is no srun or it fails.
 
     The words differ between versions of SLURM: "pmi2", "pmix", "pmix_v4", "cray_shasta", "none".
     """
@@ -84,11 +84,11 @@ def offered_pmis(srun: str = "srun") -> list[str]:
 
 
 def srun_environment(library: MPILibrary | None, pmi: str) -> dict[str, str]:
-    """Return the variables without which a library's ranks do not start under `srun --mpi=`.
+    """Return the variables that a library's ranks need to start under `srun --mpi=`.
 
-    SLURM's PMI2 reads lines of 1 KB. MPICH over UCX writes longer ones, with which MPI_Init fails, or hangs now and then;
-    over libfabric they are short. An MPICH that was built with UCX alone has no such choice: only its own mpiexec starts it.
-    An unknown library (None) may be the MPICH of a wheel, and no other is known to mind.
+    SLURM's PMI2 reads lines of 1 KB. MPICH over UCX writes longer ones, so that MPI_Init fails, or sometimes hangs; over
+    libfabric they are short. An MPICH built with UCX alone has no such choice: only its own mpiexec starts it. An unknown library
+    (None) may be the MPICH of a wheel, and others ignore the variable.
 
     Example:
         >>> srun_environment(MPILibrary("MPICH", "5.0.2", "", device="ch4:ucx ofi"), "pmi2")
@@ -100,7 +100,7 @@ def srun_environment(library: MPILibrary | None, pmi: str) -> dict[str, str]:
 
 
 def pmi2_remedy(library: MPILibrary) -> str:
-    """Return what to do before a library's ranks can start under `srun --mpi=pmi2`; "" if nothing.
+    """Return what to do so that a library's ranks can start under `srun --mpi=pmi2`; "" for nothing.
 
     Example:
         >>> pmi2_remedy(MPILibrary("MPICH", "5.0.2", "", device="ch4:ucx"))
@@ -118,16 +118,16 @@ def unset_variable(library: MPILibrary) -> str:
     netmod = srun_environment(library, "pmi2").get(_NETMOD)
     if netmod and not os.environ.get(_NETMOD):
         return f"{_NETMOD}={netmod}"
-    # Intel MPI is linked to no PMI but its own launcher's: it loads what this variable names.
+    # Intel MPI is linked only to its own launcher's PMI: it loads the library that this variable names.
     if library.name == "Intel MPI" and not os.environ.get("I_MPI_PMI_LIBRARY"):
         return "I_MPI_PMI_LIBRARY=/path/to/libpmi2.so, which comes with SLURM"
     return ""
 
 
 def srun_remedy(library: MPILibrary | None) -> str:
-    """Return what to do where srun was not told the protocol of a library; None for an unknown one.
+    """Return what to do if srun did not use a library's protocol; None for an unknown library.
 
-    SLURM is not asked what it offers: thousands of ranks may want to know at once.
+    SLURM is not queried for its protocols, because thousands of ranks may call this at once.
 
     Example:
         >>> srun_remedy(MPILibrary("MPICH", "5.0.2", ""))
@@ -144,10 +144,10 @@ def srun_remedy(library: MPILibrary | None) -> str:
     return f"{use}; srun --mpi=list shows what this SLURM has"
 
 
-# Variable -> launcher. Each is set for a task by what started it; an MPI's own launcher comes before srun.
-# SLURM_NTASKS is not among them: sbatch sets it for its script, which is one process and no task of srun.
-# PMIx itself has no variable with a size.
-_OTHERS = 3.0  # seconds in which rank 0 prints why none of them can start
+# Variable -> launcher. Each is set by the launcher of a task; an MPI's own launcher comes before srun. SLURM_NTASKS is
+# left out: sbatch sets it for its script, which is one process and not a task of srun. PMIx itself has no variable with
+# a size.
+_OTHERS = 3.0  # seconds in which rank 0 prints why no rank can start
 _STEP = "SLURM_STEP_NUM_TASKS"
 _SIZE_VARIABLES = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpiexec",
@@ -168,16 +168,16 @@ RANK_VARIABLES = {
 
 
 def launched_size() -> tuple[int, str] | None:
-    """Return how many processes the launcher started, and the variable that has the number.
+    """Return the number of processes that the launcher started, and the variable that contains it.
 
-    None if no launcher did, for instance in a batch script outside `srun`.
+    None without a launcher, for instance in a batch script outside `srun`.
     """
     sizes = _launched_sizes()
     return next(((size, name) for name, size in sizes.items()), None)
 
 
 def launched_rank() -> int | None:
-    """Return the launcher's number of this process; None if no launcher started it, or has none."""
+    """Return the launcher's number of this process; None without a launcher or a number."""
     launched = launched_size()
     text = os.environ.get(RANK_VARIABLES[launched[1]], "") if launched is not None else ""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
@@ -185,7 +185,7 @@ def launched_rank() -> int | None:
 
 @dataclass(frozen=True)
 class LoneRank:
-    """A process that MPI takes for the only one, of several that a launcher started.
+    """A process that MPI considers the only one, of several that a launcher started.
 
     Attributes:
         expected: the launcher's number of ranks.
@@ -202,35 +202,35 @@ def lone_rank(comm_size: int) -> LoneRank | None:
     """Return what is wrong with a COMM_WORLD of one rank; None if the launcher started one, or it has more."""
     sizes = _launched_sizes()
     step = sizes.get(_STEP)
-    if len(sizes) > 1:  # an mpiexec within a job: its step is one of its own helpers, and may well be one task
+    if len(sizes) > 1:  # an mpiexec within a job: its step is its own helper's, which may be one task
         sizes.pop(_STEP, None)
-    # Launchers may be nested (mpiexec -n 1 within a step of several tasks): it is enough that one of them meant 1.
+    # Launchers may be nested (mpiexec -n 1 within a step of several tasks): one that started 1 is enough.
     if comm_size != 1 or not sizes or 1 in sizes.values():
         return None
     name, size = next(iter(sizes.items()))
-    if size == step:  # srun itself, by another MPI's protocol
+    if size == step:  # srun itself, with another MPI's protocol
         name = _STEP
     return LoneRank(
-        f"{size} ranks, as {_SIZE_VARIABLES[name]} says ({name}={size})",
+        f"{size} ranks, as {_SIZE_VARIABLES[name]} reports ({name}={size})",
         f"1: each process is alone as rank 0 of 1, with {_library()}",
         _remedy(name),
     )
 
 
 def check_size(comm_size: int) -> None:
-    """Check that the launcher started one process, where COMM_WORLD has one rank.
+    """Raise if COMM_WORLD has one rank and the launcher started several.
 
     Raises:
         ClusterError: MPI sees one rank and the launcher started more: each process believes that it is rank 0 of 1.
     """
     lone = lone_rank(comm_size)
     if lone is not None:
-        text = explain("check_size", "COMM_WORLD", expected=lone.expected, got=lone.got, remedy=lone.remedy)
+        text = explain("COMM_WORLD", "", expected=lone.expected, got=lone.got, remedy=lone.remedy)
         raise ClusterError(text)
 
 
 def check_launcher(function: str) -> None:
-    """Check, before MPI starts, that the mpiexec around this process is that of the MPI that mpi4py will load.
+    """Raise, before MPI starts, unless the mpiexec around this process belongs to the MPI that mpi4py will load.
 
     One process raises; the others wait until the launcher ends them, or exit.
 
@@ -239,7 +239,7 @@ def check_launcher(function: str) -> None:
     """
     sizes = _launched_sizes()
     by_openmpi, by_hydra = "OMPI_COMM_WORLD_SIZE" in sizes, "PMI_SIZE" in sizes and "MPI_LOCALNRANKS" in os.environ
-    if by_openmpi == by_hydra or _STEP in sizes:  # none, or one within another
+    if by_openmpi == by_hydra or _STEP in sizes:  # neither, or nested
         return
     name, launcher = ("OMPI_COMM_WORLD_SIZE", "Open MPI") if by_openmpi else ("PMI_SIZE", "MPICH or a relative")
     found = family_to_load() if sizes[name] > 1 else None
@@ -253,13 +253,15 @@ def check_launcher(function: str) -> None:
         sys.exit(1)
     library = "Open MPI" if family == "openmpi" else "MPICH"
     got = f"that of {launcher} ({name}={sizes[name]})"
-    remedy = f"Each process would be alone as rank 0 of 1, or fail in MPI_Init. {_remedy(name)}; mpistrat run chooses by itself"
+    remedy = (
+        f"Each process would be alone as rank 0 of 1, or fail in MPI_Init. {_remedy(name)}; use mpistrat run instead"
+    )
     expected = f"the mpiexec of {library}, the MPI that mpi4py loads"
     raise ClusterError(explain(function, "launcher", expected=expected, got=got, remedy=remedy))
 
 
 def _launched_sizes() -> dict[str, int]:
-    """Return the sizes that the known variables hold, in the order of the table; other values are left out."""
+    """Return the valid sizes in the known variables, in the order of the table."""
     sizes = {}
     for name in _SIZE_VARIABLES:
         text = os.environ.get(name, "")
@@ -269,13 +271,13 @@ def _launched_sizes() -> dict[str, int]:
 
 
 def _library() -> str:
-    """Name the MPI that mpi4py uses, if it is loaded."""
+    """Return the name of the MPI that mpi4py uses, if it is loaded."""
     library = imported_library()
     return "the MPI that mpi4py uses" if library is None else f"mpi4py on {' '.join(library.text.split())[:60]}"
 
 
 def launcher_remedy() -> str:
-    """Return what to do where the launcher and MPI do not find each other; "" if no launcher started this."""
+    """Return what to do if the launcher and MPI do not find each other; "" without a launcher."""
     launched = launched_size()
     return "" if launched is None else _remedy(launched[1])
 
@@ -283,7 +285,7 @@ def launcher_remedy() -> str:
 def _remedy(name: str) -> str:
     if name == _STEP:
         remedy = srun_remedy(imported_library())
-        return f"srun was not told the start-up protocol of this MPI: {remedy}. For one process: srun -n 1"
+        return f"srun did not use the start-up protocol of this MPI: {remedy}. For one process: srun -n 1"
     mpiexec = Path(sys.executable).parent / "mpiexec"
     beside = f": {mpiexec}" if os.path.exists(mpiexec) else ""
     return (

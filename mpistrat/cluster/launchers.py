@@ -1,6 +1,6 @@
-"""The MPI library that mpi4py loads, found without starting MPI; the launchers on this machine, and which one starts that MPI.
+"""The MPI library that mpi4py loads, found without starting MPI; the launchers on this machine, and the one that starts it.
 
-It also has the nodes of a SLURM job. Some may be lost: with `--no-kill` the job continues without them.
+Also the nodes of a SLURM job. Some may be lost: with `--no-kill` the job continues without them.
 """
 
 from __future__ import annotations
@@ -37,23 +37,18 @@ __all__ = [
 
 
 _PATIENCE = 20.0  # seconds for SLURM's answer
-_FAILED = (
-    "down",
-    "fail",
-    "error",
-    "unknown",
-)  # the states of a node on which nothing can be started; "*": it does not answer
+_FAILED = ("down", "fail", "error", "unknown")  # states of a node without new processes; "*": it does not answer
 
 
 @final
 class Allocation(NamedTuple):
-    """The nodes of the job that this process is in, by name; both empty outside of SLURM, and where it does not answer."""
+    """The nodes of this process's job, by name; both empty outside of SLURM, or if it does not answer."""
 
     living: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
 
     def share(self, ranks: int) -> int:
-        """Return the number of ranks that fit the living nodes, of `ranks` that filled all nodes; at least one.
+        """Return the number of ranks for the living nodes, in proportion to `ranks` on all nodes; at least one.
 
         Example:
             >>> Allocation(("n1", "n3"), ("n2",)).share(12)
@@ -63,7 +58,7 @@ class Allocation(NamedTuple):
 
 
 def allocation_of_job() -> Allocation:
-    """Return the nodes of the SLURM job that this process is in. It asks SLURM, which takes failed ones out of the job."""
+    """Return the nodes of this process's SLURM job. Queries SLURM, which removes failed ones from the job."""
     first, job = os.environ.get("SLURM_JOB_NODELIST", ""), os.environ.get("SLURM_JOB_ID", "")
     if not first or not job:
         return Allocation()
@@ -105,10 +100,10 @@ class MPILibrary:
     """The MPI library that a Python's mpi4py loads.
 
     Attributes:
-        name: as mpi4py calls it: "MPICH", "Open MPI", "Intel MPI", …
+        name: in mpi4py: "MPICH", "Open MPI", "Intel MPI", …
         version: as "5.0.2".
         text: the first line of its own version text.
-        path: its file; "" where the system does not show it.
+        path: its file; "" if the system does not show it.
         mpi4py: version of mpi4py.
         device: the network layers that MPICH and its relatives were built with: "ch4:ucx ofi".
     """
@@ -122,12 +117,12 @@ class MPILibrary:
 
     @property
     def family(self) -> Family:
-        """Which launchers start it: "mpich" for MPICH and its relatives, "openmpi", or "other"."""
+        """The launchers that start it: "mpich" for MPICH and its relatives, "openmpi", or "other"."""
         return _FAMILIES.get(self.name, "other")
 
     @property
     def survives(self) -> bool:
-        """Whether it can go on when a rank dies (ULFM), as Open MPI does since version 5, unless it was built without.
+        """True if it can continue when a rank dies (ULFM), as Open MPI 5 unless built without it.
 
         Example:
             >>> MPILibrary("Open MPI", "5.0.11", "").survives, MPILibrary("MPICH", "5.0.2", "").survives
@@ -137,7 +132,7 @@ class MPILibrary:
 
     @property
     def netmods(self) -> tuple[str, ...]:
-        """The network layers that it was built with, the default one first; () where it is unknown.
+        """The network layers that it was built with, the default one first; () if unknown.
 
         Example:
             >>> MPILibrary("MPICH", "5.0.2", "", device="ch4:ucx ofi").netmods
@@ -150,7 +145,7 @@ class MPILibrary:
 
 
 def imported_library() -> MPILibrary | None:
-    """Return the MPI library that mpi4py has loaded in this process, None if it has not yet. Loads none."""
+    """Return the MPI library that mpi4py has loaded in this process, None if it has not. Loads none."""
     module = sys.modules.get("mpi4py.MPI")
     if module is None:
         return None
@@ -159,26 +154,24 @@ def imported_library() -> MPILibrary | None:
 
 
 def family_to_load() -> tuple[Family, bool] | None:
-    """Return the family of the MPI library that mpi4py will load here, and whether it speaks PMIx.
+    """Return the family of the MPI library that mpi4py will load here, and True if it supports PMIx.
 
-    None where mpi4py was built for one library, and so does not ask, or has loaded it. MPI is not started.
+    None if mpi4py was built for one library, and so does not choose, or has loaded it. Does not start MPI.
     """
     if "mpi4py.MPI" in sys.modules:
         return None
     try:
-        _mpiabi: Any = importlib.import_module(
-            "mpi4py._mpiabi"
-        )  # its own import asks it first: no search is done twice
+        _mpiabi: Any = importlib.import_module("mpi4py._mpiabi")  # its own import uses it first: no search is repeated
         abi = _mpiabi._get_mpiabi()
         family = next(family for family in ("mpich", "openmpi") if family == abi)
         library = _mpiabi._dlopen_libmpi(_mpiabi.LIBMPI or os.environ.get("MPI4PY_LIBMPI"))
         return cast(Family, family), hasattr(library, "PMIx_Init")
-    except Exception:  # no public interface of mpi4py
+    except Exception:  # not a public interface of mpi4py
         return None
 
 
 def loaded_library(python: str = sys.executable) -> MPILibrary:
-    """Return the MPI library that a Python's mpi4py loads. Starts MPI nowhere.
+    """Return the MPI library that a Python's mpi4py loads. Does not start MPI.
 
     Raises:
         ClusterError: there is no mpi4py, or it finds no MPI library.
@@ -188,23 +181,23 @@ def loaded_library(python: str = sys.executable) -> MPILibrary:
         words = program(_ASK, python=python)
         reply = subprocess.run(words, capture_output=True, text=True, timeout=_ASK_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ClusterError(explain("loaded_library", "python", expected=expected, got=str(error))) from error
+        raise ClusterError(explain("mpi4py", "python", expected=expected, got=str(error))) from error
     if reply.returncode:
         got = (reply.stderr.strip().splitlines() or [f"exit status {reply.returncode}"])[-1]
         remedy = (
             "Load your site's MPI module, or add the folder of its libmpi to LD_LIBRARY_PATH, "
             "or install a wheel: pip install mpich"
         )
-        raise ClusterError(explain("loaded_library", python, expected=expected, got=got, remedy=remedy))
+        raise ClusterError(explain("mpi4py", python, expected=expected, got=got, remedy=remedy))
     try:
         return _library(**json.loads(reply.stdout.splitlines()[-1]))
     except (IndexError, ValueError, TypeError):
         got = f"{reply.stdout.strip()[-200:]!r}"
-        raise ClusterError(explain("loaded_library", python, expected="an answer of a Python", got=got)) from None
+        raise ClusterError(explain("mpi4py", python, expected="an answer of a Python", got=got)) from None
 
 
 def _library(name: str, version: Sequence[int], text: str, path: str = "", mpi4py: str = "") -> MPILibrary:
-    """Return a library by what mpi4py and its version text contain."""
+    """Return a library from mpi4py's values and its version text."""
     text = text.strip("\0 \n")
     device = "".join(re.findall(_DEVICE, text)[:1])
     return MPILibrary(name, ".".join(map(str, version)), text.splitlines()[0].strip(), path, mpi4py, device)
@@ -214,7 +207,7 @@ _NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmp
 _SECONDS = 20
 USER = "$MPIEXEC"
 
-# Output of `--version` -> whose it is. Open MPI 4 calls its launcher OpenRTE; Hydra is that of MPICH and its relatives.
+# Output of `--version` -> MPI. Open MPI 4 calls its launcher OpenRTE; Hydra belongs to MPICH and its relatives.
 _KINDS: tuple[tuple[str, str, Family], ...] = (
     (r"\(Open ?MPI\) v?(\d[\w.]*)", "Open MPI", "openmpi"),
     (r"\(OpenRTE\) v?(\d[\w.]*)", "Open MPI", "openmpi"),
@@ -230,10 +223,10 @@ class Launcher:
 
     Attributes:
         command: its words, the path first.
-        name: of the MPI that it belongs to; "" where that is unknown.
+        name: of its MPI; "" if unknown.
         version: of that MPI.
-        family: which libraries it starts.
-        where: it was found: "$MPIEXEC", "with the MPI library", "with Python" or "PATH".
+        family: of the libraries that it starts.
+        where: its origin: "$MPIEXEC", "with the MPI library", "with Python" or "PATH".
     """
 
     command: tuple[str, ...]
@@ -253,10 +246,10 @@ class Launcher:
 
 
 def find_launchers(library: MPILibrary | None = None) -> list[Launcher]:
-    """Return the mpiexecs at hand, one of each MPI in a folder, the nearest first.
+    """Return the available mpiexecs, one for each MPI in a folder, the nearest first.
 
-    The user's choice ($MPIEXEC) comes first, then what was installed with the MPI library, with Python, and on PATH. Each is
-    run with `--version`.
+    The user's choice ($MPIEXEC) comes first, then those installed with the MPI library, with Python, and on PATH. Each is run
+    with `--version`.
     """
     launchers: dict[tuple[str, ...], Launcher] = {}
     files = set()
@@ -297,11 +290,11 @@ def choose_launcher(library: MPILibrary, launchers: Sequence[Launcher]) -> Launc
 
 
 def _candidates(library: MPILibrary | None) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the words of launchers that exist, and where they were found."""
+    """Yield the command lines of existing launchers, and their origins."""
     given = os.environ.get("MPIEXEC", "")
     try:
         words = shlex.split(given)
-    except ValueError:  # a quotation mark that nothing closes
+    except ValueError:  # an unclosed quotation mark
         words = [given]
     found = shutil.which(words[0]) if words else None
     if found:
@@ -314,12 +307,12 @@ def _candidates(library: MPILibrary | None) -> Iterator[tuple[tuple[str, ...], s
     for folder, where in folders:
         for name in _NAMES:
             path = folder / name
-            if os.path.isfile(path) and os.access(path, os.X_OK):  # which pass over what may not be looked at
+            if os.path.isfile(path) and os.access(path, os.X_OK):  # they skip unreadable folders
                 yield (str(path),), where
 
 
 def _ask(command: tuple[str, ...], where: str) -> Launcher:
-    """Return a launcher by its `--version`."""
+    """Return a launcher described by its `--version`."""
     try:
         reply = subprocess.run([command[0], "--version"], capture_output=True, text=True, timeout=_SECONDS)
         name, version, family = _kind(reply.stdout + reply.stderr)

@@ -1,8 +1,8 @@
-"""Processes that multiprocessing starts for a rank, by spawn or a forkserver, are no ranks.
+"""Processes that multiprocessing starts for a rank, by spawn or a forkserver, are not ranks.
 
-They inherit the launcher's variables and import the main program again. An MPI that starts in them would take itself for
-the rank: it fails, hangs or keeps the job from ending. So they run this file before anything else: the variables go, and
-mpi4py.MPI, which many programs import at their top, can be imported but not used. This file needs the standard library only.
+They inherit the launcher's variables and import the main program again. An MPI that starts in them would act as the rank: it
+fails, hangs or keeps the job from ending. So they run this file before all else. It removes the variables; mpi4py.MPI, which many
+programs import at their top, can then be imported but not used. This file needs only the standard library.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from typing import Any
 
 __all__ = ["VARIABLES", "become_no_rank", "install", "is_no_rank"]
 
-# What launchers put into the environment of a rank: MPICH and relatives (Hydra, PMI), Open MPI (PRRTE, PMIx), MVAPICH, jsrun,
+# Variables that launchers set for a rank: MPICH and relatives (Hydra, PMI), Open MPI (PRRTE, PMIx), MVAPICH, jsrun,
 # Flux, srun. SLURM's other variables describe the allocation.
 VARIABLES = ("PMI_", "PMI2_", "MPI_", "HYDI_", "HYDRA_", "MPICH_", "MPIEXEC_", "OMPI_", "OPAL_", "ORTE_", "PMIX_", "PRTE_",
               "MV2_", "JSM_", "FLUX_", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")  # fmt: skip
 _REASON = (
     "mpi4py.MPI cannot be used in a process that multiprocessing has started, such as one of Dataset.map(processes=True) or a "
-    "worker of a DataLoader: it is no rank, and would hang (MPI.{}). It imports the main program, so put there what uses MPI "
+    "worker of a DataLoader: it is not a rank, and would hang (MPI.{}). It imports the main program, so put code that uses MPI "
     'under `if __name__ == "__main__":`'
 )
 _STARTS = "from multiprocessing.spawn import", "from multiprocessing.forkserver import"
 
 
 class _NoMPI(ModuleType):
-    """Stands for mpi4py.MPI, which has not begun here and never will."""
+    """A stand-in for mpi4py.MPI, which never starts here."""
 
     @staticmethod
     def Is_initialized() -> bool:
-        """As MPI's."""
+        """Return False, like MPI before its start."""
         return False
 
     Is_finalized = Is_initialized
 
     def __getattr__(self, name: str) -> Any:
-        # pickle asks each module for what it cannot place, and passes over AttributeError; MPI's own names are capitals.
+        # pickle looks up unknown names in each module and ignores AttributeError; MPI's own names begin with capitals.
         kind = RuntimeError if name[:1].isupper() else AttributeError
         raise kind(_REASON.format(name))
 
 
 class _NoMPIFinder(Loader):
-    """An entry of sys.meta_path that finds this in place of MPI."""
+    """An entry of sys.meta_path that replaces mpi4py.MPI."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        """Return how to load mpi4py.MPI; nothing else is looked for."""
+        """Return the spec of mpi4py.MPI, None for other modules."""
         return ModuleSpec(name, self) if name == "mpi4py.MPI" else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Make the empty module one that cannot be used."""
+        """Make the empty module unusable."""
         module.__class__ = _NoMPI
 
 
 def become_no_rank() -> None:
-    """Make this process, which is to call no MPI, one that does not take itself for a rank."""
+    """Make this process, which must not call MPI, no longer look like a rank."""
     for name in list(os.environ):
         if name.startswith(VARIABLES):
             del os.environ[name]
@@ -67,12 +67,12 @@ def become_no_rank() -> None:
 
 
 def is_no_rank() -> bool:
-    """Return whether this process is one that multiprocessing has started for a rank."""
+    """Return True if multiprocessing has started this process for a rank."""
     return any(type(finder).__name__ == _NoMPIFinder.__name__ for finder in sys.meta_path)
 
 
 def install() -> None:
-    """Have the processes that multiprocessing will start for this one, by spawn or a forkserver, run this file first."""
+    """Make the processes that multiprocessing will start for this one, by spawn or a forkserver, run this file first."""
     from multiprocessing import util
 
     start: Any = util.spawnv_passfds
@@ -87,7 +87,7 @@ def install() -> None:
 
 
 def _begun(word: Any) -> Any:
-    """The program of `python -c`, after a run of this file; other words as they are."""
+    """Return the program of `python -c` after a run of this file; other words unchanged."""
     if not isinstance(word, str) or not word.startswith(_STARTS):
         return word
     file = os.path.abspath(__file__)

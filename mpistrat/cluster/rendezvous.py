@@ -1,7 +1,7 @@
-"""Rendezvous of the ranks of a communicator before their first blocking call, bounded in time; what each makes is compared.
+"""Rendezvous of a communicator's ranks before their first blocking call, with a time limit; compares what each creates.
 
-No watchdog runs yet, and a wait inside MPI cannot be left. So the ranks use MPI's nonblocking collectives and test them from time
-to time.
+No watchdog runs yet, and a wait inside MPI cannot be interrupted. So the ranks use MPI's nonblocking collectives and test them
+periodically.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from .start import ranks_of_launcher
 __all__ = ["add_check", "remove_check", "wait_for_ranks"]
 
 _NAME_BYTES, _VERDICT_BYTES = 64, 1024
-_GRACE = 5.0  # seconds after the time limit in which rank 0, which knows more, may raise first
-_LOOK = 1.0  # seconds between two checks whether a rank of this node has finished its program
-_abandoned: list[Any] = []  # requests that never ended, and what MPI may still write to
+_GRACE = 5.0  # seconds after the time limit in which rank 0, which has more information, may raise first
+_LOOK = 1.0  # seconds between two checks for finished ranks of this node
+_abandoned: list[Any] = []  # requests that never ended, and the memory that MPI may still write to
 _checks: list[Callable[[Any, str], None]] = []
 
 
 def add_check(check: Callable[[Any, str], None]) -> None:
-    """Call a function with the communicator and the caller's name in each rendezvous: it raises if some rank cannot come."""
+    """Call a function with the communicator and the caller's name in each rendezvous: it raises if a rank cannot arrive."""
     _checks.append(check)
 
 
 def remove_check(check: Callable[[Any, str], None]) -> None:
-    """Forget a function that was given to `add_check`, if it is known."""
+    """Remove a function that was passed to `add_check`, if present."""
     if check in _checks:
         _checks.remove(check)
 
 
 def wait_for_ranks(comm: Any, function: str, seconds: float | None = None) -> None:
-    """Wait until all ranks are here, and check that they make the same, `function`. Collective over `comm`.
+    """Wait until all ranks are here, and raise unless they all call `function`. Collective over `comm`.
 
     Args:
         comm: the communicator.
@@ -48,9 +48,9 @@ def wait_for_ranks(comm: Any, function: str, seconds: float | None = None) -> No
         seconds: the time limit; default MPISTRAT_ABORT_AFTER.
 
     Raises:
-        CollectiveMismatchError: on every rank, when they make different things.
-        CollectiveTimeoutError: a rank did not come within the time limit.
-        ContextError: a rank serves a coordinator, and cannot come.
+        CollectiveMismatchError: on every rank, if they create different things.
+        CollectiveTimeoutError: a rank did not arrive within the time limit.
+        ContextError: a rank serves a coordinator, and cannot arrive.
         PeerExitError: a rank of this node has finished its program.
     """
     if comm.size == 1:
@@ -99,7 +99,7 @@ def wait_for_ranks(comm: Any, function: str, seconds: float | None = None) -> No
 
 
 def _finished(comm: Any) -> set[int]:
-    """Return the ranks of a communicator that are on this node and have finished their program."""
+    """Return the ranks of a communicator on this node that have finished their program."""
     from mpi4py import MPI
 
     finished = sorted(ranks_of_launcher()[0])
@@ -113,10 +113,10 @@ def _finished(comm: Any) -> set[int]:
 
 
 class _Rendezvous:
-    """A scatter from rank 0, a gather of what each rank makes, and a broadcast of the verdict when rank 0 has received all.
+    """A scatter from rank 0, a gather of what each rank creates, and a broadcast of the verdict once rank 0 has received all.
 
-    Both MPIs carry these collectives out without intermediate ranks, so that rank 0 sees which ranks have come, and the
-    others whether rank 0 has.
+    Both MPIs implement these collectives without intermediate ranks, so rank 0 sees which ranks have arrived, and the others see
+    whether rank 0 has.
     """
 
     def __init__(self, comm: Any, function: str) -> None:
@@ -140,11 +140,11 @@ class _Rendezvous:
 
     @property
     def informed(self) -> bool:
-        """Whether this rank knows at least as well as rank 0 which ranks are missing."""
+        """True if this rank knows at least as well as rank 0 which ranks are missing."""
         return self._comm.rank == 0 or not self._greeting[0]
 
     def over(self) -> bool:
-        """Return whether all ranks have come, as far as this one knows."""
+        """Return True if all ranks have arrived, as far as this one knows."""
         greeted, heard = self._greeted.Test(), self._heard.Test()
         if self._answered is None and heard:
             self._judge()
@@ -157,20 +157,20 @@ class _Rendezvous:
         return True
 
     def _judge(self) -> None:
-        """Broadcast, as rank 0, what is wrong."""
+        """Broadcast the verdict, as rank 0."""
         made = {rank: row.tobytes().rstrip(b"\0").decode(errors="replace") for rank, row in enumerate(self._names)}
         if len(set(made.values())) > 1:
             text = (
                 f"the ranks make different things: {by_rank(made)}. All ranks of a communicator make the same, in the same"
-                " order; ranks that shall do something else get a communicator of their own: comm="
+                " order; give ranks that do something else a separate communicator: comm="
             ).encode()[:_VERDICT_BYTES]
             self._answer[: len(text)] = np.frombuffer(text, np.uint8)
         self._answered = self._comm.Ibcast(self._answer, 0)
 
     def missing(self) -> str:
-        """Return which ranks have not come, in words.
+        """Return the missing ranks, in words.
 
-        On rank 0 the gather shows it so far: a name is there when its rank has come.
+        On rank 0 the partial gather shows them: a name is present once its rank has arrived.
         """
         if self._comm.rank:
             return "ranks that rank 0 waits for" if self._greeting[0] else "rank 0"

@@ -1,4 +1,4 @@
-"""Which tasks each job of a cluster has, and where; the rules of the roles chief (or master), worker, ps and evaluator."""
+"""The tasks of each job of a cluster, and their addresses; the rules of the roles chief (or master), worker, ps and evaluator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..base.errors import ClusterError, explain
 
 __all__ = ["ClusterSpec", "ROLES", "validate", "worker_count"]
 
-# A sparse job may name any task; beyond this an index is a mistake, and job_tasks() would fill the memory.
+# A sparse job may name any task; a larger index is a mistake, for which job_tasks() would fill the memory.
 _MAX_INDEX = 1 << 20
 
 
@@ -17,12 +17,12 @@ _MAX_INDEX = 1 << 20
 class ClusterSpec:
     """The tasks of a cluster, by job: a list of addresses, or a sparse dict from task index to address.
 
-    Equal to another ClusterSpec of the same tasks; true if it has a job. As `tf.train.ClusterSpec`, except that every
-    error is a ClusterError (a ValueError), and that nothing here is a protocol buffer.
+    Equal to another ClusterSpec of the same tasks; true if it has a job. Like `tf.train.ClusterSpec`, except that every error is
+    a ClusterError (a ValueError), and that it uses no protocol buffers.
 
     Args:
-        cluster: a mapping from job names to lists or to sparse dicts of addresses, a ClusterSpec, or a cluster_def: what
-            `as_cluster_def` returns, or TensorFlow's protocol buffer of these fields.
+        cluster: a mapping from job names to lists or to sparse dicts of addresses, a ClusterSpec, or a cluster_def: the result
+            of `as_cluster_def`, or TensorFlow's protocol buffer of these fields.
 
     Raises:
         ClusterError: `cluster` has another form.
@@ -68,7 +68,7 @@ class ClusterSpec:
         return list(self._jobs)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return job → list of addresses, or → dict where the task indices are not 0, 1, 2, …; {} for no task."""
+        """Return job → list of addresses, or → dict if the task indices are not 0, 1, 2, …; {} for no task."""
         return {
             job: self.job_tasks(job) if tasks and max(tasks) + 1 == len(tasks) else dict(sorted(tasks.items()))
             for job, tasks in self._jobs.items()
@@ -99,7 +99,7 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Return the addresses of a job by task index, None where a sparse job has no task.
+        """Return the addresses of a job by task index, None if a sparse job lacks the task.
 
         Raises:
             ClusterError: there is no such job.
@@ -116,7 +116,7 @@ class ClusterSpec:
 
 
 def _of_cluster_def(given: Any) -> Any:
-    """Return job → tasks of a ClusterDef, be it a dict or an object with its fields; anything else as it is."""
+    """Return job → tasks of a ClusterDef, a dict or an object with its fields; anything else unchanged."""
     if isinstance(given, Mapping):
         jobs = given["job"] if list(given) == ["job"] else None
         if isinstance(jobs, list) and all(isinstance(job, Mapping) for job in jobs):
@@ -151,7 +151,7 @@ def _tasks(job: str, tasks: object) -> dict[int, str]:
 
 
 def _index(where: str, index: object) -> int:
-    """Return a task index. JSON knows no integer keys, so the digits of one are taken too."""
+    """Return a task index; accepts digits, because JSON has no integer keys."""
     if isinstance(index, str) and index.isascii() and index.isdigit() and len(index) < 10:
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < _MAX_INDEX:
@@ -164,19 +164,19 @@ def _index(where: str, index: object) -> int:
 
 
 ROLES = ("chief", "master", "worker", "ps", "evaluator")
-_CHIEFS = ("chief", "master")  # the same role: "master" is TensorFlow 1's word
+_CHIEFS = ("chief", "master")  # the same role; "master" is TensorFlow 1's name
 
 Cluster = ClusterSpec | Mapping[str, Any]
 
 
 def validate(cluster_spec: Cluster, task_type: str | None = None, task_id: int | None = None) -> ClusterSpec:
-    """Check the roles of a cluster, and one task of it; return the spec.
+    """Check the roles of a cluster, and one of its tasks; return the spec.
 
-    The roles are chief, worker, ps and evaluator, with at most one chief and one evaluator. A chief may be called master,
-    as in TensorFlow 1. An evaluator may be absent from the spec: it is a cluster of its own.
+    The roles are chief, worker, ps and evaluator, with at most one chief and one evaluator. A chief may be called master, as in
+    TensorFlow 1. An evaluator may be absent from the spec, because it is a separate cluster.
 
     Raises:
-        ClusterError: naming the job and task that break a rule.
+        ClusterError: with the job and task that break a rule.
     """
     spec = ClusterSpec(cluster_spec)
     for job in spec.jobs:
@@ -214,7 +214,7 @@ def _span(indices: list[int]) -> str:
 
 
 def worker_count(cluster_spec: Cluster, task_type: str) -> int:
-    """Return how many tasks train with a task: chief and workers, or the evaluators.
+    """Return the number of tasks that train with a task: chief and workers, or the evaluators.
 
     Raises:
         ClusterError: as `validate`, and for a parameter server.

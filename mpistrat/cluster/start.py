@@ -1,12 +1,12 @@
-"""MPI's start under a launcher, bounded in time; and how a process that has not started MPI ends the job.
+"""MPI's start under a launcher, with a time limit; and how a process that has not started MPI ends the job.
 
-MPI_Init waits for the other ranks, and mpi4py holds Python's lock meanwhile. So where this package
-starts MPI, it calls MPI_Init_thread through ctypes, which releases the lock, and a thread reports and ends what takes too long.
+MPI_Init waits for the other ranks while mpi4py holds Python's lock. So if this package starts MPI, it calls MPI_Init_thread
+through ctypes, which releases the lock, and a thread reports and ends a start that takes too long.
 
-A rank that has finished its program will never come. Before MPI runs, the operating system shows it, on the same node: the
-ranks are children of one launcher process (with what the user starts between the two, a shell for instance), and each has its
-number in its environment. One that was there and is gone has finished; so has one whose process name shows it while it
-waits for the others in MPI_Finalize.
+A rank that has finished its program will never arrive. Before MPI runs, the operating system shows that on the same node: the
+ranks are children of one launcher process (possibly through a user's process such as a shell), and each has its number in its
+environment. A rank has finished if its process is gone, or if its process name is the mark that it sets while it waits in
+MPI_Finalize.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from .no_rank import VARIABLES
 
 __all__ = ["end_before_mpi", "import_mpi", "mark_finished", "mark_started", "ranks_of_launcher", "running"]
 
-_LEVELS = {"single": 0, "funneled": 1, "serialized": 2, "multiple": 3}  # as MPI numbers them: in this order
+_LEVELS = {"single": 0, "funneled": 1, "serialized": 2, "multiple": 3}  # MPI's numbers, in this order
 _PMI = "PMI_FD"
-_LOOK = 0.5  # seconds between two looks at the other ranks of the node
+_LOOK = 0.5  # seconds between two checks of the other ranks of the node
 _STARTING = 2.0  # seconds in which the launcher starts processes
 _PRINTING = 1.0  # seconds in which one rank of the node prints why the job ends
 _LOCAL_SIZES = "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"
@@ -45,14 +45,14 @@ _seen: set[int] = set()  # ranks of this node that have lived
 
 
 def running() -> Any:
-    """Return the module mpi4py.MPI where MPI runs, None where it has not begun or has ended. Starts nothing."""
+    """Return the module mpi4py.MPI while MPI runs, None before and after. Starts nothing."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     active = hasattr(mpi, "Is_finalized") and mpi.Is_initialized() and not mpi.Is_finalized()
     return mpi if active else None
 
 
 def import_mpi() -> Any:
-    """Return the module mpi4py.MPI; importing it starts MPI by the settings of mpi4py.rc. Collective over the job where it does.
+    """Return the module mpi4py.MPI; if the import starts MPI, by mpi4py.rc's settings, it is collective over the job.
 
     With several ranks a start that takes longer than MPISTRAT_ABORT_AFTER ends the job.
 
@@ -93,25 +93,25 @@ def _init(mpi: Any, level: int) -> None:
 
 
 def mark_started() -> None:
-    """Tell the processes that this one starts that it is a rank, and runs MPI."""
+    """Mark this process as a rank that runs MPI, in the environment of its children."""
     if _taken()[0] != str(os.getpid()):
         os.environ[STARTED] = f"{os.getpid()} {_place()} {_connection()}"
 
 
 def _taken() -> tuple[str, str, str]:
-    """Return process, place and connection of the rank that has started this process, or is it; "" for what is not told."""
+    """Return process, place and connection of the rank that started this process, or is it; "" if unknown."""
     process, place, connection = (*os.environ.get(STARTED, "").split(), "", "", "")[:3]
     return process, place, connection
 
 
 def _place() -> str:
-    """Return a digest of what the launcher has told this process; that of another rank, or of another launch, differs."""
+    """Return a digest of the launcher's variables, which differs between ranks and launches."""
     told = [os.environ.get(name, "") for name in (*RANK_VARIABLES, *RANK_VARIABLES.values(), *_LAUNCHES)]
     return f"{crc32(repr(told).encode(errors='surrogateescape')):08x}"
 
 
 def _refuse_in_subprocess() -> None:
-    """Raise ContextError where a rank has started this process, in whose place it would fail or hang in MPI_Init."""
+    """Raise ContextError if a rank has started this process, which would fail or hang in MPI_Init in its place."""
     process, place, connection = _taken()
     if process in ("", str(os.getpid())) or place != _place() or _connection() not in ("", connection):
         return
@@ -125,7 +125,7 @@ def _refuse_in_subprocess() -> None:
 
 
 def _connection() -> str:
-    """Return the number of the connection to MPICH's launcher, "" without one: most ways to start a process close it there."""
+    """Return the number of the connection to MPICH's launcher, "" without one: most ways to start a process close it."""
     try:
         found = os.fstat(int(os.environ[_PMI]))
         return str(found.st_ino) if stat.S_ISSOCK(found.st_mode) else ""
@@ -134,7 +134,7 @@ def _connection() -> str:
 
 
 class _Limit:
-    """Warns, and then ends the job, where its `with` block takes too long."""
+    """A context manager that warns, and then ends the job, if its block takes too long."""
 
     def __init__(self, size: int) -> None:
         self._done, self._size, self._environment = threading.Event(), size, Environment.read()
@@ -165,10 +165,7 @@ class _Limit:
                 )
             if not warned and waited >= environment.warn_after:
                 warned = True
-                if launched_rank() in (
-                    0,
-                    self._size - 1,
-                ):  # two print for all: one of them may be missing
+                if launched_rank() in (0, self._size - 1):  # two ranks print for all, because one may be missing
                     self._say(f"mpistrat WARNING: {self._where(environment.warn_after)}")
 
     def _end(self, text: str, first: bool = True) -> None:
@@ -189,10 +186,10 @@ class _Limit:
 
 
 def end_before_mpi(status: int) -> None:
-    """Have the launcher end the job, by a process that has not started MPI; the caller then exits.
+    """Make the launcher end the job, from a process that has not started MPI; the caller then exits.
 
-    Most launchers do so when a process exits with an error. MPICH's lets the others wait in MPI_Init without end. It gets
-    a message over the connection that MPI_Init would use (PMI 1). A child of the rank has no such connection, and ends nothing.
+    Most launchers do so when a process exits with an error. MPICH's lets the others wait in MPI_Init forever. It gets a message
+    over the connection that MPI_Init would use (PMI 1). A child of the rank has no such connection, and ends nothing.
     """
     number = os.environ.get(_PMI, "")
     if number.isdigit() and "HYDI_CONTROL_FD" in os.environ:
@@ -208,10 +205,10 @@ def mark_finished() -> None:
 
 
 def ranks_of_launcher() -> tuple[set[int], set[int]]:
-    """Return the ranks of this node, as the launcher counts, that have finished their program, and those that have not.
+    """Return the ranks of this node, by the launcher's numbers, that have finished their program, and those that have not.
 
-    A rank that had gone before the first call is seen where all ranks are on this node. The launcher may still be starting
-    processes: so check twice before acting on it. Both are empty where the system does not show it.
+    A rank that was gone before the first call is only seen if all ranks are on this node. The launcher may still be starting
+    processes, so check twice before acting on the result. Both are empty if the system does not show it.
     """
     launched, rank = launched_size(), launched_rank()
     if launched is None or rank is None:
@@ -230,7 +227,7 @@ def ranks_of_launcher() -> tuple[set[int], set[int]]:
 
 
 def _rank_of(process: int, variable: str) -> int | None:
-    """Return the rank in a process's environment; None without one, and of a process that has ended or is another user's."""
+    """Return the rank in a process's environment; None without one, and for an ended or another user's process."""
     with contextlib.suppress(OSError):
         for setting in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
             name, _, value = setting.partition(b"=")
@@ -252,7 +249,7 @@ def _children(process: int) -> Iterator[int]:
 
 
 def _has_finished(process: int) -> bool:
-    """Return whether a rank's process, or the Python that a shell of it has started, is marked as finished."""
+    """Return True if a rank's process, or the Python that its shell has started, is marked as finished."""
     with contextlib.suppress(OSError):
         if Path(f"/proc/{process}/comm").read_text().rstrip("\n") == _FINISHED:
             return True

@@ -1,4 +1,4 @@
-"""Tasks of ranks: which rank is which task, by the resolvers of all ranks, compared."""
+"""Tasks of ranks, from the resolvers of all ranks, compared."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Task = tuple[str, int]
 
 
 def own_task(resolver: ClusterResolver | None) -> str:
-    """Return what this rank sends the others of its task and its cluster; "" where it knows neither.
+    """Return the message with this rank's task and cluster for the other ranks; "" if it knows neither.
 
     Raises:
-        ClusterError: the cluster or the task breaks a rule of `roles`, or the task is half given.
+        ClusterError: the cluster or the task breaks a rule of `roles`, or the task is incomplete.
     """
     if resolver is None:
         return ""
@@ -36,13 +36,13 @@ def own_task(resolver: ClusterResolver | None) -> str:
 def ranks_by_task(
     function: str, texts: Sequence[str], resolver: ClusterResolver | None, jobs: Sequence[str]
 ) -> Mapping[Task, int]:
-    """Return the rank of each task, the chief first, then by role and number; {} where no rank knows its task.
+    """Return the rank of each task, the chief first, then by role and number; {} if no rank knows its task.
 
-    The same on every rank, errors included. `texts` are those of `own_task` on each rank, `jobs` the roles that they may have.
+    Equal on every rank, errors included. `texts` are those of `own_task` on each rank, `jobs` the allowed roles.
 
     Raises:
-        ClusterError: the clusters differ, some ranks know their task and some do not, a rank has another role, two ranks
-            have one task, or a task of these roles has no rank.
+        ClusterError: the clusters differ, only some ranks know their task, a rank has another role, two ranks have one task, or a
+            task of these roles has no rank.
     """
 
     def refuse(expected: str, got: str, remedy: str) -> ClusterError:
@@ -66,11 +66,11 @@ def ranks_by_task(
     for rank, (_, job, index) in enumerate(words):
         task = (job, int(index))
         if job not in jobs:
-            remedy = "Evaluators are a job of their own: leave their ranks out of comm" if job == "evaluator" else ""
+            remedy = "Evaluators are a separate job: leave their ranks out of comm" if job == "evaluator" else ""
             raise refuse(f"{', '.join(jobs)} for rank {rank}", f"{job} {index}", remedy)
         if task in tasks:
             got = f"{job} {index} for ranks {tasks[task]} and {rank}"
-            raise refuse("each task once", got, "Give each rank a task index of its own, as its job script should")
+            raise refuse("each task once", got, "Give each rank a different task index in its job script")
         tasks[task] = rank
     spec = ClusterSpec({}) if resolver is None else resolver.cluster_spec()
     for job in [job for job in jobs if job in spec.jobs]:

@@ -1,4 +1,4 @@
-"""Topology of the ranks: the communicators of the world, of a node and between nodes, and which rank has which replica."""
+"""Topology of the ranks: the communicators of the world, of a node and between nodes, and each rank's replicas."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ __all__ = ["Topology", "check_comm", "given_comm", "own_comm", "room_for_communi
 
 @final
 class Topology:
-    """The ranks of one strategy, their nodes and their devices. Make it with `create` (collective) or `single`.
+    """The ranks of one strategy, their nodes and their devices. Create it with `create` (collective) or `single`.
 
-    Nodes are numbered densely in the order of their smallest rank. Replicas are numbered by rank, then by the order of
-    the rank's devices. Ranks of a node may be scattered over the world; ranks per node and devices per rank may differ.
+    Nodes are numbered densely in the order of their smallest rank. Replicas are numbered by rank, then by the order of the rank's
+    devices. Ranks of a node may be scattered over the world; ranks per node and devices per rank may differ.
 
     Attributes:
-        comm: duplicate of the communicator that was passed, owned by this object; None after `single`.
+        comm: duplicate of the given communicator, owned by this object; None after `single`.
         intra: the ranks of this node, ordered by rank; None after `single`.
-        inter: one rank of each node (those with this rank's `local_rank`), ordered by node; None with a single node and
-            on ranks with `local_rank >= slices`.
+        inter: one rank of each node (those with this rank's `local_rank`), ordered by node; None with a single node and on ranks
+            with `local_rank >= slices`.
         rank, size: in `comm`.
         local_rank, local_size: in `intra`.
         node_index, num_nodes: this rank's node, and their number.
         node_of: the node of each rank.
         ranks_per_node: the number of ranks of each node.
-        slices: the smallest of `ranks_per_node`: into so many slices work is cut that every node shares.
+        slices: the smallest of `ranks_per_node`, the number of slices of work that every node shares.
         devices: this rank's devices, one replica each.
         num_local_replicas, num_replicas: replicas of this rank, and of all ranks.
         replica_offset: number of the first replica of this rank.
@@ -72,7 +72,7 @@ class Topology:
         thread_level: int = 0,
         node_cores: int = 1,
     ) -> None:
-        """Derive the whole layout from what the ranks have exchanged. `create` calls it."""
+        """Derive the whole layout from exchanged values. Called by `create`."""
         self.comm, self.intra, self._kept = comm, intra, False
         self.inter: MPI.Intracomm | None = inter
         self.hostname, self.thread_level, self.node_cores = hostname, thread_level, node_cores
@@ -102,20 +102,20 @@ class Topology:
         function: str = "Topology.create",
         replicas: int | None = None,
     ) -> Topology:
-        """Find out where the ranks of a communicator are. Collective over `comm`; starts MPI if it is not running.
+        """Determine the nodes and devices of a communicator's ranks. Collective over `comm`; starts MPI if it is not running.
 
         Args:
             comm: an intracommunicator, duplicated here; default COMM_WORLD.
             devices: this rank's devices; default: see `devices.default_devices`. Ranks may differ.
-            function: the public caller to name in errors.
-            replicas: how many all ranks have together, on their CPUs: blocks of nearly equal size; instead of devices.
+            function: name of the public caller, for errors.
+            replicas: total number over all ranks, on their CPUs: blocks of nearly equal size; instead of devices.
 
         Raises:
-            LayoutError: `comm` is no intracommunicator, is null, or MPI is not running, or has no more communicators.
+            LayoutError: `comm` is not an intracommunicator, is null, or MPI is not running, or has no more communicators.
             ClusterError: MPI sees one rank, and the launcher started several.
             DeviceError: on every rank, if the devices of any rank are wrong.
             CollectiveMismatchError: on every rank, if other ranks are here for another `function`.
-            CollectiveTimeoutError: a rank did not come within MPISTRAT_ABORT_AFTER seconds.
+            CollectiveTimeoutError: a rank did not arrive within MPISTRAT_ABORT_AFTER seconds.
         """
         mpi = running_mpi(function)
         comm = check_comm(mpi, comm, function)
@@ -124,7 +124,7 @@ class Topology:
             intra = own.Split_type(mpi.COMM_TYPE_SHARED, key=own.rank)
         try:
             return cls._exchange(mpi, own, intra, devices, function, replicas)
-        except DeviceError:  # raised on every rank, so that they can free together
+        except DeviceError:  # raised on every rank, so all can free collectively
             intra.Free()
             own.Free()
             raise
@@ -164,7 +164,7 @@ class Topology:
         """Return the topology of this process alone, without MPI: `comm`, `intra` and `inter` are None.
 
         Raises:
-            DeviceError: a device is malformed or not there.
+            DeviceError: a device is malformed or missing.
 
         Example:
             >>> Topology.single(["cpu:0", "cpu:1"]).num_replicas
@@ -188,7 +188,7 @@ class Topology:
         return rank, replica - self._replicas_before[rank]
 
     def keep(self) -> None:
-        """Leave the communicators to MPI's end: later ones would get their numbers, with messages that no rank has received."""
+        """Do not free the communicators until MPI ends: later ones would reuse their numbers, and get their pending messages."""
         self._kept = True
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ class Topology:
 
     @property
     def closed(self) -> bool:
-        """Whether the communicators were freed; never true after `single`."""
+        """True once the communicators are freed; never after `single`."""
         return self.comm is not None and not self.comm
 
     def __enter__(self) -> Topology:
@@ -223,7 +223,7 @@ class Topology:
 def _logical_devices(
     replicas: int, rank: int, size: int, devices: Sequence[str] | str | None, function: str
 ) -> tuple[str, ...]:
-    """Return a device for each replica of a rank, of so many that all ranks have."""
+    """Return a device for each replica of a rank, of the `replicas` of all ranks."""
     if devices is not None:
         expected, got = "devices or replicas", f"devices={devices!r} and replicas={replicas!r}"
         raise DeviceError(explain(function, "replicas", expected=expected, got=got))
@@ -252,7 +252,7 @@ def _make_inter(mpi: Any, own: Any, intra: Any, node_of: list[int]) -> Any:
 
 @contextmanager
 def room_for_communicators(function: str) -> Iterator[None]:
-    """Explain that MPI has no more communicators, which MPICH tells all ranks of the one from which another is made.
+    """Raise a clear error if MPI has no more communicators, which MPICH reports to all ranks of the parent communicator.
 
     Raises:
         LayoutError: on every rank.
@@ -262,15 +262,15 @@ def room_for_communicators(function: str) -> Iterator[None]:
     except RuntimeError as error:
         if "Too many communicators" not in str(error):
             raise
-        got = "none: strategies and process sets that were not closed, or the program's own communicators, have all"
-        remedy = "Close what is no longer used: `with` a strategy, or close(); comm.Free()"
+        got = "none: strategies and process sets that were not closed, or the program's own communicators, use all"
+        remedy = "Close strategies after use: `with` or close(); free communicators: comm.Free()"
         raise LayoutError(
             explain(function, "", expected="a new communicator of MPI", got=got, remedy=remedy)
         ) from error
 
 
 def running_mpi(function: str) -> Any:
-    """Return the module mpi4py.MPI, importing it, which starts MPI unless the program has or forbids it.
+    """Return the module mpi4py.MPI, importing it, which starts MPI unless the program has started or forbidden it.
 
     Raises:
         LayoutError: MPI is not running and will not be started, or has ended.
@@ -306,10 +306,10 @@ def running_mpi(function: str) -> Any:
 
 
 def check_comm(mpi: Any, comm: Any, function: str) -> Any:
-    """Return the communicator to work on; for None COMM_WORLD, or what `ms.survive` has left of it.
+    """Return the communicator to work on; for None COMM_WORLD, or the ranks that `ms.survive` has left of it.
 
     Raises:
-        LayoutError: `comm` is no intracommunicator, or is null.
+        LayoutError: `comm` is not an intracommunicator, or is null.
         ClusterError: it is COMM_WORLD with one rank, and the launcher started several.
     """
     expected = "an intracommunicator of mpi4py"
@@ -334,17 +334,17 @@ def own_comm(mpi: Any, comm: Any, function: str) -> Any:
     Raises:
         LayoutError: MPI has no more communicators.
         CollectiveMismatchError: on every rank, if other ranks are here for another `function`.
-        CollectiveTimeoutError: a rank did not come within MPISTRAT_ABORT_AFTER seconds.
+        CollectiveTimeoutError: a rank did not arrive within MPISTRAT_ABORT_AFTER seconds.
     """
     wait_for_ranks(comm, function)
     with room_for_communicators(function):
         own = comm.Dup()
-        own.Set_errhandler(mpi.ERRORS_RETURN)  # whatever the handler of the user's communicator is
+        own.Set_errhandler(mpi.ERRORS_RETURN)  # regardless of the handler of the user's communicator
         return own
 
 
 def given_comm(comm: Any, function: str) -> Any:
-    """Return the communicator of a user where none is needed: None for None, and then MPI is not started.
+    """Return a user's optional communicator: for None return None without starting MPI.
 
     Raises:
         LayoutError, ClusterError: as `check_comm`.

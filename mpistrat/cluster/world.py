@@ -1,17 +1,14 @@
-"""The world: the ranks that a job has, by default COMM_WORLD, and after ranks were lost those that are left.
+"""The world: the ranks of a job, by default COMM_WORLD, and after a loss of ranks the remaining ones.
 
-Where only some ranks of a program use this package, MPISTRAT_COLORS names them, with the same value on all ranks:
-`train=2-3` makes ranks 2 and 3 of COMM_WORLD a world, `left=0-3,8:right=4-7` makes two. The other ranks take no part, and need
-not know of it: only the members of a color make its communicator.
+If only some ranks of a program use this package, MPISTRAT_COLORS names them, with the same value on all ranks: `train=2-3` makes
+ranks 2 and 3 of COMM_WORLD a world, `left=0-3,8:right=4-7` makes two. The other ranks are not involved, because only the members
+of a color create its communicator.
 
-Where MPI survives the death of ranks (User-Level Failure Mitigation, ULFM: MPI 5 drafts; Open MPI 5 under `mpirun --with-ft
-ulfm`) a call that needs a dead rank raises, and a communicator can be revoked: every call on it raises on every rank, and those
-that wait in one are freed. So the ranks that live leave all communicators, and agree on a new world.
-
-A rank could still wait for one that lives, and has left already, in a communicator that nobody revokes. So communicators
-that are made of the world's are noted as they are made.
-
-Source: https://docs.open-mpi.org/en/v5.0.x/features/ulfm.html.
+If MPI survives the death of ranks (User-Level Failure Mitigation, ULFM: MPI 5 drafts; Open MPI 5 under `mpirun --with-ft ulfm`),
+a call that needs a dead rank raises, and a communicator can be revoked: then every call on it raises on every rank, also pending
+ones. So the living ranks leave all communicators, and agree on a new world. A rank could still wait for a living one that has
+left, in a communicator that is not revoked. So all communicators derived from the world's are recorded. Source:
+https://docs.open-mpi.org/en/v5.0.x/features/ulfm.html.
 """
 
 from __future__ import annotations
@@ -37,18 +34,18 @@ __all__ = [
     "track", "unsafe_collectives", "untrack", "world",
 ]  # fmt: skip
 
-UNSAFE = ("han", "hcoll", "portals4")  # of Open MPI's collective components: they miss failures, or crash on them
+UNSAFE = ("han", "hcoll", "portals4")  # Open MPI's collective components that miss failures, or crash on them
 _COLORS = "MPISTRAT_COLORS"
 _TAGS = 1 << 14  # of MPI_Comm_create_group; every MPI has at least 32767
 _METHODS = ("Dup", "Clone", "Split", "Split_type", "Create", "Create_group")
 _world: Any = None
 _made: list[Any] = []  # communicators
 _survives = False
-_lost = False  # whether an error has said that ranks of this world were lost
+_lost = False  # True after an error that ranks of this world were lost
 
 
 def world(mpi: Any) -> Any:
-    """Return the communicator of the ranks that the job has. Collective over these the first time, with MPISTRAT_COLORS.
+    """Return the communicator of the job's ranks. Collective over these the first time, with MPISTRAT_COLORS.
 
     Raises:
         LayoutError: this rank has no color, or MPISTRAT_COLORS is malformed.
@@ -61,7 +58,7 @@ def world(mpi: Any) -> Any:
 
 @functools.cache
 def _of_color(mpi: Any, text: str) -> Any:
-    """Return the communicator of the ranks that have this rank's color. Collective over these."""
+    """Return the communicator of the ranks with this rank's color. Collective over these."""
     whole = mpi.COMM_WORLD
     colors = ranks_of_colors(text, whole.size)
     color, members = next((each for each in colors.items() if whole.rank in each[1]), ("", ()))
@@ -73,12 +70,12 @@ def _of_color(mpi: Any, text: str) -> Any:
 
 
 def communicator_of(whole: Any, ranks: Sequence[int], name: str) -> Any:
-    """Return the communicator of some ranks of another one. Collective over these ranks alone.
+    """Return a communicator of some ranks of another one. Collective over these ranks alone.
 
     Args:
         whole: the other communicator.
         ranks: by their numbers there, the same on all of them.
-        name: the same on all of them, and another one for each communicator that a rank makes at the same time.
+        name: the same on all of them, and unique among the communicators that a rank creates at the same time.
     """
     everyone = whole.Get_group()
     group = everyone.Incl(list(ranks))
@@ -107,7 +104,7 @@ def ranks_of_colors(text: str, size: int) -> dict[str, tuple[int, ...]]:
             low, _, high = span.partition("-")
             ranks.update(range(int(low), min(int(high or low), size) + 1))
         if match is None or match[1] in found or not ranks or max(ranks) >= size or taken & ranks:
-            expected = f"COLOR=RANKS, such as train=2-3, parted by ':', and each of {size} ranks at most once"
+            expected = f"COLOR=RANKS, such as train=2-3, separated by ':', and each of {size} ranks at most once"
             raise LayoutError(explain("environment", _COLORS, expected=expected, got=repr(text)))
         found[match[1]] = tuple(sorted(ranks))
         taken |= ranks
@@ -115,33 +112,33 @@ def ranks_of_colors(text: str, size: int) -> dict[str, tuple[int, ...]]:
 
 
 def survives() -> bool:
-    """Return whether the program goes on when ranks are lost."""
+    """Return True if the program continues when ranks are lost."""
     return _survives
 
 
 @functools.cache
 def loses_ranks() -> bool:
-    """Return whether MPI, which runs, goes on when a rank dies."""
+    """Return True if the running MPI continues when a rank dies."""
     mpi = running()
     if mpi is None or "Open MPI" not in mpi.Get_library_version():
         return False
     try:
         return bool(ctypes.c_bool.in_dll(ctypes.CDLL(mpi.__file__), "ompi_ftmpi_enabled").value)
-    except (OSError, ValueError):  # built without it
+    except (OSError, ValueError):  # built without ULFM
         return False
 
 
 def unsafe_collectives() -> list[str]:
-    """Return the components of Open MPI's collectives that must be left out where ranks may die, and are not."""
+    """Return the unsafe components of Open MPI's collectives that are not excluded."""
     setting = os.environ.get("OMPI_MCA_coll", "")  # noqa: SIM112
     left_out = setting[1:].split(",") if setting.startswith("^") else ()
     return [name for name in UNSAFE if name not in left_out]
 
 
 def is_loss(error: BaseException | None) -> bool:
-    """Return whether an error says that ranks were lost, or comes of one that does.
+    """Return True if an error, or one of its causes, reports lost ranks.
 
-    Where the program survives that, every error of MPI counts: it is not always the same one (seen with 5.0.11).
+    If the program survives losses, every error of MPI counts, because the class varies (seen with 5.0.11).
     """
     global _lost
     mpi, seen = running(), set[int]()
@@ -159,7 +156,7 @@ def is_loss(error: BaseException | None) -> bool:
 
 
 def met_loss() -> bool:
-    """Return whether a call of this rank has met a loss of ranks since the world was made."""
+    """Return True if a call of this rank has noticed a loss of ranks since the world was created."""
     return _lost
 
 
@@ -170,7 +167,7 @@ def _kinds() -> tuple[int, ...]:
 
 
 def track(comm: Any) -> Any:
-    """Take a communicator for the world, and return it; communicators that are made of it are noted from now on."""
+    """Set and return the world's communicator; communicators derived from it are recorded from now on."""
     global _world, _lost, _survives
     _made.clear()
     _world, _lost, _survives = _tracked_class()(comm), False, True
@@ -179,7 +176,7 @@ def track(comm: Any) -> Any:
 
 
 def untrack() -> None:
-    """Let communicators be what they were, and the world that of the ranks that live."""
+    """Stop recording communicators. The world stays that of the living ranks."""
     global _survives
     _survives = False
 
@@ -203,7 +200,7 @@ def _tracked_class() -> type[Any]:
         return method
 
     def free(self: Any) -> None:
-        """Free it, unless ranks were lost: others may wait in it, and it has to be revoked."""
+        """Free it, unless ranks were lost: others may wait in it, so it must be revoked."""
         if not _lost and not is_loss(sys.exc_info()[1]) and any(comm is self for comm in _made):
             MPI.Intracomm.Free(self)
 
@@ -219,14 +216,14 @@ def _errors_return() -> Any:
 
 
 def revoke() -> None:
-    """Make every call of any rank on the world's communicators raise. Local; again it does nothing."""
+    """Make every call of any rank on the world's communicators raise. Local; repeated calls do nothing."""
     for comm in [*filter(None, _made), _world]:
         with contextlib.suppress(Exception):
             comm.Revoke()
 
 
 def agree(done: bool) -> bool:
-    """Return whether all ranks of the world are done, and none is lost. Collective; the same on every rank that lives.
+    """Return True if all ranks of the world are done, and none is lost. Collective; equal on every living rank.
 
     Each rank calls it between any other use of the world's communicators and `shrink`.
     """
@@ -248,7 +245,7 @@ def highest(value: int) -> int:
 
 
 def shrink() -> tuple[Any, tuple[int, ...]]:
-    """Return the ranks that live as the new world, and the numbers that those that were lost had in COMM_WORLD. Collective."""
+    """Return the living ranks as the new world, and the lost ranks' numbers in COMM_WORLD. Collective."""
     from mpi4py import MPI
 
     comm = _world
@@ -256,7 +253,7 @@ def shrink() -> tuple[Any, tuple[int, ...]]:
         comm = comm.Shrink()
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         try:
-            comm.Agree(1)  # on whether all are here still
+            comm.Agree(1)  # raises if a rank was lost meanwhile
             break
         except MPI.Exception:
             continue

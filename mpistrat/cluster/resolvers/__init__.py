@@ -1,4 +1,4 @@
-"""Cluster resolvers: each finds the tasks of a job, and this one of them. `ms.cluster_resolver` has all names of this file."""
+"""Cluster resolvers: each returns the tasks of a job, and this process's task. `ms.cluster_resolver` exports all these names."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
-"""Resolvers that ask a cloud for the tasks of a cluster: Google Compute Engine, Kubernetes and SageMaker.
+"""Resolvers that query a cloud for the tasks of a cluster: Google Compute Engine, Kubernetes and SageMaker.
 
-GCEClusterResolver: the cluster as an instance group of Google Compute Engine.
-
-KubernetesClusterResolver: the cluster as Kubernetes knows it, pods by label.
-
-Questions to the programming interfaces of clouds: JSON over HTTP, by the standard library alone.
-
-SageMakerClusterResolver: the cluster as the variables of a SageMaker training job describe it.
+GCEClusterResolver: the instances of an instance group of Google Compute Engine. KubernetesClusterResolver: Kubernetes pods by
+label. SageMakerClusterResolver: the hosts in the variables of a SageMaker training job. The clouds' interfaces are used with JSON
+over HTTP, by the standard library alone.
 """
 
 from __future__ import annotations
@@ -40,11 +36,11 @@ __all__ = [
 
 
 _TIME_LIMIT = 30.0
-_MOST = 1 << 28  # bytes of an answer
+_MOST = 1 << 28  # bytes of a reply
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """An answer that sends elsewhere is an error: the token must not go to another server."""
+    """A handler that rejects redirects: the token must not go to another server."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -60,18 +56,18 @@ def ask_json(
     ca_file: str | None = None,
     proxies: bool = False,
 ) -> dict[str, Any]:
-    """Return the JSON object that a server answers with.
+    """Return the JSON object in a server's reply.
 
     Args:
-        function: who asks, for errors; `remedy`: what to do about them.
-        url: whom to ask, and what.
-        headers: sent along; they may hold a token, which no error shows.
+        function: the caller, for errors; `remedy`: what to do about them.
+        url: the request.
+        headers: of the request; they may contain a token, which no error shows.
         body: sent as JSON by POST; default: GET.
-        ca_file: certificates of who may vouch for the server; default: the system's.
-        proxies: whether proxies of the environment are used (`https_proxy`).
+        ca_file: certificates that verify the server; default: the system's.
+        proxies: use the environment's proxies (`https_proxy`).
 
     Raises:
-        ClusterError: no answer within 30 seconds, an error of the server, or no JSON object.
+        ClusterError: no reply within 30 seconds, an error of the server, or not a JSON object.
     """
 
     def refuse(got: str) -> ClusterError:
@@ -99,10 +95,10 @@ def ask_json(
 
 
 def parse_object(function: str, source: str, text: bytes | str, remedy: str) -> dict[str, Any]:
-    """Return the JSON object that a text is.
+    """Return the JSON object in a text.
 
     Raises:
-        ClusterError: it is none.
+        ClusterError: it is not one.
     """
     try:
         found = json.loads(text)
@@ -114,7 +110,7 @@ def parse_object(function: str, source: str, text: bytes | str, remedy: str) -> 
 
 
 def _message(error: urllib.error.HTTPError) -> str:
-    """Return what a server says of its error: its JSON's message, else the standard's words."""
+    """Return the message of a server's error: its JSON's, else the standard phrase."""
     try:
         found = json.loads(error.read(1 << 16))
         message = found.get("message") or found["error"]["message"]
@@ -127,17 +123,15 @@ def _message(error: urllib.error.HTTPError) -> str:
 class SageMakerClusterResolver(ClusterResolver):
     """The hosts of a SageMaker training job, all of them workers, in the order of their names.
 
-    SM_HOSTS is the JSON list of the hosts, SM_CURRENT_HOST this one; both are read once, here. If SM_HOSTS is empty, or does
-    not have this host, the spec is empty and `master()` is "". For one rank on each host: more need
-    `MPIClusterResolver`.
+    SM_HOSTS is the JSON list of the hosts, SM_CURRENT_HOST this one; both are read once, in the constructor. If SM_HOSTS is empty
+    or lacks this host, the spec is empty and `master()` is "". For one rank per host; for more use `MPIClusterResolver`.
 
     Args:
         port: of every address.
-        task_type, task_id, rpc_layer, environment: override what the variables say.
+        task_type, task_id, rpc_layer, environment: override the variables.
 
     Raises:
-        ClusterError: a variable is missing, SM_HOSTS is no JSON list of names or has one twice, or the task is none of the
-            cluster's.
+        ClusterError: a variable is missing, SM_HOSTS is not a JSON list of unique names, or the task is not in the cluster.
 
     Source: tf.distribute's resolver of that name, and the variables in https://github.com/aws/sagemaker-training-toolkit.
 
@@ -168,7 +162,7 @@ class SageMakerClusterResolver(ClusterResolver):
         self._cluster_spec = validate(cluster, self.task_type if cluster else None, self.task_id)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the hosts of the job, empty where this host is none of them."""
+        """Return the hosts of the job; empty if it lacks this host."""
         return self._cluster_spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
@@ -213,21 +207,21 @@ _METADATA = "metadata.google.internal"
 class GCEClusterResolver(ClusterResolver):
     """The running instances of a Compute Engine instance group as tasks of one job, in the order of their addresses.
 
-    Compute Engine is asked at each `cluster_spec()`, and `master()` of a task. It does not tell which instance this process
-    is: give each rank its own `task_id`, or None on all, for MPI's order of the ranks. Google's libraries are not needed.
+    Each `cluster_spec()`, and each `master()` of a task, queries Compute Engine. It does not know which instance this process is:
+    give each rank its own `task_id`, or None on all, for MPI's order of the ranks. Google's libraries are not needed.
 
     Args:
-        project, zone, instance_group: which group.
+        project, zone, instance_group: identify the group.
         port: of every address.
         task_type: the job of all instances.
-        task_id: which of its tasks this process is.
+        task_id: this process's task.
         rpc_layer: protocol before addresses.
         credentials: an object whose `token` is an access token, such as google.auth's; "default": the token of the instance's
-            service account, from the metadata server (at GCE_METADATA_HOST, where this is set).
-        service: what `googleapiclient.discovery.build("compute", "v1")` returns; asked instead, without `credentials`.
+            service account, from the metadata server (at GCE_METADATA_HOST if set).
+        service: the result of `googleapiclient.discovery.build("compute", "v1")`, queried instead, without `credentials`.
 
     Raises:
-        ClusterError: an argument has another form. Then `cluster_spec()`: a server cannot be asked or refuses.
+        ClusterError: an argument has another form. Also from `cluster_spec()`: a server is unreachable or refuses.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/GCEClusterResolver;
     https://cloud.google.com/compute/docs/reference/rest/v1/instanceGroups/listInstances.
@@ -281,7 +275,7 @@ class GCEClusterResolver(ClusterResolver):
         return task_url(self, task_type, task_id, rpc_layer)
 
     def _by_service(self) -> Iterator[Mapping[str, Any]]:
-        """Return what Google's library says of each instance."""
+        """Yield the instances from Google's library."""
         project, zone = self._zone
         groups, instances = self._service.instanceGroups(), self._service.instances()
         request = groups.listInstances(
@@ -298,7 +292,7 @@ class GCEClusterResolver(ClusterResolver):
             request = groups.listInstances_next(previous_request=request, previous_response=page)
 
     def _by_http(self) -> Iterator[Mapping[str, Any]]:
-        """Return what Compute Engine says of each instance."""
+        """Yield the instances from Compute Engine."""
         base = f"{_COMPUTE}/projects/{quote(self._zone[0], safe=':')}/zones/{quote(self._zone[1], safe='')}"
         headers = {"Authorization": f"Bearer {self._token()}"}
         remedy = "The account needs the role compute.viewer, and the instance the scope compute.readonly"
@@ -340,7 +334,7 @@ _KUBECTL_TIME_LIMIT = 60.0
 
 @final
 class KubernetesExecutableLocation(enum.Enum):
-    """Where the program runs, and so how it asks Kubernetes.
+    """The location of the program, which determines how it queries Kubernetes.
 
     Attributes:
         WITHIN_CLUSTER: in a pod, which has a service account.
@@ -355,12 +349,11 @@ class KubernetesExecutableLocation(enum.Enum):
 class KubernetesClusterResolver(ClusterResolver):
     """The pods with certain labels as tasks, each at the address of its node.
 
-    A job's tasks are the pods of its first selector in the order of their names, then those of the next. Kubernetes is asked
-    at each `cluster_spec()`, and `master()` of a task. It does not tell which pod this process is: set `task_type` and
-    `task_id` after making it, or the order of the ranks is MPI's.
-
-    In a pod the API server is asked with the service account that Kubernetes mounts, which must be allowed to list pods of all
-    namespaces; elsewhere `kubectl` is, with your configuration. The package `kubernetes` is not needed.
+    A job's tasks are the pods of its first selector in the order of their names, then those of the next. Each `cluster_spec()`,
+    and each `master()` of a task, queries Kubernetes. It does not know which pod this process is: set `task_type` and `task_id`
+    afterwards, or the order of the ranks is MPI's. In a pod the API server is queried with the service account that Kubernetes
+    mounts, which must be allowed to list pods of all namespaces; elsewhere `kubectl` is, with your configuration. The package
+    `kubernetes` is not needed.
 
     Args:
         job_to_label_mapping: the label selectors of each job (`{"worker": ["job-name=trainer"]}`); default:
@@ -368,11 +361,11 @@ class KubernetesClusterResolver(ClusterResolver):
         tf_server_port: of every address.
         rpc_layer: protocol before addresses.
         override_client: an object with the method `list_pod_for_all_namespaces(label_selector=…)`, such as
-            `kubernetes.client.CoreV1Api()`; asked instead.
-        executable_location: whether this process is in a pod.
+            `kubernetes.client.CoreV1Api()`; queried instead.
+        executable_location: the location of this process.
 
     Raises:
-        ClusterError: an argument has another form. Then `cluster_spec()`: Kubernetes cannot be asked or refuses, a pod is not
+        ClusterError: an argument has another form. Also from `cluster_spec()`: Kubernetes is unreachable or refuses, a pod is not
             running, or the jobs break a rule of roles.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/KubernetesClusterResolver;
@@ -402,7 +395,7 @@ class KubernetesClusterResolver(ClusterResolver):
         self.rpc_layer = rpc_layer or ""
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the pods that Kubernetes has now.
+        """Return the current pods.
 
         Raises:
             ClusterError: see the class.
@@ -413,7 +406,7 @@ class KubernetesClusterResolver(ClusterResolver):
         )
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task, by default of the one that was set; "" if none was."""
+        """Return the address of a task, by default of the one that was set; "" without one."""
         return task_url(self, task_type, task_id, rpc_layer)
 
     def _pods(self, selector: str) -> list[tuple[str, str, str]]:
@@ -457,7 +450,7 @@ def _checked(jobs: object) -> dict[str, list[str]]:
 
 
 def _ask_server(selector: str) -> tuple[str, dict[str, Any]]:
-    """Return whom this pod's service account asked for the pods with a label, and the answer."""
+    """Return the API server, and its reply to this pod's service account with the pods of a label."""
     host, port = (os.environ.get(f"KUBERNETES_SERVICE_{part}", "") for part in ("HOST", "PORT"))
     try:
         token = read_whole(_ACCOUNT / "token").decode().strip()
@@ -476,9 +469,9 @@ def _ask_server(selector: str) -> tuple[str, dict[str, Any]]:
 
 
 def _ask_kubectl(selector: str) -> tuple[str, dict[str, Any]]:
-    """Return the name of kubectl, and its answer to the question for the pods with a label."""
+    """Return the name of kubectl, and its reply with the pods of a label."""
     command = ["kubectl", "get", "pods", "--all-namespaces", f"--selector={selector}", "--output=json"]
-    remedy = f"See what `{' '.join(command)}` says"
+    remedy = f"Check the output of `{' '.join(command)}`"
     try:
         done = subprocess.run(command, capture_output=True, timeout=_KUBECTL_TIME_LIMIT, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,4 +1,4 @@
-"""MPIClusterResolver: the cluster as MPI knows it."""
+"""MPIClusterResolver: the cluster of MPI's ranks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class MPIClusterResolver(ClusterResolver):
 
     Args:
         comm: an intracommunicator; default COMM_WORLD.
-        jobs: counts, given to successive ranks (`{"worker": 4, "ps": 2}`); or the ranks of each job
+        jobs: counts of successive ranks (`{"worker": 4, "ps": 2}`); or the ranks of each job
             (`{"worker": [0, 2], "ps": [1, 3]}`); or a job for each program of an MPMD launch (`["worker", "ps"]` for
-            `mpiexec -n 4 … : -n 2 …`). Default: all ranks are workers. The same on every rank.
+            `mpiexec -n 4 … : -n 2 …`). Default: all ranks are workers. Equal on every rank.
 
     Raises:
         ClusterError: on every rank, if `jobs` does not fit the ranks, differs between them, or breaks a rule of roles.
-        LayoutError: `comm` is no intracommunicator.
+        LayoutError: `comm` is not an intracommunicator.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class MPIClusterResolver(ClusterResolver):
         self.rpc_layer = rpc_layer or ""
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the jobs, with the processor name of each task for address."""
+        """Return the jobs, with the processor name of each task as its address."""
         return self._cluster_spec
 
     def ranks(self, job_name: str) -> tuple[int, ...]:
-        """Return the ranks of a job in the order of its tasks, () for a job that is not there."""
+        """Return the ranks of a job in the order of its tasks, () for an unknown job."""
         return tuple(self._ranks.get(job_name, ()))
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
@@ -69,7 +69,7 @@ class MPIClusterResolver(ClusterResolver):
 
 
 def _split(jobs: Any, size: int, apps: list[int]) -> dict[str, list[int]]:
-    """Return the ranks of each job, in whichever of its forms `jobs` is."""
+    """Return the ranks of each job, from any form of `jobs`."""
     name = "MPIClusterResolver"
     if jobs is None:
         return {"worker": list(range(size))}
@@ -97,10 +97,10 @@ def _exchange(mpi: Any, comm: Any, jobs: object) -> tuple[list[str], list[int], 
 
 
 def split_counts(function: str, jobs: Mapping[str, int], size: int) -> dict[str, list[int]]:
-    """Return the ranks of each job when jobs take successive ranks.
+    """Return the ranks of each job if jobs take successive ranks.
 
     Raises:
-        ClusterError: the counts are not counts, or do not add up to `size`.
+        ClusterError: the counts are invalid, or do not add up to `size`.
 
     Example:
         >>> split_counts("f", {"worker": 3, "ps": 1}, 4)
@@ -121,7 +121,7 @@ def split_counts(function: str, jobs: Mapping[str, int], size: int) -> dict[str,
 
 
 def split_lists(function: str, jobs: Mapping[str, Sequence[int]], size: int) -> dict[str, list[int]]:
-    """Return the ranks of each job after checking that each of `size` ranks is in one job once.
+    """Return the ranks of each job; raise unless each of `size` ranks is in exactly one job.
 
     Raises:
         ClusterError: a rank is missing, named twice or out of range.
@@ -134,12 +134,12 @@ def split_lists(function: str, jobs: Mapping[str, Sequence[int]], size: int) -> 
 
 
 def split_apps(function: str, jobs: Sequence[str], apps: Sequence[int]) -> dict[str, list[int]]:
-    """Return the ranks of each job when job k, which may repeat, is the k-th program of the launch.
+    """Return the ranks of each job if job k, which may repeat, is the k-th program of the launch.
 
-    `apps` are the programs of the ranks, -1 where MPI does not know it.
+    `apps` are the programs of the ranks, -1 if MPI does not know them.
 
     Raises:
-        ClusterError: MPI knows no program numbers, or there are more or fewer programs than jobs.
+        ClusterError: MPI has no program numbers, or their count differs from the jobs'.
     """
     if not all(isinstance(job, str) for job in jobs):
         raise ClusterError(explain(function, "jobs", expected="names of jobs", got=f"{jobs!r:.120}"))

@@ -1,4 +1,4 @@
-"""Cluster resolvers: the base class of all; one of a cluster that the program gives, and one of several resolvers."""
+"""Cluster resolvers: their base class, one for a cluster that the program specifies, and a union of resolvers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = [
 
 
 class ClusterResolver(ABC):
-    """Tells the tasks of a cluster, and which of them this process is. Abstract.
+    """A source of the tasks of a cluster, and of this process's task. Abstract.
 
     Attributes:
         task_type: role of this process, or None; may be set.
         task_id: index of this process in its job, or None; may be set.
         rpc_layer: protocol that `master` puts before an address ("grpc://host:port"), or ""; may be set.
-        environment: where the cluster runs ("" outside Google).
+        environment: the environment of the cluster ("" outside Google).
     """
 
     task_type: str | None = None
@@ -41,19 +41,19 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task, by default of this process; "" where there is nothing to connect to."""
+        """Return the address of a task, by default of this process; "" if there is nothing to connect to."""
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
         """Return the number of accelerators of this process by type, {} without any.
 
-        Both arguments are TensorFlow's; a rank sees its own devices only, so they change nothing.
+        Both arguments are TensorFlow's and have no effect, because a rank sees only its own devices.
         """
         gpus = count_gpus()
         return {"GPU": gpus} if gpus else {}
 
 
 def master_url(address: str, rpc_layer: str) -> str:
-    """Return an address with the protocol before it, if both are there."""
+    """Return an address with the protocol before it, if both are set."""
     return f"{rpc_layer}://{address}" if rpc_layer and address else address
 
 
@@ -70,17 +70,17 @@ def task_url(resolver: ClusterResolver, task_type: str | None, task_id: int | No
 def task_url_of_several(
     resolver: ClusterResolver, task_type: str | None, task_id: int | None, rpc_layer: str | None
 ) -> str:
-    """Return what `task_url` does; "" if the cluster has at most one task, which has nothing to connect to."""
+    """Return `task_url`; "" if the cluster has at most one task, with nothing to connect to."""
     spec = resolver.cluster_spec()
     several = sum(spec.num_tasks(job) for job in spec.jobs) > 1
     return task_url(resolver, task_type, task_id, rpc_layer) if several else ""
 
 
 def check_task(function: str, task_type: object, task_id: object) -> None:
-    """Check the types of a task's role and index, either of which may be None.
+    """Raise unless a task's role and index have the right types, or are None.
 
     Raises:
-        ClusterError: naming the argument.
+        ClusterError: with the argument's name.
     """
     if task_type is not None and not isinstance(task_type, str):
         raise ClusterError(explain(function, "task_type", expected="a role", got=f"{task_type!r:.80}"))
@@ -90,14 +90,14 @@ def check_task(function: str, task_type: object, task_id: object) -> None:
 
 @final
 class SimpleClusterResolver(ClusterResolver):
-    """A cluster that the program gives.
+    """A cluster that the program specifies.
 
     Args:
         cluster_spec: the ClusterSpec.
-        master: what `master()` returns for no particular task.
-        task_type, task_id: which task this process is.
-        environment: returned as it is.
-        num_accelerators: returned as it is; default: what this process sees.
+        master: the result of `master()` for no particular task.
+        task_type, task_id: this process's task.
+        environment: returned unchanged.
+        num_accelerators: returned unchanged; default: those that this process sees.
         rpc_layer: protocol before addresses.
 
     Raises:
@@ -132,17 +132,17 @@ class SimpleClusterResolver(ClusterResolver):
         self.environment, self.rpc_layer = environment, rpc_layer or ""
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the ClusterSpec that was given."""
+        """Return the given ClusterSpec."""
         return self._cluster_spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of the task if both type and index are given, else the master given."""
+        """Return the address of the task if both type and index are given, else the given master."""
         if task_type is not None and task_id is not None:
             return task_url(self, task_type, task_id, rpc_layer)
         return master_url(self._master, self.rpc_layer if rpc_layer is None else rpc_layer)
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return the accelerators that were given, else those that this process sees."""
+        """Return the given accelerators, else those that this process sees."""
         if self._num_accelerators is not None:
             return dict(self._num_accelerators)
         return super().num_accelerators(task_type, task_id)
@@ -152,16 +152,16 @@ class SimpleClusterResolver(ClusterResolver):
 class UnionResolver(ClusterResolver):
     """The tasks of several resolvers together.
 
-    A job that several resolvers list is the first one's tasks followed by the next one's. Where one of them gives a
-    sparse job, tasks keep their indices, and no later resolver may overwrite a task. Everything else (task, master,
-    environment, accelerators, rpc_layer) is the first resolver's, unless given here.
+    If several resolvers list a job, its tasks are the first one's, then the next one's. If one of them has a sparse job, tasks
+    keep their indices, and no later resolver may overwrite a task. Everything else (task, master, environment, accelerators,
+    rpc_layer) is the first resolver's, unless given here.
 
     Args:
         resolvers: one or more resolvers.
         task_type, task_id, rpc_layer: override the first resolver's.
 
     Raises:
-        ClusterError: no resolver, or something else than one.
+        ClusterError: no resolver, or an object that is not one.
 
     Example:
         >>> from mpistrat.cluster.resolvers.resolver import SimpleClusterResolver
@@ -188,7 +188,7 @@ class UnionResolver(ClusterResolver):
         check_task("UnionResolver", task_type, task_id)
         first = resolvers[0]
         self._resolvers = resolvers
-        # Compared with None: task 0 is a task.
+        # Compare with None, because 0 is a valid task.
         self.task_type = first.task_type if task_type is None else task_type
         self.task_id = first.task_id if task_id is None else task_id
         self.rpc_layer = first.rpc_layer if rpc_layer is None else rpc_layer
@@ -219,7 +219,7 @@ UnionClusterResolver = UnionResolver
 
 
 def _merge(job: str, parts: list[Any]) -> Any:
-    """Return the tasks of one job: lists one after the other, or dicts (and lists taken for dicts) by index."""
+    """Return the tasks of one job: concatenated lists, or dicts (and lists converted to dicts) merged by index."""
     if not any(isinstance(part, dict) and part for part in parts):
         return [address for part in parts for address in part]
     merged: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""SlurmClusterResolver: the cluster as the variables of a SLURM job step describe it."""
+"""SlurmClusterResolver: the cluster in the variables of a SLURM job step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .resolver import ClusterResolver, task_url
 
 __all__ = ["SlurmClusterResolver", "expand_hostlist", "expand_tasks_per_node"]
 
-_INSTEAD = "MPIClusterResolver needs none of SLURM's variables"
+_INSTEAD = "MPIClusterResolver does not need SLURM's variables"
 _MAX_TASKS = 1 << 20
 _MAX_COMPONENTS = 1 << 10
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
@@ -26,9 +26,9 @@ _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 class SlurmClusterResolver(ClusterResolver):
     """The tasks of a SLURM job step, in the order of SLURM_PROCID. For processes that `srun` started.
 
-    Hosts come in the order of SLURM's list and tasks by the step's distribution (block, cyclic or plane), so that task
-    k is the process with SLURM_PROCID k, and under MPI rank k. The step of a heterogeneous job has one component's
-    tasks after the other's. The k-th task of a host has port `port_base + k`.
+    Hosts are in the order of SLURM's list and tasks in that of the step's distribution (block, cyclic or plane), so that task k
+    is the process with SLURM_PROCID k, and under MPI rank k. The step of a heterogeneous job has one component's tasks after the
+    other's. The k-th task of a host has port `port_base + k`.
 
     Args:
         jobs: number of tasks by job, in the order of the ranks; default: all are workers.
@@ -37,8 +37,8 @@ class SlurmClusterResolver(ClusterResolver):
         rpc_layer: protocol before addresses.
 
     Raises:
-        ClusterError: outside a job step, under an mpiexec within a job, if a variable is malformed or contradicts
-            another, and if `jobs` does not add up to the step's tasks.
+        ClusterError: outside a job step, under an mpiexec within a job, if a variable is malformed or contradicts another, and if
+            `jobs` does not add up to the step's tasks.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ def _counts(hosts: int, total: int, tasks_per_node: int | None) -> list[int]:
     if len(counts) != hosts:
         raise _error("SLURM_STEP_TASKS_PER_NODE", f"counts for {hosts} hosts", f"counts for {len(counts)}")
     if sum(counts) != total:
-        raise _error("tasks per node", f"{total} tasks, as SLURM_STEP_NUM_TASKS says", f"{sum(counts)}")
+        raise _error("tasks per node", f"{total} tasks, as in SLURM_STEP_NUM_TASKS", f"{sum(counts)}")
     return counts
 
 
@@ -123,7 +123,7 @@ def _components(hosts: list[str]) -> list[list[int]]:
     lists = [os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}", "") for group in range(int(text))]
     parts = [[index[host] for host in expand_hostlist(names) if host in index] for names in lists if names]
     parts = [part for part in parts if part]  # a step may leave components out
-    # A job that was submitted from a heterogeneous job has inherited these variables: they speak of other hosts.
+    # A job submitted from a heterogeneous job inherits these variables, which then describe other hosts.
     return parts if sorted(host for part in parts for host in part) == whole[0] else whole
 
 
@@ -145,7 +145,7 @@ def _node_of_task(counts: list[int], components: list[int]) -> list[int]:
 
 
 def _plane(distribution: str, most: int) -> int:
-    """Return how many successive tasks a host gets at a time."""
+    """Return the number of successive tasks that a host gets at a time."""
     kind = distribution.lower().split(":")[0].split(",")[0].split("=")[0]
     if kind in ("block", "", "*"):
         return max(1, most)
@@ -159,7 +159,7 @@ def _plane(distribution: str, most: int) -> int:
 
 
 def _check_launcher(total: int, procid: int) -> None:
-    """Refuse the variables that an mpiexec within a job leaves to its ranks: they describe its own helpers, one a node."""
+    """Reject the variables that an mpiexec within a job leaves to its ranks: they describe its own helpers, one per node."""
     size, name = launched_size() or (total, "")
     ranks = {rank: os.environ[rank] for rank in _RANKS if os.environ.get(rank)}
     if size == total and all(text == str(procid) for text in ranks.values()):
@@ -174,7 +174,7 @@ def _check_launcher(total: int, procid: int) -> None:
 
 
 def _check_place(nodes: list[int], procid: int) -> None:
-    """Compare the order found here with SLURM's variables of this process."""
+    """Compare the computed order with SLURM's variables of this process."""
     if procid >= len(nodes):
         raise _error("SLURM_PROCID", f"a task from 0 to {len(nodes) - 1}", procid)
     if os.environ.get("SLURM_NODEID") and _number("SLURM_NODEID") != nodes[procid]:
@@ -187,7 +187,7 @@ def _check_place(nodes: list[int], procid: int) -> None:
         raise _error("SLURM_GTIDS", f"{expected:.400}", f"{os.environ['SLURM_GTIDS']!r:.120}")
 
 
-# SLURM itself stops at 64 K nodes; a longer list is an error or an attack, and is refused before it is built.
+# SLURM itself is limited to 64 K nodes; a longer list is an error or an attack, and is rejected before it is built.
 _MAX_HOSTS = 1 << 16
 _MAX_CHARACTERS = 1 << 20
 _MAX_NAME = 255
@@ -208,7 +208,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
         ['n1', 'n2', 'm5', 'rack0n08', 'rack0n09', 'rack1n08', 'rack1n09']
     """
     if len(hostlist) > _MAX_CHARACTERS:
-        raise _malformed("expand_hostlist", f"at most {_MAX_CHARACTERS} characters", f"{len(hostlist)}")
+        raise _malformed("SLURM host list", f"at most {_MAX_CHARACTERS} characters", f"{len(hostlist)}")
     hosts: list[str] = []
     for entry in _split(hostlist):
         pieces: list[list[str]] = []
@@ -218,7 +218,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
             count, width = count * len(pieces[-1]), width + len(pieces[-1][0])
             if len(hosts) + count > _MAX_HOSTS or width > _MAX_NAME:
                 expected = f"at most {_MAX_HOSTS} hosts with names of at most {_MAX_NAME} characters"
-                raise _malformed("expand_hostlist", expected, hostlist)
+                raise _malformed("SLURM host list", expected, hostlist)
         hosts += map("".join, itertools.product(*pieces))
     return hosts
 
@@ -240,16 +240,16 @@ def _pieces(entry: str) -> list[re.Match[str]]:
     while position < len(entry):
         match = _PIECE.match(entry, position)
         if match is None:
-            raise _malformed("expand_hostlist", "a host list such as 'n[1-3,7],m5'", entry)
+            raise _malformed("SLURM host list", "a host list such as 'n[1-3,7],m5'", entry)
         pieces.append(match)
         position = match.end()
     if not pieces:
-        raise _malformed("expand_hostlist", "a host list such as 'n[1-3,7],m5'", "an empty name")
+        raise _malformed("SLURM host list", "a host list such as 'n[1-3,7],m5'", "an empty name")
     return pieces
 
 
 def _alternatives(piece: re.Match[str]) -> list[str]:
-    """Return the texts that one piece stands for; numbers keep the width of the first of their range."""
+    """Return the texts of one piece; numbers have the width of the first of their range."""
     if piece.group(1):
         return [piece.group(1)]
     result: list[str] = []
@@ -257,9 +257,9 @@ def _alternatives(piece: re.Match[str]) -> list[str]:
         match = _RANGE.fullmatch(text)
         first, last = (match.group(1), match.group(2) or match.group(1)) if match else ("1", "0")
         if int(last) < int(first):
-            raise _malformed("expand_hostlist", "an ascending range such as [1-3]", f"[{text}]")
+            raise _malformed("SLURM host list", "an ascending range such as [1-3]", f"[{text}]")
         if len(result) + int(last) - int(first) >= _MAX_HOSTS:
-            raise _malformed("expand_hostlist", f"at most {_MAX_HOSTS} hosts", f"[{text}]")
+            raise _malformed("SLURM host list", f"at most {_MAX_HOSTS} hosts", f"[{text}]")
         result += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     return result
 
@@ -268,22 +268,22 @@ def expand_tasks_per_node(text: str) -> list[int]:
     """Return the number of tasks on each node from SLURM's short form.
 
     Raises:
-        ClusterError: the text is malformed, or speaks of more than 65,536 nodes.
+        ClusterError: the text is malformed, or lists more than 65,536 nodes.
 
     Example:
         >>> expand_tasks_per_node("3(x2),2,1")
         [3, 3, 2, 1]
     """
     if len(text) > _MAX_CHARACTERS:
-        raise _malformed("expand_tasks_per_node", f"at most {_MAX_CHARACTERS} characters", f"{len(text)}")
+        raise _malformed("SLURM tasks per node", f"at most {_MAX_CHARACTERS} characters", f"{len(text)}")
     tasks: list[int] = []
     for entry in text.split(","):
         match = _TASKS.fullmatch(entry)
         if match is None:
-            raise _malformed("expand_tasks_per_node", "counts such as '3(x2),1'", text)
+            raise _malformed("SLURM tasks per node", "counts such as '3(x2),1'", text)
         repeat = int(match.group(2) or 1)
         if len(tasks) + repeat > _MAX_HOSTS:
-            raise _malformed("expand_tasks_per_node", f"at most {_MAX_HOSTS} nodes", text)
+            raise _malformed("SLURM tasks per node", f"at most {_MAX_HOSTS} nodes", text)
         tasks += [int(match.group(1))] * repeat
     return tasks
 

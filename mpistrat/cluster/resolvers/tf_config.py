@@ -1,4 +1,4 @@
-"""TFConfigClusterResolver: the cluster as the environment variable TF_CONFIG describes it."""
+"""TFConfigClusterResolver: the cluster in the environment variable TF_CONFIG."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ __all__ = ["TFConfigClusterResolver", "warn_unused"]
 
 @final
 class TFConfigClusterResolver(ClusterResolver):
-    """The cluster that TF_CONFIG describes, read and checked once, here.
+    """The cluster in TF_CONFIG, read and checked once, in the constructor.
 
-    TF_CONFIG is JSON: `{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0},
-    "rpc_layer": "grpc", "environment": "cloud"}`; each part may be missing. Unset or empty, the spec is empty and
-    `master()` is "".
+    TF_CONFIG is JSON: `{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}, "rpc_layer":
+    "grpc", "environment": "cloud"}`; each part may be missing. If it is unset or empty, the spec is empty and `master()` is "".
 
     Args:
-        task_type, task_id, rpc_layer, environment: override what TF_CONFIG says.
+        task_type, task_id, rpc_layer, environment: override TF_CONFIG.
 
     Raises:
-        ClusterError: TF_CONFIG is not JSON or not an object, has an unknown role, two chiefs or evaluators, one address
-            twice, or a task that the cluster does not have.
+        ClusterError: TF_CONFIG is not JSON or not an object, has an unknown role, two chiefs or evaluators, one address twice, or
+            a task that is not in the cluster.
     """
 
     def __init__(
@@ -57,11 +56,11 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 def warn_unused(strategy: str, ranks: int) -> None:
-    """Log that TF_CONFIG has no cluster where TensorFlow would train in each process alone, and this package on all ranks.
+    """Warn that TF_CONFIG has no cluster, if TensorFlow would train in each process alone and this package on all ranks.
 
     Args:
         strategy: its name.
-        ranks: how many train together.
+        ranks: the number of ranks that train together.
     """
     if ranks > 1 and os.environ.get("TF_CONFIG", "").strip():
         effect = f"the {ranks} ranks of MPI train together, where TensorFlow would train in each process alone"
@@ -97,7 +96,7 @@ def _part(config: dict[str, Any], name: str, kind: type, default: Any) -> Any:
 
 
 def _index(index: Any) -> Any:
-    """Return a task index; TensorFlow takes "0" for 0."""
+    """Return a task index; TensorFlow accepts "0" for 0."""
     if isinstance(index, str) and index.isascii() and index.isdigit() and len(index) < 10:
         return int(index)
     if isinstance(index, int) and abs(index) >= 1 << 31:

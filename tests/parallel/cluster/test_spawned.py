@@ -70,5 +70,5 @@ def test_a_use_at_the_top_is_an_error(mpi_run, tmp_path, how):
     path.write_text(PROGRAM.format(how=how, top="rank = MPI.COMM_WORLD.rank"))
     result = mpi_run([str(path)], 2)
     assert result.returncode != 0, result
-    assert any("it is no rank, and would hang (MPI.COMM_WORLD)" in err for err in result.err), result
+    assert any("it is not a rank, and would hang (MPI.COMM_WORLD)" in err for err in result.err), result
     assert any("BrokenProcessPool" in err for err in result.err), result

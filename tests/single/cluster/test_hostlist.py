@@ -38,13 +38,13 @@ def test_tasks_per_node(text, counts):
     "text", ["", ",", "n[", "n[1", "n]1", "n[]", "n[1-]", "n[3-1]", "n[a-b]", "n[[1]]", "a b", "n[1]],"]
 )
 def test_malformed_host_lists(text):
-    with pytest.raises(ClusterError, match="expand_hostlist"):
+    with pytest.raises(ClusterError, match="SLURM host list"):
         expand_hostlist(text)
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,", "3(x)", "3(2)", "-1", "3(x2", "1.5"])
 def test_malformed_tasks_per_node(text):
-    with pytest.raises(ClusterError, match="expand_tasks_per_node"):
+    with pytest.raises(ClusterError, match="SLURM tasks per node"):
         expand_tasks_per_node(text)
 
 

@@ -160,4 +160,4 @@ def test_the_launcher_of_another_mpi_is_found_before_mpi_starts(environment, mon
     with pytest.raises(ends) as caught:
         launcher_variables.check_launcher("f")
     if ends is ClusterError:
-        assert "expected the mpiexec of" in str(caught.value) and "mpistrat run chooses by itself" in str(caught.value)
+        assert "expected the mpiexec of" in str(caught.value) and "use mpistrat run instead" in str(caught.value)

@@ -223,7 +223,7 @@ def test_what_cannot_be_sent_is_explained() -> None:
 
 
 def test_processes_know_nothing_of_a_launcher() -> None:
-    with pytest.raises(RuntimeError, match=r"it is no rank, and would hang \(MPI.COMM_WORLD\)"):
+    with pytest.raises(RuntimeError, match=r"it is not a rank, and would hang \(MPI.COMM_WORLD\)"):
         list(Dataset.range(1).map(map_functions.import_mpi, processes=True))
     assert list(Dataset.range(1).map(map_functions.launcher_variables, processes=True)) == [0]
 
