@@ -2,20 +2,21 @@
 
 `MpiChannel` sends messages of any length over MPI, by polling. `zmq.py` has the carrier from outside.
 
-Between the chief and the ranks that serve, over MPI:
+Between the chief and the serving ranks, over MPI:
 
 | kind | from | number | extra | payload |
 |---|---|---|---|---|
 | HELLO | worker loop | 0 | 1 if it can return calls | none: it serves |
-| CALL | chief | of the call among this worker's | up to which answers have arrived | inputs and function (`pack_call`) |
-| COMMAND | chief | 0 | 0 | name and arguments of a call that all ranks make |
-| RESULT | worker | of the call | microseconds that it took | the value that the function returned |
+| CALL | chief | of the call among this worker's | number up to which answers have arrived | inputs and function (`pack_call`) |
+| COMMAND | chief | 0 | 0 | name and arguments of a collective call |
+| RESULT | worker | of the call | its duration in microseconds | the function's return value |
 | FAILED | worker | of the call | microseconds | (exception or None, text) |
-| RETURNED | worker | of the call | 0 | none: it has not started, since the one before it takes long |
+| RETURNED | worker | of the call | 0 | none: not started, because the previous call takes long |
 | END | chief | 0 | 1 if the chief leaves the program | none |
-| BYE | worker loop | 0 | 0 | none: it has END, and sends nothing more |
+| BYE | worker loop | 0 | 0 | none: it has received END, and sends no more messages |
 
-A worker keeps its answers until the chief has them. If a call arrives again, it sends the kept answer, and does not run it again.
+A worker stores its answers until the chief has them. If a call arrives again, it sends the stored answer without running it
+again.
 
 Between a client and the chief, over ZeroMQ, the number is that of a value:
 
@@ -23,15 +24,15 @@ Between a client and the chief, over ZeroMQ, the number is that of a value:
 |---|---|---|
 | HELLO | client | user, host and process |
 | WELCOME | chief | none; the number is that of the workers |
-| REFUSED | chief | why the client cannot be served, or no longer |
+| REFUSED | chief | the reason why the client is not served, or no longer |
 | SCHEDULE | client | a function for a worker |
 | CALL | client | a function for the chief |
 | DONE | chief | none: the function has returned, and its value stays in the job |
 | FAILED | chief | (exception or None, text) |
-| FETCH | client | the number of the value wanted; RESULT answers |
+| FETCH | client | the number of the requested value; RESULT answers |
 | RESULT | chief | the value |
-| FORGET | client | numbers of values that are in use no more |
-| CANCEL | client | none: cancel the functions that wait |
+| FORGET | client | numbers of values that are no longer used |
+| CANCEL | client | none: cancel the waiting functions |
 | ALIVE | chief | none |
 | LEAVE | client | none: the client ends |
 | END | client | none: the job must end |
@@ -83,7 +84,7 @@ class Kind(enum.IntEnum):
 
 
 class Message(NamedTuple):
-    """A message as it arrived.
+    """A received message.
 
     Attributes:
         peer: the sender: a rank; of a client its routing id; empty at the client.
@@ -101,7 +102,7 @@ class Message(NamedTuple):
 
 
 class Channel(Protocol):
-    """A carrier of messages, in order for each peer. `MpiChannel` has no `seconds`: ranks watch for peers that leave."""
+    """A carrier of messages, in order for each peer. `MpiChannel` has no `seconds`: ranks check for peers that leave."""
 
     def send(self, peer: Any, kind: int, number: int = 0, payload: bytes = b"") -> bool:
         """Start to send a message; return False if the peer is known to be gone."""
@@ -132,7 +133,7 @@ def pack_call(inputs: Sequence[tuple[int, bytes]], data: bytes) -> bytes:
 
 
 def unpack_call(payload: bytes) -> tuple[dict[int, memoryview], memoryview]:
-    """Return what `pack_call` was given."""
+    """Return the arguments of `pack_call`."""
     view = memoryview(payload)
     count = int(np.frombuffer(payload, np.int64, 1)[0])
     table = np.frombuffer(payload, np.int64, 2 * count, _WORD).tolist()
@@ -144,15 +145,15 @@ def unpack_call(payload: bytes) -> tuple[dict[int, memoryview], memoryview]:
     return inputs, view[at:]
 
 
-FIRST = 1 << 16  # bytes of the payload that go with the head
-CHUNK = 1 << 20  # bytes in each further piece
+FIRST = 1 << 16  # bytes of the payload that are sent with the head
+CHUNK = 1 << 20  # bytes in each further chunk
 _HEAD = struct.Struct("<4q")
 _TAG = 1
 
 
 @final
 class _Incoming:
-    """The pieces that one rank sends, in order."""
+    """The chunks that one rank sends, in order."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -161,7 +162,7 @@ class _Incoming:
         self._pieces: list[bytearray | memoryview] = []
 
     def add(self, piece: bytearray) -> Message | None:
-        """Take the next piece; return the message that it ends."""
+        """Add the next chunk; return the message that it completes."""
         if self._pieces:
             self._pieces.append(piece)
             self.missing -= len(piece)
@@ -179,10 +180,10 @@ class _Incoming:
 
 @final
 class MpiChannel:
-    """The channel whose peers are ranks. From one thread at a time.
+    """A channel whose peers are ranks. From one thread at a time.
 
     Args:
-        comm: a communicator on which nothing else is sent.
+        comm: a communicator without other messages.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -206,10 +207,10 @@ class MpiChannel:
         return messages
 
     def sending(self) -> bool:
-        """Return whether anything is not sent yet."""
+        """Return True if a message is not sent yet."""
         return bool(self._mailbox.sending)
 
     def give_up(self, rank: int) -> None:
-        """Wait no more for what is being sent to a rank that left."""
+        """Abandon messages to a rank that left."""
         self._mailbox.abandon(rank)
         self._incoming.pop(rank, None)

@@ -1,4 +1,4 @@
-"""Clients: `ms.connect` to a job that serves, and the chief's end of it, which keeps the values that the client makes."""
+"""Clients: `ms.connect` to a serving job, and the chief's side, which holds the values that the client creates."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ __all__ = [
 ]
 
 
-COORDINATOR = 0  # the number of the coordinator among the things of a session
-_IDLE, _BUSY = 0.2, 0.002  # seconds to wait for a message while nothing runs, and while something does
-_ERROR = 1 << 24  # bytes of an error that is sent as it is; of a larger one the end of its text
-_LOOK = 2.0  # seconds between two looks after the client
+COORDINATOR = 0  # the number of the coordinator among a session's objects
+_IDLE, _BUSY = 0.2, 0.002  # seconds to wait for a message while idle, and while functions run
+_ERROR = 1 << 24  # bytes of an error that is sent whole; of a larger one only the end of its text
+_LOOK = 2.0  # seconds between two checks of the client
 
 
 def serve(coordinator: ClusterCoordinator, channel: Channel) -> None:
     """Serve one client after the other until one ends the job. For the chief.
 
-    A client that leaves, or is not there any more, takes along what it has waiting; variables and optimizers stay.
+    When a client leaves or disappears, its waiting functions are cancelled; variables and optimizers stay.
 
     Raises:
         PeerExitError: all workers have left the program.
     """
     session: _Session | None = None
-    late: deque[Message] = deque()  # of clients that want to begin; what another has sent before may end its session
+    late: deque[Message] = deque()  # of new clients; earlier messages may end the current session
     look = 0.0
     while True:
         messages = channel.poll(0 if late else _BUSY if session is not None and session.waits else _IDLE)
@@ -70,18 +70,18 @@ def serve(coordinator: ClusterCoordinator, channel: Channel) -> None:
                 look = monotonic() + _LOOK
                 if not channel.send(session.client, Kind.ALIVE):
                     log.logger.warning(
-                        "mpistrat serve: the client %s is gone; what it had waiting is cancelled", session.who
+                        "mpistrat serve: the client %s is gone; its waiting functions are cancelled", session.who
                     )
                     session.leave()
                     session = None
-        coordinator.done()  # which carries on what runs, where MPI allows no thread for that
+        coordinator.done()  # drives running functions, if MPI allows no thread for that
         coordinator.require_workers()
 
 
 def _begin(
     coordinator: ClusterCoordinator, channel: Channel, session: _Session | None, message: Message
 ) -> _Session | None:
-    """Take a new client, unless there is one."""
+    """Accept a new client, unless there is one."""
     if message.kind != Kind.HELLO:
         channel.send(message.peer, Kind.REFUSED, 0, b"this client's session has ended")
     elif session is not None and channel.send(session.client, Kind.ALIVE):
@@ -98,11 +98,11 @@ def _begin(
 
 @final
 class _Session:
-    """What a client has in the job.
+    """A client's objects in the job.
 
     Attributes:
         client: the peer.
-        who: the same, for people.
+        who: its description for people.
     """
 
     def __init__(self, coordinator: ClusterCoordinator, channel: Channel, client: bytes, who: str) -> None:
@@ -110,7 +110,7 @@ class _Session:
         self._coordinator, self._channel = coordinator, channel
         self._things: dict[int, Any] = {COORDINATOR: coordinator}  # by the client's numbers; RemoteValues of functions
         self._waiting: dict[RemoteValue, int] = {}
-        self._ended: deque[RemoteValue] = deque()  # that the coordinator's thread adds to
+        self._ended: deque[RemoteValue] = deque()  # filled by the coordinator's thread
         self._does: dict[int, Callable[[Message], None]] = {
             Kind.SCHEDULE: self._schedule,
             Kind.CALL: self._call,
@@ -121,23 +121,23 @@ class _Session:
 
     @property
     def waits(self) -> bool:
-        """Whether functions run or wait."""
+        """True while functions run or wait."""
         return bool(self._waiting)
 
     def take(self, message: Message) -> None:
-        """Do what the client asks."""
+        """Handle a client's message."""
         act = self._does.get(message.kind)
         try:
             if act is None:
                 got = f"a message of kind {message.kind}"
-                raise ValueError(explain("mpistrat serve", "", expected="a message that it knows", got=got))
+                raise ValueError(explain("mpistrat serve", "", expected="a known kind of message", got=got))
             act(message)
-        except BaseException as error:  # SystemExit, too: a client ends the job by shutdown() only
+        except BaseException as error:  # also SystemExit: a client ends the job only by shutdown()
             text = text_of_failure(error, f"the chief (rank {self._coordinator.strategy.rank})")
             self._fail(message.number, error, text)
 
     def tell(self) -> None:
-        """Tell the client of the functions that have ended."""
+        """Report the functions that have ended to the client."""
         while self._ended:
             value = self._ended.popleft()
             number = self._waiting.pop(value, None)
@@ -150,11 +150,11 @@ class _Session:
                 value.get()
             except BaseException as error:
                 if not isinstance(error, ClosureCancelledError):
-                    self._coordinator.cancel()  # as the coordinator does where functions are its program's own
+                    self._coordinator.cancel()  # like the coordinator for functions of its own program
                 self._fail(number, error, str(error if error.__cause__ is None else error.__cause__))
 
     def leave(self) -> None:
-        """Cancel what waits, and forget everything."""
+        """Cancel waiting functions, and release all objects."""
         self._coordinator.cancel()
         self._waiting.clear()
         self._things.clear()
@@ -195,26 +195,26 @@ class _Session:
 
 
 def _reduce(thing: Any) -> Reduced | None:
-    """Send a variable's value in its place."""
+    """Return a variable's value to send in its place."""
     return plain(thing.numpy()) if isinstance(thing, (Variable, ShardedVariable)) else None
 
 
-_PATIENCE = 0.05  # seconds that a waiting thread keeps the connection from others
-_PAUSE = 0.001  # seconds that it leaves it to them then
+_PATIENCE = 0.05  # seconds for which a waiting thread holds the connection
+_PAUSE = 0.001  # seconds for which it then leaves it to others
 
 
 def connect(file: str | os.PathLike[str], *, timeout: float = 60.0) -> RemoteCluster:
-    """Return the ranks of a job in which `mpistrat serve FILE` runs; use it in a `with` statement. This process is no rank.
+    """Return the ranks of a job in which `mpistrat serve FILE` runs; use it in a `with` statement. This process is not a rank.
 
-    Its functions are the coordinator's: workers run what is scheduled, the chief makes variables. The connection is encrypted;
-    only who can read the file may speak to the job. Who can speak to it can run anything in it, as you.
+    Its methods are the coordinator's: workers run scheduled functions, the chief creates variables. The connection is encrypted;
+    only users who can read the file can connect. They can run any code in the job, as you.
 
     Args:
-        file: that the job writes, on a file system that both see, or a copy of it, readable by you alone.
-        timeout: seconds that the job may take to be there.
+        file: the file that the job writes, on a shared file system, or a copy of it, readable by you alone.
+        timeout: seconds to wait for the job.
 
     Raises:
-        TimeoutError: no job serves by that file, or cannot be reached: see "A job that serves" in the documentation.
+        TimeoutError: no job serves by that file, or it is unreachable: see "A job that serves" in the documentation.
         ClusterError: the file is not yours alone; or the job serves another client.
         MissingDependencyError: pyzmq or cloudpickle is not installed.
 
@@ -230,11 +230,11 @@ def connect(file: str | os.PathLike[str], *, timeout: float = 60.0) -> RemoteClu
 
 @final
 class RemoteCluster(FunctionScheduler):
-    """The ranks of a job that serves. `ms.connect` makes it.
+    """The ranks of a serving job. `ms.connect` creates it.
 
     Attributes:
         num_workers: the number of workers that run functions.
-        coordinator: stands for the job's ClusterCoordinator, in functions that `call` has the chief call.
+        coordinator: a reference to the job's ClusterCoordinator, for functions that `call` runs on the chief.
     """
 
     def __init__(self, path: Path, timeout: float) -> None:
@@ -242,7 +242,7 @@ class RemoteCluster(FunctionScheduler):
         end = monotonic() + timeout
         self._lock = threading.RLock()
         self._values: weakref.WeakValueDictionary[int, RemoteValue] = weakref.WeakValueDictionary()
-        self._dropped: deque[int] = deque()  # numbers of values that are in use no more
+        self._dropped: deque[int] = deque()  # numbers of values that are no longer used
         self._pending: set[int] = set()
         self._error: BaseException | None = None
         self._scheduled = 0
@@ -267,12 +267,12 @@ class RemoteCluster(FunctionScheduler):
     def call(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> RemoteValue:
-        """Have the chief call a function in the scope of the job's strategy; wait for it, and return what stands for the value.
+        """Call a function on the chief, in the scope of the job's strategy; wait for it, and return a reference to its value.
 
-        Variables, optimizers and whatever else all ranks make together are made so; `fn` may also save and restore.
+        It can create variables, optimizers and all other objects that all ranks create together, and it may save and restore.
 
         Raises:
-            Exception: what the function raised.
+            Exception: raised by the function.
             TypeError, ClosedError: as for `schedule`.
 
         Example:
@@ -285,10 +285,10 @@ class RemoteCluster(FunctionScheduler):
         return made
 
     def join(self) -> None:
-        """Wait until all scheduled functions have run. Ctrl-C cancels those that wait.
+        """Wait until all scheduled functions have run. Ctrl-C cancels the waiting ones.
 
         Raises:
-            Exception: what the first function that failed raised, once, with its traceback in the job as the cause.
+            Exception: that of the first function that failed, once, with its traceback in the job as the cause.
         """
         self._wait(lambda: not self._pending or self._error is not None)
         self._raise_error()
@@ -299,13 +299,13 @@ class RemoteCluster(FunctionScheduler):
         return not self._pending
 
     def progress(self) -> tuple[int, int]:
-        """Return the number of scheduled functions that have ended, and of all that were scheduled."""
+        """Return the number of scheduled functions that have ended, and of all scheduled ones."""
         self._take(0)
         with self._lock:
             return self._scheduled - len(self._pending), self._scheduled
 
     def cancel(self) -> None:
-        """Cancel the functions that wait; those that run end. Their `get` raises ClosureCancelledError."""
+        """Cancel waiting functions; running ones end. The `get` of cancelled ones raises ClosureCancelledError."""
         with self._lock:
             self._open().send(JOB, Kind.CANCEL)
 
@@ -314,7 +314,9 @@ class RemoteCluster(FunctionScheduler):
         self._leave(Kind.END)
 
     def close(self) -> None:
-        """Leave the job, which waits for the next client. What waits is cancelled; variables stay. Later calls do nothing."""
+        """Leave the job, which waits for the next client. Waiting functions are cancelled; variables stay. Later calls do
+        nothing.
+        """
         self._leave(Kind.LEAVE)
 
     def __enter__(self) -> RemoteCluster:
@@ -365,7 +367,7 @@ class RemoteCluster(FunctionScheduler):
         return made
 
     def _request(self, kind: Kind, data: bytes) -> RemoteValue:
-        """Send a message, and return the value that its answer will finish."""
+        """Send a message, and return the value that its answer will complete."""
         made = RemoteValue(self, next(self._numbers))
         self._open().send(JOB, kind, made._number, data)
         self._values[made._number] = made
@@ -394,7 +396,7 @@ class RemoteCluster(FunctionScheduler):
             raise
 
     def _take(self, seconds: float) -> None:
-        """Take all messages that are there; wait for the first for so many seconds."""
+        """Handle all available messages; wait at most `seconds` for the first."""
         with self._lock:
             while messages := self._open().poll(seconds):
                 for message in messages:
@@ -417,7 +419,7 @@ class RemoteCluster(FunctionScheduler):
             if error is not None and self._error is None and not isinstance(error, ClosureCancelledError):
                 self._error = error
         value = self._values.get(message.number)
-        if value is None:  # no longer in use, or a fetch that timed out
+        if value is None:  # no longer used, or a fetch that timed out
             return
         if error is None:
             value._finish(message.payload)
@@ -431,7 +433,7 @@ class RemoteCluster(FunctionScheduler):
             raise error
 
     def wait_for(self, value: RemoteValue, timeout: float | None) -> Any:
-        """Return a value: `RemoteValue.get` ends here."""
+        """Return a value: implements `RemoteValue.get`."""
         self._settled(value, timeout)
         with self._lock:
             answer = self._request(Kind.FETCH, dumps(value._number, _nothing))
@@ -439,11 +441,11 @@ class RemoteCluster(FunctionScheduler):
         return answer._result(lambda data: loads(data, _stays))
 
     def iterate(self, stub: Stub) -> RemoteValue:
-        """Return the value of `iter` on the chief: `iter` of a RemoteValue ends here."""
+        """Return the value of `iter` on the chief: implements `iter` of a RemoteValue."""
         return self.call(iter, (stub,))
 
     def _settled(self, value: RemoteValue, timeout: float | None) -> None:
-        """Wait until a function has ended; raise what it raised."""
+        """Wait until a function has ended; raise its exception."""
         self._wait(lambda: value.status is not RemoteValueStatus.NOT_READY, timeout, "RemoteValue.get")
         if value._error is not None:
             self._error = None if self._error is value._error else self._error
@@ -457,10 +459,10 @@ def _nothing(thing: Any) -> None:
 def _stays(kind: str, key: int) -> NoReturn:
     remedy = "Return an array or plain data"
     raise TypeError(
-        explain("RemoteValue.get", "", expected="what can be sent", got=f"a {kind} of the job", remedy=remedy)
+        explain("RemoteValue.get", "", expected="data that can be sent", got=f"a {kind} of the job", remedy=remedy)
     )
 
 
 def _make_on_workers(coordinator: Any, fn: Callable[..., Any], args: tuple[Any, ...], function: str) -> Any:
-    """Call the coordinator. The chief finds this function by its name, for this module is there."""
+    """Call the coordinator. The chief finds this function by its name, because it has this module."""
     return coordinator._make_on_workers(fn, args, function)

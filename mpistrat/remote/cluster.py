@@ -1,7 +1,7 @@
-"""Cluster: the chief of a strategy and the ranks that serve it, over one communicator; how ranks without a program join.
+"""Cluster: the chief of a strategy and its serving ranks, over one communicator; and how ranks without a program join.
 
-A rank without a program of its own is in `Server.join()`: it learns the settings of the strategy that rank 0's program
-makes, makes it too, and then does what the chief commands.
+A rank without its own program is in `Server.join()`: it receives the settings of the strategy of rank 0's program, creates the
+strategy, and then executes the chief's commands.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ if TYPE_CHECKING:
 
 __all__ = ["Cluster", "check_workers", "learn_settings", "share_settings", "with_joined"]
 
-_REMEDY = "Let the chief do what all ranks do together: it takes those that serve along"
+_REMEDY = "Make collective calls on the chief: the serving ranks then take part"
 
-_CHIEF = 0  # it makes the numbers that variables begin with, so it is the one that leads
+_CHIEF = 0  # it creates initial values, so it leads
 _joined: ContextVar[tuple[int, ...] | None] = ContextVar("mpistrat_joined", default=None)
 _clusters: weakref.WeakKeyDictionary[Any, Cluster] = weakref.WeakKeyDictionary()
 
 
 @final
 class Cluster(Coordination):
-    """The chief's dispatcher, or another rank's loop, over a communicator of their own. Collective over all ranks.
+    """The chief's dispatcher, or another rank's loop, over a separate communicator. Collective over all ranks.
 
-    The strategy announces what the chief does together with all ranks, and the ranks that serve get a command to do it as well.
+    The strategy announces the chief's collective calls, and the serving ranks get a command to make them too.
 
     Args:
         strategy: a ParameterServerStrategy.
-        joined: ranks that have no program of their own, and serve from now on.
+        joined: ranks without a program of their own, which serve from now on.
 
     Attributes:
         chief: its rank.
         workers: the ranks that run functions, by index.
         dispatcher: on the chief.
         loop: on all others.
-        registry: what tokens stand for on this rank.
+        registry: the objects of tokens on this rank.
 
     Raises:
         MissingDependencyError: cloudpickle is not installed.
@@ -96,29 +96,29 @@ class Cluster(Coordination):
 
     @classmethod
     def of(cls, strategy: Strategy) -> Cluster:
-        """Return the cluster of a strategy. Collective, unless there is one."""
+        """Return the cluster of a strategy. Collective, unless it exists."""
         known = _clusters.get(strategy)
         return cls(strategy) if known is None or known.closed else known
 
     @property
     def closed(self) -> bool:
-        """Whether its communicator was freed."""
+        """True once its communicator is freed."""
         return self._comm is None
 
     # on the chief
 
     def open(self, coordinator: Any, queue_size: int) -> None:
-        """Let a coordinator use the cluster. On every rank that makes one."""
+        """Attach a coordinator to the cluster. On every rank that creates one."""
         self.registry.coordinator = coordinator
         if self.dispatcher is not None:
             self.dispatcher.queue_size = queue_size
             self.dispatcher.listeners.update(self._others)
             self.leads = True
-            if not self._joined:  # the same program made the same optimizers everywhere
+            if not self._joined:  # the same program created the same optimizers everywhere
                 self.registry.note_optimizers()
 
     def release(self) -> None:
-        """End what `open` began; collective where no rank follows for good."""
+        """Detach the coordinator; collective unless ranks have joined."""
         self.leads = False
         self.registry.coordinator = None
         self.registry.resources.clear()
@@ -126,7 +126,7 @@ class Cluster(Coordination):
             self.free()
 
     def end_coordinator(self) -> None:
-        """Let those go on that have programs of their own. For the chief."""
+        """Release the ranks with their own programs. For the chief."""
         if self.dispatcher is not None:
             self.dispatcher.cancel("the coordinator was closed")
             self.dispatcher.end(rank for rank in self._others if rank not in self._joined)
@@ -134,15 +134,16 @@ class Cluster(Coordination):
                 self.dispatcher.stop()
 
     def announce(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Have those that serve take part in what this rank is about to do with all ranks.
+        """Make the serving ranks take part in a collective call that this rank is about to make.
 
         Args:
-            name: "variable", "optimizer", "close", or a method of the strategy that all ranks call; or "step", of this rank
-                alone, for which those without a program must have its optimizers.
-            args, kwargs: of that.
+            name: "variable", "optimizer", "close", or a collective method of the strategy; or "step", a call of this rank alone,
+                for
+                which ranks without a program need its optimizers.
+            args, kwargs: of the call.
 
         Raises:
-            ContextError: in a scheduled function: only one rank runs it.
+            ContextError: in a scheduled function, because only one rank runs it.
         """
         if self.dispatcher is None:
             if name != "step":
@@ -157,17 +158,17 @@ class Cluster(Coordination):
                 self.dispatcher.end(self._joined)
                 self.dispatcher.stop()
         elif self.dispatcher.listeners:
-            if name == "restore" and self._joined:  # which give optimizers their state as this rank does
+            if name == "restore" and self._joined:  # they restore optimizers' state like this rank
                 self._announce_optimizers(optimizers.known())
             self.dispatcher.command(dumps(command_of(name, args, kwargs), self.registry.reduce_command))
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
-        """Make a function find what the chief wrote before, and the optimizers that it uses."""
+        """Apply the chief's earlier writes, and announce a function's optimizers."""
         self._flush()
         self._announce_optimizers(optimizers)
 
     def _check_rendezvous(self, comm: MPI.Intracomm, function: str) -> None:
-        """Raise ContextError if this rank waits for ranks that serve, and cannot make with it what all ranks make."""
+        """Raise ContextError if this rank waits for serving ranks, which cannot take part in its collective call."""
         if self.scheduled:
             serving: Sequence[int] = self._servers
         else:
@@ -182,22 +183,22 @@ class Cluster(Coordination):
         theirs.Free()
         if there:
             remedy = (
-                "In a function one rank acts: use the coordinator's strategy, ms.get_strategy(). A strategy of all ranks is made "
-                "by a program that all ranks run"
+                "In a function one rank acts: use the coordinator's strategy, ms.get_strategy(). A strategy of all ranks "
+                "is created by a program that all ranks run"
             )
             expected = "ranks that all run this program"
             got = f"{named('rank', there)} of it in the coordinator's service"
             raise ContextError(explain(function, "comm", expected=expected, got=got, remedy=remedy))
 
     def _announce_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Have those that serve make the optimizers that a function uses, with the numbers of now."""
+        """Make the serving ranks create a function's optimizers, with their current settings."""
         for optimizer in optimizers:
             if self.registry.note_optimizer(optimizer):
                 self.announce("optimizer", optimizer)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """The context of a function that this rank runs alone: what is collective over all ranks is refused."""
+        """Enter the context of a function that this rank runs alone, in which calls collective over all ranks raise."""
         monitor, before = self._group.monitor, self._group.monitor.refusal
         monitor.refusal = before or ContextError(f"not in a scheduled function, which one rank runs. {_REMEDY}")
         self.scheduled = True
@@ -211,7 +212,7 @@ class Cluster(Coordination):
     # the end
 
     def free(self) -> None:
-        """Free the communicator. Collective; nothing is under way."""
+        """Free the communicator. Collective; no message is pending."""
         comm, self._comm = self._comm, None
         remove_check(self._check_rendezvous)
         if comm is not None:
@@ -219,11 +220,11 @@ class Cluster(Coordination):
             comm.Free()
 
     def close(self) -> None:
-        """Free the communicator, with the strategy. Collective; the group calls it."""
+        """Free the communicator, with the strategy. Collective; called by the group."""
         self.free()
 
     def leave(self) -> Callable[[], None] | None:
-        """Let the others go, at the end of the program. The group calls it."""
+        """Release the others, at the end of the program. Called by the group."""
         remove_check(self._check_rendezvous)
         if self.dispatcher is not None and self._comm is not None:
             self.dispatcher.leave()
@@ -257,29 +258,29 @@ def _roles(strategy: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def check_workers(strategy: Strategy) -> None:
-    """Do nothing if functions can be scheduled with a strategy.
+    """Raise unless functions can be scheduled with a strategy.
 
     Raises:
-        LayoutError: there is no worker beside the chief.
-        ValueError: workers may wait for each other, and functions go where there is room.
+        LayoutError: there is no worker besides the chief.
+        ValueError: workers may wait for each other, while functions go to any free worker.
     """
     workers, servers = _roles(strategy)
     if len(workers) < 2:
         remedy = "Start one rank more: the chief only schedules"
-        expected = "a chief and at least one worker beside it"
-        got = f"{len(workers)} beside {len(servers)} servers"
+        expected = "a chief and at least one other worker"
+        got = f"{len(workers)} workers and {len(servers)} servers"
         raise LayoutError(explain("ClusterCoordinator", "strategy", expected=expected, got=got, remedy=remedy))
     for name, free in (("max_staleness", None), ("workers_in_sync", 1)):
         given = getattr(strategy, name, free)
         if given != free:
-            remedy = "Workers run what is scheduled, not the same number of steps each"
+            remedy = "Workers run scheduled functions, not equal numbers of steps"
             expected = f"a strategy with {name}={free}"
             raise ValueError(explain("ClusterCoordinator", "strategy", expected=expected, got=given, remedy=remedy))
 
 
 @contextlib.contextmanager
 def with_joined(joined: tuple[int, ...]) -> Iterator[None]:
-    """While the context lasts, the strategy that is made is rank 0's, as `learn_settings` returned it."""
+    """Make a new strategy rank 0's in this context, with the ranks from `learn_settings`."""
     token = _joined.set(joined)
     try:
         yield
@@ -288,20 +289,20 @@ def with_joined(joined: tuple[int, ...]) -> Iterator[None]:
 
 
 def share_settings(comm: MPI.Intracomm, settings: dict[str, Any]) -> tuple[int, ...]:
-    """Tell the ranks that have joined what strategy is being made, and return who they are. Collective over `comm`.
+    """Send the settings of the new strategy to the ranks that have joined, and return these. Collective over `comm`.
 
-    Those are in `learn_settings` meanwhile.
+    Those ranks are in `learn_settings` meanwhile.
 
     Args:
         comm: of all ranks of the strategy, the user's.
-        settings: the arguments of the strategy that are not this rank's own.
+        settings: the strategy's arguments that do not differ between ranks.
 
     Raises:
-        ClusterError: on every rank: rank 0 has joined, too.
+        ClusterError: on every rank: rank 0 has joined too.
         TypeError: on every rank: rank 0's settings cannot be sent.
     """
     known = _joined.get()
-    if known is not None:  # this rank has learned them
+    if known is not None:  # this rank has received the settings
         return known
     return _exchange(comm, settings)[1]
 
@@ -314,7 +315,7 @@ def learn_settings(comm: MPI.Intracomm) -> tuple[dict[str, Any], tuple[int, ...]
 
 
 def _exchange(comm: MPI.Intracomm, own: dict[str, Any] | None) -> tuple[dict[str, Any] | None, tuple[int, ...]]:
-    """Return the settings, own or else rank 0's, and the ranks that have none of their own."""
+    """Return the settings, own or else rank 0's, and the ranks without their own."""
     wait_for_ranks(comm, PARAMETER_SERVER.name)
     flags = np.empty(comm.size, np.int8)
     comm.Allgather(np.array([own is None], np.int8), flags)
@@ -322,8 +323,8 @@ def _exchange(comm: MPI.Intracomm, own: dict[str, Any] | None) -> tuple[dict[str
     if not joined:
         return own, ()
     if _CHIEF in joined:
-        remedy = "Start the chief's program as rank 0, and join() on the others"
-        expected, got = "a program on rank 0 that the others follow", "join() there, too"
+        remedy = "Start the chief's program as rank 0, and call join() on the others"
+        expected, got = "a program on rank 0 that the others follow", "join() on rank 0 too"
         raise ClusterError(explain("Server.join", "", expected=expected, got=got, remedy=remedy))
     with together(partial(gather_text, comm), as_told):
         data = _packed(own) if comm.rank == _CHIEF else b""

@@ -1,4 +1,4 @@
-"""ClusterCoordinator: the chief sends functions to workers, which run them and return what they return."""
+"""ClusterCoordinator: the chief sends functions to workers, which run them and return the results."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Callback = Callable[[RemoteValue], None]
 
 @final
 class CoordinatorExecutor(Executor):
-    """Runs functions on the workers (concurrent.futures.Executor). `ClusterCoordinator.executor()` makes it.
+    """A concurrent.futures.Executor that runs functions on the workers. `ClusterCoordinator.executor()` creates it.
 
-    What a function raises is its future's alone: the coordinator's `join` neither waits for these functions nor raises
-    for them.
+    A function's exception is only in its future: the coordinator's `join` neither waits for these functions nor raises their
+    errors.
 
     Args:
-        submit: sends a function and its arguments; calls `start` before it does, which returns whether it shall, and
-            `callback` with the value once it is there.
+        submit: sends a function and its arguments; calls `start` before, which returns False if it is cancelled, and `callback`
+            with the value once it is ready.
     """
 
     def __init__(self, submit: Callable[[Any, Any, Any, Start, Callback], RemoteValue]) -> None:
@@ -88,13 +88,13 @@ class CoordinatorExecutor(Executor):
 
         Args:
             fn: called with one element of each iterable.
-            iterables: read at once, as far as the shortest goes.
-            timeout: seconds, counted from this call, until the next result must be there.
-            chunksize: how many calls are sent together: more for quick functions.
+            iterables: read at once, up to the end of the shortest.
+            timeout: seconds, from this call, until the next result must be ready.
+            chunksize: number of calls that are sent together: more for quick functions.
 
         Raises:
-            TimeoutError: when a result is asked for and does not come in time.
-            Exception: what the function raised, when its result is asked for.
+            TimeoutError: on iteration, if a result is not ready in time.
+            Exception: on iteration, that of the function.
         """
         if chunksize < 1:
             raise ValueError(explain("CoordinatorExecutor.map", "chunksize", expected="at least 1", got=chunksize))
@@ -105,11 +105,11 @@ class CoordinatorExecutor(Executor):
         return itertools.chain.from_iterable(super().map(partial(_call_all, fn), chunks, timeout=timeout))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more functions. The coordinator goes on.
+        """Accept no more functions. The coordinator continues.
 
         Args:
-            wait: whether to wait for those that were submitted.
-            cancel_futures: whether to cancel those that no worker has yet.
+            wait: wait for the submitted ones.
+            cancel_futures: cancel those that are not on a worker yet.
         """
         self._open = False
         futures = list(self._futures)
@@ -129,10 +129,10 @@ QUEUE_SIZE = 10_000
 
 @final
 class ClusterCoordinator(FunctionScheduler):
-    """Runs functions on the workers of a ParameterServerStrategy (TF: tf.distribute.coordinator.ClusterCoordinator).
+    """A scheduler of functions on the workers of a ParameterServerStrategy (TF: tf.distribute.coordinator.ClusterCoordinator).
 
-    The same program runs on every rank, and creating the coordinator is collective over all of them. The chief
-    schedules; all others serve until it closes, in `serve()` or at the end of the `with` block::
+    The same program runs on every rank, and creating the coordinator is collective over all of them. The chief schedules; all
+    others serve until it closes, in `serve()` or at the end of the `with` block::
 
         with ms.coordinator.ClusterCoordinator(strategy) as coordinator:
             if coordinator.is_chief:
@@ -140,19 +140,17 @@ class ClusterCoordinator(FunctionScheduler):
                     coordinator.schedule(step, args=(iterator,))
                 coordinator.join()
 
-    The chief is the strategy's first worker, and runs no functions itself. A scheduled function finds the worker's own
-    variables, optimizers and strategy where it refers to the chief's; whatever else it refers to is sent along, by
-    cloudpickle, and is the chief's of the moment of `schedule`. What it returns is sent back.
-
-    A function runs once, unless the worker that runs it leaves the program: then another worker runs it from the start.
-    Most MPIs end the job with any of its ranks, and the package's watchdog says why.
+    The chief is the strategy's first worker, and runs no functions itself. In a scheduled function, references to the chief's
+    variables, optimizers and strategy become the worker's own. All other objects are sent by cloudpickle, in their state at
+    `schedule`. The return value is sent back. A function runs once, unless its worker leaves the program: then another worker
+    runs it from the start. Most MPIs end the job with any of its ranks, and the package's watchdog reports why.
 
     Args:
-        strategy: a ParameterServerStrategy with a worker beside the chief.
-        queue_size: scheduled functions that wait for a worker at most; `schedule` waits for room.
+        strategy: a ParameterServerStrategy with a worker besides the chief.
+        queue_size: the most scheduled functions that wait for a worker; `schedule` waits for room.
 
     Raises:
-        LayoutError: on every rank: there is no worker beside the chief.
+        LayoutError: on every rank: there is no worker besides the chief.
         MissingDependencyError: cloudpickle is not installed.
         TypeError: it is another strategy.
         ValueError: the strategy has a coordinator already, or a bound of staleness.
@@ -171,11 +169,11 @@ class ClusterCoordinator(FunctionScheduler):
         self._strategy = strategy
         self._closed = False
         self._tables: weakref.WeakKeyDictionary[StaticHashTable, PerWorkerValues] = weakref.WeakKeyDictionary()
-        self._new_tables: deque[tuple[int, StaticHashTable]] = deque()  # that no worker has yet
-        self._dropped: deque[int] = deque()  # numbers of per-worker values that nobody has any more
+        self._new_tables: deque[tuple[int, StaticHashTable]] = deque()  # not sent to workers yet
+        self._dropped: deque[int] = deque()  # numbers of unused per-worker values
         self._cluster.open(self, queue_size)
 
-    # who
+    # roles
 
     @property
     def strategy(self) -> Strategy:
@@ -184,7 +182,7 @@ class ClusterCoordinator(FunctionScheduler):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this rank schedules; the others serve."""
+        """True on the rank that schedules; the others serve."""
         return self._cluster.dispatcher is not None
 
     @property
@@ -192,7 +190,7 @@ class ClusterCoordinator(FunctionScheduler):
         """The number of workers that run functions: all but the chief."""
         return len(self._cluster.workers)
 
-    # what the chief does
+    # calls of the chief
 
     def _raise_error(self) -> None:
         self._dispatcher("schedule").raise_error()
@@ -211,32 +209,33 @@ class ClusterCoordinator(FunctionScheduler):
         priority: float = 0,
         callback: Callable[[RemoteValue], None],
     ) -> RemoteValue:
-        """Have a worker call a function whose error is its value's alone: `join` neither waits nor raises. For the chief.
+        """Schedule a function whose error is only in its value: `join` neither waits nor raises. For the chief.
 
         Args:
-            fn, args, kwargs, worker, priority: as for `schedule`, as are the errors, but for those of other functions.
-            callback: is called with the value once it is there, or aborted, perhaps in another thread.
+            fn, args, kwargs, worker, priority: as for `schedule`, as are the errors, except those of other functions.
+            callback: called with the value once it is ready or aborted, possibly in another thread.
         """
         self._check_worker(worker)
         how: dict[str, Any] = {"worker": worker, "priority": priority, "isolated": True, "callback": callback}
         return self._submit(self._dispatcher("submit"), "submit", fn, args, kwargs, **how)
 
     def cancel(self) -> None:
-        """Cancel the functions that wait; those that run end. Their values raise ClosureCancelledError. For the chief."""
+        """Cancel waiting functions; running ones end. The values of cancelled ones raise ClosureCancelledError. For the chief."""
         self._dispatcher("cancel").cancel("cancelled by the chief")
-        self._tables.clear()  # perhaps not all workers have got them
+        self._tables.clear()  # some workers may not have received them
 
     def join(self) -> None:
         """Wait until all scheduled functions have run. For the chief.
 
         Raises:
-            Exception: what the first function that failed raised, once, after those that run at the moment have ended. Those
-                that waited are cancelled: their values raise ClosureCancelledError. Then everything goes on as if new.
+            Exception: that of the first function that failed, once, after the running ones have ended. Waiting ones are
+                cancelled:
+                their values raise ClosureCancelledError. Then the coordinator can be used again.
         """
         self._dispatcher("join").join()
 
     def done(self) -> bool:
-        """Return whether all scheduled functions have run. For the chief."""
+        """Return True if all scheduled functions have run. For the chief."""
         return self._dispatcher("done").done()
 
     def require_workers(self) -> None:
@@ -247,10 +246,10 @@ class ClusterCoordinator(FunctionScheduler):
     def fetch(self, values: Any) -> Any:
         """Return a structure with the values of the RemoteValues in it. For the chief.
 
-        A PerWorkerValues becomes a tuple of the values of the workers that have not left; everything else is returned as it is.
+        A PerWorkerValues becomes a tuple of the values of the workers that have not left; other leaves are unchanged.
 
         Raises:
-            Exception: what the functions raised.
+            Exception: that of a function.
         """
         self._dispatcher("fetch")
         return super().fetch(nest.map_structure(self._ask, values))
@@ -273,12 +272,12 @@ class ClusterCoordinator(FunctionScheduler):
 
         return CoordinatorExecutor(submit)
 
-    # what the others do, and the end
+    # calls of the others, and the end
 
     def serve(self) -> None:
-        """Run what the chief schedules, until it closes the coordinator. Not for the chief.
+        """Run the functions that the chief schedules, until it closes the coordinator. Not for the chief.
 
-        A function that raises does not end it: the chief gets the exception. On a server it only waits.
+        It continues after a function that raises: the chief gets the exception. A server only waits.
 
         Raises:
             ContextError: on the chief.
@@ -297,7 +296,7 @@ class ClusterCoordinator(FunctionScheduler):
     def close(self) -> None:
         """End the coordinator. Collective the first time; later calls do nothing. The end of the `with` block calls it.
 
-        The chief cancels what waits and waits for what runs; the others serve until then.
+        The chief cancels waiting functions and waits for running ones; the others serve until then.
         """
         if self._cluster.loop is not None:
             self.serve()
@@ -312,7 +311,7 @@ class ClusterCoordinator(FunctionScheduler):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close, unless an exception leaves the block: that ends the job, and must not wait for others."""
+        """Close, unless an exception leaves the block: it ends the job, so it must not wait for others."""
         if error is None:
             self.close()
 
@@ -359,7 +358,7 @@ class ClusterCoordinator(FunctionScheduler):
         try:
             data = dumps((fn, tuple(args), dict(kwargs or {})), registry.reduce_with(inputs), what)
         except TypeError as error:
-            remedy = "Make on the worker what cannot be sent, with create_per_worker_resource"
+            remedy = "Create objects that cannot be sent on the worker, with create_per_worker_resource"
             expected, got = "a function that can be pickled with all that it refers to", f"{what}: {error}"
             raise TypeError(explain(function, "fn", expected=expected, got=got, remedy=remedy)) from error
         kept, registry.kept = registry.kept, []
@@ -378,7 +377,7 @@ class ClusterCoordinator(FunctionScheduler):
         return values
 
     def _new_values(self) -> tuple[PerWorkerValues, int]:
-        """Return what stands for values that are yet to be made on the workers, and their number."""
+        """Return a reference to values that the workers have yet to create, and its number."""
         number = next(self._numbers)
         values = PerWorkerValues(self, number)
         weakref.finalize(values, self._dropped.append, number).atexit = False
@@ -391,14 +390,14 @@ class ClusterCoordinator(FunctionScheduler):
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         function: str,
-        isolated: bool = False,  # else an error of another function may come between two workers
+        isolated: bool = False,  # otherwise another function's error may come between two workers
     ) -> None:
         keep, how = (self._cluster.registry, number, fn, args), {"priority": FIRST, "isolated": isolated}
         for worker in dispatcher.alive():
             self._submit(dispatcher, function, _keep, keep, None, worker=worker, **how)
 
     def copies_of(self, table: StaticHashTable) -> PerWorkerValues:
-        """Return what stands for the workers' copies of a table, which are sent before the function that refers to it."""
+        """Return a reference to the workers' copies of a table, which are sent before the function that uses it."""
         values = self._tables.get(table)
         if values is None:
             values, number = self._new_values()
@@ -414,7 +413,7 @@ class ClusterCoordinator(FunctionScheduler):
             )
 
     def _ask(self, value: Any) -> Any:
-        """Return the values that workers send of a PerWorkerValues; another value as it is."""
+        """Return the workers' values of a PerWorkerValues; other values unchanged."""
         if not isinstance(value, PerWorkerValues):
             return value
         how = {"priority": FIRST, "isolated": True}
@@ -425,20 +424,20 @@ class ClusterCoordinator(FunctionScheduler):
         )
 
     def iterate(self, stub: Stub) -> PerWorkerValues:
-        """Return the iterators of per-worker datasets: `iter` ends here."""
+        """Return the iterators of per-worker datasets: implements `iter`."""
         if not isinstance(stub, PerWorkerValues):
             raise TypeError(explain("iter", "", expected="a PerWorkerValues", got="a RemoteValue"))
         return self._make_on_workers(iter, (stub,), "iter")
 
     def wait_for(self, value: RemoteValue, timeout: float | None) -> Any:
-        """Return a value: `RemoteValue.get` ends here."""
+        """Return a value: implements `RemoteValue.get`."""
         dispatcher = self._cluster.dispatcher
         if dispatcher is None:
             raise ContextError(explain("RemoteValue.get", "", expected="a call on the chief", got="one elsewhere"))
         return dispatcher.wait_for(value, timeout)
 
 
-# what runs on workers; by reference, for this module is there
+# functions that run on workers; sent by reference, because workers have this module
 
 
 def _keep(registry: Any, number: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

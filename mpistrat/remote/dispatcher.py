@@ -1,4 +1,4 @@
-"""The chief's end: gives closures to workers, takes their answers, and keeps what is not answered yet."""
+"""The chief's side: sends closures to workers, receives their answers, and stores unanswered closures."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .scheduler import ClosureCancelledError, RemoteValue, RemoteValueStatus
 
 __all__ = ["FIRST", "Closure", "ClosureQueue", "Dispatcher"]
 
-FIRST = float("inf")  # the priority of what must be done before everything else, and is never cancelled
-_AHEAD = 4  # calls that a worker has at a time while they are quick and many wait
+FIRST = float("inf")  # the priority of closures that come before all others and are never cancelled
+_AHEAD = 4  # calls on a worker at a time while they are quick and many wait
 _MANY = 4  # calls that wait for each worker
 _QUICK = 0.01  # seconds
-_CHECK = 0.05  # seconds between two looks after ranks that left
+_CHECK = 0.05  # seconds between two checks for ranks that left
 _MUST_SERVE = "every rank but the chief must call coordinator.serve() or coordinator.close(), or end its `with` block"
 
 
@@ -42,10 +42,10 @@ class Closure:
         worker: the only worker that may run it, or None.
         priority: larger ones are sent first.
         isolated: True if only its value raises its error, not the next join.
-        kept: the objects that must not be freed before it has run.
-        start: called before it is sent the first time; returns False if it was cancelled.
-        callback: called with the value once it is there, or aborted.
-        number: counted from 1 over all closures that were submitted.
+        kept: objects that must not be freed before it has run.
+        start: called before it is first sent; returns False if it was cancelled.
+        callback: called with the value once it is ready or aborted.
+        number: counted from 1 over all submitted closures.
         missing: the number of its inputs that are not ready.
     """
 
@@ -109,47 +109,46 @@ class ClosureQueue:
 
 @final
 class _ServingWorker:
-    """What the chief knows of a worker."""
+    """The chief's record of a worker."""
 
     def __init__(self, index: int, rank: int) -> None:
         self.index, self.rank = index, rank
-        self.calls: dict[int, Closure] = {}  # that are not answered, by their number among this worker's
+        self.calls: dict[int, Closure] = {}  # unanswered, by their number among this worker's
         self.sent = self.answered = 0
-        self.seconds = FIRST  # that the last one took
+        self.seconds = FIRST  # duration of the last one
         self.serves = False
-        self.returns = False  # it gives calls back that wait behind a long one
+        self.returns = False  # it returns calls that wait for a long one
         self.since = 0.0  # when the first call was sent
-        self.warned = False  # that it does not serve
+        self.warned = False  # the warning that it does not serve was printed
 
     @property
     def name(self) -> str:
-        """Which one it is."""
+        """Its name for people."""
         return f"worker {self.index} (rank {self.rank})"
 
     def has_room(self, many: bool) -> bool:
-        """Return whether it shall get another call: one at a time, unless they are quick and many wait here."""
+        """Return True if it can get another call: one at a time, unless they are quick and many wait here."""
         ahead = many and self.returns and self.seconds < _QUICK
         return len(self.calls) < (_AHEAD if ahead else 1)
 
 
 @final
 class Dispatcher:
-    """Carries closures to workers and values back. For the chief.
+    """A carrier of closures to workers and of values back. For the chief.
 
-    Any thread may drive it: those that wait for something do, and where MPI allows it a thread of its own does while
-    the program computes.
+    Any thread may drive it: threads that wait do, and if MPI allows it, a separate thread does while the program computes.
 
     Args:
         group: all ranks.
         channel: the chief's.
         workers: ranks.
-        unpack: returns the value of what a worker sent.
+        unpack: returns the value in a worker's bytes.
 
     Attributes:
-        queue_size: closures that wait for a worker at most.
-        listeners: the ranks that serve, workers or not: they get commands, and a message when it ends.
-        threaded: whether it goes on while the program computes.
-        lock: held while anything here changes.
+        queue_size: the most closures that wait for a worker.
+        listeners: the serving ranks, workers or not: they get commands, and a message at the end.
+        threaded: True if it continues while the program computes.
+        lock: held during changes.
     """
 
     def __init__(
@@ -168,25 +167,25 @@ class Dispatcher:
         self.listeners: set[int] = set()
         self._serving: set[int] = set()
         self.queue_size, self._queue = 1, ClosureQueue(len(workers))
-        self._waiting: dict[RemoteValue, list[Closure]] = {}  # closures by an input that is missing
+        self._waiting: dict[RemoteValue, list[Closure]] = {}  # closures by a missing input
         self._count = self._parked = self._pending = self._held = 0
         self._error: BaseException | None = None
-        self._cancelled, self._cancel_everything = 0, False  # the number of the last one that the last cancellation met
+        self._cancelled, self._cancel_everything = 0, False  # the number of the last closure at the last cancellation
         self._why_cancelled: BaseException = ClosureCancelledError("")
-        self._finished: list[Closure] = []  # whose callbacks are to be called
+        self._finished: list[Closure] = []  # with callbacks to call
         self._next_check = 0.0
         self.threaded = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._stopping = False
 
-    # what the coordinator does
+    # calls of the coordinator
 
     def submit(self, closure: Closure) -> RemoteValue:
         """Put a function into the queue and return its value; wait while the queue is full.
 
         Raises:
-            What a closure before it raised, unless this one is isolated.
+            The exception of an earlier closure, unless this one is isolated.
         """
         isolated = closure.isolated
         if not isolated:
@@ -211,7 +210,7 @@ class Dispatcher:
         return [worker.index for worker in self._alive.values()]
 
     def idle(self) -> list[int]:
-        """Return the ranks that serve, and run no function."""
+        """Return the serving ranks that run no function."""
         self.progress()
         with self.lock:
             return sorted(self._serving & self.listeners - {worker.rank for worker in self._workers if worker.calls})
@@ -220,18 +219,18 @@ class Dispatcher:
         """Wait until every closure has run.
 
         Raises:
-            What the first closure that failed raised, once.
+            The exception of the first closure that failed, once.
         """
         self.drive(lambda: not self._pending or self._error is not None)
         self.raise_error()
 
     def done(self) -> bool:
-        """Return whether every closure has run."""
+        """Return True if every closure has run."""
         self.progress()
         return not self._pending
 
     def raise_error(self) -> None:
-        """Raise what a closure raised, once, after those that run have ended."""
+        """Raise a closure's exception, once, after the running ones have ended."""
         if self._error is None:
             return
         self.drive(lambda: not self._running())
@@ -247,23 +246,23 @@ class Dispatcher:
         return value._result(self._unpack)
 
     def command(self, data: bytes) -> None:
-        """Have those that serve do something that is collective, which the chief then does.
+        """Make the serving ranks join a collective call, which the chief then makes.
 
-        Closures that run are waited for; those in the queue come after it.
+        It waits for running closures; queued ones run afterwards.
         """
         with self._held_back():
             self._tell(self.listeners, Kind.COMMAND, 0, data)
 
     def cancel(self, why: str) -> None:
-        """Cancel what waits."""
+        """Cancel waiting closures."""
         with self.lock:
             self._cancel(ClosureCancelledError(why), everything=True)
             self._error = None
 
     def end(self, ranks: Iterable[int]) -> None:
-        """Let ranks that serve go on, once nothing runs any more.
+        """Release serving ranks, once nothing runs any more.
 
-        Each confirms: then nothing of it is on its way, and the communicator may be freed.
+        Each confirms: then it has no pending message, and the communicator may be freed.
 
         Raises:
             CollectiveTimeoutError: a rank does not serve.
@@ -285,7 +284,7 @@ class Dispatcher:
         self._tell(self.listeners, Kind.END, 1)
 
     def abandon(self) -> None:
-        """Have the thread end."""
+        """Ask the thread to end."""
         self._stopping = True
         self._wake.set()
 
@@ -297,7 +296,7 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _held_back(self) -> Iterator[None]:
-        """While the context lasts nothing runs, and what is sent in it has left at its end."""
+        """Stop new functions in this context, at whose end its messages have left."""
         with self.lock:
             self._held += 1
         try:
@@ -316,7 +315,7 @@ class Dispatcher:
     # driving
 
     def drive(self, until: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Carry on until something holds; return whether it does."""
+        """Make progress until a condition holds; return False on a timeout."""
         deadline = None if timeout is None else monotonic() + timeout
         backoff = Backoff()
         while not until():
@@ -329,7 +328,7 @@ class Dispatcher:
         return True
 
     def progress(self) -> bool:
-        """Take what has come and send what can be sent; return whether anything happened."""
+        """Receive and send available messages; return True if anything happened."""
         with self.lock:
             moved = self._receive()
             now = monotonic()
@@ -353,7 +352,7 @@ class Dispatcher:
         backoff = Backoff()
         while True:
             self._wake.clear()
-            if self._stopping:  # looked at behind the clearing: else what `stop` sets between the two would be lost
+            if self._stopping:  # checked after the clearing, else a `stop` between the two would be lost
                 return
             if not self._size() and not self._running() and not self._channel.sending():
                 self._wake.wait()
@@ -371,7 +370,7 @@ class Dispatcher:
     # inside the lock
 
     def _enter(self, closure: Closure) -> None:
-        """Put a closure where it belongs: into the queue, or beside the inputs that it waits for."""
+        """Put a closure into the queue, or next to the inputs that it waits for."""
         if closure.worker is not None and closure.worker not in self.alive():
             worker = self._workers[closure.worker]
             error = PeerExitError(f"{closure.what} cannot be run: {worker.name} left the program")
@@ -442,7 +441,7 @@ class Dispatcher:
             self._abort(closure, loads_error(message.payload, self._unpack))
 
     def _take_back(self, worker: _ServingWorker, number: int) -> None:
-        """Put a call that waits behind a long one back into the queue, or cancel it with those that waited there."""
+        """Put a call that waits for a long one back into the queue, or cancel it with those that waited there."""
         closure = worker.calls.pop(number, None)
         worker.seconds = FIRST
         if closure is None:
@@ -462,7 +461,7 @@ class Dispatcher:
             self._cancel(ClosureCancelledError(f"cancelled, because {closure.what} failed: {error_text(error)}"))
 
     def _settle(self, closure: Closure) -> None:
-        """Go on with those that waited for a value, now that it is there or will never be."""
+        """Continue with closures that waited for a value, now that it is ready or aborted."""
         value = closure.value
         self._pending -= not closure.isolated
         self._finished.append(closure)
@@ -478,7 +477,7 @@ class Dispatcher:
                 self._queue.push(waiting)
 
     def _cancel(self, error: BaseException, everything: bool = False) -> None:
-        """Cancel what waits; isolated closures and those of priority FIRST go on, unless everything is to be cancelled."""
+        """Cancel waiting closures; isolated ones and those of priority FIRST stay, unless `everything` is True."""
         self._cancelled, self._why_cancelled, self._cancel_everything = self._count, error, everything
         parked = {id(closure): closure for closures in self._waiting.values() for closure in closures}
         for closure in (*self._queue.take(), *parked.values()):
@@ -491,10 +490,10 @@ class Dispatcher:
                 self._queue.push(closure)
 
     def _check(self, now: float) -> None:
-        """Look after workers that left the program, and after those that never began to serve."""
+        """Check for workers that left the program, and for those that never started to serve."""
         gone = [worker for worker in self._alive.values() if self._group.has_left(worker.rank)]
         if gone:
-            self._receive()  # what they said before
+            self._receive()  # their last messages
         for worker in gone:
             self._lose(worker)
         for rank in [rank for rank in self.listeners if self._group.has_left(rank)]:

@@ -1,7 +1,7 @@
-"""Object registry: what exists on every rank travels as a token, and arrives as the other rank's own; the rest by cloudpickle.
+"""Object registry: objects that exist on every rank are sent as tokens, and become the receiver's own; others by cloudpickle.
 
-Tokens stand for variables, the strategy, optimizers, the coordinator and per-worker values. A `RemoteValue` among the
-arguments of a function arrives as what it stands for. Chief and workers are ranks of the same job.
+Tokens represent variables, the strategy, optimizers, the coordinator and per-worker values. A `RemoteValue` among the arguments
+of a function arrives as its value. Chief and workers are ranks of the same job.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ __all__ = [
 
 @final
 class ObjectRegistry:
-    """Makes tokens, and finds what they stand for.
+    """A maker and resolver of tokens.
 
     Args:
-        strategy: whose things they are.
+        strategy: the owner of the objects.
 
     Attributes:
-        coordinator: what the token of a coordinator stands for.
+        coordinator: the object of a coordinator's token.
         resources: on a worker its own per-worker values, by number.
-        used: the optimizers whose tokens were made since this was emptied.
-        kept: the per-worker values whose tokens were made since this was emptied.
+        used: the optimizers in tokens since this was emptied.
+        kept: the per-worker values in tokens since this was emptied.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -70,7 +70,7 @@ class ObjectRegistry:
     # on the sender
 
     def reduce(self, thing: Any) -> Reduced | None:
-        """Return the token of something that every rank has, or None.
+        """Return the token of an object that every rank has, or None.
 
         Raises:
             TypeError: it belongs to another strategy or coordinator.
@@ -97,7 +97,7 @@ class ObjectRegistry:
         return None
 
     def reduce_with(self, inputs: dict[int, RemoteValue]) -> Reducer:
-        """Return what makes tokens, of RemoteValues and tables too, and notes them."""
+        """Return a reducer that also handles RemoteValues, which it records, and tables."""
 
         def reduce(thing: Any) -> Reduced | None:
             if isinstance(thing, StaticHashTable):
@@ -111,22 +111,22 @@ class ObjectRegistry:
         return reduce
 
     def reduce_result(self, thing: Any) -> Reduced | None:
-        """Return what is sent to the chief instead of something: of a variable its value."""
+        """Return the replacement of an object in a result for the chief: of a variable its value."""
         return plain(thing.numpy()) if isinstance(thing, (Variable, ShardedVariable)) else self.reduce(thing)
 
     def reduce_command(self, thing: Any) -> Reduced | None:
-        """Return a token, but of no optimizer: a command makes it."""
+        """Return a token, except for optimizers: a command creates them."""
         return None if isinstance(thing, Optimizer) else self.reduce(thing)
 
     def note_optimizer(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer is new, or has other numbers than the last time."""
+        """Return True if an optimizer is new, or its settings have changed."""
         what, ordinal = repr(optimizer), optimizer._core.ordinal
         new = self._noted.get(ordinal) != what
         self._noted[ordinal] = what
         return new
 
     def note_optimizers(self) -> None:
-        """Note all that this program has made."""
+        """Record all optimizers that this program has created."""
         for optimizer in optimizers.known():
             self.note_optimizer(optimizer)
 
@@ -137,7 +137,7 @@ class ObjectRegistry:
     # on the receiver
 
     def resolve(self, kind: str, key: int) -> Any:
-        """Return what a token stands for here."""
+        """Return the object of a token on this rank."""
         if kind == "remote":
             return loads(self._inputs[key], self.resolve)
         if kind == "variable":
@@ -158,20 +158,20 @@ class ObjectRegistry:
 
     def _resource(self, key: int) -> Any:
         if key not in self.resources:
-            raise RuntimeError("a per-worker value that could not be made on this worker")
+            raise RuntimeError("a per-worker value that could not be created on this worker")
         return self.resources[key]
 
     def _optimizer(self, ordinal: int) -> Optimizer:
         found: Optimizer | None = optimizers.find(ordinal)
         if found is None:
-            remedy = "Run the same program on every rank until the coordinator is made"
+            remedy = "Run the same program on every rank until the coordinator is created"
             expected, got = "the optimizer that the chief has", f"none with the ordinal {ordinal}"
             raise RuntimeError(explain("ClusterCoordinator", "", expected=expected, got=got, remedy=remedy))
         return found
 
     @contextlib.contextmanager
     def with_inputs(self, inputs: Mapping[int, memoryview]) -> Iterator[None]:
-        """While the context lasts these are the values of other functions."""
+        """Use these values of other functions in the context."""
         self._inputs = inputs
         try:
             yield
@@ -183,14 +183,14 @@ def _position(thing: Any, things: Sequence[Any]) -> int:
     for index, own in enumerate(things):
         if own is thing:
             return index
-    raise TypeError(f"a {type(thing).__name__} that was not made in the scope of the coordinator's strategy")
+    raise TypeError(f"a {type(thing).__name__} that was not created in the scope of the coordinator's strategy")
 
 
-Reduced = tuple[Callable[..., Any], tuple[Any, ...]]  # what a reducer returns: a function and its arguments
+Reduced = tuple[Callable[..., Any], tuple[Any, ...]]  # a reducer's result: a function and its arguments
 Reducer = Callable[[Any], "Reduced | None"]
 Resolver = Callable[[str, int], Any]
 
-_LARGE = 16 << 20  # bytes of a function with its arguments that are worth a warning
+_LARGE = 16 << 20  # bytes of a function with its arguments, from which on a warning is logged
 _resolver: ContextVar[Resolver | None] = ContextVar("mpistrat_tokens", default=None)
 
 
@@ -200,7 +200,7 @@ def _pickler() -> Any:
 
     @final
     class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined]
-        """Asks for a token before anything else."""
+        """A pickler that first tries a token."""
 
         def __init__(self, file: io.BytesIO, reduce: Reducer) -> None:
             super().__init__(file, protocol=5)
@@ -214,12 +214,12 @@ def _pickler() -> Any:
 
 
 def token(kind: str, key: int) -> Reduced:
-    """Return what a reducer returns for something that the other rank has itself."""
+    """Return a reducer's result for an object that the receiver has itself."""
     return _resolve, (kind, key)
 
 
 def plain(value: Any) -> Reduced:
-    """Return what a reducer returns to have a value sent instead of something."""
+    """Return a reducer's result that sends a value in place of an object."""
     return _same, (value,)
 
 
@@ -227,36 +227,36 @@ def dumps(value: Any, reduce: Reducer, what: str = "") -> bytes:
     """Return a value as bytes.
 
     Args:
-        value: nearly anything.
-        reduce: returns a `token` for what is not to be sent, None for the rest.
-        what: whose bytes they are, for a warning about large ones; none without it.
+        value: almost any object.
+        reduce: returns a `token` for objects that are not sent, None for the rest.
+        what: its name, for a warning about large ones; no warning without it.
 
     Raises:
-        TypeError: it holds something that cannot be pickled.
+        TypeError: it contains an object that cannot be pickled.
     """
     file = io.BytesIO()
     try:
         _pickler()(file, reduce).dump(value)
     except (MissingDependencyError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # whatever a __reduce__ raises, SystemExit too
+    except BaseException as error:  # from a __reduce__, also SystemExit
         raise TypeError(error_text(error)) from error
     data = file.getvalue()
     if what and len(data) > _LARGE:
         log.once(
             logging.WARNING,
-            f"{what} has {binary_size(len(data))} with all that it refers to, and is sent each time: let workers make large "
-            "data, with create_per_worker_resource or create_per_worker_dataset",
+            f"{what} has {binary_size(len(data))} with all that it refers to, and is sent each time: create large data on "
+            "workers with create_per_worker_resource or create_per_worker_dataset",
         )
     return data
 
 
 def loads(data: bytes | memoryview, resolver: Resolver) -> Any:
-    """Return the value of bytes that `dumps` made, on a rank of the same job.
+    """Return the value of bytes from `dumps`, on a rank of the same job.
 
     Args:
         data: the bytes.
-        resolver: returns what a token stands for here.
+        resolver: returns the object of a token on this rank.
     """
     token = _resolver.set(resolver)
     try:
@@ -266,10 +266,10 @@ def loads(data: bytes | memoryview, resolver: Resolver) -> Any:
 
 
 def dumps_result(value: Any, reduce: Reducer) -> bytes:
-    """Return what a client's function has made as bytes.
+    """Return the result of a client's function as bytes.
 
     Raises:
-        TypeError: as `dumps`, and where pickling raises KeyboardInterrupt: it is the function's, not the user's.
+        TypeError: as `dumps`, and if pickling raises KeyboardInterrupt, which is the function's, not the user's.
     """
     try:
         return dumps(value, reduce)
@@ -278,10 +278,10 @@ def dumps_result(value: Any, reduce: Reducer) -> bytes:
 
 
 def text_of_failure(error: BaseException, where: str) -> str:
-    """Return the text of an exception that a call raised: the rank, and the traceback from the function on.
+    """Return the text of a call's exception: the rank, and the traceback from the function on.
 
     Raises:
-        BaseException: the exception itself, if it ends this rank's program too: Ctrl-C, or lost ranks.
+        BaseException: the exception itself, if it also ends this rank's program: Ctrl-C, or lost ranks.
     """
     if isinstance(error, KeyboardInterrupt) or is_loss(error):
         raise error
@@ -290,16 +290,16 @@ def text_of_failure(error: BaseException, where: str) -> str:
 
 
 def dumps_error(error: BaseException, text: str, reduce: Reducer, resolver: Resolver, most: int | None = None) -> bytes:
-    """Return an exception and its text as `loads_error` takes them.
+    """Return an exception and its text as bytes for `loads_error`.
 
     Args:
-        error: of any class. One that cannot be sent, or made anew, is left out.
-        text: says where it was raised.
+        error: of any class. One that cannot be sent or created again is left out.
+        text: contains its location.
         reduce, resolver: as for `dumps` and `loads`.
-        most: bytes of an exception that is sent; default without limit.
+        most: the most bytes of an exception that is sent; default without limit.
     """
     data: bytes | None = None
-    with contextlib.suppress(BaseException):  # of a class with a lock, or one that asks for other arguments
+    with contextlib.suppress(BaseException):  # its class has a lock, or needs other arguments
         found = dumps(error, reduce)
         if isinstance(loads(found, resolver), BaseException) and (most is None or len(found) <= most):
             data = found
@@ -307,10 +307,10 @@ def dumps_error(error: BaseException, text: str, reduce: Reducer, resolver: Reso
 
 
 def loads_error(payload: bytes, unpack: Callable[[bytes], Any]) -> BaseException:
-    """Return the exception of bytes that `dumps_error` made; its cause is the text. `unpack` is `loads`."""
+    """Return the exception in bytes from `dumps_error`; its cause is the text. `unpack` is `loads`."""
     data, text = unpack(payload)
     if data is not None:
-        with contextlib.suppress(Exception):  # of a class that is not here
+        with contextlib.suppress(Exception):  # its class does not exist here
             error = unpack(data)
             error.__cause__ = RemoteTraceback(f"\n{text}")
             if isinstance(error, BaseException):

@@ -1,4 +1,4 @@
-"""The calls that a coordinator and a client have in common, the values of the functions that they schedule, and their errors."""
+"""The common methods of a coordinator and a client, the values of scheduled functions, and their errors."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class RemoteValueStatus(enum.Enum):
 
 
 class Stub(ABC):
-    """A value that is on other ranks. A function that refers to it gets the value itself.
+    """A reference to a value on other ranks. A function that refers to it gets the value itself.
 
     Args:
-        scheduler: the `FunctionScheduler` that made it.
+        scheduler: the `FunctionScheduler` that created it.
         number: its number there.
     """
 
@@ -61,16 +61,16 @@ class Stub(ABC):
 class RemoteValue(Stub):
     """The value that a scheduled function returns (TF: tf.distribute.coordinator.RemoteValue).
 
-    It may be an argument of another scheduled function, on any worker: that one waits for it, and gets the value. For a client,
-    which calls it `RemoteObject` too, it also stands for what `RemoteCluster.call` returns: a variable, or a dataset on each
-    worker, whose `iter()` stands for the iterators.
+    It may be an argument of another scheduled function, on any worker, which waits for it and gets the value. In a client, where
+    it is also called `RemoteObject`, it can also refer to the result of `RemoteCluster.call`: a variable, or a dataset on each
+    worker, whose `iter()` refers to the iterators.
 
     Attributes:
         status: NOT_READY, READY, or ABORTED if the function failed or was cancelled.
     """
 
     def __init__(self, scheduler: Any, number: int) -> None:
-        """`schedule` makes it."""
+        """Called by `schedule`."""
         super().__init__(scheduler, number)
         self.status = RemoteValueStatus.NOT_READY
         self._data: bytes | None = None
@@ -78,15 +78,15 @@ class RemoteValue(Stub):
         self._value: Any = None
 
     def get(self, timeout: float | None = None) -> Any:
-        """Return the value, after waiting for it; of a variable an array. For the chief or a client.
+        """Wait for the value and return it; a variable's as an array. For the chief or a client.
 
-        In a client Ctrl-C cancels the functions that wait.
+        In a client Ctrl-C cancels waiting functions.
 
         Args:
-            timeout: seconds to wait at most; default without limit.
+            timeout: the most seconds to wait; default without limit.
 
         Raises:
-            Exception: what the function raised, with its traceback on the other rank as the cause.
+            Exception: that of the function, with its traceback on the other rank as the cause.
             ClosureCancelledError: it was cancelled.
             TimeoutError: it takes longer.
             TypeError: it cannot be sent to the client.
@@ -94,14 +94,14 @@ class RemoteValue(Stub):
         return self._scheduler.wait_for(self, timeout)
 
     def fetch(self) -> Any:
-        """Return the value, after waiting for it. The same as `get()`."""
+        """Wait for the value and return it. The same as `get()`."""
         return self.get()
 
     def __repr__(self) -> str:
         return f"RemoteValue({self.status.name})"
 
     def _result(self, unpack: Callable[[bytes], Any]) -> Any:
-        """Return the value, or raise what the function raised, once it is there."""
+        """Return the value once it is ready, or raise the function's exception."""
         if self._error is not None:
             raise self._error
         if self._value is None and self._data is not None:
@@ -119,9 +119,9 @@ class RemoteValue(Stub):
 class PerWorkerValues(Stub):
     """One value on each worker (TF: tf.distribute.coordinator.PerWorkerValues).
 
-    `ClusterCoordinator.create_per_worker_dataset` and `create_per_worker_resource` make it. The chief has no value: in a
-    scheduled function that it is an argument of, or that refers to it, the worker's own appears in its place. On the chief
-    `iter()` of it gives a PerWorkerValues of iterators, one on each worker.
+    `ClusterCoordinator.create_per_worker_dataset` and `create_per_worker_resource` create it. The chief has no value. In a
+    scheduled function that takes it as an argument or refers to it, it is the worker's own value. On the chief its `iter()` is a
+    PerWorkerValues of iterators, one on each worker.
 
     Example:
         >>> iterator = iter(coordinator.create_per_worker_dataset(make))        # doctest: +SKIP
@@ -141,14 +141,14 @@ class RemoteError(MpistratError, RuntimeError):
 
 
 class RemoteTraceback(Exception):
-    """The cause of an exception that came from a worker: which worker, and its traceback there."""
+    """The cause of a worker's exception: the worker, and the traceback there."""
 
 
 Call = tuple[Callable[..., Any], Sequence[Any], "Mapping[str, Any] | None"]  # a function, args, kwargs
 
 
 class FunctionScheduler(ABC):
-    """Has workers run functions: a ClusterCoordinator on the chief of a job, a RemoteCluster outside of the job."""
+    """A scheduler of functions on workers: a ClusterCoordinator on the chief of a job, a RemoteCluster outside of the job."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)  # of values
@@ -162,19 +162,18 @@ class FunctionScheduler(ABC):
         worker: int | None = None,
         priority: float = 0,
     ) -> RemoteValue:
-        """Have a worker call a function, and return at once; on the chief, when the queue has room. For the chief or a client.
+        """Schedule a function on a worker and return at once; on the chief, when the queue has room. For the chief or a client.
 
         Args:
-            fn: the function. A function of the main program travels by value, one of a module by its name.
-            args, kwargs: its arguments. A RemoteValue among them, or that the function refers to, is waited for and arrives as
-                its value; a PerWorkerValues arrives as the worker's own.
+            fn: the function. A function of the main program is sent by value, one of a module by its name.
+            args, kwargs: its arguments. The function waits for each RemoteValue that it takes or refers to, and gets its value; a
+                PerWorkerValues becomes the worker's own.
             worker: the index of the only worker that may run it; default any.
             priority: functions with a larger one are sent first, equal ones in the order of scheduling.
 
         Raises:
-            Exception: what a function scheduled before raised, once; then the functions that waited are cancelled, and this
-                one is not scheduled.
-            TypeError: the function, or what it refers to, cannot be pickled.
+            Exception: that of an earlier function, once; then waiting functions are cancelled, and this one is not scheduled.
+            TypeError: the function, or an object that it refers to, cannot be pickled.
             ContextError: on another rank than the chief, or in a scheduled function.
             ClosedError: after `close()`; for a client also if the job has ended.
 
@@ -190,7 +189,7 @@ class FunctionScheduler(ABC):
         """Wait until all scheduled functions have run.
 
         Raises:
-            Exception: what the first function that failed raised, once.
+            Exception: that of the first function that failed, once.
         """
 
     @abstractmethod
@@ -199,24 +198,24 @@ class FunctionScheduler(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """Cancel the functions that wait; those that run end. The values of cancelled ones raise ClosureCancelledError."""
+        """Cancel waiting functions; running ones end. The values of cancelled ones raise ClosureCancelledError."""
 
     def fetch(self, values: Any) -> Any:
-        """Return a structure with the values of the RemoteValues in it; everything else is returned as it is.
+        """Return a structure with the values of the RemoteValues in it; other leaves are unchanged.
 
         Raises:
-            Exception: what the functions raised.
+            Exception: that of a function.
         """
         return nest.map_structure(lambda value: value.get() if isinstance(value, RemoteValue) else value, values)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> Any:
-        """Return a PerWorkerValues of one dataset on each worker; for a client, the RemoteValue of that.
+        """Return a PerWorkerValues of one dataset on each worker; for a client, its RemoteValue.
 
         Args:
-            dataset_fn: makes the dataset, or anything that can be iterated over, on each worker; there
-                `get_current_worker_index()` returns the worker's index. Or a dataset, if it can be pickled. Each worker reads
-                all of it unless the function makes a shard, and in an order of its own only if the function shuffles with
-                another seed.
+            dataset_fn: creates the dataset, or any iterable, on each worker; there `get_current_worker_index()` returns the
+                worker's
+                index. Or a dataset, if it can be pickled. Each worker reads all of it unless the function creates a shard, and in
+                another order only if the function shuffles with another seed.
 
         Example:
             >>> def make():                                               # doctest: +SKIP
@@ -228,12 +227,12 @@ class FunctionScheduler(ABC):
         return self._make_on_workers(fn, args, "create_per_worker_dataset")
 
     def create_per_worker_resource(self, fn: Callable[[], Any]) -> Any:
-        """Return a PerWorkerValues of what a function makes on each worker, where it stays; for a client, its RemoteValue."""
+        """Return a PerWorkerValues of a function's results, which stay on each worker; for a client, its RemoteValue."""
         return self._make_on_workers(fn, (), "create_per_worker_resource")
 
     @abstractmethod
     def wait_for(self, value: RemoteValue, timeout: float | None) -> Any:
-        """Return a value: `RemoteValue.get`."""
+        """Return a value: implements `RemoteValue.get`."""
 
     @abstractmethod
     def iterate(self, stub: Any) -> Any:
@@ -241,16 +240,16 @@ class FunctionScheduler(ABC):
 
     @abstractmethod
     def _raise_error(self) -> None:
-        """Raise what a scheduled function raised, once."""
+        """Raise a scheduled function's exception, once."""
 
     @abstractmethod
     def _schedule(self, call: Call, worker: int | None, priority: float) -> RemoteValue: ...
 
     @abstractmethod
     def _make_on_workers(self, fn: Callable[..., Any], args: tuple[Any, ...], function: str) -> Any:
-        """Have each worker make a value that stays there; return its stub. `function` is named in errors."""
+        """Create a value on each worker, which stays there; return its stub. Errors name `function`."""
 
 
 def same(value: Any) -> Any:
-    """Return the argument. Workers find it by its name, for this module is there."""
+    """Return the argument. Workers find this function by its name, because they have this module."""
     return value

@@ -1,4 +1,4 @@
-"""The worker loop: a rank runs what the chief sends, one after the other, and takes part in what it does with all ranks."""
+"""The worker loop: a rank runs the chief's functions, one after the other, and takes part in its collective calls."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerLoop", "Commands", "get_current_worker_index", "command_of"]
 
-_GRACE = 1.0  # seconds in which the final message of a chief that left may still come
-_LONG = 0.02  # seconds that a function may run before those that came behind it are given back
+_GRACE = 1.0  # seconds in which the final message of a chief that left may still arrive
+_LONG = 0.02  # seconds that a function may run before waiting calls are returned
 _running: WorkerLoop | None = None
 
 
@@ -53,18 +53,18 @@ def get_current_worker_index() -> int:
 class WorkerLoop:
     """A worker or a server that serves the chief.
 
-    While a function runs long, a thread gives the calls that came behind it back to the chief, which may have another
-    worker run them. A call is taken out of the inbox under the lock: it is run or given back, never both.
+    While a function runs long, a thread returns waiting calls to the chief, which may send them to another worker. A call is
+    taken out of the inbox under the lock: it is either run or returned.
 
     Args:
         group: all ranks.
         channel: this rank's.
         chief: its rank.
         index: of this worker; -1 for a server.
-        registry: what tokens stand for here.
-        scope: makes the context in which functions run.
-        execute: carries out a command: something that all ranks do together.
-        flush: waits until what this rank wrote to variables is applied.
+        registry: resolves tokens on this rank.
+        scope: creates the context in which functions run.
+        execute: executes a command, a collective call of all ranks.
+        flush: waits until this rank's writes to variables are applied.
     """
 
     def __init__(
@@ -85,20 +85,20 @@ class WorkerLoop:
         self._forgotten = 0
         self._inbox: list[Message] = []
         self._lock = threading.Lock()  # of the channel and the inbox
-        self._begun = 0  # how many functions have begun
-        self._busy = False  # one runs
+        self._begun = 0  # number of started functions
+        self._busy = False  # a function runs
 
     def serve(self, meanwhile: Callable[[], bool] | None = None) -> bool:
-        """Run what the chief sends until it closes.
+        """Run the chief's functions until it closes.
 
         Args:
-            meanwhile: called again and again while there is nothing to do; returns whether it did anything.
+            meanwhile: called repeatedly while idle; returns True if it did anything.
 
         Returns:
-            Whether the chief goes on; False if it left the program.
+            True if the chief continues, False if it left the program.
 
         Raises:
-            PeerExitError: the chief left without a word.
+            PeerExitError: the chief left without a message.
         """
         with self._giving_back() as able:
             with self._lock:
@@ -128,7 +128,7 @@ class WorkerLoop:
 
     @contextlib.contextmanager
     def _giving_back(self) -> Iterator[bool]:
-        """While the context lasts calls are given back, where MPI lets a thread do it; yields whether."""
+        """Return waiting calls in this context, if MPI allows threads to; yields True if so."""
         from mpi4py import MPI
 
         over = threading.Event()
@@ -144,7 +144,7 @@ class WorkerLoop:
             thread.join()
 
     def _give_back(self, over: threading.Event) -> None:
-        """Look now and then whether the same function still runs; if so, give back what came behind it."""
+        """Check periodically if the same function still runs; if so, return waiting calls."""
         seen = 0
         while not over.wait(_LONG):
             with self._lock:
@@ -183,7 +183,7 @@ class WorkerLoop:
         elif message.kind == Kind.CALL:
             self._forget(message.extra)
             if message.number <= self._forgotten:
-                return  # the chief has had the answer
+                return  # the chief has the answer
             if message.number not in self._answers:
                 self._answers[message.number] = self._call(message.payload)
             kind, microseconds, data = self._answers[message.number]
@@ -198,7 +198,7 @@ class WorkerLoop:
             self._answers = {n: answer for n, answer in self._answers.items() if n > number}
 
     def _finish_sending(self) -> None:
-        """Send the answer before anything else is run: MPI sends large ones only while it is called."""
+        """Send the answer before running anything else, because MPI sends large ones only during calls."""
         waiting = None
         while self._channel.sending():
             with self._lock:
@@ -215,9 +215,9 @@ class WorkerLoop:
             with self._scope(), self._registry.with_inputs(inputs):
                 fn, args, kwargs = loads(data, self._registry.resolve)
                 result = fn(*args, **kwargs)
-                self._flush()  # before the result is sent: it has been written by then
+                self._flush()  # all writes are applied before the result is sent
                 kind, answer = Kind.RESULT, dumps_result(result, self._registry.reduce_result)
-        except BaseException as error:  # SystemExit, too: this rank's program goes on without the function
+        except BaseException as error:  # also SystemExit: this rank's program continues
             text = text_of_failure(error, f"worker {self.index} (rank {self._group.topology.rank})")
             log.logger.info("a scheduled function failed: %s", text)
             registry = self._registry
@@ -228,10 +228,10 @@ class WorkerLoop:
 
 
 def command_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:
-    """Return the command that has others take part in what a strategy announces.
+    """Return the command for others to take part in an announced call of a strategy.
 
     Raises:
-        What the call itself will raise, where it would do so before it meets the others.
+        The exception of the call itself, if it would raise before it communicates.
     """
     if name == "variable":
         return name, (_variable(args, kwargs),)
@@ -253,7 +253,7 @@ def _variable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 @final
 class Commands:
-    """Carries out the chief's commands. Collective over all ranks: the chief does the same.
+    """The execution of the chief's commands. Collective over all ranks: the chief makes the same calls.
 
     Args:
         strategy: this rank's.
@@ -264,7 +264,7 @@ class Commands:
         self._optimizers: dict[int, Optimizer] = {}  # keeps them alive
 
     def execute(self, name: str, args: tuple[Any, ...]) -> None:
-        """Carry out a command. What fails here fails on the chief as well, which raises it. Collective."""
+        """Execute a command. An error here also occurs on the chief, which raises it. Collective."""
         own: dict[str, Callable[..., object]] = {
             "variable": self._make_variable,
             "optimizer": self._make_optimizer,
@@ -291,7 +291,7 @@ class Commands:
 
 
 def _write_copies(variable: Any, op: str, value: np.ndarray) -> None:
-    """Write what the chief writes to its copies: of a sum, which it has whole, others have nothing."""
+    """Write the chief's value to its copies; a sum is whole on the chief, so others write nothing."""
     if op == "assign":
         variable.load(value)
     else:

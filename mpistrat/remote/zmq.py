@@ -1,10 +1,8 @@
-"""How a client and a job that serves speak: messages over TCP, encrypted by CurveZMQ, and the file with the keys.
+"""The connection of a client and a serving job: messages over TCP, encrypted by CurveZMQ, and the file with the keys.
 
-A message is a kind, a number and a payload. Only who has the file can speak to the job at all: what others send is dropped in
-the handshake, by ZeroMQ, before anything of it is read here. Each connection has keys of its own, so what was recorded of one is
-nothing in another.
-
-Source: CurveZMQ, https://rfc.zeromq.org/spec/26/; ZMTP, https://rfc.zeromq.org/spec/23/.
+A message is a kind, a number and a payload. Only owners of the file can communicate with the job: ZeroMQ drops other connections
+in the handshake, before this module reads anything. Each connection has its own keys, so a recorded connection cannot be
+replayed. Source: CurveZMQ, https://rfc.zeromq.org/spec/26/; ZMTP, https://rfc.zeromq.org/spec/23/.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ __all__ = ["JOB", "LARGEST", "ClientSocket", "ServerSocket", "read_connection_fi
 
 JOB: Final = b""  # the only peer of a client
 LARGEST: Final = 1 << 30  # bytes of a message
-_ROOM: Final = 256  # bytes that encryption adds to one, at most
+_ROOM: Final = 256  # the most bytes that encryption adds to a message
 _HEAD = struct.Struct("<Bq")
 _VERSION = 1
-_HEARTBEAT, _DEAD = 2_000, 15_000  # milliseconds between heartbeats, and without one
+_HEARTBEAT, _DEAD = 2_000, 15_000  # milliseconds between heartbeats, and without one until a peer is dead
 _HANDSHAKE = 5_000  # milliseconds that a connection may take to show its key
-_DOMAIN: Final = b"mpistrat"  # of those that may come in
-_EXPECTED: Final = "your own file, which nobody else may read"
-_LINGER = 1_000  # milliseconds that the last messages may take to leave
+_DOMAIN: Final = b"mpistrat"  # of accepted connections
+_EXPECTED: Final = "your own file, readable by you alone"
+_LINGER = 1_000  # milliseconds to send the last messages
 
 
 @final
@@ -46,7 +44,7 @@ class ServerSocket:
         host: the address at which the job listens: 127.0.0.1, or this node's in the job's own network.
 
     Raises:
-        ValueError: an address that stands for all of them.
+        ValueError: a wildcard address.
         OSError: the file exists, or cannot be written; the address is not this node's.
         MissingDependencyError: pyzmq is not installed, or has no CurveZMQ.
     """
@@ -67,7 +65,7 @@ class ServerSocket:
             options |= {"heartbeat_ivl": _HEARTBEAT, "heartbeat_timeout": _DEAD, "handshake_ivl": _HANDSHAKE}
             for name, value in options.items():
                 setattr(self._socket, name, value)
-            self._socket.zap_domain, self._socket.zap_enforce_domain = _DOMAIN, True  # nobody comes in without the gate
+            self._socket.zap_domain, self._socket.zap_enforce_domain = _DOMAIN, True  # no connection without the gate
             self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
             try:
                 port = self._socket.bind_to_random_port(f"tcp://{socket.gethostbyname(host)}")
@@ -96,14 +94,14 @@ class ServerSocket:
         return [Message(frames[0], kind, number, 0, frames[2])]
 
     def send(self, peer: bytes, kind: int, number: int = 0, payload: bytes = b"") -> bool:
-        """Send a message to a client; return whether the client is still there.
+        """Send a message to a client; return False if the client is gone.
 
         Raises:
             ValueError: it is too large.
         """
         import zmq
 
-        if len(payload) > LARGEST:  # which would end the connection
+        if len(payload) > LARGEST:  # it would end the connection
             remedy = "Fetch parts of it, or let the ranks write it to a file"
             expected, got = f"at most {LARGEST} bytes", f"{len(payload)}"
             raise ValueError(explain("RemoteValue.get", "", expected=expected, got=got, remedy=remedy))
@@ -116,7 +114,7 @@ class ServerSocket:
         return True
 
     def close(self) -> None:
-        """Remove the file, and listen no longer."""
+        """Remove the file, and stop listening."""
         if self._written:
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -131,10 +129,10 @@ class ClientSocket:
 
     Args:
         path: the file that the job has written.
-        seconds: how long the file and the job may take to be there.
+        seconds: the most seconds to wait for the file and the job.
 
     Raises:
-        TimeoutError, ClusterError: they are not; the file is another user's, or others may read it.
+        TimeoutError, ClusterError: they do not appear; the file is another user's, or others may read it.
     """
 
     def __init__(self, path: Path, seconds: float) -> None:
@@ -144,9 +142,7 @@ class ClientSocket:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         options = {"routing_id": b"c" + secrets.token_bytes(15), "maxmsgsize": LARGEST + _ROOM}
-        options |= {
-            "rcvhwm": 0
-        }  # what the job tells never waits for a program that does not look: the job would wait, too
+        options |= {"rcvhwm": 0}  # no limit: else the job would wait for a client that does not read
         options |= {"heartbeat_ivl": _HEARTBEAT, "heartbeat_timeout": _DEAD, "connect_timeout": int(seconds * 1000)}
         for name, value in options.items():
             setattr(self._socket, name, value)
@@ -162,7 +158,7 @@ class ClientSocket:
         """Return the next message in a list; an empty one if none arrives within `seconds`.
 
         Raises:
-            ClosedError: the job is there no longer.
+            ClosedError: the job is gone.
         """
         end = monotonic() + seconds
         while not self._socket.poll(max(0, min(500, int((end - monotonic()) * 1000)))):
@@ -190,21 +186,21 @@ class ClientSocket:
         return True
 
     def close(self) -> None:
-        """Leave."""
+        """Disconnect."""
         self._context.destroy(_LINGER)
 
 
 def read_connection_file(path: Path, seconds: float = 0.0) -> dict[str, str]:
-    """Return what a job that serves has written; wait for the file for so many seconds.
+    """Return the contents of a serving job's file; wait at most `seconds` for it.
 
     Raises:
         TimeoutError: there is none.
-        ClusterError: it is another user's, others may read it, or it is no such file.
+        ClusterError: it is another user's, others may read it, or it is not such a file.
     """
     from time import sleep
 
     end = monotonic() + seconds
-    while (size := _size(path)) < 1:  # the job makes it before it writes
+    while (size := _size(path)) < 1:  # the job creates it before it writes
         if monotonic() >= end:
             if size == 0:
                 break
@@ -215,7 +211,7 @@ def read_connection_file(path: Path, seconds: float = 0.0) -> dict[str, str]:
         sleep(0.1)
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:  # it has changed meanwhile
+    except OSError as error:  # it has changed since
         raise ClusterError(explain("connect", str(path), expected=_EXPECTED, got=str(error.strerror))) from None
     with open(number, encoding="utf-8") as file:
         _check(path, os.fstat(file.fileno()))
@@ -230,16 +226,16 @@ def read_connection_file(path: Path, seconds: float = 0.0) -> dict[str, str]:
         or said["version"] != _VERSION
         or not all(isinstance(said[name], str) for name in wanted - {"version"})
     ):
-        expected, got = f"the file of a job that serves, of version {_VERSION}", "something else"
+        expected, got = f"the file of a job that serves, of version {_VERSION}", "other contents"
         raise ClusterError(explain("connect", str(path), expected=expected, got=got))
     return said
 
 
 def _size(path: Path) -> int:
-    """Return the bytes in a file, -1 if it is not there. Looks before anything is opened: who opens a pipe waits.
+    """Return the bytes in a file, -1 if it does not exist. Checks before opening, because opening a pipe would block.
 
     Raises:
-        ClusterError: it is no plain file, or not the user's alone.
+        ClusterError: it is not a regular file, or not the user's alone.
     """
     try:
         state = path.lstat()
@@ -262,7 +258,7 @@ def _check(path: Path, state: os.stat_result) -> None:
 
 
 def _kind(mode: int) -> str:
-    """Return what there is at a path."""
+    """Return the kind of a path."""
     kinds = {
         stat.S_IFREG: "a file",
         stat.S_IFLNK: "a symbolic link",
@@ -280,10 +276,10 @@ def _write_once(path: Path, text: str) -> None:
         got, remedy = _kind(os.lstat(path).st_mode), "Name another file"
         if got == "a file":
             remedy = "Another job serves by it, or has ended without removing it: then remove it"
-        text = explain("mpistrat serve", str(path), expected="nothing there", got=got, remedy=remedy)
+        text = explain("mpistrat serve", str(path), expected="no file", got=got, remedy=remedy)
         raise FileExistsError(text) from None
     except OSError as error:
-        expected = "a file that can be made"
+        expected = "a file that can be created"
         text = explain("mpistrat serve", str(path), expected=expected, got=str(error.strerror))
         raise type(error)(text) from None
     with open(number, "w", encoding="utf-8") as file:
@@ -292,7 +288,7 @@ def _write_once(path: Path, text: str) -> None:
 
 
 def _gate(context: Any, known: bytes) -> Any:
-    """Start what asks of each connection whether it has the client's key. Source: https://rfc.zeromq.org/spec/27/."""
+    """Start the check that each connection has the client's key. Source: https://rfc.zeromq.org/spec/27/."""
     from zmq.auth.thread import ThreadAuthenticator
     from zmq.utils import z85
 
@@ -313,7 +309,7 @@ def _zmq(function: str) -> Any:
         import zmq
     except ImportError as error:
         remedy = "pip install 'mpistrat[client]'"
-        text = explain(function, "", expected="the package pyzmq", got="none", remedy=remedy)
+        text = explain(function, "", expected="the package pyzmq", got=str(error), remedy=remedy)
         raise MissingDependencyError(text) from error
     if not zmq.has("curve"):
         raise MissingDependencyError(explain(function, "", expected="a ZeroMQ with CurveZMQ", got="one without"))

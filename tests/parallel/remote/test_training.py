@@ -51,7 +51,7 @@ def test_variables_in_arguments_and_parts_of_a_sharded_variable():
             assert table.numpy().tolist() == [[2, 3], [4, 5], [5, 6], [7, 8]]
             assert c.schedule(lambda: {"whole": table}).get()["whole"].tolist() == table.numpy().tolist()
             other = ms.Variable([1.0])
-            with pytest.raises(TypeError, match="not made in the scope"):
+            with pytest.raises(TypeError, match="not created in the scope"):
                 c.schedule(lambda: other)
 
 
@@ -128,7 +128,7 @@ def test_the_chief_needs_a_worker_beside_it():
     from mpi4py import MPI
 
     strategy = ms.ParameterServerStrategy(num_ps=MPI.COMM_WORLD.size - 1)
-    with pytest.raises(LayoutError, match="at least one worker"):
+    with pytest.raises(LayoutError, match="at least one other worker"):
         ms.coordinator.ClusterCoordinator(strategy)
     strategy.close()
 

@@ -63,7 +63,7 @@ def test_the_file_is_its_owners_alone_and_goes_with_the_job(tmp_path):
     path = tmp_path / "serve.json"
     server = ServerSocket(path, "127.0.0.1")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with pytest.raises(FileExistsError, match="expected nothing there, got a file. Another job serves by it"):
+    with pytest.raises(FileExistsError, match="expected no file, got a file. Another job serves by it"):
         ServerSocket(path, "127.0.0.1")
     assert path.exists()  # that the second one did not remove
     server.close()
@@ -90,14 +90,14 @@ def test_what_is_no_file_is_told(tmp_path):
     with contextlib.closing(sockets.socket(sockets.AF_UNIX)) as end:
         end.bind(str(tmp_path / "end"))
     for name, kind in (("pipe", "a pipe"), ("folder", "a directory"), ("end", "a device or a socket")):
-        with pytest.raises(ClusterError, match=f"expected your own file, which nobody else may read, got {kind}"):
+        with pytest.raises(ClusterError, match=f"expected your own file, readable by you alone, got {kind}"):
             ms.connect(tmp_path / name, timeout=5)
-        with pytest.raises(FileExistsError, match=f"expected nothing there, got {kind}. Name another file"):
+        with pytest.raises(FileExistsError, match=f"expected no file, got {kind}. Name another file"):
             ServerSocket(tmp_path / name, "127.0.0.1")
     with pytest.raises(ClusterError, match="got Not a directory"):
         ms.connect(tmp_path / "pipe" / "serve.json", timeout=5)
     with pytest.raises(
-        FileNotFoundError, match="mpistrat serve: .*: expected a file that can be made, got No such file"
+        FileNotFoundError, match="mpistrat serve: .*: expected a file that can be created, got No such file"
     ):
         ServerSocket(tmp_path / "absent" / "serve.json", "127.0.0.1")
 
@@ -113,7 +113,7 @@ def test_a_file_is_not_followed_nor_believed(tmp_path, server):
     link.symlink_to(path)
     with pytest.raises(ClusterError, match="expected your own file, .*, got a symbolic link. Name the file itself"):
         read_connection_file(link)
-    with pytest.raises(FileExistsError, match="expected nothing there, got a symbolic link. Name another file"):
+    with pytest.raises(FileExistsError, match="expected no file, got a symbolic link. Name another file"):
         ServerSocket(link, "127.0.0.1")
     dangling = tmp_path / "dangling.json"
     dangling.symlink_to(tmp_path / "elsewhere.json")
