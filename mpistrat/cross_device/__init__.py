@@ -1,1 +1,1 @@
-"""How values of several replicas become one: the CrossDeviceOps, one algorithm a file, and the chooser's table."""
+"""Reductions of several replicas' values: the CrossDeviceOps, one algorithm per file, and the chooser's table."""

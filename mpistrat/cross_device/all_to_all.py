@@ -1,4 +1,4 @@
-"""What each replica sends every other one a part of: reduce_scatter and all_to_all, of all leaves of a nest in one exchange."""
+"""Exchanges of a part for each replica: reduce_scatter and all_to_all, of all leaves of a nest in one exchange."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
     "small_reduce_scatter",
 ]
 
-_KEPT = 16  # combinations of lengths that are remembered
+_KEPT = 16  # combinations of lengths that are cached
 _FAILED = -1  # in place of a number of bytes
 _POOL = BufferPool(kept=2)
 
@@ -60,10 +60,10 @@ def reduce_scatter(
         group: the ranks.
         values: the values to reduce.
         op: the reduction.
-        axis: the dimension that the replicas divide, the first ones getting one more where it does not divide evenly.
+        axis: the dimension that is divided over the replicas; the first ones get one more if it does not divide evenly.
         options: timeout_seconds.
         outs, equal: see `Collectives.reduce_scatter`.
-        small: what `small_reduce_scatter` has made.
+        small: the result of `small_reduce_scatter`.
 
     Raises:
         Exception: see `ReplicaContext.reduce_scatter`.
@@ -138,9 +138,9 @@ def _reduce_scatter_call(
 def small_reduce_scatter(
     group: ProcessGroup, values: Leaves, op: ReduceOp, axis: int, options: CommunicationOptions | None, equal: bool
 ) -> tuple[Collective, SmallReduction] | None:
-    """Return the call and the reduction of the own part of a small array on one node; None for all others.
+    """Return the call and the reduction of this rank's part of a small array on one node; None for all others.
 
-    Also where `reduce_scatter` raises an error, which it does after the ranks have compared their calls.
+    Also None if `reduce_scatter` raises an error, which it does after the ranks have compared their calls.
     """
     topology, function = group.topology, values.function
     if not _is_one_array(group, values):
@@ -160,13 +160,13 @@ def small_reduce_scatter(
 
 
 def _is_one_array(group: ProcessGroup, values: Leaves) -> bool:
-    """Return whether each rank of one node has one array of one replica."""
+    """Return True if each rank of a single node has one array of one replica."""
     topology = group.topology
     return group.num_nodes == 1 < topology.size == topology.num_replicas and len(values.values) == 1
 
 
 def _summed_here(topology: Topology, arrays: Sequence[Any], how: Arithmetic) -> np.ndarray:
-    """Return what this rank sends of a leaf: its array, or where ranks have several replicas, their reduction."""
+    """Return the array that this rank sends of a leaf: its own, or the reduction of its replicas."""
     hosts = [to_host(array) for array in arrays]
     if topology.num_replicas == topology.size:
         return hosts[0]
@@ -183,15 +183,15 @@ def all_to_all(
     joined: int | None,
     small: tuple[Collective, SmallAllToAll] | None,
 ) -> tuple[list[Any], Any]:
-    """Return for each value what the local replicas get of it, and the lengths that each got of every one. Collective.
+    """Return for each value what the local replicas receive, and the lengths that each received from every one. Collective.
 
     Args:
         group, values: see `reduce_scatter`.
         splits: int64 lengths of the parts of the local replica, or a PerReplica of them; None for equal parts.
         axis: the dimension that is cut.
-        joined: the dimension along which parts are concatenated, where all ranks have one replica and arrays of one shape: no
+        joined: the dimension along which parts are concatenated, if all ranks have one replica and arrays of one shape: no
             lengths are exchanged; default `axis`.
-        small: what `small_all_to_all` has made.
+        small: the result of `small_all_to_all`.
 
     Raises:
         Exception: see `ReplicaContext.all_to_all` and `Mesh.reshard`.
@@ -219,7 +219,7 @@ def all_to_all(
         came, room, found = _moved(group, call, function, hosts, splits, axes, equal)
     results = []
     for leaf, (arrays, along, after) in enumerate(zip(leaves, axes, onto, strict=True)):
-        if len(leaves) == 1 and along == 0 == after and topology.num_replicas == topology.size:  # they lie side by side
+        if len(leaves) == 1 and along == 0 == after and topology.num_replicas == topology.size:  # parts are adjacent
             local = [room.view(arrays[0].dtype).reshape(int(came.sum()), *arrays[0].shape[1:])]
         else:
             local = _joined(topology, [each[leaf] for each in found], came[:, :, leaf], arrays[0].shape, along, after)
@@ -250,7 +250,7 @@ def small_all_to_all(
 ) -> tuple[Collective, SmallAllToAll] | None:
     """Return the call and the exchange of one array of each rank of a node; None for all others. See `all_to_all`.
 
-    Also where `all_to_all` raises an error, which it does after the ranks have compared their calls.
+    Also None if `all_to_all` raises an error, which it does after the ranks have compared their calls.
     """
     function = values.function
     if not _is_one_array(group, values):
@@ -269,12 +269,12 @@ def small_all_to_all(
 
 
 class _Parts(NamedTuple):
-    """The consequences of the lengths of all ranks.
+    """Values derived from the lengths of all ranks.
 
     Attributes:
-        sent, came: how much this rank sends to each rank, and gets from it.
-        largest: the most that any rank sends to one.
-        parts: for each half of staging memory what comes from each rank; empty where MPI moves it.
+        sent, came: the lengths that this rank sends to each rank, and receives from it.
+        largest: the most bytes that any rank sends to one.
+        parts: for each half of staging memory the part from each rank; empty if MPI sends it.
     """
 
     sent: list[int]
@@ -287,14 +287,14 @@ class _Parts(NamedTuple):
 class SmallAllToAll:
     """The exchange of parts of an array of each rank of a node.
 
-    The ranks exchange lengths, and arrays that are small, in the barrier that compares the call.
+    The ranks exchange lengths, and small arrays, in the barrier that compares the call.
 
     Args:
         group: the ranks.
-        function: the public caller to name in errors.
-        array: an array of this rank, of the dtype and shape of all that follow.
-        axis, onto: the dimension that is cut, and that along which parts are concatenated.
-        equal: True where all ranks have arrays of one shape.
+        function: name of the public caller, for errors.
+        array: an array of this rank, with the dtype and shape of all later ones.
+        axis, onto: the dimension that is cut, and the one along which parts are concatenated.
+        equal: True if all ranks have arrays of one shape.
     """
 
     def __init__(self, group: ProcessGroup, function: str, array: Any, axis: int, onto: int, equal: bool) -> None:
@@ -308,7 +308,7 @@ class SmallAllToAll:
         self._found: dict[bytes, _Parts] = {}
 
     def __call__(self, array: np.ndarray, call: Call, splits: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Return what comes from all ranks, and how much from each. Collective, inside one.
+        """Return the parts of all ranks, and the length of each. Collective, inside one.
 
         Raises:
             ValueError: on every rank, for lengths that do not fit an array on one.
@@ -324,7 +324,7 @@ class SmallAllToAll:
                 if len(self._heads) >= _KEPT:
                     self._heads.clear()
                 self._heads[key] = head
-            except Exception as error:  # of which the others learn with the lengths
+            except Exception as error:  # the lengths report it to the others
                 place, failure = None, error
                 head = b"" if self._equal else np.full(1 + self._group.topology.size, _FAILED, np.int64).tobytes()
         heads = self._exchange.move(call, place, array, head)
@@ -340,7 +340,7 @@ class SmallAllToAll:
         return b"" if self._equal else np.array([0, *lengths.reshape(-1)], np.int64).tobytes()
 
     def _look(self, heads: bytes, failure: Exception | None) -> _Parts:
-        """Raise the error of a rank on all, or find where the parts lie."""
+        """Raise the error of a rank on all, or locate the parts."""
         group, axis, shape = self._group, self._axis, self._shape
         size, rank = group.topology.size, group.topology.rank
         if failure is not None and self._equal:  # on every rank
@@ -371,12 +371,12 @@ class SmallAllToAll:
 
     def _by_messages(self, array: np.ndarray, call: Call, found: _Parts) -> np.ndarray:
         axis, shape, came = self._axis, self._shape, found.came.tolist()
-        array = np.asarray(array, self._dtype)  # of this machine's byte order, as the receivers read it
+        array = np.asarray(array, self._dtype)  # in this machine's byte order, as the receivers expect
         cuts = itertools.pairwise(itertools.accumulate(found.sent, initial=0))
         parts = [[np.ascontiguousarray(between(array, axis, *cut)).reshape(-1)] for cut in cuts]
         expected = [[((length * self._row,), self._dtype)] for length in came]
         room, flats = _exchanged(self._group, call, parts, expected, found.largest)
-        if axis == 0 == self._onto:  # they lie side by side
+        if axis == 0 == self._onto:  # the parts are adjacent
             return room.view(self._dtype).reshape(sum(came), *shape[1:])
         arrays = [
             flat[0].reshape(*shape[:axis], length, *shape[axis + 1 :]) for flat, length in zip(flats, came, strict=True)
@@ -393,9 +393,10 @@ def _moved(
     axes: Sequence[int],
     equal: bool,
 ) -> tuple[np.ndarray, np.ndarray, list[list[np.ndarray]]]:
-    """Return how much comes, as `_received` does, all of it as bytes, and from each rank what comes of each leaf. Collective.
+    """Return the received lengths, as `_received` does, all parts as bytes, and from each rank the parts of each leaf.
+    Collective.
 
-    Of each of its replicas that is the part for each local one.
+    From each rank these are its replicas' parts for each local replica.
     """
     topology, failure = group.topology, None
     ranks = _replicas_of_ranks(topology)
@@ -403,7 +404,7 @@ def _moved(
         sent = _lengths(topology, function, leaves, splits, axes)
         parts = [[_part(arrays, sent[:, :, i], axes[i], *ends) for i, arrays in enumerate(leaves)] for ends in ranks]
         largest = max(num_bytes(forms_of(part)) for part in parts)
-    except Exception as error:  # of which the others learn with their lengths
+    except Exception as error:  # their lengths report it to the others
         if equal:
             raise
         failure, largest = error, _FAILED
@@ -425,7 +426,7 @@ def _moved(
 
 
 def _part(arrays: Sequence[np.ndarray], lengths: np.ndarray, axis: int, low: int, high: int) -> np.ndarray:
-    """Return what the local replicas send of a leaf to some replicas, flat; lengths are those of each of them to all."""
+    """Return the flat part of a leaf that the local replicas send to some replicas; `lengths` are from each of them to all."""
     flats = []
     for array, own in zip(arrays, lengths, strict=True):
         start = int(own[:low].sum())
@@ -436,7 +437,7 @@ def _part(arrays: Sequence[np.ndarray], lengths: np.ndarray, axis: int, low: int
 
 
 def _form(arrays: Sequence[Any], axis: int | None, function: str) -> tuple[str, ...]:
-    """Return what the arrays of all replicas must share: all but their length along an axis, if one is given.
+    """Return the form that the arrays of all replicas must share: without the length along an axis, if one is given.
 
     Raises:
         CollectiveMismatchError: those of the local replicas do not.
@@ -455,7 +456,7 @@ def _form(arrays: Sequence[Any], axis: int | None, function: str) -> tuple[str, 
 def _lengths(
     topology: Topology, function: str, leaves: Sequence[Sequence[Any]], splits: Any, axes: Sequence[int]
 ) -> np.ndarray:
-    """Return how much each local replica sends to each replica of each leaf: int64 (local replicas, replicas, leaves).
+    """Return the lengths that each local replica sends to each replica of each leaf: int64 (local replicas, replicas, leaves).
 
     Raises:
         ValueError: splits that are not one length for each replica, or not all of the array; without splits, a length that the
@@ -480,10 +481,11 @@ def _lengths(
 
 
 def _received(group: ProcessGroup, call: Call, sent: np.ndarray, largest: int) -> tuple[np.ndarray, int]:
-    """Exchange how much each replica sends to each other one. Collective.
+    """Exchange the lengths that each replica sends to each other one. Collective.
 
     Returns:
-        How much comes to each local one, of each leaf: int64 (replicas, local replicas, leaves); the largest of all ranks'
+        The lengths that each local one receives, of each leaf: int64 (replicas, local replicas, leaves); the largest of all
+            ranks'
         numbers `largest`, or _FAILED if any is.
     """
     topology, most = group.topology, max(group.topology.replicas_per_rank)
@@ -504,7 +506,7 @@ def _received(group: ProcessGroup, call: Call, sent: np.ndarray, largest: int) -
 def _joined(
     topology: Topology, flats: Sequence[np.ndarray], came: np.ndarray, shape: tuple[int, ...], axis: int, onto: int
 ) -> list[np.ndarray]:
-    """Return each local replica's array of a leaf, of what came from each rank: its replicas' parts, for each local one."""
+    """Return each local replica's array of a leaf, from each rank's parts: its replicas' parts, for each local one."""
     parts: list[list[np.ndarray]] = [[] for _ in range(came.shape[1])]
     for flat, (low, high) in zip(flats, _replicas_of_ranks(topology), strict=True):
         start = 0
@@ -527,12 +529,12 @@ def _exchanged(
     expected: Sequence[Forms],
     largest: int,
 ) -> tuple[np.ndarray, list[list[np.ndarray]]]:
-    """Send each rank some arrays, and return what came as bytes, and as the arrays from each. Collective, inside a collective.
+    """Send each rank some arrays, and return the received ones as bytes, and as arrays by rank. Collective, inside a collective.
 
     Args:
-        group, call: the ranks, and the call that is under way.
+        group, call: the ranks, and the current call.
         parts: the arrays for each rank.
-        expected: shapes and dtypes of those that come from each.
+        expected: shapes and dtypes of the arrays from each.
         largest: the most bytes that any rank sends to one.
     """
     sent = [to_bytes(arrays) for arrays in parts]
@@ -547,7 +549,7 @@ def _exchanged(
 
 
 def checked_axis(array: Any, axis: int, function: str) -> int:
-    """Return an axis of the array, counted from 0; raise ValueError for what is none."""
+    """Return an axis of the array, counted from 0; raise ValueError for an invalid one."""
     if array.ndim == 0:
         remedy = "Give it a dimension: value.reshape(1)"
         raise ValueError(explain(function, "value", expected="at least one dimension", got="a scalar", remedy=remedy))
@@ -565,16 +567,16 @@ def check_divided(array: Any, axis: int, count: int, function: str, remedy: str 
 
 
 def _replicas_of_ranks(topology: Topology) -> list[tuple[int, int]]:
-    """Return of each rank its first replica and the one behind its last."""
+    """Return for each rank its first replica and the one after its last."""
     return list(itertools.pairwise([0, *itertools.accumulate(topology.replicas_per_rank)]))
 
 
 def between(array: Any, axis: int, low: int, high: int) -> Any:
-    """Return a part of an array along an axis, a view."""
+    """Return a view of part of an array along an axis."""
     return array[(slice(None),) * axis + (slice(low, high),)]
 
 
 def _placed(local: Sequence[np.ndarray], like: Sequence[Any]) -> Any:
-    """Return the local replicas' results where their values lie: an array of the only one, or a PerReplica."""
+    """Return the local replicas' results on the devices of their values: a single array, or a PerReplica."""
     placed = [beside(result, array) for result, array in zip(local, like, strict=True)]
     return placed[0] if len(placed) == 1 else PerReplica(placed)

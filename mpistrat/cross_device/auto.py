@@ -1,4 +1,4 @@
-"""The choice of an algorithm: by a setting's name, or for each array by a table of device, layout and size.
+"""The choice of an algorithm: by the name in a setting, or for each array by a table of device, layout and size.
 
 The table was measured by benchmarks/tune_chooser.py. It is never tuned at run time: the same layout gives the same bits.
 """
@@ -39,11 +39,11 @@ __all__ = ["AutoAllReduce", "Chooser", "ChooserRule", "make_cross_device_ops"]
 def make_cross_device_ops(
     implementation: CommunicationImplementation | CrossDeviceOps | str | None = None,
 ) -> CrossDeviceOps:
-    """Return an object that does reductions; the caller binds it to its ranks.
+    """Return an object that computes reductions; the caller binds it to its ranks.
 
     Args:
-        implementation: an algorithm's name or member of CommunicationImplementation, an object of one's own, or None
-            for the chooser's table.
+        implementation: an algorithm's name or member of CommunicationImplementation, your own object, or None for the chooser's
+            table.
 
     Raises:
         MissingDependencyError: NCCL without CuPy, or CuPy without NCCL.
@@ -68,9 +68,9 @@ def make_cross_device_ops(
 
 @final
 class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.AUTO):
-    """Hands each reduction to the algorithm that a table names for its device, layout and size.
+    """A CrossDeviceOps that uses the algorithm in a table for each array's device, layout and size.
 
-    The table is the file that MPISTRAT_CHOOSER names, else the one that ships. Where it names NCCL, and there is none, or ranks
+    The table is in the file that MPISTRAT_CHOOSER names, else in the package's. If it names NCCL, and there is none, or ranks
     share a GPU, CUDA-aware MPI or shared memory is used, which is logged once.
 
     Example:
@@ -88,10 +88,10 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
         self._nodes = "one"
 
     def bind(self, group: ProcessGroup) -> None:
-        """Set the ranks that this object works over. Collective where MPISTRAT_CHOOSER names a table, which they compare."""
+        """Set the ranks that this object works over. Collective if MPISTRAT_CHOOSER names a table, which they compare."""
         super().bind(group)
         if group.environment.chooser:
-            with group.collective("the table of MPISTRAT_CHOOSER"):  # once, so calls need not compare their algorithms
+            with group.collective("the table of MPISTRAT_CHOOSER"):  # once, so calls do not compare their algorithms
                 with together(group.all_gather_text):
                     self.chooser = _named(group.environment.chooser)
                 same(group.all_gather_text, self.chooser.said(), _other_tables, self.chooser.source)
@@ -107,9 +107,7 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
 
     def _algorithm_for(self, array: Any, options: CommunicationOptions | None = None) -> CrossDeviceOps:
         device = "gpu" if is_gpu(array) else "cpu"
-        if self._is_undecided(
-            device, array.nbytes
-        ):  # no rank may ask the others before all are here with such an array
+        if self._is_undecided(device, array.nbytes):  # ranks compare only after all have arrived with such an array
             with self.group.collective("first array on a GPU"):
                 self._algorithm(device, array.nbytes)
         chosen = self._algorithm(device, array.nbytes)
@@ -125,7 +123,7 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
         value_destination_pairs: Sequence[tuple[PerReplica, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Return the reduced values; what counts is the size of all on one kind of device together. Collective."""
+        """Return the reduced values; the choice depends on the total size on each kind of device. Collective."""
         results: list[Any] = [None] * len(value_destination_pairs)
         for on_gpu in (False, True):
             members = [i for i, (value, _) in enumerate(value_destination_pairs) if is_gpu(value.values[0]) == on_gpu]
@@ -161,26 +159,26 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
         return self._algorithms["HIERARCHICAL"].early_sums(arena)
 
     def _warn_of_wire(self, chosen: CrossDeviceOps, nbytes: int, options: CommunicationOptions | None) -> None:
-        """Say that a table names what sends large arrays as they are, though a call asked for fewer bytes."""
+        """Warn that the table's algorithm sends large arrays unencoded, though the call requested an encoding."""
         if options is None or options.wire is None or nbytes < LEAST_ENCODED or self._nodes == "one" or chosen.wires:
             return
         name, source = type(chosen).__name__, self.chooser.source
         once(logging.WARNING, f"wire={options.wire!r} has no effect: {source} names {name} for {nbytes:,} bytes")
 
     def _algorithm(self, device: str, nbytes: int) -> CrossDeviceOps:
-        """Return the algorithm of the table's choice. Collective, inside `collective()`, while that is undecided."""
+        """Return the table's algorithm. Collective, inside `collective()`, while that is undecided."""
         name = self.chooser.choose(device, self._nodes, nbytes).algorithm
         if name == "NCCL" and name not in self._algorithms:
             self._algorithms[name] = self._nccl_or_other()
         return self._algorithms[name]
 
     def _is_undecided(self, device: str, nbytes: int) -> bool:
-        """Return whether the table names NCCL, and the ranks have not compared yet if they can use it."""
+        """Return True if the table names NCCL, and the ranks have not compared yet if they can use it."""
         wanted = device == "gpu" and self.chooser.choose(device, self._nodes, nbytes).algorithm == "NCCL"
         return wanted and "NCCL" not in self._algorithms
 
     def _nccl_or_other(self) -> CrossDeviceOps:
-        """Return NCCL's algorithm, or the one in its place. Collective, inside `collective()`."""
+        """Return NCCL's algorithm, or its replacement. Collective, inside `collective()`."""
         reason = why_not_nccl(self.group)
         if not reason:
             nccl = NcclAllReduce()
@@ -209,7 +207,7 @@ class ChooserRule:
     Attributes:
         device: "cpu" or "gpu".
         nodes: "one" or "several".
-        below: the rule holds for fewer bytes; None for any number.
+        below: the rule applies to fewer bytes; None for any number.
         algorithm: MPI, HIERARCHICAL or NCCL.
         why: the reason, for readers.
     """
@@ -223,13 +221,13 @@ class ChooserRule:
 
 @final
 class Chooser:
-    """Picks an algorithm by device, number of nodes and bytes. `print(chooser)` shows the table and the reasons.
+    """A choice of an algorithm by device, number of nodes and bytes. `print(chooser)` shows the table and the reasons.
 
     Args:
-        table: a table as the JSON file holds it, or the path of such a file; default: the one that ships.
+        table: a table with the structure of the JSON file, or the path of such a file; default: the package's.
 
     Raises:
-        ValueError: the table is malformed, or leaves a case without a rule; with the file and the rule.
+        ValueError: the table is malformed, or has no rule for a case; with the file and the rule.
         OSError: the file is missing, or not a regular one, or larger than 16 MiB.
 
     Example:
@@ -250,11 +248,11 @@ class Chooser:
         self._rules = _parse(content, self.source)
 
     def choose(self, device: str, nodes: str, nbytes: int) -> ChooserRule:
-        """Return the rule for an array of so many bytes on a "cpu" or "gpu", on "one" node or "several"."""
+        """Return the rule for an array of `nbytes` bytes on a "cpu" or "gpu", on "one" node or "several"."""
         for rule in self._rules[device, nodes]:
             if rule.below is None or nbytes < rule.below:
                 return rule
-        raise ValueError(f"Chooser: no rule for {nbytes} bytes")  # _parse has checked that there is one
+        raise ValueError(f"Chooser: no rule for {nbytes} bytes")  # impossible: _parse has checked the rules
 
     @property
     def rules(self) -> list[ChooserRule]:
@@ -262,7 +260,7 @@ class Chooser:
         return [rule for rules in self._rules.values() for rule in rules]
 
     def said(self) -> str:
-        """Return the choices in words, the same for all tables that choose the same by equal rules."""
+        """Return the rules as text, equal for all tables with equal rules."""
         return repr(sorted((key, [(r.below, r.algorithm) for r in rules]) for key, rules in self._rules.items()))
 
     def __str__(self) -> str:

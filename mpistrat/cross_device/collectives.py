@@ -1,4 +1,4 @@
-"""The collectives of one group of ranks. Strategies, process sets and meshes hold a `Collectives` and add what is their own."""
+"""The collectives of one group of ranks. Strategies, process sets and meshes hold a `Collectives` and add their own methods."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
 
 __all__ = ["PLAIN", "Collectives", "as_scalar", "check_rank"]
 
-PLAIN = frozenset({np.ndarray, np.float64, np.float32, float, int})  # a quick test, made before others
+PLAIN = frozenset({np.ndarray, np.float64, np.float32, float, int})  # for a quick first test
 
 
 @final
 class Collectives:
-    """The collectives of a group, which may be one that only its members have made.
+    """The collectives of a group, which only its members need to create.
 
-    Each method checks its values, compares the call over all ranks (a mismatch raises an error that names them), and moves a nest
-    in one message. Values are PerReplica of the local replicas' arrays, or the array of the only one.
+    Each method checks its values, compares the call over all ranks (a mismatch raises an error that names them), and sends a nest
+    in one message. Values are PerReplica of the local replicas' arrays, or the array of a single one.
 
-    A method puts all that ranks must share into the call that they compare (`detail`). It refuses values only inside of the call,
-    where all ranks know the same and raise the same error.
+    A method puts everything that ranks must share into the compared call (`detail`). It rejects values only inside of the call,
+    where all ranks have the same information and raise the same error.
 
     Args:
         group: the ranks.
         front: the class whose methods call this object: "ProcessSet" makes `all_reduce` "ProcessSet.all_reduce" in errors.
         label: a name of the ranks, shown with the name of a call.
-        names: the front's own names of operations, where they differ.
+        names: the front's own names of operations, if they differ.
         ops: the algorithm of reductions, bound to the group; default the chooser's.
-        options: defaults of all calls, but for `wire`, which is for steps.
-        alone: True for the default strategy, which returns values as they are.
+        options: defaults of all calls, except `wire`, which is for steps.
+        alone: True for the default strategy, which returns values unchanged.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Collectives:
         return NonblockingCollectives(self.group)
 
     def close(self) -> None:
-        """Free what the algorithm owns. Collective, before the group is closed."""
+        """Free the algorithm's resources. Collective, before the group is closed."""
         self.ops.close()
 
     def merged(self, options: CommunicationOptions | None) -> CommunicationOptions | None:
@@ -99,7 +99,7 @@ class Collectives:
         options: CommunicationOptions | None = None,
         out: Any = None,
     ) -> Any:
-        """Return the reduction of a nest over all replicas, and over axes if they are given. Collective. See `Strategy.reduce`.
+        """Return the reduction of a nest over all replicas, and over axes if given. Collective. See `Strategy.reduce`.
 
         Args:
             reduce_op: a ReduceOp, or its name.
@@ -140,7 +140,7 @@ class Collectives:
 
         Args:
             value, axis, options: see `Strategy.gather`.
-            equal: True where all ranks have one replica and arrays of one shape: no lengths are exchanged.
+            equal: True if all ranks have one replica and arrays of one shape: no lengths are exchanged.
         """
         if self.alone:
             return value
@@ -167,8 +167,8 @@ class Collectives:
 
         Args:
             reduce_op, value, axis, options: see `ReplicaContext.reduce_scatter`.
-            equal: True where parts must be of one length.
-            out: arrays of the parts' shapes and dtypes, which receive them and are returned; for one replica a rank.
+            equal: True if parts must have equal lengths.
+            out: arrays of the parts' shapes and dtypes, which receive them and are returned; for one replica per rank.
         """
         from .all_to_all import reduce_scatter, small_reduce_scatter
 
@@ -207,7 +207,7 @@ class Collectives:
         return self._sent(self._called("reshard"), value, None, new, old)[0]
 
     def _sent(self, function: str, value: Any, splits: Any, axis: int, joined: int | None) -> tuple[Any, Any]:
-        """Return a nest with what comes from the others, and its lengths. Collective. See `all_to_all.all_to_all`."""
+        """Return a nest with the parts from the others, and their lengths. Collective. See `all_to_all.all_to_all`."""
         from .all_to_all import all_to_all, small_all_to_all
 
         plan: Any = None
@@ -247,11 +247,11 @@ class Collectives:
         return self._start("all_reduce_async", value, lambda *call: self._started.all_reduce(op, *call))
 
     def broadcast_async(self, value: Any, *, root: int = 0) -> CollectiveRequest:
-        """Start to send a nest of replica `root`. Collective. See `Strategy.broadcast_async`."""
+        """Start the broadcast of a nest from replica `root`. Collective. See `Strategy.broadcast_async`."""
         return self._start("broadcast_async", value, lambda *call: self._started.broadcast(root, *call))
 
     def _start(self, operation: str, value: Any, start: Callable[..., CollectiveRequest]) -> CollectiveRequest:
-        """Start a collective of a nest, which the caller may change at once."""
+        """Start a collective of a nest, which the caller may change immediately."""
         from .nonblocking import CollectiveRequest
 
         function = self._called(operation)
@@ -261,7 +261,7 @@ class Collectives:
         leaves, like = Leaves.of(function, value, self.label), nest.map_structure(lambda leaf: None, value)
         return start(leaves, lambda found: nest.pack_like(like, [*map(as_scalar, found)]))
 
-    # objects, which mpi4py pickles, of ranks
+    # ranks' objects, pickled by mpi4py
 
     def broadcast_object(self, obj: Any = None, *, root: int = 0) -> Any:
         """Return the object of one rank on all. Collective. See `Strategy.broadcast_object`."""
@@ -309,14 +309,14 @@ class Collectives:
 
 
 def check_rank(function: str, group: ProcessGroup, root: Any) -> None:
-    """Raise ValueError unless it is the number of a rank of a group."""
+    """Raise ValueError unless `root` is a rank of a group."""
     size = group.topology.size
     if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < size:
         raise ValueError(explain(function, "root", expected=f"0 <= root < {size}", got=repr(root)))
 
 
 def as_scalar(value: Any) -> Any:
-    """Return NumPy's scalar for an array without dimensions, anything else as it is.
+    """Return NumPy's scalar for an array without dimensions, anything else unchanged.
 
     Example:
         >>> type(as_scalar(np.zeros(()))).__name__
@@ -326,7 +326,7 @@ def as_scalar(value: Any) -> Any:
 
 
 def _outs(function: str, value: Any, out: Any) -> list[np.ndarray]:
-    """Return the arrays of the caller that receive the results of a nest, or raise ValueError."""
+    """Return the caller's arrays for the results of a nest, or raise ValueError."""
     outs = nest.flatten(out)
     if nest.form(out) != nest.form(value) or not all(isinstance(each, np.ndarray) for each in outs):
         expected, got = f"NumPy arrays in the form of the value, {nest.form(value)}", repr(out)[:60]

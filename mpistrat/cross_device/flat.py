@@ -1,4 +1,4 @@
-"""The base of algorithms that sum flat host arrays: packs, shapes and GPUs are dealt with here, once for all of them."""
+"""The base of algorithms that sum flat host arrays: it handles packs, shapes and GPUs for all of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FlatAllReduce(CrossDeviceOps):
     """A CrossDeviceOps that is one function on flat host arrays: a subclass defines `_sum_flat`.
 
     Attributes:
-        num_packs: into how many messages a batch cuts the values of one dtype; 0 sends each value by itself.
+        num_packs: number of messages for a batch's values of one dtype; 0 sends each value separately.
     """
 
     reduce_ops = tuple(ReduceOp)
@@ -43,12 +43,12 @@ class FlatAllReduce(CrossDeviceOps):
     def _sum_flat(self, arrays: Arrays, how: Arithmetic, wire: Wire | None = None, out: Array | None = None) -> Array:
         """Return the reduction of the local replicas' flat arrays, a new array, or `out`. Collective, inside one.
 
-        `wire` is the form between nodes, for an algorithm that has `wires`. `out` has the dtype of the result, and may be the
-        memory of the only array. An algorithm may leave it unused.
+        `wire` is the encoding between nodes, for an algorithm that has `wires`. `out` has the dtype of the result, and may be the
+        memory of a single array. An algorithm may leave it unused.
         """
 
     def _sum_in_place(self, op: ReduceOp, pairs: Sequence[tuple[PerReplica, Any]], wire: Wire | None) -> list[Any]:
-        """Return the results of values that are reduced where they lie, in their variable's gradient; None for the others."""
+        """Return the results of values that are reduced in place, in their variable's gradient; None for the others."""
         return [None] * len(pairs)
 
     def _sum_on_gpus(self, values: Sequence[Any], how: Arithmetic, wire: Wire | None) -> Any:
@@ -57,7 +57,7 @@ class FlatAllReduce(CrossDeviceOps):
         return on_devices(self._sum_flat([host.reshape(-1)], how, wire).reshape(values[0].shape), values)
 
     def _cuts(self, options: CommunicationOptions | None) -> tuple[int, int]:
-        """Return the most bytes of a pack of values (0: any number), and the number of messages that it is sent in."""
+        """Return the most bytes of a pack of values (0: no limit), and its number of messages."""
         limit = options.bytes_per_pack if options else None
         return (limit, 1) if limit is not None else (int(self.num_packs == 0), max(1, self.num_packs))
 
@@ -135,7 +135,7 @@ class FlatAllReduce(CrossDeviceOps):
 
 
 def wire_of(options: CommunicationOptions | None) -> Wire | None:
-    """Return the form in which options have float32 numbers travel between nodes; None for their own."""
+    """Return the encoding of float32 numbers between nodes in some options; None without one."""
     if options is None or options.wire is None:
         return None
     from ..arena.wire import wire_named
@@ -147,7 +147,7 @@ def device_sum(values: Sequence[Any], how: Arithmetic) -> Any:
     """Return a new CuPy array, on the first value's GPU, with the reduction of the local replicas'."""
     xp = array_module(values[0])
     with on_device_of(values[0]):
-        parts = [xp.asarray(value) for value in values]  # copied to this GPU where they lie on another
+        parts = [xp.asarray(value) for value in values]  # copied to this GPU from others
         total = xp.empty(values[0].shape, how.accumulate)
         total[...] = parts[0]
         for part in parts[1:]:

@@ -1,4 +1,4 @@
-"""Gather: the arrays of all replicas concatenated along an axis, of which only the length along it may differ."""
+"""Gather: the arrays of all replicas concatenated along an axis, along which their lengths may differ."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from .values import beside, counted_axis, local_values
 
 __all__ = ["Gather", "reduce_slices", "to_gather"]
 
-_LARGE = 1 << 30  # bytes; above, the counts of one call might not fit MPI's
+_LARGE = 1 << 30  # bytes; above, the counts of one call might exceed MPI's limit
 _POOL = BufferPool(kept=2)
-_SMALL = 1 << 16  # bytes on all ranks; up to that several arrays are one message, which costs a copy on either side
-_IN_ONE = 1 << 16  # bytes of all ranks that travel between nodes together with their lengths
-_KEPT = 16  # combinations of lengths that are remembered
+_SMALL = 1 << 16  # bytes on all ranks; smaller arrays share one message, which costs a copy on either side
+_IN_ONE = 1 << 16  # bytes of all ranks that are sent between nodes together with their lengths
+_KEPT = 16  # combinations of lengths that are cached
 
 
 def to_gather(value: Any, group: ProcessGroup, function: str, path: str) -> list[Any]:
-    """Return the arrays of the local replicas of what lies at a path of a nest.
+    """Return the local replicas' arrays at a path of a nest.
 
     Raises:
-        TypeError: it has IndexedSlices, or what is no array.
+        TypeError: it has IndexedSlices, or a value that is not an array.
     """
     values = local_values(value, group, function, repeat=False)
     if any(isinstance(each, IndexedSlices) for each in values):
@@ -44,12 +44,12 @@ def to_gather(value: Any, group: ProcessGroup, function: str, path: str) -> list
 
 
 class _Found(NamedTuple):
-    """The consequences of the lengths of all ranks.
+    """Values derived from the lengths of all ranks.
 
     Attributes:
         totals: of each value the length of each rank along the axis.
-        largest: the most bytes that a rank has.
-        parts: for each half of the memory that moves them, of each value the arrays of the ranks; empty for large arrays.
+        largest: the most bytes of a rank.
+        parts: for each half of the exchange memory, of each value the arrays of the ranks; empty for large arrays.
     """
 
     totals: list[list[int]]
@@ -59,21 +59,21 @@ class _Found(NamedTuple):
 
 @final
 class Gather:
-    """The gather of some values, of which the forms of the local replicas' arrays are known.
+    """The gather of values for which the forms of the local replicas' arrays are known.
 
-    On a node the ranks' lengths and small arrays are exchanged in the barrier that compares the call; between nodes in one
-    message, which has room for as much as a rank had in the last gathers.
+    On a node the ranks' lengths and small arrays are exchanged in the barrier that compares the call. Between nodes they are one
+    message, with room for as much data as a rank had in the last gathers.
 
     Args:
         group: the ranks.
-        leaves: of each value one array for each local replica; lengths along `axis` may differ, the rest may not.
+        leaves: of each value one array for each local replica; only lengths along `axis` may differ.
         axis: from 0, or from the end if it is negative.
-        paths: where each value is in the nest, to name in errors.
-        function: the public caller to name in errors.
-        equal: True where the call has the forms of all arrays, which are equal on all ranks.
+        paths: the path of each value in the nest, for errors.
+        function: name of the public caller, for errors.
+        equal: True if the call has the forms of all arrays, which are equal on all ranks.
 
     Attributes:
-        synchronizes: whether the first thing that `gather` does is to wait for all ranks of the node, and compare the call.
+        synchronizes: True if `gather` first waits for all ranks of the node, and compares the call.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class Gather:
             self._messages, self._last_room = MessageExchange(group, len(self._head), form), 0
 
     def _own_form(self) -> tuple[tuple[int, ...], np.dtype] | None:
-        """Return the form of this rank's data; None where it is large, and for an error that all ranks raise."""
+        """Return the form of this rank's data; None if it is large, or if all ranks will raise an error."""
         try:
             for index in range(len(self._axes)):
                 self._check(index)
-        except (ValueError, TypeError):  # raised after all ranks have come
+        except (ValueError, TypeError):  # raised after all ranks have arrived
             return None
         forms = self._forms(self._lengths)
         nbytes = num_bytes(forms)
@@ -122,7 +122,7 @@ class Gather:
         return forms[0] if len(forms) == 1 else ((nbytes,), np.dtype(np.uint8))
 
     def __call__(self, array: np.ndarray, call: Call) -> np.ndarray:
-        """Return the concatenated array of the only value, of which the local replica's is given. Collective, inside one."""
+        """Return the concatenated array of a single value, given the local replica's. Collective, inside one."""
         found, turn = self._meet(array, call)
         if not found.parts:
             return self._by_messages([[array]], found.totals)[0]
@@ -132,7 +132,7 @@ class Gather:
         """Return the concatenated array of each value. Collective, inside one.
 
         Raises:
-            CollectiveMismatchError: on every rank, naming a rank and both shapes, before any data moved.
+            CollectiveMismatchError: on every rank, naming a rank and both shapes, before any data is sent.
             ValueError: a scalar, or an axis out of range.
             TypeError: Python objects or structured arrays.
         """
@@ -149,13 +149,13 @@ class Gather:
         ]
 
     def _meet(self, data: np.ndarray | None, call: Call) -> tuple[_Found, int]:
-        """Exchange the lengths, and the data where it is small. Return which half of the memory has it."""
+        """Exchange the lengths, and small data. Return the half of the memory that has it."""
         if self.synchronizes:
             room, heads = SMALL, self._exchange.move(call, self._place, data, self._head)
             turn = self._exchange.turn
         else:
             room, turn, heads = self._room(), 0, self._head
-            if room != self._last_room:  # the memory of the parts that were found
+            if room != self._last_room:  # cached parts refer to the old memory
                 self._last_room = room
                 self._found.clear()
             if room or (heads and self._group.topology.size > 1):
@@ -171,13 +171,13 @@ class Gather:
         return found, turn
 
     def _room(self) -> int:
-        """Return how much data of each rank travels with the lengths: all, or as much as a rank had in the last small gathers."""
+        """Return the data per rank that is sent with the lengths: all, or as much as a rank had in the last small gathers."""
         size = self._group.topology.size
         needed = self._group.gathered if self._numbers else [num_bytes(self._forms(self._lengths)) * self._has_data]
         return max(each if size > 1 and each * size <= _IN_ONE else 0 for each in needed)
 
     def _look(self, table: np.ndarray, room: int) -> _Found:
-        """Check what all ranks have, and find where it lies."""
+        """Check the forms of all ranks, and locate their data."""
         count = len(self._axes)
         for index in range(count):
             hashes = table[:, index].tolist() if self._numbers else []
@@ -202,7 +202,7 @@ class Gather:
         return _Found(totals, max(nbytes), tuple(halves))
 
     def _check(self, index: int) -> None:
-        """Raise an error where arrays of one value cannot be gathered."""
+        """Raise an error if arrays of one value cannot be gathered."""
         (shape, dtype), axis, function = self._first[index], self._axes[index], self._function
         argument = f"value{self._paths[index]}"
         if not shape:
@@ -226,7 +226,7 @@ class Gather:
         return [to_host(_join(values, axis)) for values, axis in zip(leaves, self._axes, strict=True)]
 
     def _by_messages(self, leaves: Sequence[Sequence[Any]], totals: Sequence[Sequence[int]]) -> list[Any]:
-        """Return the concatenated arrays by calls of MPI, small ones in one message."""
+        """Return the arrays concatenated by calls of MPI; small ones share one message."""
         group, axes = self._group, self._axes
         hosts = [np.ascontiguousarray(host) for host in self._hosts(leaves)]
         if group.topology.size == 1:
@@ -260,7 +260,7 @@ def _join(values: Sequence[Any], axis: int) -> Any:
 
 
 def _print(values: Sequence[Any], axis: Any) -> int:
-    """Return a number for what all replicas must share, all but the length along the axis; -1 where the local ones differ."""
+    """Return a hash of the form that all replicas must share, without the length along the axis; -1 if the local ones differ."""
     forms = set()
     for value in values:
         shape = ["*" if dim == axis else str(size) for dim, size in enumerate(value.shape)]
@@ -290,7 +290,7 @@ def _mismatch(function: str, argument: str, shapes: list[str], hashes: list[int]
 
 
 def _row(array: np.ndarray, axis: int) -> int:
-    """How many elements lie at one place along the axis."""
+    """Return the number of elements at one index along the axis."""
     return math.prod(array.shape[:axis] + array.shape[axis + 1 :])
 
 
@@ -312,7 +312,7 @@ def _exchange(group: ProcessGroup, local: np.ndarray, axis: int, totals: Sequenc
 def _exchange_together(
     group: ProcessGroup, local: Sequence[np.ndarray], axes: Sequence[int], totals: Sequence[Sequence[int]]
 ) -> list[np.ndarray]:
-    """As `_exchange` of several arrays, in one message of each rank."""
+    """Exchange several arrays like `_exchange`, in one message of each rank."""
     forms = [
         [
             ((*array.shape[:axis], lengths[rank], *array.shape[axis + 1 :]), array.dtype)
@@ -328,7 +328,7 @@ def _exchange_together(
 
 
 def _all_gather(group: ProcessGroup, local: np.ndarray, flat: np.ndarray, borders: list[int]) -> None:
-    """Fill `flat` with every rank's elements; rank r's lie between borders r and r + 1."""
+    """Fill `flat` with every rank's elements; rank r's are between borders r and r + 1."""
     if flat.nbytes > _LARGE:
         for rank, low in enumerate(borders[:-1]):
             part = flat[low : borders[rank + 1]]

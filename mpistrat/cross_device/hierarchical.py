@@ -2,12 +2,12 @@
 
 Its three steps, of which the second is empty on one node:
 
-1. reduce inside the node: rank i of each node sums slice i of what the ranks of its node put into shared memory;
-2. all-reduce between nodes: the ranks i of all nodes all-reduce slice i by MPI, so that every rank drives the network;
-3. broadcast inside the node: each rank copies all slices out of shared memory.
+1. reduce inside the node: rank i of each node sums slice i of its node's arrays in shared memory; 2. all-reduce between nodes:
+the ranks i of all nodes all-reduce slice i by MPI, so that every rank drives the network; 3. broadcast inside the node: each rank
+copies all slices out of shared memory.
 
-`_StagedSum` does them for large arrays, chunk by chunk. Small arrays on one node take one barrier (`_ExchangeSum`), and
-gradients of variables are summed where they lie (`arena.ArenaSum`), where step 3 needs no copy.
+`_StagedSum` executes them for large arrays, chunk by chunk. Small arrays on one node take one barrier (`_ExchangeSum`). Gradients
+of variables are summed in place (`arena.ArenaSum`), so that step 3 needs no copy.
 """
 
 from __future__ import annotations
@@ -38,32 +38,30 @@ if TYPE_CHECKING:
 __all__ = ["HierarchicalAllReduce", "HierarchicalCopyAllReduce"]
 
 # Constants, never tuned at run time: other chunks would give other bits.
-SMALL_BYTES = 1 << 17  # up to here even gradients in shared memory are exchanged rather than summed in place
-# An exchange. Of all ranks together: above, with more than two, it is faster that each rank sums a slice only.
+SMALL_BYTES = 1 << 17  # up to this size even gradients in shared memory are exchanged rather than summed in place
+# An exchange. Total of all ranks; with more bytes and more than two ranks it is faster if each rank sums only a slice.
 EXCHANGE_BYTES = 1 << 20
-EXCHANGE_CHUNK = 1 << 20  # bytes of every rank that are summed at a time, so that they stay in cache
+EXCHANGE_CHUNK = 1 << 20  # bytes of every rank that are summed at a time while in cache
 _CACHED_VIEWS = 256
 # Staging. Bytes of a rank that are summed at a time.
-NODE_CHUNK = 1 << 21  # on one node: few barriers, which cost most where other programs run
-SLICE_CHUNK = 1 << 20  # for each slice between nodes: what crosses the network at a time
-STAGING_BYTES = 1 << 25  # of the ranks of a node together, half of what is allocated
+NODE_CHUNK = 1 << 21  # on one node: few barriers, which are costly on busy machines
+SLICE_CHUNK = 1 << 20  # for each slice between nodes: one message
+STAGING_BYTES = 1 << 25  # of all ranks of a node, half of the allocation
 SMALLEST_CHUNK = 1 << 18
-LEAST_ENCODED = 1 << 16  # bytes of an array that may travel in fewer
+LEAST_ENCODED = 1 << 16  # bytes of the smallest array that is encoded
 
 
 @final
 class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplementation.HIERARCHICAL):
-    """Sums over the ranks of a node through shared memory, then over the nodes by MPI, slice by slice.
+    """An all-reduce over the ranks of a node through shared memory, then over the nodes by MPI, slice by slice.
 
     Rank i of each node sums slice i and all-reduces it with the ranks i of the other nodes, so that every rank drives the
-    network. On one node that second half is empty. Any number of ranks, and of replicas on each, works. Where ranks
-    share no memory it is one MPI_Allreduce.
-
-    Arrays on a GPU go through pinned host memory.
+    network. On one node that second half is empty. Any number of ranks, and of replicas on each, works. If ranks share no memory
+    it is one MPI_Allreduce. Arrays on a GPU go through pinned host memory.
 
     Args:
-        num_packs: into how many messages `batch_reduce` cuts the values of one dtype; 0 sends each value by itself.
-            `bytes_per_pack` of the options comes first.
+        num_packs: number of messages for `batch_reduce`'s values of one dtype; 0 sends each value separately. `bytes_per_pack` of
+            the options takes precedence.
 
     Raises:
         ValueError: num_packs is negative.
@@ -89,7 +87,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
 
     def close(self) -> None:
         super().close()
-        self._exchange = self._staged = self._arenas = self._encoded = None  # memory with references cannot be freed
+        self._exchange = self._staged = self._arenas = self._encoded = None  # referenced memory cannot be freed
 
     def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
         if self._find(arrays, destinations) is not None:
@@ -160,12 +158,13 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         self._arena_sum().sum_owned(arena, ranges, how, consume, unsent)
 
     def early_sums(self, arena: Gradients) -> ArenaSum | None:
-        # What a message loses is sent with the next one of a step, at the same place: then nothing goes before.
+        # With error feedback a message's error is added to the next step's at the same elements, so there are no early
+        # sums.
         later = is_gpu(arena.local[0]) or not arena.node_pieces() or (arena.wire is not None and arena.wire.feeds_back)
         return None if later else self._arena_sum()
 
     def _destination(self, values: Sequence[Any], variable: Any, reduce_op: ReduceOp) -> Destination | None:
-        """Where in a gradient arena the values lie that shall be reduced in place; None for all others."""
+        """Return the location in a gradient arena of values that are reduced in place; None for all others."""
         if self.arithmetic(reduce_op, values[0].dtype).result != values[0].dtype:
             return None
         return self._find(values, variable)
@@ -181,26 +180,26 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         return self._arenas
 
 
-#: TF's name of it.
+#: TF's name.
 HierarchicalCopyAllReduce = HierarchicalAllReduce
 
 
 @final
 class _StagedSum:
-    """Sums arrays of any size over all ranks by way of shared memory of its own.
+    """A sum of arrays of any size over all ranks through its own shared memory.
 
-    The work is a pipeline with one barrier a turn: in turn t a rank copies chunk t into its memory, sums its slice of
-    chunk t - 1 over the ranks of the node (and over the other nodes), and copies the sums of chunk t - 2 out. What is
-    written before one barrier is read before the next and lies in one of two halves, which alternate.
+    It is a pipeline with one barrier per turn: in turn t a rank copies chunk t into its memory, sums its slice of chunk t - 1
+    over the ranks of the node (and over the other nodes), and copies the sums of chunk t - 2 out. Data written before one barrier
+    is read before the next, in one of two halves, which alternate.
     """
 
     def __init__(self, group: ProcessGroup, results: BufferPool) -> None:
-        """Collective over all ranks: allocates."""
+        """Allocate. Collective over all ranks."""
         self._group, self._results = group, results
         node = group.node
         slices = group.slices
         wanted = NODE_CHUNK if group.num_nodes == 1 else SLICE_CHUNK * slices
-        # The same on every node, also where nodes have different numbers of ranks.
+        # Equal on every node, even if nodes have different numbers of ranks.
         most = STAGING_BYTES // max(group.topology.ranks_per_node) // 64 * 64
         self._chunk = min(wanted, max(SMALLEST_CHUNK, most))
         # With room for the alignment of a slice at any item size.
@@ -248,7 +247,7 @@ class _StagedSum:
         combine(how.ufunc, [array[low:high] for array in arrays], mine)
 
     def _reduce_in_node(self, chunk: tuple[int, int], how: Arithmetic, source: int, target: int) -> np.ndarray | None:
-        """Step 1; None where the slice of this rank is empty."""
+        """Execute step 1; return None if the slice of this rank is empty."""
         index = self._group.slice_index
         if index is None:
             return None
@@ -262,7 +261,7 @@ class _StagedSum:
         return total
 
     def _all_reduce_between_nodes(self, total: np.ndarray, how: Arithmetic, encoded: EncodedAllReduce | None) -> None:
-        """Step 2, and the division of a mean."""
+        """Execute step 2, and the division of a mean."""
         if encoded is not None:
             encoded.sum(total)
         elif self._group.inter is not None:
@@ -271,7 +270,7 @@ class _StagedSum:
             divide(total, how.divisor)
 
     def _broadcast_in_node(self, out: np.ndarray, chunk: tuple[int, int], how: Arithmetic, half: int) -> None:
-        """Step 3."""
+        """Execute step 3."""
         start = chunk[0]
         for owner, (low, high) in enumerate(self._bounds(chunk)):
             sums = self._sums[half][owner][: (high - low) * how.accumulate.itemsize].view(how.accumulate)
@@ -283,14 +282,14 @@ class _StagedSum:
 
 @final
 class _ExchangeSum:
-    """Sums arrays over the ranks of one node by way of its staging memory: every rank sums everything.
+    """A sum of arrays over the ranks of one node through its staging memory: every rank sums everything.
 
-    One barrier a chunk is enough: the staging memory of consecutive barriers alternates between two halves, so no rank
-    writes where another may still read. With P ranks each reads P - 1 others, where slices would take two copies and
-    twice the barriers: so it is used for small arrays, and for all on two ranks.
+    One barrier per chunk is enough: the staging memory alternates between two halves, so no rank overwrites data that another may
+    still read. With P ranks each reads P - 1 others; slices would take two copies and twice the barriers. So it is used for small
+    arrays, and for all on two ranks.
 
     Attributes:
-        limit: bytes of the largest array that should be summed in this way.
+        limit: bytes of the largest array for which it is used.
     """
 
     def __init__(self, group: ProcessGroup, results: BufferPool) -> None:
@@ -324,7 +323,7 @@ class _ExchangeSum:
         return out
 
     def small(self, shape: tuple[int, ...], how: Arithmetic) -> Planned | None:
-        """Return what sums arrays of one shape, if it takes one barrier."""
+        """Return the reduction of arrays of one shape if it takes one barrier, else None."""
         from .small import SmallReduction
 
         nbytes = int(np.prod(shape, dtype=np.int64)) * how.accumulate.itemsize
@@ -338,7 +337,7 @@ class _ExchangeSum:
         combine(ufunc, views, total)
 
     def _staged(self, dtype: np.dtype, size: int) -> list[np.ndarray]:
-        """Every rank's part of the staging half that the next barrier publishes."""
+        """Return every rank's part of the staging half that the next barrier publishes."""
         half = self._node.staging()
         key = (id(half), dtype, size)
         cached = self._views.get(key)

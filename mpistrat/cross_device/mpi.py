@@ -1,4 +1,4 @@
-"""One MPI_Allreduce for everything: best for small messages between nodes, and where ranks share no memory."""
+"""All-reduce by one MPI_Allreduce: best for small messages between nodes, and if ranks share no memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["MpiAllReduce", "mpi_sum"]
 
 @final
 class MpiAllReduce(FlatAllReduce, implementation=CommunicationImplementation.MPI):
-    """Sums over the local replicas, then over all ranks by one call of MPI_Allreduce.
+    """An all-reduce over the local replicas, then over all ranks by one MPI_Allreduce.
 
-    Sums of arrays on a GPU are left to a CUDA-aware MPI; without one, and for MIN, MAX and PROD, the arrays go through
-    pinned host memory.
+    A CUDA-aware MPI sums arrays on a GPU directly; without one, and for MIN, MAX and PROD, the arrays go through pinned host
+    memory.
 
     Example:
         >>> import mpistrat as ms
@@ -59,7 +59,7 @@ def mpi_sum(
 ) -> np.ndarray:
     """Return the reduction of flat arrays over a communicator, a new array, or `out`. Collective over `comm` (None: no MPI).
 
-    By `encoded`, if given, instead of an MPI_Allreduce. `out` may be the memory of the only array.
+    Uses `encoded`, if given, instead of MPI_Allreduce. `out` may be the memory of a single array.
     """
     here = out is not None and how.accumulate == how.result
     total = out if out is not None and here else results.empty(arrays[0].size, how.accumulate)

@@ -30,20 +30,20 @@ __all__ = ["NcclAllReduce"]
 
 @final
 class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.NCCL):
-    """Sums CuPy arrays over the GPUs of all ranks with NCCL; each replica needs a GPU of its own.
+    """An all-reduce of CuPy arrays over the GPUs of all ranks with NCCL; each replica needs its own GPU.
 
-    Arrays on the host, dtypes that NCCL does not know, and MIN, MAX and PROD, for which NCCL does not define the
-    result of NaN, are reduced by HierarchicalAllReduce or MpiAllReduce, which is logged once. Not yet run on several GPUs.
+    HierarchicalAllReduce or MpiAllReduce, logged once, reduces arrays on the host, dtypes that NCCL does not support, and MIN,
+    MAX and PROD, whose result for NaN NCCL does not define. Not yet run on several GPUs.
 
     Args:
-        num_packs: into how many messages `batch_reduce` cuts the values of one dtype, the last taking the remainder; 0
-            sends each value by itself. `bytes_per_pack` of the options comes first.
+        num_packs: number of messages for `batch_reduce`'s values of one dtype, the last with the remainder; 0 sends each value
+            separately. `bytes_per_pack` of the options takes precedence.
 
     Raises:
         MissingDependencyError: CuPy or NCCL is missing, with the remedy.
         ValueError: num_packs is negative.
 
-    Its reductions raise DeviceError, on every rank, where replicas share a GPU.
+    Its reductions raise DeviceError, on every rank, if replicas share a GPU.
     """
 
     reduce_ops = tuple(ReduceOp)
@@ -122,7 +122,7 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
         consume: Consume,
         unsent: Unsent | None = None,
     ) -> None:
-        # Weights that are exchanged in pieces are sent by MPI meanwhile.
+        # Meanwhile MPI sends weights that are exchanged in pieces.
         on_gpus = is_gpu(arena.local[0]) and arena.pieces(ranges) is None
         if not on_gpus or self._other(arena.local, ReduceOp.SUM) is not None or self.group.topology.num_replicas == 1:
             super().reduce_arena(arena, ranges, consume, unsent)
@@ -135,7 +135,7 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
                     consume(begin, end, total[begin - low : end - low])
 
     def _other(self, values: Sequence[Any], reduce_op: ReduceOp) -> CrossDeviceOps | None:
-        """The algorithm for values that NCCL cannot reduce; None where it can."""
+        """Return the algorithm for values that NCCL cannot reduce; None if it can."""
         if not is_gpu(values[0]):
             once(logging.WARNING, "NcclAllReduce: arrays on the host are summed by HierarchicalAllReduce")
             self._on_host.call = self.call
@@ -143,7 +143,7 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
         shared = len({value.device.id for value in values}) < len(values)
         sums = reduce_op in (ReduceOp.SUM, ReduceOp.MEAN)
         if shared or not sums or nccl_datatype_name(values[0].dtype) is None:
-            reason = f"NCCL does not sum {values[0].dtype}" if sums else f"{reduce_op.value} is not left to NCCL"
+            reason = f"NCCL does not sum {values[0].dtype}" if sums else f"{reduce_op.value} is not reduced by NCCL"
             reason = "replicas share a GPU" if shared else reason
             once(logging.WARNING, f"NcclAllReduce: {reason}: MpiAllReduce takes over")
             return self._unknown
@@ -172,7 +172,7 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
         return copies
 
     def _total(self, values: Sequence[Any], how: Arithmetic) -> list[Any]:
-        """Return new arrays in the dtype of accumulation, on the GPUs of the communicator: each the sum over all replicas."""
+        """Return the sums over all replicas, as new arrays in the accumulation dtype on the GPUs of the communicator."""
         if not self._sums_without_a_copy(values, how):
             wide = self._wide(values, how)
             self._sum_in_place(wide)
@@ -185,14 +185,14 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
         return totals
 
     def _sums_without_a_copy(self, values: Sequence[Any], how: Arithmetic) -> bool:
-        """Return whether NCCL reads values where they lie."""
+        """Return True if NCCL can read the values directly."""
         if self.group.topology.num_replicas == 1 or values[0].size == 0:
             return False
         fits = all(value.dtype == how.accumulate and value.flags.c_contiguous for value in values)
         return fits and tuple(value.device.id for value in values) == self._connected().devices
 
     def _sum_in_place(self, arrays: Sequence[Any], messages: int = 1) -> None:
-        """Sum arrays on the GPUs of the communicator over all replicas, in a number of messages."""
+        """Sum arrays on the GPUs of the communicator over all replicas, in `messages` messages."""
         if self.group.topology.num_replicas == 1:
             return
         flats, low = [array.reshape(-1) for array in arrays], 0

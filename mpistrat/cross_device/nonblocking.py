@@ -1,7 +1,7 @@
-"""Nonblocking collectives: all ranks start them in one order, and wait for them in any; MPI moves the data in between.
+"""Nonblocking collectives: all ranks start them in one order, and wait for them in any; meanwhile MPI sends the data.
 
-A start is a collective call like others, whose form the ranks compare. What it posts goes over a communicator of its own, where
-no other call of MPI is made, so it is matched by the order of the starts alone.
+A start is a collective call like others, whose form the ranks compare. Its messages use a separate communicator without other
+calls, so they are matched by the order of the starts.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from .values import Leaves, beside, call_of, check_root, local_arrays, local_val
 
 __all__ = ["CollectiveRequest", "NonblockingCollectives"]
 
-# MPI moves data only where it is asked, so a wait uses its core at first, as MPI's own calls do, and sleeps little after that.
+# MPI sends data only during calls, so a wait first spins, as MPI's own calls do, and then sleeps briefly.
 _BUSY, _SLEEP = 1.0, 1e-4  # seconds
-_AT_EXIT = 5.0  # seconds that the end of a program waits for what it has left
+_AT_EXIT = 5.0  # seconds that the end of a program waits for pending collectives
 _CHUNK = 1 << 30  # bytes of one broadcast
 _POOL = BufferPool(kept=2)
 _REMEDY = "All ranks must have started it; MPI moves its data while they are in calls of MPI, such as done() and wait()"
@@ -50,18 +50,18 @@ _REMEDY = "All ranks must have started it; MPI moves its data while they are in 
 
 @final
 class CollectiveRequest:
-    """A collective that was started, as by `Strategy.all_reduce_async` (MPI: MPI_Request; Horovod: a handle).
+    """A started collective, as by `Strategy.all_reduce_async` (MPI: MPI_Request; Horovod: a handle).
 
-    Each rank waits for several in whichever order it likes. One that nobody waits for is completed when the strategy is closed at
-    the latest, with a warning that names the line where it was started. Use it in the thread that started it.
+    Each rank may wait for several in any order. Closing the strategy completes the ones without a wait, with a warning that names
+    the line that started them. Use it in the thread that started it.
     """
 
-    owner: Any = None  # lives until this is complete: the process set
+    owner: Any = None  # the process set, kept alive until this is complete
 
     def __init__(self, text: str, group: Any, requests: Sequence[Any], result: Callable[[], Any]) -> None:
-        """Hold what was posted, and what makes the result when that is complete; the strategy's calls make it.
+        """Store the posted requests, and the function that returns the result; the strategy's calls create it.
 
-        `group` is the `ProcessGroup`, None where nothing was posted.
+        `group` is the `ProcessGroup`, None without requests.
         """
         self._text, self._place = text, user_line(threading.get_ident())
         self._group, self._requests = group, list(requests)
@@ -77,9 +77,9 @@ class CollectiveRequest:
             self._requests = [ParentsOnly(f"the wait for {self._text}")]
 
     def done(self) -> bool:
-        """Return whether it is complete: then `wait` returns at once.
+        """Return True if it is complete: then `wait` returns at once.
 
-        It is a call of MPI, too, which moves data: between two parts of a long computation it lets messages go on.
+        It also calls MPI, which sends data: call it between parts of a long computation to make progress.
         """
         self._requests = [request for request in self._requests if not request.Test()]
         if self._requests:
@@ -88,7 +88,7 @@ class CollectiveRequest:
         return True
 
     def wait(self) -> Any:
-        """Return what the synchronous call would, when it is complete; again the same object.
+        """Return the result of the synchronous call, once complete; a repeated call returns the same object.
 
         Raises:
             CollectiveTimeoutError: it takes longer than MPISTRAT_ABORT_AFTER.
@@ -115,11 +115,11 @@ class CollectiveRequest:
                     os.sched_yield()
 
     def keep_memory(self) -> None:
-        """Keep the memory of what is under way for as long as the process lives."""
+        """Keep the memory of pending messages alive until the process ends."""
         leave(self._requests)
 
     def tell_unwanted(self) -> bool:
-        """Return whether nobody has waited for it, and log that, once."""
+        """Return True if the program never waited for it, and log that, once."""
         if self._make is None:
             return False
         if not self._told:
@@ -137,18 +137,18 @@ class CollectiveRequest:
 
 @final
 class NonblockingCollectives:
-    """What the ranks of a group have started, on a communicator of its own, until it is complete."""
+    """The pending collectives of a group, on a separate communicator."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        """Be closed with a group. The same on every rank: the first start makes it."""
+        """Attach to a group, which closes it. Equal on every rank: the first start creates it."""
         self._group = group
         self._comm: Any = None
-        self._pending: list[CollectiveRequest] = []  # MPI works in their memory
+        self._pending: list[CollectiveRequest] = []  # MPI accesses their memory
         self._known: weakref.WeakSet[CollectiveRequest] = weakref.WeakSet()
         group.attach(self)
 
     def all_reduce(self, op: ReduceOp, leaves: Leaves, pack: Callable[[list[Any]], Any]) -> CollectiveRequest:
-        """Start the reduction of values over all replicas; those that are combined in one dtype are one message. Collective.
+        """Start the reduction of values over all replicas; values with one accumulation dtype share one message. Collective.
 
         Args:
             op: the reduction.
@@ -193,7 +193,7 @@ class NonblockingCollectives:
         return [comm.Iallreduce(MPI.IN_PLACE, [chunk, datatype], op) for chunk in chunks]
 
     def broadcast(self, root: int, leaves: Leaves, pack: Callable[[list[Any]], Any]) -> CollectiveRequest:
-        """Start to send all ranks the arrays of replica `root`, in one message. Collective. See `all_reduce`.
+        """Start to broadcast the arrays of replica `root`, in one message. Collective. See `all_reduce`.
 
         Raises:
             Exception: see `Strategy.broadcast_async`.
@@ -227,7 +227,7 @@ class NonblockingCollectives:
         return self._note(CollectiveRequest(call.text, group, requests, result))
 
     def _own_comm(self) -> Any:
-        """The communicator of what is posted, made by the first start. Collective that time, inside a collective."""
+        """Return the separate communicator, created by the first start. Collective that time, inside a collective."""
         if self._comm is None and self._group.topology.size > 1:
             self._comm = self._group.topology.comm.Dup()
         return self._comm
@@ -241,7 +241,7 @@ class NonblockingCollectives:
     # its end
 
     def close(self) -> None:
-        """Complete what was never waited for, with a warning, and free the communicator. Collective over the group."""
+        """Complete collectives without a wait, with a warning, and free the communicator. Collective over the group."""
         for request in self._unwanted():
             request.wait()
         self._pending = []
@@ -250,45 +250,45 @@ class NonblockingCollectives:
             self._comm = None
 
     def leave(self) -> Callable[[], None] | None:
-        """Return what completes, before MPI ends, what was never waited for, with a warning."""
+        """Return a function that completes, before MPI ends, collectives without a wait, with a warning."""
         if self._group.monitor.refusal is not None:
             self.abandon()
             return None
         left = self._unwanted()
 
         def complete() -> None:
-            wait_until(lambda: all([request.done() for request in left]), _AT_EXIT)  # noqa: C419 each of them is asked
+            wait_until(lambda: all([request.done() for request in left]), _AT_EXIT)  # noqa: C419 check each of them
 
         return complete if left else None
 
     def abandon(self) -> None:
-        """Forget what was started: ranks were lost. MPI may still write into its memory, which stays."""
+        """Discard pending collectives, because ranks were lost. MPI may still write into their memory, which stays."""
         for request in list(self._known):
             request.keep_memory()
         self._pending = []
 
     def _unwanted(self) -> list[CollectiveRequest]:
-        """What nobody has waited for, which is told."""
+        """Return the collectives that the program never waited for, and log them."""
         return [request for request in list(self._known) if request.tell_unwanted()]
 
 
 def _arrays(value: Any, group: ProcessGroup, op: ReduceOp, function: str) -> list[Any]:
     values = reducible_values(value, group, op, function)
     if any(isinstance(each, IndexedSlices) for each in values):
-        remedy = "Pass to_dense() of them, or use the call that waits"
+        remedy = "Pass to_dense() of them, or use the synchronous call"
         raise TypeError(explain(function, "value", expected="arrays", got="IndexedSlices", remedy=remedy))
     return local_arrays(values, function)
 
 
 def _finished(total: np.ndarray, how: Arithmetic, arrays: Sequence[Any]) -> Any:
-    """The result of a leaf, from what MPI has made of its part, where its values lie."""
+    """Return the result of a leaf, from MPI's total of its part, on the device of its values."""
     _unsorted(total, how)
     result = finish(total, how).reshape(arrays[0].shape)
     return on_devices(result, arrays) if is_gpu(arrays[0]) else result
 
 
-# MIN and MAX of floats. MPI's own make of NaN whatever the order of the operands gives, and an operation in Python would run in
-# whichever thread is in MPI. So what travels are whole numbers in the same order, with NaN at the end that wins.
+# MIN and MAX of floats. MPI's result with NaN depends on the order of the operands, and an operation in Python would
+# run in any thread that is in MPI. So they are sent as integers of the same order, with NaN at the winning end.
 
 
 def _is_of_floats(how: Arithmetic) -> bool:
@@ -297,13 +297,13 @@ def _is_of_floats(how: Arithmetic) -> bool:
 
 def _check_extremes(how: Arithmetic, function: str) -> None:
     if _is_of_floats(how) and how.accumulate.itemsize > 8:
-        remedy = "Use the call that waits, or pass float64"
+        remedy = "Use the synchronous call, or pass float64"
         expected = "floats of at most 64 bits for MIN and MAX"
         raise TypeError(explain(function, "value", expected=expected, got=str(how.accumulate), remedy=remedy))
 
 
 def _sortable(total: np.ndarray, how: Arithmetic) -> np.ndarray:
-    """Return what MPI reduces of a flat array: itself, or the same memory as whole numbers, in place."""
+    """Return a flat array for MPI's reduction: itself, or the same memory as integers, in place."""
     if not _is_of_floats(how):
         return total
     nan = np.isnan(total)
@@ -314,13 +314,13 @@ def _sortable(total: np.ndarray, how: Arithmetic) -> np.ndarray:
 
 
 def _unsorted(total: np.ndarray, how: Arithmetic) -> None:
-    """Turn whole numbers into the floats that they were, in place."""
+    """Convert integers back to floats, in place."""
     if _is_of_floats(how):
         _reordered(total)
 
 
 def _reordered(total: np.ndarray) -> np.ndarray:
-    """Return the bits of floats as signed integers of the same order, in place; again, and they are the floats' bits."""
+    """Return the bits of floats as signed integers of the same order, in place; a second call restores the bits."""
     bits = total.view(f"i{total.itemsize}")
     bits ^= (bits >> (8 * total.itemsize - 1)) & np.iinfo(bits.dtype).max
     return bits

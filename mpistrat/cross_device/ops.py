@@ -1,6 +1,6 @@
-"""CrossDeviceOps: how values of several replicas become one. Subclass it for an algorithm of your own.
+"""CrossDeviceOps: the reduction of several replicas' values. Subclass it for your own algorithm.
 
-It checks and compares; the algorithms are in a file each, gather and broadcast in values.py.
+It checks and compares; each algorithm has a file, gather and broadcast are in values.py.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 
 __all__ = ["IMPLEMENTATIONS", "CrossDeviceOps", "Planned"]
 
-CHUNK = 1 << 22  # elements that an algorithm without arenas of its own reduces at a time
+CHUNK = 1 << 22  # elements that an algorithm without its own arenas reduces at a time
 
 _NO_OPTIONS = CommunicationOptions()
 _NUMBERS = (float, int, np.number)
 _KEPT_PLANS = 1024
-_COPIED = 1 << 17  # bytes up to which results are copied into the caller's array
+_COPIED = 1 << 17  # bytes; smaller results are copied into the caller's array
 
-#: The algorithms that a setting can name; each class enters itself: `class X(CrossDeviceOps, implementation=...)`.
+#: The algorithms that a setting can name; each class registers itself: `class X(CrossDeviceOps, implementation=...)`.
 IMPLEMENTATIONS: dict[CommunicationImplementation, type[CrossDeviceOps]] = {}
 
 
@@ -62,31 +62,29 @@ Planned = Callable[..., Any]
 
 
 class CrossDeviceOps(ABC):
-    """How values of several replicas become one (TF: tf.distribute.CrossDeviceOps).
+    """An algorithm that reduces values of several replicas (TF: tf.distribute.CrossDeviceOps).
 
-    A strategy owns one and calls its public methods, which check the values, compare the calls of all ranks,
-    and then call the `…_implementation` methods. A subclass overrides those: `batch_reduce_implementation` always, the other
-    three where it has a better way. It is called for SUM and MEAN only,
-    unless it names more in `reduce_ops`.
-
-    Sums have a fixed order: the same layout of ranks gives the same bits.
+    A strategy owns one and calls its public methods, which check the values, compare the calls of all ranks, and then call the
+    `…_implementation` methods. A subclass overrides those: `batch_reduce_implementation` always, the other three if it has a
+    better way. It is called for SUM and MEAN only, unless it names more in `reduce_ops`. Sums have a fixed order: the same layout
+    of ranks gives the same bits.
     """
 
-    #: The reductions that the algorithm has; all others raise an error.
+    #: The reductions that the algorithm supports; others raise an error.
     reduce_ops: tuple[ReduceOp, ...] = (ReduceOp.SUM, ReduceOp.MEAN)
 
-    #: Whether `reduce_arena` sends nodes the sums of what they own alone: nodes then share slots unless told otherwise.
+    #: True if `reduce_arena` sends each node only the sums that it owns: nodes then share slots by default.
     sums_pieces: bool = False
 
-    #: The forms in which it sends sums of float32 between nodes where a call's options say so; all others raise an error.
+    #: The encodings of float32 sums between nodes that a call's options may request; others raise an error.
     wires: tuple[str, ...] = ()
 
-    #: Whether an error in the middle of `reduce_arena` leaves messages between nodes under way.
+    #: True if an error in the middle of `reduce_arena` leaves messages between nodes pending.
     sends_ahead: bool = False
 
     _group: ProcessGroup | None = None
     _others: dict[CommunicationImplementation, CrossDeviceOps] | None = None
-    #: The collective call that is under way: what the first node barrier of `reduce_implementation` carries.
+    #: The current collective call, which the first node barrier of `reduce_implementation` compares.
     call: Any = None
 
     def __init_subclass__(cls, implementation: CommunicationImplementation | None = None, **more: Any) -> None:
@@ -96,24 +94,24 @@ class CrossDeviceOps(ABC):
 
     @functools.cached_property
     def plans(self) -> dict[Hashable, tuple[Collective, Planned]]:
-        """The call, and what makes it, for an array whose dtype, shape and options have been seen before."""
+        """The cached call and its function for an array with known dtype, shape and options."""
         return {}
 
     def bind(self, group: ProcessGroup) -> None:
-        """Set the ranks that this object works over; the strategy does it once.
+        """Set the ranks that this object works over; the strategy calls it once.
 
         Raises:
             ValueError: it already belongs to another strategy.
         """
         if self._group is not None and self._group is not group and not self._group.closed:
-            remedy = "Give each strategy an object of its own"
+            remedy = "Create a separate object for each strategy"
             expected, got = "an object of one strategy", "one that another strategy uses"
             raise ValueError(explain(type(self).__name__, "", expected=expected, got=got, remedy=remedy))
         self._group = group
         self._others, self.plans = None, {}
 
     def close(self) -> None:
-        """Free what the algorithm owns, such as NCCL communicators. Collective; the strategy calls it before it closes."""
+        """Free the algorithm's resources, such as NCCL communicators. Collective; the strategy calls it before it closes."""
         self.plans.clear()
         for other in (self._others or {}).values():
             if other is not self:
@@ -125,12 +123,12 @@ class CrossDeviceOps(ABC):
         if self._group is None:
             remedy = "Pass it to a strategy as cross_device_ops=, or call bind()"
             text = explain(
-                type(self).__name__, "", expected="an object of a strategy", got="a loose one", remedy=remedy
+                type(self).__name__, "", expected="an object of a strategy", got="one without a strategy", remedy=remedy
             )
             raise RuntimeError(text)
         return self._group
 
-    # What users and strategies call
+    # Calls of users and strategies
 
     def reduce(
         self,
@@ -143,26 +141,30 @@ class CrossDeviceOps(ABC):
     ) -> Any:
         """Return the sum, or another reduction, of a value over all replicas, a new array, equal on every rank. Collective.
 
-        MEAN divides by the number of replicas; integers then give float64. float16 and bfloat16 are combined in
-        float32 and rounded once. IndexedSlices give IndexedSlices with the rows of all replicas.
+        MEAN divides by the number of replicas; integers then give float64. float16 and bfloat16 are combined in float32 and
+        rounded once. IndexedSlices give IndexedSlices with the rows of all replicas.
 
         Args:
             reduce_op: a ReduceOp, or its name.
-            per_replica_value: PerReplica with one array for each local replica, all of one shape and dtype; or a plain
-                value: the local replica's where the rank has one.
-            destinations: a Variable, a device string, a value, or None: where the result is to be. Where every value is
-                the memory of this Variable's gradient, HierarchicalAllReduce sums in place, and the result is a
-                read-only view, valid until that gradient is written again.
-            options: bytes_per_pack, timeout_seconds, implementation of this call; wire: "bfloat16" sends sums of float32 from
-                64 KB on in this form between nodes, which is rounded twice, once for each node and once in all.
+            per_replica_value: PerReplica with one array for each local replica, all of one shape and dtype; or a plain value: the
+                local replica's if the rank has one.
+            destinations: a Variable, a device string, a value, or None: the destination of the result. If every value is the
+                memory
+                of this Variable's gradient, HierarchicalAllReduce sums in place, and the result is a read-only view, valid until
+                    that
+                gradient is written again.
+            options: bytes_per_pack, timeout_seconds, implementation of this call; wire: "bfloat16" encodes float32 sums of at
+                least
+                64 KB between nodes, with two roundings, one for each node and one for the total.
             name: the name of the value, the same on every rank.
             function: the public caller, for errors; the same on every rank.
 
         Raises:
             CollectiveMismatchError: ranks passed different operations, shapes or dtypes.
-            CollectiveTimeoutError: a rank did not come.
-            ValueError: a plain value under SUM or PROD on a rank with several replicas; a list of destinations; a
-                reduction or a wire that this object does not know.
+            CollectiveTimeoutError: a rank did not arrive.
+            ValueError: a plain value under SUM or PROD on a rank with several replicas; a list of destinations; a reduction or a
+                wire
+                that this object does not support.
             TypeError: values that cannot be reduced: bool, structured, objects; by MIN, MAX and PROD complex numbers and
                 IndexedSlices.
         """
@@ -184,7 +186,7 @@ class CrossDeviceOps(ABC):
     def _reduce(
         self, op: ReduceOp, leaf: Leaves, destinations: Any, given: CommunicationOptions | None, out: Any = None
     ) -> Any:
-        """As `reduce`, of a value for which there is no plan, or into an array. Collective."""
+        """Reduce like `reduce` a value without a plan, or into an array. Collective."""
         function, (per_replica_value,), name, _, said = leaf
         options = given or _NO_OPTIONS
         asked = self.chosen(options)
@@ -205,7 +207,7 @@ class CrossDeviceOps(ABC):
         first = arrays[0]
         ops = asked._algorithm_for(first, options)
         synchronize, way = ops.entry(arrays, destinations)
-        how = arithmetic(op, first.dtype, 1, function)  # refuses what cannot be reduced
+        how = arithmetic(op, first.dtype, 1, function)  # rejects irreducible dtypes
         if out is not None:
             check_out(out, first.shape, how.result, function)
         words = op.value, asked._said_of(first), way, *_said(options)
@@ -232,10 +234,10 @@ class CrossDeviceOps(ABC):
         name: str = "",
         function: str = "batch_reduce",
     ) -> list[Any]:
-        """Return what `reduce` would give for each of several values, in fewer messages. Collective.
+        """Return the reductions of several values, in fewer messages than `reduce`. Collective.
 
-        Values of one dtype travel together, up to `options.bytes_per_pack` bytes at a time. Ranks compare all values at
-        once before any moves.
+        Values of one dtype are sent together, up to `options.bytes_per_pack` bytes at a time. Ranks compare all values at once
+        before any is sent.
 
         Args:
             reduce_op: a ReduceOp, or its name.
@@ -288,7 +290,7 @@ class CrossDeviceOps(ABC):
         options: CommunicationOptions | None,
         outs: Sequence[np.ndarray] | None = None,
     ) -> Sequence[Any]:
-        """Return the reduction of each of several values, in one collective; in `outs` if they are given. Collective."""
+        """Return the reduction of each of several values, in one collective; in `outs` if given. Collective."""
         function, values, name, _, said = leaves
         if len(values) != 1:
             totals: Sequence[Any] = self.batch_reduce(op, [(value, None) for value in values], options, name, function)
@@ -318,7 +320,7 @@ class CrossDeviceOps(ABC):
         Args:
             value: as for `reduce`; every replica passes an array of the same shape and dtype.
             destinations: see `reduce`.
-            root: global replica whose value it is.
+            root: global replica that sends its value.
             name, function: see `reduce`.
 
         Raises:
@@ -330,7 +332,7 @@ class CrossDeviceOps(ABC):
         return on_destination(self.broadcast_leaves(leaves, root, destinations)[0], destinations)
 
     def broadcast_leaves(self, leaves: Leaves, root: int, destinations: Any = None) -> list[Any]:
-        """Return what `broadcast` would of each of several values, in one collective. Collective."""
+        """Return the results of `broadcast` for several values, in one collective. Collective."""
         function, group = leaves.function, self.group
         check_root(root, group, function)
         arrays = [local_arrays(local_values(leaf, group, function), function) for leaf in leaves.values]
@@ -370,8 +372,9 @@ class CrossDeviceOps(ABC):
             options, name: see `reduce`.
 
         Raises:
-            CollectiveMismatchError: number of dimensions, dtype or another dimension differ; on every rank, naming a
-                rank and both shapes, before data moved.
+            CollectiveMismatchError: number of dimensions, dtype or another dimension differ; on every rank, naming a rank and
+                both
+                shapes, before data is sent.
             ValueError: a scalar, or an axis out of range.
         """
         check_destinations(destinations, "gather")
@@ -386,9 +389,9 @@ class CrossDeviceOps(ABC):
         destinations: Any = None,
         equal: bool = False,
     ) -> list[Any]:
-        """Return what `gather` would of each of several values, in one collective. Collective.
+        """Return the results of `gather` for several values, in one collective. Collective.
 
-        `equal` is True where all ranks have one replica and arrays of one shape.
+        `equal` is True if all ranks have one replica and arrays of one shape.
         """
         from .gather import Gather, to_gather
 
@@ -418,7 +421,7 @@ class CrossDeviceOps(ABC):
             )
         return results
 
-    # What algorithms override
+    # Overridden by algorithms
 
     def reduce_implementation(
         self,
@@ -432,7 +435,7 @@ class CrossDeviceOps(ABC):
         Args:
             reduce_op: one of `reduce_ops`.
             per_replica_value: one array of NumPy or CuPy for each local replica, of one shape and dtype on every rank.
-            destinations: as the caller gave it.
+            destinations: the caller's.
             options: of this call.
         """
         return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
@@ -453,7 +456,7 @@ class CrossDeviceOps(ABC):
     def gather_implementation(
         self, per_replica_value: PerReplica, destinations: Any, axis: int, options: CommunicationOptions | None
     ) -> Any:
-        """Return the concatenated arrays. Collective; all ranks have arrived, and compare the shapes in here."""
+        """Return the concatenated arrays. Collective; all ranks have arrived, and this method compares the shapes."""
         from .gather import Gather
 
         leaves = [per_replica_value.values]
@@ -462,7 +465,7 @@ class CrossDeviceOps(ABC):
     def reduce_into(
         self, reduce_op: ReduceOp, arrays: Sequence[Any], out: np.ndarray, options: CommunicationOptions | None
     ) -> None:
-        """Write the reduction of the local replicas' arrays into one, which may be theirs. Collective; all ranks agree."""
+        """Write the reduction of the local replicas' arrays into `out`, which may be one of them. Collective; all ranks agree."""
         out[...] = self.reduce_implementation(reduce_op, PerReplica(arrays), None, options)
 
     def reduce_arena(
@@ -472,17 +475,16 @@ class CrossDeviceOps(ABC):
         consume: Consume,
         unsent: Unsent | None = None,
     ) -> None:
-        """Sum gradient arenas over all replicas and hand the sums out block by block. Collective, inside one.
+        """Sum gradient arenas over all replicas and pass the sums to `consume` block by block. Collective, inside one.
 
         Every rank of the node has arrived before the call; no rank may write a gradient before the caller's next barrier.
 
         Args:
             arena: the gradients of all replicas.
             ranges: element ranges, ascending, equal on every rank.
-            consume: called as consume(low, high, block) for blocks that cover exactly `arena.owned(ranges)`, in order. `block`
-                is scratch in the accumulation dtype, and valid in the call only.
-            unsent: what was not sent of the arena's gradients before, by an algorithm of `sums_pieces` where `arena.wire`
-                feeds it back.
+            consume: called as consume(low, high, block) for blocks that cover exactly `arena.owned(ranges)`, in order. `block` is
+                scratch in the accumulation dtype, and valid in the call only.
+            unsent: the error feedback of the arena's gradients, for an algorithm with `sums_pieces` if `arena.wire` uses it.
         """
         dtype = arithmetic(ReduceOp.SUM, arena.dtype, 1).accumulate
         xp, block_size = array_module(arena.local[0]), block_of(arena.local[0])
@@ -503,37 +505,37 @@ class CrossDeviceOps(ABC):
     def node_gradients(self, arena: Gradients) -> Sequence[np.ndarray] | None:
         """Return the gradients of all replicas, to be summed from the first to the last instead of by `reduce_arena`.
 
-        Each rank sums what it owns. None where not all are in memory that it sees.
+        Each rank sums its own part. None if this rank does not see all of them.
         """
         return None
 
     def small_reduction(self, reduce_op: ReduceOp, array: Any) -> Planned | None:
-        """Return what reduces arrays of one dtype and shape, wherever they lie, instead of `reduce_implementation`; else None.
+        """Return a function that reduces arrays of one dtype and shape instead of `reduce_implementation`, or None.
 
-        It is called as small(array, call), and where `entry` has said so, itself begins with `self.group.node.barrier(call)`.
+        It is called as small(array, call). If `entry` returns False, it begins with `self.group.node.barrier(call)` itself.
         """
         return None
 
     def early_sums(self, arena: Gradients) -> ArenaSum | None:
-        """Return what can begin to sum an arena before `reduce_arena`, which takes the sums; None where nothing can.
+        """Return an object that can sum an arena before `reduce_arena`, which uses the sums; None if that is impossible.
 
-        The same on every rank.
+        Equal on every rank.
         """
         return None
 
     def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
-        """Return how a reduction begins: what ranks must agree on beside the values.
+        """Return how a reduction starts: what ranks must agree on in addition to the values.
 
         Returns:
-            Whether all ranks shall arrive before `reduce_implementation` is called (else it must itself begin with
-            `self.group.node.barrier(self.call)`); and a word for how the algorithm will go about it.
+            True if all ranks must arrive before `reduce_implementation` is called (else it must itself begin with
+            `self.group.node.barrier(self.call)`); and a word for the algorithm's method.
         """
         return True, ""
 
-    # What algorithms use
+    # Used by algorithms
 
     def arithmetic(self, reduce_op: ReduceOp, dtype: np.dtype) -> Arithmetic:
-        """Return by which function and in which dtype values are combined, the divisor, and the result's dtype.
+        """Return the function, accumulation dtype, divisor and result dtype of a reduction.
 
         Raises:
             TypeError: values of the dtype cannot be reduced.
@@ -541,7 +543,7 @@ class CrossDeviceOps(ABC):
         return arithmetic(reduce_op, dtype, self.group.topology.num_replicas)
 
     def keep_plan(self, key: Hashable, call: Collective, planned: Planned) -> None:
-        """Keep in `plans` what makes a call of one array."""
+        """Cache the function of a call of one array in `plans`."""
         if len(self.plans) >= _KEPT_PLANS:
             self.plans.clear()
         self.plans[key] = call, planned
@@ -553,13 +555,13 @@ class CrossDeviceOps(ABC):
         return self
 
     def _said_of(self, array: Any) -> str:
-        """Return what ranks compare of the algorithm and the place of an array: of this object alone its class."""
+        """Return the text that ranks compare of an array's algorithm and device: by default the class."""
         return type(self).__name__
 
     def _check_known(self, op: ReduceOp, options: CommunicationOptions, function: str) -> None:
         wire = options.wire
         if wire is not None and wire not in self.wires and (wire != "bfloat16" or self.group.num_nodes > 1):
-            remedy = "int8 is for steps of optimizers, which make up for what it loses: give it to the strategy"
+            remedy = "int8 is for optimizer steps, which use error feedback: give it to the strategy"
             if wire == "bfloat16":
                 remedy = "Leave it out, or let HierarchicalAllReduce reduce"
             expected = f"{' or '.join(self.wires) or 'none'}, for reductions by {type(self).__name__}"
@@ -567,11 +569,11 @@ class CrossDeviceOps(ABC):
         if op not in self.reduce_ops:
             name = type(self).__name__
             expected = f"{', '.join(known.value for known in self.reduce_ops)}, the reductions of {name}"
-            remedy = f"Use another CrossDeviceOps, or name it in reduce_ops of {name} if it is an algorithm of your own"
+            remedy = f"Use another CrossDeviceOps, or add it to reduce_ops of {name} if it is your own algorithm"
             raise ValueError(explain(function, "reduce_op", expected=expected, got=op.value, remedy=remedy))
 
     def chosen(self, options: CommunicationOptions) -> CrossDeviceOps:
-        """Return the object that carries out a call: this one, unless the options name another algorithm."""
+        """Return the object that executes a call: this one, unless the options name another algorithm."""
         wanted = options.implementation
         if wanted is None or wanted is CommunicationImplementation.AUTO:
             return self
@@ -586,5 +588,5 @@ class CrossDeviceOps(ABC):
 
 
 def _said(options: CommunicationOptions) -> tuple[str, ...]:
-    """What ranks compare of the options beside what others show."""
+    """Return the parts of the options that ranks compare and no other text shows."""
     return () if options.wire is None else (f"wire {options.wire}",)

@@ -1,9 +1,8 @@
-"""Sums in the order of replicas, the left fold ((v0 + v1) + v2) + …, whatever ranks and nodes these are on: the same bits.
+"""Sums in the order of replicas, the left fold ((v0 + v1) + v2) + …, with the same bits on any ranks and nodes.
 
-Values are gathered, and folded by every rank. Gradients in arenas are not: on a node each rank folds its slice of all
-replicas; between nodes a sum so far travels from the first node to the last, each of which goes on with its own replicas, and the
-total travels back. Many blocks are under way at once, so every link carries each slice once in each direction, as much as in
-a ring.
+Values are gathered, and folded by every rank. Gradients in arenas are not gathered. On a node each rank folds its slice of all
+replicas. Between nodes a partial sum is sent from the first node to the last, each of which adds its own replicas, and the total
+is sent back. Many blocks are in flight at once, so every link carries each slice once in each direction, as in a ring.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ _ONWARD, _BACK = 8, 9  # tags
 
 @final
 class OrderedAllReduce(FlatAllReduce):
-    """Sums over the replicas from the first to the last, so that the same replicas on other ranks and nodes give the same bits.
+    """An all-reduce in the order of replicas, so that the same replicas on other ranks and nodes give the same bits.
 
-    Strategies with `replicas=` use it. Gradients of variables cost about what they cost otherwise; other values go to
-    every rank from each replica. Where a node's ranks are not next to each other, gradients are such values, too.
-    float16 and bfloat16 are folded in float32.
+    Strategies with `replicas=` use it. Gradients of variables cost about as much as otherwise; other values are sent from each
+    replica to every rank, and so are gradients if a node's ranks are not contiguous. float16 and bfloat16 are folded in float32.
     """
 
     sends_ahead = True
@@ -91,20 +89,20 @@ class OrderedAllReduce(FlatAllReduce):
             pieces = arena.pieces(ranges)
             if pieces is None:
                 self._fold_over_nodes(arena, arena.owned(ranges), how, consume)
-            else:  # the total of all pieces comes to all nodes
+            else:  # all nodes receive the total of all pieces
                 mine, every = pieces[self.group.inter.rank], merge([part for piece in pieces for part in piece])
                 self._fold_over_nodes(arena, every, how, _only(mine, consume))
 
     def _fold_over_nodes(
         self, arena: Gradients, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume
     ) -> None:
-        """Go on with the sum of the nodes before, and hand out the total. Collective over `group.inter`."""
+        """Continue the sum of the previous nodes, and pass the total to `consume`. Collective over `group.inter`."""
         inter: Any = self.group.inter
         kind = mpi_datatype(how.accumulate)
         arrays = arena.local if arena.node is None else arena.node
         node, last = inter.rank, inter.size - 1
         chunks = blocks(ranges, BLOCK)
-        depth = min(2 * inter.size + 2, len(chunks))  # chunks under way
+        depth = min(2 * inter.size + 2, len(chunks))  # chunks in flight
         memory = np.empty((depth + 1, BLOCK), how.accumulate)
         scratch = memory[depth]
         sending: list[Any] = [None] * depth
@@ -148,7 +146,7 @@ class OrderedAllReduce(FlatAllReduce):
 
 
 def _only(ranges: Sequence[tuple[int, int]], consume: Consume) -> Consume:
-    """Return a function that hands on what of blocks lies in the ranges."""
+    """Return a function that passes on the parts of blocks inside the ranges."""
 
     def hand_on(low: int, high: int, block: Any) -> None:
         for begin, end in ranges:

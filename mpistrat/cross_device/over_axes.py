@@ -1,4 +1,4 @@
-"""Reductions over the replicas and over axes of their arrays: what travels for one, and how its total becomes the result."""
+"""Reductions over the replicas and over axes of their arrays: the array to send, and the conversion of its total."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Finish = Callable[[Any], Any]
 
 
 def _sum_over(leaf: Any, axis: Axis, replicas: int, function: str) -> tuple[Any, Finish]:
-    """What travels for a sum over axes, and how its total becomes the result."""
+    """Return the array to send for a sum over axes, and the function that converts its total to the result."""
     parts, wrap = _parts(leaf, replicas, function, repeat=False)
     dtype = parts[0].dtype
     check_reducible(dtype, function)
@@ -32,7 +32,7 @@ def _sum_over(leaf: Any, axis: Axis, replicas: int, function: str) -> tuple[Any,
 
 
 def _mean_over(leaf: Any, axis: Axis, replicas: int, function: str) -> tuple[Any, Finish]:
-    """As `_sum_over` for a mean: numerators and the count of what they sum, side by side in one flat array."""
+    """Return the same as `_sum_over` for a mean: numerators and their count, in one flat array."""
     parts, wrap = _parts(leaf, replicas, function, repeat=True)
     check_reducible(parts[0].dtype, function)
     result = mean_dtype(parts[0].dtype)
@@ -57,7 +57,7 @@ def _mean_over(leaf: Any, axis: Axis, replicas: int, function: str) -> tuple[Any
 
 
 def _product_over(leaf: Any, axis: Axis, replicas: int, function: str) -> tuple[Any, Finish]:
-    """As `_sum_over` for a product, which is 1 for a replica without elements."""
+    """Return the same as `_sum_over` for a product, which is 1 for a replica without elements."""
     parts, wrap = _parts(leaf, replicas, function, repeat=False)
     work = arithmetic(ReduceOp.PROD, parts[0].dtype, 1, function)
     products = []
@@ -69,7 +69,7 @@ def _product_over(leaf: Any, axis: Axis, replicas: int, function: str) -> tuple[
 
 
 def _extreme_over(op: ReduceOp, leaf: Any, axis: Axis, replicas: int, function: str) -> tuple[Any, Finish]:
-    """As `_sum_over` for MIN or MAX: beside the extremes travels whether a replica has elements at all."""
+    """Return the same as `_sum_over` for MIN or MAX; with the extremes it sends a flag for replicas without elements."""
     parts, wrap = _parts(leaf, replicas, function, repeat=True)
     work = arithmetic(op, parts[0].dtype, 1, function)
     bounds = np.iinfo(work.accumulate) if work.accumulate.kind in "iu" else None
@@ -90,7 +90,7 @@ def _extreme_over(op: ReduceOp, leaf: Any, axis: Axis, replicas: int, function: 
             else:
                 wide = part.astype(work.accumulate, copy=False)
                 extreme = module.asarray(wide.min(axis=axes) if smallest else wide.max(axis=axes))
-            none = module.full(1, empty if smallest else not empty, work.accumulate)  # equal where all are empty
+            none = module.full(1, empty if smallest else not empty, work.accumulate)  # equal if all are empty
             packs.append(module.concatenate([extreme.reshape(-1), none]))
 
     def finish(total: Any) -> Any:
@@ -101,8 +101,8 @@ def _extreme_over(op: ReduceOp, leaf: Any, axis: Axis, replicas: int, function: 
     return wrap(packs), finish
 
 
-#: By reduction: a function of a leaf, axes, the number of local replicas and the caller that returns the array to send and the
-#: function that makes the result of its total.
+#: By reduction: a function of a leaf, axes, the number of local replicas and the caller. It returns the array to send and the
+#: function that converts its total.
 OVER_AXES: dict[ReduceOp, Callable[[Any, Axis, int, str], tuple[Any, Finish]]] = {
     ReduceOp.SUM: _sum_over,
     ReduceOp.MEAN: _mean_over,
@@ -113,14 +113,14 @@ OVER_AXES: dict[ReduceOp, Callable[[Any, Axis, int, str], tuple[Any, Finish]]] =
 
 
 def _no_element(function: str, what: str) -> ValueError:
-    remedy = f"Not one replica has an element to take the {what} of"
+    remedy = f"The {what} of no elements is undefined"
     return ValueError(explain(function, "value", expected="an element on some replica", got="none", remedy=remedy))
 
 
 def _parts(leaf: Any, replicas: int, function: str, *, repeat: bool) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The local replicas' arrays of a leaf, and how to put into its place what is made of them."""
+    """Return the local replicas' arrays of a leaf, and the function that wraps their results."""
     if isinstance(leaf, DistributedValues):
-        mirrored = isinstance(leaf, Mirrored) and not repeat  # its SUM is refused below, in one place
+        mirrored = isinstance(leaf, Mirrored) and not repeat  # its SUM is rejected below
         wrap: Callable[[list[Any]], Any] = Mirrored if mirrored else PerReplica
         return [as_array(value, function) for value in leaf.values], wrap
     array = as_array(leaf, function)
@@ -130,7 +130,7 @@ def _parts(leaf: Any, replicas: int, function: str, *, repeat: bool) -> tuple[li
 
 
 def _axes(array: Any, axis: Axis, function: str) -> tuple[int, ...]:
-    """The axes as different numbers from 0 up."""
+    """Return the axes as distinct numbers from 0 up."""
     given = tuple(axis) if isinstance(axis, Sequence) else (axis,)
     axes = tuple(a + array.ndim if isinstance(a, (int, np.integer)) and a < 0 else a for a in given)
     if all(isinstance(a, (int, np.integer)) and 0 <= a < array.ndim for a in axes) and len(set(axes)) == len(axes):

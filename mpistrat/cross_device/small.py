@@ -76,12 +76,12 @@ class SmallBroadcast:
         self._parts = [of_bytes(self._exchange.data(turn, rank, nbytes), forms) for turn in (0, 1)]
 
     def __call__(self, array: np.ndarray, call: Call) -> np.ndarray:
-        """Return the root's array of the only value, of which the local replica's is given. Collective, inside one."""
+        """Return the root's array of a single value, given the local replica's. Collective, inside one."""
         self._exchange.move(call, self._place, array)
         return self._parts[self._exchange.turn][0].copy()
 
     def broadcast(self, leaves: Sequence[Sequence[Any]], call: Call) -> list[np.ndarray]:
-        """Return the root's array of each value, of which those of the local replicas are given. Collective, inside one."""
+        """Return the root's array of each value, given the local replicas'. Collective, inside one."""
         data = None
         if self._place is not None:
             hosts = [to_host(values[self._index]) for values in leaves]
@@ -95,6 +95,6 @@ def small_broadcast(group: ProcessGroup, arrays: Sequence[Any], root: int) -> Sm
     forms = [(array.shape, array.dtype) for array in arrays]
     if not group.num_nodes == 1 < group.topology.size or num_bytes(forms) > SMALL:
         return None
-    if not all(is_movable(dtype) for _, dtype in forms):  # which raises an error after the ranks have compared
+    if not all(is_movable(dtype) for _, dtype in forms):  # raises an error later, after the ranks have compared
         return None
     return SmallBroadcast(group, forms, root)

@@ -1,4 +1,4 @@
-"""Everything to one rank, summed there from the first replica to the last, and the sum sent to all."""
+"""Reduction on one rank, from the first replica to the last, and broadcast of the sum."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 __all__ = ["ReductionToOneDevice"]
 
-CHUNK = 1 << 18  # elements that travel at a time
+CHUNK = 1 << 18  # elements of one message
 TAG = 7
 
 
 @final
 class ReductionToOneDevice(FlatAllReduce):
-    """Gathers all replicas' values on rank 0, sums them there in replica order, and broadcasts the result.
+    """A gather of all replicas' values on rank 0, their sum in replica order, and a broadcast of the result.
 
-    The sum is the left fold ((v0 + v1) + v2) + …, whatever the layout of ranks. It is slow: for reference, or
-    where the order of the sum matters. float16 and bfloat16 are folded in float32.
+    The sum is the left fold ((v0 + v1) + v2) + …, whatever the layout of ranks. It is slow: use it for reference, or if the order
+    of the sum matters. float16 and bfloat16 are folded in float32.
 
     Args:
-        reduce_to_device: a device of rank 0, such as "cpu:0"; sums are formed on the host.
-        accumulation_fn: takes the list of all replicas' flat arrays, in replica order, and returns their sum; default:
-            the left fold. It runs on rank 0 only, and serves SUM and MEAN only.
+        reduce_to_device: a device of rank 0, such as "cpu:0"; sums are computed on the host.
+        accumulation_fn: takes the list of all replicas' flat arrays, in replica order, and returns their sum; default: the left
+            fold. It runs on rank 0 only, and supports SUM and MEAN only.
 
     Raises:
         DeviceError: the device string is malformed.
@@ -46,7 +46,7 @@ class ReductionToOneDevice(FlatAllReduce):
     ) -> None:
         self.reduce_to_device = None if reduce_to_device is None else canonical(reduce_to_device)
         self.accumulation_fn = accumulation_fn
-        if accumulation_fn is not None:  # which returns sums
+        if accumulation_fn is not None:  # it returns sums
             self.reduce_ops = (ReduceOp.SUM, ReduceOp.MEAN)
 
     def _cuts(self, options: CommunicationOptions | None) -> tuple[int, int]:
@@ -63,7 +63,7 @@ class ReductionToOneDevice(FlatAllReduce):
         return total
 
     def _fold(self, arrays: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
-        """The left fold over all replicas, chunk by chunk; the result is right on rank 0 only."""
+        """Return the left fold over all replicas, chunk by chunk; the result is valid on rank 0 only."""
         size = arrays[0].size
         total = np.empty(size, how.accumulate)
         scratch = np.empty(min(size, CHUNK), arrays[0].dtype)

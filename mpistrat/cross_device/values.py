@@ -1,4 +1,4 @@
-"""The values that callers of a CrossDeviceOps pass and get, and what needs no algorithm: gather, broadcast, sparse rows."""
+"""The values and results of a CrossDeviceOps, and operations without an algorithm: gather, broadcast, sparse rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
     "reducible_values",
 ]
 
-_IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)  # what makes the value itself of equal values
+_IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)  # reductions of equal values to the value itself
 
 
 class Leaves(NamedTuple):
@@ -45,9 +45,9 @@ class Leaves(NamedTuple):
 
     Attributes:
         function: the public caller, for errors and for the comparison of the ranks.
-        values: of each leaf a PerReplica, or the value of the only local replica.
+        values: of each leaf a PerReplica, or the value of a single local replica.
         name: the ranks and the form of the nest, for the comparison of the ranks.
-        paths: the place of each leaf in the nest, for errors.
+        paths: the path of each leaf in the nest, for errors.
         said: dtype and reduction in the caller's words, for the comparison of the ranks; default those of the array.
     """
 
@@ -65,7 +65,7 @@ class Leaves(NamedTuple):
 
 
 def check_destinations(destinations: Any, function: str) -> None:
-    """Do nothing if destinations are legal: None, a device, a value or a Variable.
+    """Raise unless destinations are None, a device, a value or a Variable.
 
     Raises:
         ValueError: for a list or tuple of them.
@@ -76,9 +76,9 @@ def check_destinations(destinations: Any, function: str) -> None:
 
 
 def reduced_already(reduce_op: ReduceOp, value: Any, group: ProcessGroup, function: str) -> bool:
-    """Return whether the only rank's value is its own reduction.
+    """Return True if the only rank's value is its own reduction.
 
-    That is a Mirrored or plain value under MEAN, and a plain zero, which TF lets pass under SUM too.
+    That is a Mirrored or plain value under MEAN, and a plain zero, which TF accepts under SUM too.
     """
     if group.topology.size > 1 or group.topology.num_local_replicas == 1:
         return False
@@ -92,7 +92,7 @@ def reduced_already(reduce_op: ReduceOp, value: Any, group: ProcessGroup, functi
 def local_values(value: Any, group: ProcessGroup, function: str, *, repeat: bool = True) -> Sequence[Any]:
     """Return one value for each local replica.
 
-    A plain value is the replica's where the rank has one. Where it has several, the value is each one's if `repeat`.
+    A plain value belongs to the rank's single replica. If it has several, each gets the value if `repeat`.
 
     Raises:
         ValueError: another number of values than local replicas, or a plain value that may not be repeated.
@@ -129,7 +129,7 @@ def reducible_values(value: Any, group: ProcessGroup, reduce_op: ReduceOp, funct
 
 
 def _may_repeat(reduce_op: ReduceOp, value: Any, function: str) -> bool:
-    """Return whether a plain value may stand for every local replica: not in a SUM or PROD, but zeros."""
+    """Return True if a plain value may represent every local replica: not in a SUM or PROD, except zeros."""
     if reduce_op in _IDEMPOTENT:
         return True
     return not isinstance(value, IndexedSlices) and not as_array(value, function).any()
@@ -140,7 +140,7 @@ def local_arrays(values: Sequence[Any], function: str) -> list[Any]:
 
     Raises:
         CollectiveMismatchError: they differ.
-        TypeError: one is no array.
+        TypeError: one is not an array.
     """
     arrays = [as_array(value, function) for value in values]
     first = arrays[0]
@@ -153,7 +153,7 @@ def local_arrays(values: Sequence[Any], function: str) -> list[Any]:
 
 
 def call_of(arrays: Sequence[Any], detail: str) -> tuple[Any, Any, Hashable]:
-    """Return dtype, shape and detail of a call, for `ProcessGroup.collective`: of one array, or in the detail of several."""
+    """Return dtype, shape and detail of a call, for `ProcessGroup.collective`: of one array, or several in the detail."""
     if len(arrays) == 1:
         return arrays[0].dtype, arrays[0].shape, detail
     return None, None, (detail, *((dtype_name(array.dtype), tuple(array.shape)) for array in arrays))
@@ -168,7 +168,7 @@ def check_out(out: np.ndarray, shape: tuple[int, ...], dtype: np.dtype, function
 
 
 def on_destination(result: Any, destinations: Any) -> Any:
-    """Return a result on the device that destinations name, where they name one.
+    """Return a result on the device that destinations name, if any.
 
     Example:
         >>> on_destination(np.ones(2), "cpu:0")
@@ -190,7 +190,7 @@ def on_destination(result: Any, destinations: Any) -> Any:
 
 
 def beside(result: np.ndarray, array: Any) -> Any:
-    """Return a result where an array lies: on its GPU, or as it is."""
+    """Return a result on an array's device: its GPU, or unchanged."""
     if not is_gpu(array):
         return result
     with on_device_of(array):
@@ -198,7 +198,7 @@ def beside(result: np.ndarray, array: Any) -> Any:
 
 
 def counted_axis(axis: Any, ndim: int) -> Any:
-    """Return an axis of an array counted from 0, where it was counted from the end; what is no axis as it is.
+    """Return an axis of an array counted from 0 if it was counted from the end; an invalid axis unchanged.
 
     Example:
         >>> counted_axis(-1, 3), counted_axis(1, 3), counted_axis(-4, 3)
@@ -208,13 +208,13 @@ def counted_axis(axis: Any, ndim: int) -> Any:
 
 
 _POOL = BufferPool(kept=2)
-_SMALL = 1 << 16  # bytes; up to that several arrays are one message, which costs a copy on either side
+_SMALL = 1 << 16  # bytes; smaller arrays share one message, which costs a copy on either side
 
 # broadcast
 
 
 def check_root(root: int, group: ProcessGroup, function: str) -> None:
-    """Raise an error where no replica has this number.
+    """Raise unless a replica has this number.
 
     Raises:
         ValueError: naming the function.
@@ -253,7 +253,7 @@ def broadcast_all(
 
 
 def broadcast_one(group: ProcessGroup, root: int, array: np.ndarray, call: Call) -> np.ndarray:
-    """Return replica `root`'s array, a new one, where each rank gives one of the same form. Collective, inside the call."""
+    """Return replica `root`'s array, a new one; each rank passes one of the same form. Collective, inside the call."""
     rank = group.topology.rank_of_replica(root)[0]
     if rank == group.topology.rank:
         host = np.array(array, order="C")
@@ -270,13 +270,13 @@ def checked_slices(values: Sequence[Any], reduce_op: ReduceOp, function: str) ->
     """Return the local replicas' slices with arrays in them, checked, all of one form.
 
     Raises:
-        CollectiveMismatchError: a local replica's value is no IndexedSlices, or has another form than the first.
+        CollectiveMismatchError: a local replica's value is not IndexedSlices, or has another form than the first.
         ValueError: indices are not one integer for each row of the values.
         TypeError: another reduction than SUM and MEAN, which concatenated rows cannot represent.
     """
     if reduce_op not in (ReduceOp.SUM, ReduceOp.MEAN):
         expected, got = f"dense arrays for {reduce_op.value}", "IndexedSlices"
-        remedy = "IndexedSlices have SUM and MEAN only: pass to_dense() of them"
+        remedy = "IndexedSlices support SUM and MEAN only: pass to_dense() of them"
         raise TypeError(explain(function, "value", expected=expected, got=got, remedy=remedy))
     slices = []
     for index, value in enumerate(values):
@@ -305,7 +305,7 @@ def _as_slices(value: IndexedSlices, function: str) -> IndexedSlices:
 
 
 def form(value: IndexedSlices) -> Hashable:
-    """Return what must be equal on every rank: all but the number of rows."""
+    """Return what must be equal on every rank: everything except the number of rows."""
     return (
         "IndexedSlices",
         value.values.dtype.name,
