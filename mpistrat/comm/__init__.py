@@ -1,1 +1,1 @@
-"""Communication: process groups, node-shared memory, buffers, packing, and the checks that turn misuse into errors."""
+"""Communication: process groups, node-shared memory, buffers, packing, and checks that turn misuse into errors."""

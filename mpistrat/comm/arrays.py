@@ -62,7 +62,7 @@ def import_cupy(function: str) -> ModuleType:
 
 
 def is_gpu(value: Any) -> bool:
-    """Return whether an array's memory lies on a GPU.
+    """Return True if an array's memory is on a GPU.
 
     Example:
         >>> is_gpu(np.zeros(3))
@@ -70,9 +70,7 @@ def is_gpu(value: Any) -> bool:
     """
     if type(value) is np.ndarray:
         return False
-    cupy = sys.modules.get(
-        "cupy"
-    )  # imported, if there are arrays of it; on AMD's GPUs they have no __cuda_array_interface__
+    cupy = sys.modules.get("cupy")  # imported if CuPy arrays exist; on AMD's GPUs they have no __cuda_array_interface__
     if cupy is not None and isinstance(value, cupy.ndarray):
         return True
     if hasattr(value, "__cuda_array_interface__"):
@@ -81,18 +79,18 @@ def is_gpu(value: Any) -> bool:
 
 
 def array_module(value: Any) -> ModuleType:
-    """Return the module that computes with a value: numpy, or cupy for what lies on a GPU."""
+    """Return the module that computes with a value: numpy, or cupy on a GPU."""
     return import_cupy("array_module") if is_gpu(value) else np
 
 
 def as_array(value: Any, function: str = "as_array", argument: str = "value") -> Any:
-    """Return a value as an array of NumPy, or of CuPy where its memory is on a GPU; without a copy where possible.
+    """Return a value as an array of NumPy, or of CuPy if its memory is on a GPU; without a copy if possible.
 
-    Understands NumPy, CuPy, tensors of PyTorch (whose history is left out), DLPack, the two array interfaces, `__array__`
-    (Variables have it), Python numbers and sequences of them. The result is in this machine's byte order.
+    Understands NumPy, CuPy, tensors of PyTorch (without their history), DLPack, the two array interfaces, `__array__` (Variables
+    have it), Python numbers and sequences of them. The result is in this machine's byte order.
 
     Raises:
-        TypeError: for what is none of these; a sparse tensor; masked numbers.
+        TypeError: none of these; a sparse tensor; masked numbers.
         MissingDependencyError: a bfloat16 tensor, without ml_dtypes.
 
     Example:
@@ -101,7 +99,7 @@ def as_array(value: Any, function: str = "as_array", argument: str = "value") ->
     """
     if type(value) is np.ndarray and value.dtype.isnative and value.dtype.kind != "O":
         return value
-    torch = sys.modules.get("torch")  # whoever has a tensor has imported it
+    torch = sys.modules.get("torch")  # imported if tensors exist
     if torch is not None and isinstance(value, torch.Tensor):
         return _array_of_tensor(value, torch, function, argument)
     if is_gpu(value):
@@ -122,11 +120,11 @@ def as_array(value: Any, function: str = "as_array", argument: str = "value") ->
 
 
 def _array_of_tensor(tensor: Any, torch: Any, function: str, argument: str) -> Any:
-    """A tensor of PyTorch as an array of the same memory."""
+    """Return a tensor of PyTorch as an array of the same memory."""
     plain = tensor.detach()
     if plain.is_cuda:
         return import_cupy(function).from_dlpack(plain)
-    narrow = plain.dtype is torch.bfloat16  # which NumPy does not know
+    narrow = plain.dtype is torch.bfloat16  # unknown to NumPy
     try:
         array = (plain.view(torch.int16) if narrow else plain.resolve_conj().resolve_neg()).numpy()
     except (TypeError, RuntimeError) as error:
@@ -150,7 +148,7 @@ def _no_array(value: Any, function: str, argument: str) -> str:
 
 
 def synchronize(value: Any) -> None:
-    """Wait until the GPU has written an array, which MPI does not do; nothing for NumPy."""
+    """Wait until the GPU has written an array, which MPI does not do; do nothing for NumPy."""
     if is_gpu(value):
         cupy = import_cupy("synchronize")
         with cupy.cuda.Device(value.device.id):
@@ -159,7 +157,7 @@ def synchronize(value: Any) -> None:
 
 @contextlib.contextmanager
 def on_device_of(value: Any) -> Iterator[None]:
-    """Make an array's GPU the current one for a `with` block; nothing for NumPy."""
+    """Make an array's GPU the current one for a `with` block; do nothing for NumPy."""
     if is_gpu(value):
         with import_cupy("on_device_of").cuda.Device(value.device.id):
             yield
@@ -168,14 +166,14 @@ def on_device_of(value: Any) -> Iterator[None]:
 
 
 def pinned_empty(size: int, dtype: np.dtype) -> np.ndarray:
-    """Return an uninitialised flat host array in pinned memory, which a GPU copies to and from at full speed."""
+    """Return an uninitialised flat host array in pinned memory, which a GPU copies at full speed."""
     cupy = import_cupy("pinned_empty")
     memory = cupy.cuda.alloc_pinned_memory(max(1, size * dtype.itemsize))
     return np.frombuffer(memory, np.uint8, size * dtype.itemsize).view(dtype)
 
 
 def to_host(value: Any, function: str = "to_host", argument: str = "value") -> np.ndarray:
-    """Return a value as a NumPy array; what lies on a GPU is copied through pinned memory.
+    """Return a value as a NumPy array; one on a GPU is copied through pinned memory.
 
     Example:
         >>> to_host(3.5)
@@ -198,18 +196,18 @@ _REDUCIBLE_KINDS = "iufc"
 
 
 def is_bfloat16(dtype: np.dtype) -> bool:
-    """Return whether a dtype is bfloat16, which NumPy knows only through ml_dtypes."""
+    """Return True if a dtype is bfloat16, which NumPy supports only through ml_dtypes."""
     return dtype.kind == "V" and dtype.name == "bfloat16"
 
 
 def as_buffer(array: Any) -> Any:
-    """Return an array that has Python's buffer protocol, if it lies in host memory: of bfloat16 the bits, as uint16."""
+    """Return an array that has Python's buffer protocol, if it is in host memory: for bfloat16 the bits, as uint16."""
     return array.view(np.uint16) if is_bfloat16(array.dtype) else array
 
 
 @functools.cache
 def dtype_name(dtype: np.dtype) -> str:
-    """Return `dtype.name`, which NumPy makes anew each time, in 2 µs.
+    """Return `dtype.name`, cached because NumPy takes 2 µs to compute it.
 
     Example:
         >>> dtype_name(np.dtype(np.float32))
@@ -248,10 +246,10 @@ def _reducible(dtype: np.dtype) -> bool:
 
 
 def check_reducible(dtype: np.dtype, function: str, argument: str = "value") -> None:
-    """Do nothing if values of a dtype can be summed over ranks.
+    """Raise unless values of a dtype can be summed over ranks.
 
     Raises:
-        TypeError: for bool, structured and every other dtype that is no number, with the remedy.
+        TypeError: for bool, structured and other non-numeric dtypes, with the remedy.
     """
     if _reducible(dtype):
         return
@@ -266,12 +264,12 @@ def check_reducible(dtype: np.dtype, function: str, argument: str = "value") -> 
 
 
 def is_movable(dtype: np.dtype) -> bool:
-    """Return whether values of a dtype can be sent as bytes."""
+    """Return True if values of a dtype can be sent as bytes."""
     return dtype.kind in _MOVABLE_KINDS or is_bfloat16(dtype)
 
 
 def check_movable(dtype: np.dtype, function: str, argument: str = "value") -> None:
-    """Do nothing if values of a dtype can be sent as bytes.
+    """Raise unless values of a dtype can be sent as bytes.
 
     Raises:
         TypeError: for structured dtypes and Python objects.
@@ -285,12 +283,12 @@ def check_movable(dtype: np.dtype, function: str, argument: str = "value") -> No
 
 @functools.cache
 def mpi_datatype(dtype: np.dtype) -> MPI.Datatype:
-    """Return the MPI datatype of a NumPy dtype; float16 and bfloat16 move as 16-bit integers.
+    """Return the MPI datatype of a NumPy dtype; float16 and bfloat16 are sent as 16-bit integers.
 
-    Sums of those two are formed in `accumulation_dtype`, never in this type.
+    Those two are summed in `accumulation_dtype`, never in this type.
 
     Raises:
-        TypeError: when MPI has no such type.
+        TypeError: MPI has no such type.
     """
     from mpi4py import MPI
 
@@ -298,11 +296,11 @@ def mpi_datatype(dtype: np.dtype) -> MPI.Datatype:
         return MPI.UINT16_T
     if dtype.kind in "biufc" and dtype.isnative:
         return MPI.Datatype.fromcode(dtype.char)
-    expected = "a dtype of NumPy that MPI knows, in this machine's byte order"
+    expected = "a dtype of NumPy that MPI supports, in this machine's byte order"
     raise TypeError(explain("mpi_datatype", "dtype", expected=expected, got=str(dtype)))
 
 
-# MPI counts are 32-bit before MPI 4, and in some libraries after. Constants: other chunks give other bits.
+# MPI counts are 32-bit before MPI 4, and in some later libraries. Constants, because other chunks give other bits.
 CHUNK_ELEMENTS = 1 << 30
 NARROW_CHUNK_ELEMENTS = 1 << 20  # for float16 and bfloat16, each through 4 MiB of float32
 
@@ -317,7 +315,7 @@ def all_reduce(
     Args:
         comm: an intracommunicator.
         array: C-contiguous host array; receives the result, and holds this rank's part unless `source` does.
-        source: C-contiguous array of the same dtype and size with this rank's part, left as it is.
+        source: C-contiguous array of the same dtype and size with this rank's part, not changed.
         ufunc: np.add, np.multiply, np.minimum or np.maximum; the latter two not for complex numbers.
 
     Raises:
@@ -341,10 +339,10 @@ def all_reduce(
 
 @functools.cache
 def mpi_op(ufunc: np.ufunc, kind: str) -> MPI.Op:
-    """Return the MPI operation of a function for dtypes of a kind, kept as long as the program runs.
+    """Return the MPI operation of a function for dtypes of a kind, cached until the program ends.
 
-    What MPI_MIN and MPI_MAX make of NaN and of 0.0 and -0.0 depends on the order of the operands, so floats need NumPy's.
-    Which zero NumPy takes depends on the order too: the operation is not commutative, and MPI keeps to the order of ranks.
+    The results of MPI_MIN and MPI_MAX for NaN and for 0.0 and -0.0 depend on the order of the operands, so floats need NumPy's.
+    NumPy's choice of a zero depends on the order too, so the operation is not commutative, and MPI keeps the order of ranks.
     """
     from mpi4py import MPI
 
@@ -382,8 +380,8 @@ def _all_reduce_narrow(comm: MPI.Intracomm, target: np.ndarray, part: np.ndarray
 def all_reduce_gpu(comm: MPI.Intracomm, array: Any) -> None:
     """Sum a contiguous CuPy array over the ranks, in place, by a CUDA-aware MPI. Collective over `comm`.
 
-    The stream is synchronised first, because MPI does not know it. The dtype must be one that MPI sums. Not yet run:
-    it takes an MPI that knows CUDA.
+    The stream is synchronised first, because MPI does not know it. The dtype must be one that MPI sums. Not yet run: it needs a
+    CUDA-aware MPI.
     """
     from mpi4py import MPI
 

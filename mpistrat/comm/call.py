@@ -1,4 +1,4 @@
-"""A call of a collective as data: what it is in words, and the fingerprint that the ranks compare."""
+"""A call of a collective as data: its text, and the fingerprint that the ranks compare."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["TEXT_BYTES", "Call", "describe"]
 
-TEXT_BYTES = 1000  # of a text are shown; the tag covers all of it
-_STAMP_BYTES = 100  # of them for what changes
+TEXT_BYTES = 1000  # shown of a text; the tag covers all of it
+_STAMP_BYTES = 100  # of them for the stamp
 
 
 def describe(op: str, name: str = "", dtype: Any = None, shape: Any = None, detail: Hashable = ()) -> str:
-    """Return a collective in words, the same on every rank that means the same.
+    """Return a collective in words, equal on every rank that makes the same call.
 
     Example:
         >>> describe("all_reduce", "w", np.float32, (4, 3))
@@ -40,14 +40,14 @@ def describe(op: str, name: str = "", dtype: Any = None, shape: Any = None, deta
 
 
 class Call:
-    """One kind of collective: its operation, name, dtype, shape and further detail, as `describe` puts them into words.
+    """One kind of collective: its operation, name, dtype, shape and further detail, in the words of `describe`.
 
     Attributes:
-        tag, text: fingerprint, and what it stands for, with `stamp`.
+        tag, text: fingerprint and text, with `stamp`.
         kind: the fingerprint without it.
         series: operation and name.
         timeout: seconds that a rank waits in it.
-        payload: the text as it is laid into shared memory: two bytes of length, then UTF-8.
+        payload: the text in shared memory: two bytes of length, then UTF-8.
     """
 
     __slots__ = ("_shown", "_stamp", "_text", "kind", "payload", "series", "tag", "timeout")
@@ -64,19 +64,19 @@ class Call:
 
     @property
     def text(self) -> str:
-        """What it is, in words."""
+        """Its description."""
         return self._text + self._stamp
 
     @property
     def brief(self) -> str:
-        """The same, cut after 600 characters."""
+        """Its description, cut after 600 characters."""
         return self._text[:600] + self._stamp
 
     def stamp(self, words: str) -> Self:
-        """Add what else must be the same on all ranks this time, and return the call. Before it is entered.
+        """Add words that must be equal on all ranks this time, and return the call. Before it is entered.
 
-        For what changes from one call to the next: on a node it is compared each time, between nodes by the next
-        comparison. At most 100 characters of ASCII.
+        For words that change from call to call: on a node they are compared each time, between nodes by the next comparison. At
+        most 100 characters of ASCII.
 
         Example:
             >>> Call("step", 60.0).stamp(", number 3").text

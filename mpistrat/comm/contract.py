@@ -1,7 +1,7 @@
-"""Collective calls: all ranks compare the fingerprints of theirs before data moves, and mismatches become errors.
+"""Collective calls: all ranks compare the fingerprints of their calls before data is sent, and mismatches become errors.
 
-On a node the tag of a `Collective` is exchanged in every barrier (see `node`); between nodes the ranks compare each call that is
-not expected (`Comparison`).
+On a node the tag of a `Collective` is exchanged in every barrier (see `node`). Between nodes the ranks compare each unexpected
+call (`Comparison`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .recorder import RECORDER
 __all__ = ["Collective", "Comparison"]
 
 _MASK = (1 << 63) - 1
-_PLACES = 4096  # expectations that are remembered
+_PLACES = 4096  # expectations that are stored
 _NAME_CHARACTERS = 80  # of a call in the recorder
 
 
 @final
 class Collective(Call):
-    """A call of one group as the context in which it runs; `ProcessGroup.collective` makes and keeps it."""
+    """A call of one group, and the context in which it runs; `ProcessGroup.collective` creates and caches it."""
 
     __slots__ = ("_comparison", "_event", "_monitor", "_name", "_node", "_outer", "_synchronize")
 
@@ -72,7 +72,7 @@ class Collective(Call):
         except BaseException as error:
             RECORDER.end(self._event)
             if self._comparison is not None:
-                self._comparison.forget()  # ranks of this node may have noted different calls
+                self._comparison.forget()  # ranks of this node may have recorded different calls
             monitor.fail(error, True)
             monitor.current = self._outer
             monitor.acting.release()
@@ -94,10 +94,10 @@ class Collective(Call):
                 self._refuse_where_lost(error)
 
     def _refuse_where_lost(self, error: BaseException) -> None:
-        """Where a rank of the group has died, raise what says so, and make the next collectives do so, too.
+        """Raise an error that reports lost ranks, now and in the next collectives, if a rank of the group has died.
 
         Raises:
-            RanksLostError: it has.
+            RanksLostError: a rank has died.
         """
         monitor = self._monitor
         if is_loss(error) and not isinstance(error, RanksLostError):
@@ -107,12 +107,12 @@ class Collective(Call):
 
 @final
 class Comparison:
-    """Compares the calls of all ranks over a communicator on which nothing else is reduced.
+    """A comparison of the calls of all ranks, over a communicator without other reductions.
 
-    What followed a call the last time is expected to follow it again, and otherwise the same call once more. An expected call is
-    not compared; another one is, before its data moves. All ranks expect the same, so two ranks never move data for different
-    calls: one whose call is not expected waits in the comparison, and the other waits for it, until the watchdog tells both.
-    No difference is lost: what is compared is a hash of all calls so far.
+    After each call, the one that followed it last time is expected, or for the first time the same call. Expected calls are not
+    compared; an unexpected one is compared before its data is sent. All ranks have the same expectations, so two ranks never send
+    data for different calls: one with an unexpected call waits in the comparison, and the other waits for it, until the watchdog
+    reports both. No difference is lost, because ranks compare a hash of all calls so far.
 
     Attributes:
         ended: number of the last call that ended on this rank without an error.
@@ -126,17 +126,17 @@ class Comparison:
         self._pair, self._least = np.empty(2, np.int64), np.empty(2, np.int64)
         self._recent: deque[tuple[int, str]] = deque(maxlen=every)  # number and text
         self._rolling = 0
-        self._every, self._compared = every, 0  # number of the call that was compared last
+        self._every, self._compared = every, 0  # number of the last compared call
         self.ended = 0
         self.forget()
 
     def forget(self) -> None:
-        """Expect nothing."""
-        self._place = (0, 0, 0)  # kinds of the last two calls that differ, and the length of the later one's row
-        self._next: dict[tuple[int, int, int], int] = {}  # the kind that followed there
+        """Clear all expectations."""
+        self._place = (0, 0, 0)  # kinds of the last two different calls, and the length of the later one's run
+        self._next: dict[tuple[int, int, int], int] = {}  # the kind that followed
 
     def due(self, call: Call, number: int) -> bool:
-        """Note a call. Return whether to compare now: a call that is not expected, and one in `every` calls."""
+        """Record a call. Return True if it must be compared now: if it is unexpected, and once in `every` calls."""
         self._rolling = (self._rolling * 0x100000001B3 + (call.tag ^ self._draws.mark)) & _MASK
         self._recent.append((number, call.text))
         before, last, times = place = self._place
@@ -150,18 +150,18 @@ class Comparison:
         return True
 
     def recent(self, number: int) -> str:
-        """Return the text of a call, "" where it was not noted or is forgotten. Any thread."""
+        """Return the text of a call, "" if it was not recorded or is no longer stored. Any thread."""
         return dict(self._recent.copy()).get(number, "")
 
     def compare(self, monitor: RankMonitor) -> None:
-        """Check that all ranks made the same calls, up to the one that they are in. Collective.
+        """Raise unless all ranks made the same calls, up to the current one. Collective.
 
-        Where they did not, they continue in step: with the same number, and as if none had failed before. But they refuse to
-        continue where a call from the first difference on has ended on a rank, as that of a rank that only sends, or one that was
-        only started: its messages would be taken for those of a later call.
+        After an error the ranks continue in step: with the same number, and as if no call had failed before. But the group
+        becomes unusable if a call from the first difference on has ended on a rank, such as one that only sends, or one that was
+        only started: its messages could be received by a later call.
 
         Raises:
-            CollectiveMismatchError: on every rank, with the call of each where they first differ.
+            CollectiveMismatchError: on every rank, with the call of each at the first difference.
         """
         self._pair[0], self._pair[1] = self._rolling, ~self._rolling  # the least of ~x is ~ the largest x
         self._comm.Allreduce(self._pair, self._least, self._min)
@@ -188,13 +188,13 @@ class Comparison:
         ended = np.empty(1, np.int64)
         self._comm.Allreduce(np.array([self.ended]), ended, self._max)
         if ended[0] >= first[0] + at and monitor.refusal is None:
-            why = f"ranks made different calls, whose messages may be under way ({error})"
+            why = f"ranks made different calls, whose messages may be pending ({error})"
             monitor.refusal = ClosedError(no_more_use(why))
         raise error
 
 
 def _second_thread(text: str, monitor: RankMonitor) -> ContextError:
-    """The error of a thread that enters a collective while another is in one: ranks would sum unrelated values."""
+    """Return the error of a thread that enters a collective while another is in one: ranks would sum unrelated values."""
     current = monitor.current
     inside = "another collective" if current is None else current[1].brief
     expected = "one thread of a rank at a time in collectives"

@@ -1,4 +1,4 @@
-"""Draw log: a hash of the batches that a rank has drawn from its datasets, compared by the following collectives."""
+"""Draw log: a hash of the batches that a rank has drawn from its datasets, compared by the next collectives."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Draws"]
 _KEPT = 256  # draws that can be compared
 _MASK = (1 << 62) - 1
 
-# A step of an epoch of a dataset, and a digest of the first elements that were read of it.
+# Dataset, epoch and step, and a digest of the first elements that were read.
 _Draw = tuple[int, int, int, int]
 
 
 @final
 class Draws:
-    """The batches that one rank has drawn in the thread that made its strategy.
+    """The batches that one rank has drawn in the thread that created its strategy.
 
-    Draws of other threads, which are not synchronized, are not compared.
+    Draws of other threads are not synchronized, and not compared.
 
     Attributes:
         mark: a hash of all draws so far, in order.
@@ -38,9 +38,9 @@ class Draws:
         self._places: list[str] = []
 
     def dataset(self, place: str) -> Callable[[int, int, int], None]:
-        """Return what to call with the epoch and step of each batch of a new dataset, made at a line. All ranks do.
+        """Return a function to call with the epoch and step of each batch of a new dataset, created at a line. All ranks do.
 
-        The third argument is a digest of the first elements that the rank has read, 0 where they are known to be equal.
+        Its third argument is a digest of the first elements that the rank has read, 0 if they are known to be equal.
         """
         self._places.append(place)
         number = len(self._places)
@@ -55,7 +55,7 @@ class Draws:
         return note
 
     def differ(self, comm: Any, ranks: Sequence[int], call: str) -> CollectiveMismatchError:
-        """Return the error about the first draw that was not the same on every rank, and forget all. Collective over `comm`.
+        """Return the error about the first draw that differs between ranks, and clear all. Collective over `comm`.
 
         `ranks` are the numbers of its ranks in the group, `call` is the collective that found the difference.
         """
@@ -74,7 +74,7 @@ class Draws:
             if len({tuple(map(tuple, some)) for some in draws_there}) > 1:
                 return self._other_rows({rank: some[0] for rank, some in zip(ranks, draws_there, strict=True)}, call)
         where = by_rank(dict(zip(ranks, drawn, strict=True)))
-        remedy = "Look for a next, an iter, a set_epoch or a restore that not all ranks make, or not in the same order"
+        remedy = "Look for a next, an iter, a set_epoch or a restore that not all ranks call, or not in the same order"
         return CollectiveMismatchError(
             f"the ranks are at different places in their data: batch {number + 1} of the program was, on {where} (steps and "
             f"epochs count from 0). {remedy}. Found at {call[:100]}"
@@ -92,8 +92,8 @@ class Draws:
         number = next(iter(draws.values()))[0]
         where = by_rank({rank: f"#{digest:08x}" for rank, (*_, digest) in draws.items()})
         remedy = (
-            "A function of from_generator must give the same elements on every rank, which takes its part of each batch; give "
-            "rows of this rank's own to strategy.distribute_datasets_from_function"
+            "A function of from_generator must yield the same elements on every rank, which takes its part of each batch; pass "
+            "different rows per rank to strategy.distribute_datasets_from_function"
         )
         return CollectiveMismatchError(
             f"the ranks read different rows: the first element of dataset {number} (made at {self._place(number)}) was, by its "

@@ -1,7 +1,7 @@
-"""Groups that the program has dropped without closing them: they are freed when the same ranks make the next one.
+"""Groups that the program has dropped without closing: they are freed when the same ranks create the next one.
 
-To free a communicator is collective, and ranks drop a group at different moments, when Python does. So each rank keeps a dropped
-group until all ranks have dropped the one of this number, which they compare where they meet anyway. Process sets do the same.
+Freeing a communicator is collective, and ranks drop a group at different times, when Python does. So each rank stores a dropped
+group until all ranks have dropped the one with this number, which they compare in the next collective. Process sets do the same.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..cluster.topology import Topology
 
 __all__ = ["DROPPED", "Dropped", "collect_cycles", "dropped_by_all"]
 
-_MANY = 64  # groups, after which those in reference cycles are looked for; MPICH has room for some 500
+_MANY = 64  # groups between two searches for reference cycles; MPICH has room for about 500
 
 
 def collect_cycles(count: int) -> None:
-    """Look for dropped groups in reference cycles, now and then: `count` were made, or are kept."""
+    """Collect dropped groups in reference cycles periodically; `count` is the number of groups created or stored."""
     if count % _MANY == _MANY - 1:
         gc.collect()
 
 
 def dropped_by_all(exchange: Exchange, mine: Iterable[int]) -> list[int]:
-    """Return which of the numbers that this rank has dropped all ranks have, in order. Collective.
+    """Return the numbers that all ranks have dropped, in order. Collective.
 
     Example:
         >>> dropped_by_all(lambda text: [text, "[7, 2]"], [2, 5, 7])
@@ -50,7 +50,7 @@ class _DroppedGroup(Protocol):
 
 @final
 class Dropped:
-    """The dropped groups of this process. There is one, `DROPPED`.
+    """The dropped groups of this process. There is one instance, `DROPPED`.
 
     Attributes:
         groups: by the ranks in MPI's world, and the number among the groups of these.
@@ -61,7 +61,7 @@ class Dropped:
         self._made: Counter[tuple[int, ...]] = Counter()
 
     def number(self, comm: Any) -> tuple[tuple[int, ...], int]:
-        """Free the groups of a communicator's ranks that all have dropped; return what identifies a new one. Collective."""
+        """Free the groups of a communicator's ranks that all have dropped; return the key of a new one. Collective."""
         from mpi4py import MPI
 
         world, own = MPI.COMM_WORLD.Get_group(), comm.Get_group()
@@ -76,7 +76,8 @@ class Dropped:
             group = self.groups.pop((ranks, number))
             group.close()
             group.topology.close()
-        self._made[ranks] = 1 + max(map(int, exchange(str(self._made[ranks]))))  # a rank that came later has made fewer
+        # A rank that started later has created fewer.
+        self._made[ranks] = 1 + max(map(int, exchange(str(self._made[ranks]))))
         return ranks, self._made[ranks]
 
 

@@ -1,4 +1,4 @@
-"""Bytes that all ranks of a group send each other: through a node's shared memory, or by MPI."""
+"""Exchanges of bytes between all ranks of a group: through a node's shared memory, or by MPI."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = [
     "MessageExchange", "SmallExchange", "all_gather_into", "all_to_all", "broadcast_into", "exchange", "gather_parts", "staged",
 ]  # fmt: skip
 
-_LINE = 64  # bytes to a multiple of which a head is filled up
-_PIECE = 1 << 26  # bytes of a rank that MPI moves at a time
-_STAGED = 1 << 16  # bytes of a part up to which it goes through a node's memory: MPI copies larger ones once, not twice
-_PADDED = 1 << 16  # bytes of all ranks from which parts of nearly equal lengths are filled up
-_LARGE = 1 << 30  # bytes in one all-to-all, whose counts and displacements must fit MPI's
+_LINE = 64  # bytes; heads are padded to a multiple
+_PIECE = 1 << 26  # bytes of a rank that MPI sends at a time
+_STAGED = 1 << 16  # bytes; larger parts do not go through the node's memory but MPI, which copies them once, not twice
+_PADDED = 1 << 16  # bytes of all ranks; above, parts of nearly equal lengths are padded
+_LARGE = 1 << 30  # bytes in one all-to-all, whose counts and displacements must fit MPI's limits
 
 
 @final
 class SmallExchange:
-    """Moves some bytes of each rank of a node to all of them, in the barrier that compares the call.
+    """An exchange of some bytes of each rank of a node with all of them, in the barrier that compares the call.
 
-    They lie in staging memory: what `move` fills is valid until this rank's next barrier. The head comes first, of equal length
-    on all ranks; then the data, of which each rank may have another form.
+    The bytes are in staging memory: data from `move` is valid until this rank's next barrier. The head comes first, of equal
+    length on all ranks; then the data, whose form may differ between ranks.
 
     Args:
         node: the ranks.
@@ -52,7 +52,7 @@ class SmallExchange:
         return every[0], every[1]
 
     def place(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Return the room of this rank's data, of its form, in each half, for `move`."""
+        """Return this rank's memory for data of a form, in each half, for `move`."""
         even, odd = self.views(shape, dtype)
         own = self._node.rank
         return even[own, ...], odd[own, ...]
@@ -62,7 +62,7 @@ class SmallExchange:
         return self._node.halves[turn][rank, self._start : self._start + nbytes]
 
     def move(self, call: Call, place: tuple[np.ndarray, np.ndarray] | None, array: Any, head: bytes = b"") -> bytes:
-        """Show the others a head and an array (none without a `place`), and return the heads of all. Collective on the node.
+        """Publish a head and an array (none without a `place`), and return the heads of all. Collective on the node.
 
         Raises:
             Exception: see `Node.barrier`.
@@ -81,9 +81,9 @@ class SmallExchange:
 
 @final
 class MessageExchange:
-    """Moves a head and some bytes of each rank to all of them in one MPI_Allgather, where ranks are on several nodes.
+    """An exchange of a head and some bytes of each rank with all of them in one MPI_Allgather, for ranks on several nodes.
 
-    What `move` fills is valid until the next one. Each rank's data has the same room in the message.
+    Data from `move` is valid until the next one. Each rank's data has the same room in the message.
 
     Args:
         group: the ranks.
@@ -111,7 +111,7 @@ class MessageExchange:
         return self._came[rank, self._start : self._start + nbytes]
 
     def move(self, room: int, array: Any, head: bytes) -> bytes:
-        """Send a head and an array that has room, and return the heads of all. Collective; `room` is the same on all ranks."""
+        """Send a head and an array that has room, and return the heads of all. Collective; `room` is equal on all ranks."""
         if room != self._room:
             self._open(room)
         if self._place is not None:
@@ -123,15 +123,15 @@ class MessageExchange:
 
 
 def all_gather_into(group: ProcessGroup, call: Call, own: np.ndarray, rooms: Sequence[np.ndarray]) -> None:
-    """Write every rank's bytes into the caller's memory. Collective, inside `group.collective()`, whose call is given.
+    """Write every rank's bytes into the caller's memory. Collective, inside `group.collective()`, with its call.
 
-    On one node the first meeting of the ranks is a barrier of `call`, if there are any bytes.
+    On one node the first synchronization is a barrier of `call`, if there are any bytes.
 
     Args:
         group: the ranks.
-        call: the call that is under way.
+        call: the current call.
         own: flat uint8 array with this rank's bytes.
-        rooms: flat uint8 arrays, by rank, which receive them; of the same lengths on all ranks. None overlaps `own`.
+        rooms: flat uint8 arrays, by rank, which receive them; of equal lengths on all ranks. None overlaps `own`.
     """
 
     def write(buffer: np.ndarray, low: int, high: int) -> None:
@@ -159,9 +159,9 @@ def all_gather_into(group: ProcessGroup, call: Call, own: np.ndarray, rooms: Seq
 
 
 def broadcast_into(group: ProcessGroup, call: Call, flat: np.ndarray, root: int) -> None:
-    """Overwrite flat bytes on every rank with the root's. Collective, inside `group.collective()`, whose call is given.
+    """Overwrite flat bytes on every rank with the root's. Collective, inside `group.collective()`, with its call.
 
-    On one node the first meeting of the ranks is a barrier of `call`, if there are any bytes.
+    On one node the first synchronization is a barrier of `call`, if there are any bytes.
     """
     if group.num_nodes > 1:
         group.broadcast(flat, root)
@@ -179,9 +179,9 @@ def broadcast_into(group: ProcessGroup, call: Call, flat: np.ndarray, root: int)
 
 
 def all_to_all(group: ProcessGroup, call: Call, parts: np.ndarray) -> np.ndarray:
-    """Return what every rank has in `parts` for this one, by rank. Collective, inside `group.collective()`, whose call is given.
+    """Return every rank's part for this one, by rank. Collective, inside `group.collective()`, with its call.
 
-    `parts[rank]` goes to a rank; all have one shape.
+    `parts[rank]` is sent to a rank; all have one shape.
     """
     size, found = group.topology.size, np.empty(parts.shape, parts.dtype)
     nbytes = parts.nbytes // size
@@ -191,15 +191,15 @@ def all_to_all(group: ProcessGroup, call: Call, parts: np.ndarray) -> np.ndarray
 
 
 def gather_parts(comm: Any, flat: np.ndarray, counts: Sequence[int]) -> None:
-    """Fill a flat array with every rank's elements, one behind the other; this rank's are there already. Collective over `comm`.
+    """Fill a flat array with every rank's elements, in order; this rank's are there already. Collective over `comm`.
 
-    Not by MPI_Allgatherv where lengths are equal or nearly so: of MPICH 5.0.2 it takes 50 times as long as MPI_Allgather
-    from 1 MB on, on one node.
+    Avoids MPI_Allgatherv for equal or nearly equal lengths: in MPICH 5.0.2 it takes 50 times as long as MPI_Allgather from 1 MB
+    on, on one node.
 
     Args:
         comm: the ranks.
         flat: C-contiguous host array, of at most 2^30 bytes.
-        counts: how many elements each rank has.
+        counts: number of elements of each rank.
     """
     from mpi4py import MPI
 
@@ -223,13 +223,13 @@ def gather_parts(comm: Any, flat: np.ndarray, counts: Sequence[int]) -> None:
 def exchange(
     group: ProcessGroup, call: Call, to: Sequence[np.ndarray], come: Sequence[np.ndarray], largest: int
 ) -> None:
-    """Send each rank some bytes. Collective, inside `group.collective()`, whose call is given.
+    """Send each rank some bytes. Collective, inside `group.collective()`, with its call.
 
     Args:
-        group, call: the ranks, and the call that is under way.
-        to: flat uint8 arrays, what goes to each rank.
-        come: flat uint8 arrays, filled with what comes from each.
-        largest: bytes of the longest on any rank, the same on all.
+        group, call: the ranks, and the current call.
+        to: flat uint8 arrays, for each rank.
+        come: flat uint8 arrays, filled with the bytes from each.
+        largest: bytes of the longest on any rank, equal on all.
     """
     size, rank = group.topology.size, group.topology.rank
     if not staged(group, largest):
@@ -253,16 +253,16 @@ def exchange(
 
 
 def staged(group: ProcessGroup, largest: int) -> bool:
-    """Return True if `exchange` moves messages of up to `largest` bytes through the node's memory, False if by MPI.
+    """Return True if `exchange` sends messages of up to `largest` bytes through the node's memory, False if by MPI.
 
-    Where ranks share cores, one that waits in MPI keeps the core of another that has yet to come.
+    If ranks share cores, one that waits in MPI blocks the core of another that has not arrived.
     """
     topology = group.topology
     return group.num_nodes == 1 and (largest <= _STAGED or not 1 < topology.size <= topology.node_cores)
 
 
 def _exchange_by_mpi(group: ProcessGroup, to: Sequence[np.ndarray], come: Sequence[np.ndarray], largest: int) -> None:
-    """By MPI_Alltoallv, but for the part that stays: MPICH 5.0.2 copies that at a tenth of the rate of memory."""
+    """Exchange by MPI_Alltoallv, except this rank's own part: MPICH 5.0.2 copies that at a tenth of the memory's rate."""
     from mpi4py import MPI
 
     rank = group.topology.rank
@@ -281,7 +281,7 @@ def _exchange_by_mpi(group: ProcessGroup, to: Sequence[np.ndarray], come: Sequen
 
 
 def _in_one(pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """Flat bytes one behind the other; where only one has any it is not copied."""
+    """Return concatenated flat bytes; a single non-empty piece is not copied."""
     filled = [piece for piece in pieces if piece.size]
     return filled[0] if len(filled) == 1 else np.concatenate(pieces)
 
@@ -294,7 +294,7 @@ def _stage(
     write: Callable[[np.ndarray, int, int], None],
     read: Callable[[np.ndarray, int, int, int], None],
 ) -> None:
-    """Move bytes in steps of what staging memory has room for; of its two halves one is read while the other is written."""
+    """Send bytes in steps that fit staging memory; one of its halves is read while the other is written."""
     node = group.node
     for low in range(0, nbytes, step):
         high, buffers = min(low + step, nbytes), node.staging()

@@ -1,4 +1,4 @@
-"""GPUs: copies from the host on a CUDA stream of their own, and NCCL communicators over all ranks.
+"""GPUs: copies from the host on a separate CUDA stream, and NCCL communicators over all ranks.
 
 NCCL and MPI calls never overlap, because this may deadlock: every call here waits for its streams before it returns, or before
 the block of `one_wait` ends, and every MPI call of this package blocks.
@@ -43,42 +43,42 @@ __all__ = [
 
 G = TypeVar("G")
 
-_KEPT = 16  # free buffers of either kind that are kept
+_KEPT = 16  # free buffers of either kind that are cached
 
 
 def computing_streams() -> list[Any]:
-    """Return the streams on which the program computes on the current GPU: CuPy's, and that of PyTorch if it is another one.
+    """Return the streams on which the program computes on the current GPU: CuPy's, and PyTorch's if it is another one.
 
-    A stream that PyTorch made waits for no other, nor does CuPy's wait for it.
+    PyTorch's streams and CuPy's do not wait for each other.
     """
     cupy, torch = import_cupy("computing_streams"), sys.modules.get("torch")
     own = cupy.cuda.get_current_stream()
     if torch is None or not torch.cuda.is_initialized():
         return [own]
     stream = torch.cuda.current_stream(cupy.cuda.Device().id)
-    if stream.cuda_stream in (0, own.ptr):  # 0 is the default stream, with which CuPy's are in order
+    if stream.cuda_stream in (0, own.ptr):  # 0 is the default stream, which is ordered with CuPy's
         return [own]
     return [own, cupy.cuda.ExternalStream(stream.cuda_stream, stream.device_index)]
 
 
 @dataclass(frozen=True, eq=False)
 class Started:
-    """A copy under way: the array on the GPU, and the event of its arrival; None where nothing had to move."""
+    """A pending copy: the array on the GPU, and the event of its arrival; None if there was nothing to copy."""
 
     array: Any
     arrived: Any = None
 
 
 class _Loan:
-    """One use of GPU memory: it lives as long as an array or a view over that memory does."""
+    """One use of GPU memory, alive as long as an array or view of that memory."""
 
-    memory: Any = None  # what is kept as long
+    memory: Any = None  # kept alive as long
 
 
 def lend(array: Any) -> tuple[Any, weakref.ref[Any]]:
-    """Return an array with the memory of a contiguous GPU array, and a reference that dies when nothing is left of it.
+    """Return an array with the memory of a contiguous GPU array, and a weak reference that dies with its last use.
 
-    Also what other libraries made of it keeps it alive.
+    Arrays of other libraries over the memory also keep it alive.
     """
     return _lent(array.data.ptr, array.nbytes, array.device.id, array, kept=array)
 
@@ -113,10 +113,10 @@ def _fitting(buffers: list[_Buffer], nbytes: int) -> _Buffer | None:
 
 @final
 class DeviceCopy:
-    """Copies host arrays to one GPU through pinned memory, on a non-blocking stream. Threads may share it.
+    """A copier of host arrays to one GPU through pinned memory, on a non-blocking stream. Threads may share it.
 
-    Each array gets memory of the GPU that is written again only when no array or view in it is left *and* all that
-    the computing thread had begun by then has run: `reclaim` records that moment.
+    Each array gets GPU memory that is reused only when no array or view of it is left *and* all work that the computing thread
+    had started by then is finished: `reclaim` records that moment.
     """
 
     def __init__(self, index: int) -> None:
@@ -128,9 +128,9 @@ class DeviceCopy:
         self._lent: list[_Buffer] = []
 
     def start(self, array: NDArray[Any]) -> Started:
-        """Begin to copy an array; it may be changed once this returns.
+        """Start to copy an array; it may be changed once this returns.
 
-        What NumPy holds as objects (strings, rows of varying shape) stays where it is.
+        Arrays of Python objects (strings, rows of varying shape) stay on the host.
         """
         if array.dtype.hasobject:
             return Started(array)
@@ -162,10 +162,10 @@ class DeviceCopy:
         return _Buffer(pinned_empty(nbytes, np.dtype(np.uint8)), nbytes)
 
     def _device_array(self, cupy: Any, array: NDArray[Any]) -> Any:
-        """An array on the GPU in a free buffer, which the stream waits for, or in a new one."""
+        """Return an array on the GPU in a free buffer, which the stream waits for, or in a new one."""
         buffer = _fitting(self._free, array.nbytes)
         if buffer is None:
-            with self._stream:  # the memory pool keeps what a stream has used for that stream
+            with self._stream:  # the memory pool is separate for each stream
                 buffer = _Buffer(cupy.cuda.alloc(array.nbytes), array.nbytes)
         for event in buffer.free_after:
             self._stream.wait_event(event)
@@ -183,7 +183,7 @@ class DeviceCopy:
         return started.array
 
     def reclaim(self) -> None:
-        """Take back the memory of arrays that are gone; call it where the work that used them was begun."""
+        """Reclaim the memory of freed arrays; call it in the thread that started the work with them."""
         with self._lock:
             gone = [buffer for buffer in self._lent if buffer.loan is None or buffer.loan() is None]
             if not gone:
@@ -221,9 +221,9 @@ _DATATYPES = {
 
 
 def nccl_datatype_name(dtype: np.dtype) -> str | None:
-    """Return the name of NCCL's constant for a dtype; None where NCCL has none.
+    """Return the name of NCCL's constant for a dtype; None if NCCL has none.
 
-    Complex numbers travel as pairs of floats, which a sum allows.
+    Complex numbers are sent as pairs of floats, which a sum allows.
 
     Example:
         >>> nccl_datatype_name(np.dtype(np.float32))
@@ -251,7 +251,7 @@ def nccl_available() -> str:
         return f"CuPy has no NCCL: {_REMEDY}"
     try:
         return "" if cupy.cuda.runtime.getDeviceCount() else "there is no GPU"
-    except Exception as error:  # a missing driver has an exception type of CuPy's own
+    except Exception as error:  # a missing driver raises an exception type of CuPy
         return f"there is no usable GPU ({error})"
 
 
@@ -259,11 +259,11 @@ def require_nccl(function: str) -> ModuleType:
     """Return cupy.cuda.nccl.
 
     Raises:
-        MissingDependencyError: with what is missing and the remedy.
+        MissingDependencyError: with the missing part and the remedy.
     """
     reason = nccl_available()
     if reason:
-        remedy = "Or choose CommunicationImplementation.AUTO, which does without"
+        remedy = "Or choose CommunicationImplementation.AUTO, which works without NCCL"
         raise MissingDependencyError(explain(function, "", expected="CuPy with NCCL", got=reason, remedy=remedy))
     from cupy.cuda import nccl
 
@@ -271,23 +271,23 @@ def require_nccl(function: str) -> ModuleType:
 
 
 def _id_bytes(unique_id: Any) -> NDArray[np.uint8]:
-    """Return the bytes of NCCL's unique id: CuPy 14 has bytes, CuPy 13 a tuple of signed numbers."""
+    """Return the bytes of NCCL's unique id: bytes in CuPy 14, a tuple of signed numbers in CuPy 13."""
     if isinstance(unique_id, bytes):
         return np.frombuffer(unique_id, np.uint8)
     return np.asarray(unique_id, np.int8).view(np.uint8)
 
 
 def own_gpus(group: ProcessGroup) -> list[int]:
-    """Return the numbers of this rank's GPUs, one for each local replica; none where one of its devices is a CPU."""
+    """Return the numbers of this rank's GPUs, one for each local replica; none if one of its devices is a CPU."""
     kinds = [parse(device) for device in group.topology.devices]
     return [index for _, index in kinds] if all(kind == "gpu" for kind, _ in kinds) else []
 
 
 def why_not_nccl(group: ProcessGroup) -> str:
-    """Return why NCCL cannot sum for a group, in words; "" where it can. Collective, inside `collective()`; equal on all ranks.
+    """Return the reason why NCCL cannot sum for a group, "" if it can. Collective, inside `collective()`; equal on all ranks.
 
-    Each replica must have a GPU of its own. GPUs are compared by node and PCI bus id. Instances of one GPU (MIG) have the same:
-    NCCL refuses them, too.
+    Each replica must have its own GPU. GPUs are compared by node and PCI bus id. Instances of one GPU (MIG) have the same id:
+    NCCL rejects them too.
     """
     reason, topology = nccl_available(), group.topology
     devices = [] if reason else own_gpus(group)
@@ -306,7 +306,7 @@ def why_not_nccl(group: ProcessGroup) -> str:
 
 
 def shared_gpus(used: Iterable[tuple[int, G]]) -> dict[G, list[int]]:
-    """Return the ranks of each GPU that several ranks use, of pairs of a rank and its GPU.
+    """Return the ranks of each GPU that several ranks use, from pairs of a rank and its GPU.
 
     Example:
         >>> shared_gpus([(0, "a"), (1, "b"), (2, "a")])
@@ -352,7 +352,7 @@ class NcclCommunicator:
             group.broadcast(unique, root=0)
             topology.comm.Barrier()  # no rank is inside MPI when the first one enters NCCL
         identity: Any = unique.tobytes()
-        if int(self._cupy.__version__.split(".")[0]) < 14:  # which takes a tuple of signed numbers
+        if int(self._cupy.__version__.split(".")[0]) < 14:  # it takes a tuple of signed numbers
             identity = tuple(unique.view(np.int8).tolist())
         with group.quiet(), self._grouped():
             for index, device in enumerate(self.devices):
@@ -362,7 +362,7 @@ class NcclCommunicator:
 
     @contextlib.contextmanager
     def _grouped(self) -> Iterator[None]:
-        """Make NCCL begin the calls of a block together. A group that an error left open would take in all later calls."""
+        """Make NCCL start the calls of a block together. A group left open by an error would include all later calls."""
         self._nccl.groupStart()
         try:
             yield
@@ -371,9 +371,9 @@ class NcclCommunicator:
 
     @contextlib.contextmanager
     def one_wait(self) -> Iterator[None]:
-        """Wait once, at the end of a block, for all sums in it, which come in order with other work on the current streams.
+        """Wait once, at the end of a block, for all sums in it, which are ordered with other work on the current streams.
 
-        No MPI call may be made in the block.
+        The block must not call MPI.
         """
         with self._group.quiet():  # the watchdog must not call MPI meanwhile
             self._waits = False
@@ -391,7 +391,7 @@ class NcclCommunicator:
     def all_reduce(self, arrays: Sequence[Any], sources: Sequence[Any] | None = None) -> None:
         """Sum contiguous CuPy arrays of one dtype and size over all replicas; one for each local GPU, in order.
 
-        In place, or of `sources`, which stay as they are. Collective; returns when the sums are there, but see `one_wait`.
+        In place, or of `sources`, which are not changed. Collective; returns when the sums are complete, but see `one_wait`.
 
         Raises:
             TypeError: NCCL cannot sum the dtype.

@@ -1,4 +1,4 @@
-"""The answer of the MPI library to the question whether it takes memory of GPUs."""
+"""Detection of an MPI library's support for GPU memory."""
 
 from __future__ import annotations
 
@@ -22,38 +22,35 @@ _YES = ("1", "true", "yes", "on")
 
 
 def uses_rocm() -> bool:
-    """Return whether CuPy is imported and was built for AMD's GPUs."""
+    """Return True if CuPy is imported and was built for AMD's GPUs."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and bool(getattr(cupy.cuda.runtime, "is_hip", False))
 
 
 @functools.lru_cache(maxsize=1)
 def gpu_aware() -> bool:
-    """Return whether MPI takes memory of the GPUs that CuPy computes on. MPI is running.
+    """Return True if MPI supports memory of the GPUs that CuPy computes on. MPI is running.
 
-    A library that does not answer is taken to have no support.
+    A library without an answer counts as unsupported.
     """
     answer = ask(amd=uses_rocm())
     if not answer:
-        once(
-            logging.DEBUG, "MPI does not say that it takes memory of GPUs: arrays on GPUs go through pinned host memory"
-        )
+        once(logging.DEBUG, "MPI does not report support for GPU memory: arrays on GPUs go through pinned host memory")
     return bool(answer)
 
 
 def ask(*, amd: bool = False, environment: Mapping[str, str] = os.environ) -> bool | None:
-    """Return whether the MPI library says that it takes memory of GPUs; None if it cannot be asked. MPI is running.
+    """Return True if the MPI library reports support for GPU memory; None if it has no query. MPI is running.
 
-    It is asked by the query of its extension: of Open MPI and MPICH (`MPIX_Query_cuda_support`, for AMD
-    `MPIX_Query_rocm_support` or `MPIX_Query_hip_support`), and of Cray MPICH (`MPIX_GPU_query_support`). A yes does not count
-    where it is not about this run:
+    It is queried through its extension: of Open MPI and MPICH (`MPIX_Query_cuda_support`, for AMD `MPIX_Query_rocm_support` or
+    `MPIX_Query_hip_support`), and of Cray MPICH (`MPIX_GPU_query_support`). A yes does not count unless it applies to this run:
 
-    - Cray MPICH takes memory of GPUs only under MPICH_GPU_SUPPORT_ENABLED=1.
+    - Cray MPICH supports GPU memory only under MPICH_GPU_SUPPORT_ENABLED=1.
     - Open MPI before 5 answers for its build. Its transport may lack CUDA, so OMPI_MCA_opal_cuda_support=1 must confirm it.
-    - Spectrum MPI also says yes where `jsrun` had no `--smpiargs=-gpu`.
+    - Spectrum MPI also answers yes if `jsrun` had no `--smpiargs=-gpu`.
 
     Args:
-        amd: the question is about AMD's GPUs, not NVIDIA's.
+        amd: query for AMD's GPUs, not NVIDIA's.
         environment: the variables of this process.
     """
     from mpi4py import MPI
@@ -63,9 +60,8 @@ def ask(*, amd: bool = False, environment: Mapping[str, str] = os.environ) -> bo
         answer = _answer(path, _HIP if amd else _CUDA)
         if answer is not None:
             return answer and _of_this_run(version, environment)
-    if (
-        "CRAY MPICH" in version.upper()
-    ):  # one without a query; MPI_Init has refused the variable if its library is missing
+    # One without a query; MPI_Init has rejected the variable if its library is missing.
+    if "CRAY MPICH" in version.upper():
         return _of_this_run(version, environment)
     return None
 
@@ -90,7 +86,7 @@ def _answer(path: str, kind: int) -> bool | None:
 
 
 def _of_this_run(version: str, environment: Mapping[str, str]) -> bool:
-    """Return whether a yes of a library is about this run."""
+    """Return True if a library's yes applies to this run."""
     if "SPECTRUM MPI" in version.upper():
         return False
     if "CRAY MPICH" in version.upper():
@@ -102,7 +98,7 @@ def _of_this_run(version: str, environment: Mapping[str, str]) -> bool:
 
 
 def _mpi_libraries() -> list[str]:
-    """Return the extension module of mpi4py, whose dependencies are searched too, then every MPI library that is loaded."""
+    """Return the extension module of mpi4py, whose dependencies are searched too, then every loaded MPI library."""
     from mpi4py import MPI
 
     loaded = []

@@ -1,17 +1,17 @@
-"""Files of a job in /dev/shm that stay when its ranks are killed, under the key that `mpistrat run --restarts` gives it.
+"""Files of a job in /dev/shm that outlive its killed ranks, under the key from `mpistrat run --restarts`.
 
-They lie in the folder mpistrat-job-UID-KEY, which no other user may enter (`monitor/leftovers.py`).
+They are in the folder mpistrat-job-UID-KEY, which no other user can enter (`monitor/leftovers.py`).
 
     lock               locked while the job's supervisor lives
     s5e21.g2.1.r0      snapshots of a run (a hash of its name), of the second restart, of the ranks of a node, from 0 on;
                        see state/snapshot.py
-    state              words, of which these are the numbers below: what the ranks tell the supervisor
-    modules            what rank 0 has imported, and put into its environment
-    size               with how many ranks the job continues
+    state              words, numbered below: the ranks' reports to the supervisor
+    modules            rank 0's imported modules and changed environment variables
+    size               the requested number of ranks
 
-The supervisor removes them when the job has ended. What a supervisor that was killed has left, the next one removes: files whose
-lock nobody holds, which no rank has open, and which nobody has touched for some minutes. Those of a SLURM job that was
-requeued need not wait: its next start removes them, as it needs the memory.
+The supervisor removes them at the end of the job. The next supervisor removes files of a killed one: their lock is free, no rank
+has them open, and they were not modified for some minutes. For a requeued SLURM job there is no delay: its next start removes
+them, because it needs the memory.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ __all__ = [
 ]  # fmt: skip
 
 RESIZE = signal.SIGUSR2
-STEP = 0  # that the job has reached since it was started last
-GENERATION = 1  # how often it has been started again, or has gone on without some ranks
-# In which generation, counted from 1, rank 0 has begun, has ended as it should, has stopped to go on later; and any rank has
-# told why the job ends.
+STEP = 0  # reached since the last start
+GENERATION = 1  # number of restarts and losses of ranks
+# The generation, from 1, in which rank 0 has started, has ended properly, or has stopped to resume later; and in which
+# any rank has reported why the job ends.
 BEGUN, DONE, STOPPED, ENDED = 2, 3, 4, leftovers.ENDED
 _BYTES = 64  # of the words
 _ABANDONED = 600.0  # seconds
@@ -57,7 +57,7 @@ _SNAPSHOT = re.compile(r"s([0-9a-f]{8})\.g(\d+)\.(\d+)\.r(\d+)")
 def new_key() -> str:
     """Return a key for a job: 16 hexadecimal digits, of which the last 8 are random.
 
-    The first 6 are of the SLURM job, the next 2 of how often it was requeued: so a node knows what its earlier starts left.
+    The first 6 identify the SLURM job, the next 2 its number of requeues, so a node recognizes files of its earlier starts.
     """
     job, count = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
     if not job or not count.isdigit():
@@ -66,7 +66,7 @@ def new_key() -> str:
 
 
 def _is_earlier_start(job: str, own: str) -> bool:
-    """Return whether a key is of the same SLURM job before it was requeued."""
+    """Return True if a key is of the same SLURM job before it was requeued."""
     return job[:6] == own[:6] and job[6:8] != own[6:8]
 
 
@@ -76,7 +76,7 @@ def mark(job: str, what: str) -> Path:
 
 
 def path_of(job: str, run: str, generation: int, serial: int, first: int) -> Path:
-    """Return the file of the snapshots of a run by a node's ranks, from rank `first` on."""
+    """Return the snapshot file of a run for a node's ranks, from rank `first` on."""
     return mark(job, f"s{_hash(run)}.g{generation}.{serial}.r{first}")
 
 
@@ -85,18 +85,18 @@ def _hash(run: str) -> str:
 
 
 def generation_of(path: Path) -> int:
-    """Return how often the job had been started again when a file of snapshots was made."""
+    """Return the generation in which a snapshot file was created."""
     match = _SNAPSHOT.fullmatch(path.name)
     return int(match[2]) if match else 0
 
 
 def first_of(path: Path) -> int:
-    """Return the first rank of the node by which a file of snapshots was made."""
+    """Return the first rank of the node that created a snapshot file."""
     return int(path.name.rpartition(".r")[2])
 
 
 def paths(job: str, run: str | None = None) -> list[Path]:
-    """Return the files of snapshots on this node: of one run, or of all."""
+    """Return the snapshot files on this node: of one run, or of all."""
     wanted = None if run is None else _hash(run)
     found = [path for _, folder in leftovers.job_folders(job) for path in folder.glob("s*")]
     matches = ((path, _SNAPSHOT.fullmatch(path.name)) for path in found)
@@ -104,18 +104,18 @@ def paths(job: str, run: str | None = None) -> list[Path]:
 
 
 def hold(path: Path) -> int:
-    """Have a file open, so that no sweep removes it; return its number.
+    """Open a file, so that no sweep removes it; return its descriptor.
 
     Raises:
-        OSError: it is not there.
+        OSError: it does not exist.
     """
     file = leftovers.open_own(path, os.O_RDONLY)
-    fcntl.flock(file, fcntl.LOCK_SH)  # who looks whether it is held locks it for a moment
+    fcntl.flock(file, fcntl.LOCK_SH)  # a check for the lock holds it briefly
     return file
 
 
 def make_file(path: Path, head: bytes, nbytes: int) -> None:
-    """Make a file of so many bytes, whose memory is there, zeros behind the head; it has its name when it is complete.
+    """Create a file of `nbytes` bytes with allocated memory, zeros after the head; it gets its name once it is complete.
 
     Raises:
         OSError: there is no room.
@@ -137,22 +137,22 @@ def make_file(path: Path, head: bytes, nbytes: int) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make the folder of a job, unless this user has it.
+    """Create the folder of a job, unless this user has it.
 
     Raises:
-        OSError: another user has taken the name since `leftovers.kept` found that it was free.
+        OSError: another user has taken the name since `leftovers.kept` found it free.
     """
     if leftovers.is_own_folder(folder):
         return
     try:
         folder.mkdir(0o700)
     except FileExistsError:
-        if not leftovers.is_own_folder(folder):  # another rank of this node has made it meanwhile
+        if not leftovers.is_own_folder(folder):  # another rank of this node has created it
             raise
 
 
 def remove_older(job: str, path: Path) -> None:
-    """Remove the files of snapshots of a run's earlier starts, and those that this file has replaced."""
+    """Remove the snapshot files of a run's earlier starts, and those that this file has replaced."""
     own = _SNAPSHOT.fullmatch(path.name)
     assert own is not None
     for other in paths(job):
@@ -164,14 +164,14 @@ def remove_older(job: str, path: Path) -> None:
 
 
 def expect_end(job: str, generation: int, first: bool) -> None:
-    """Tell the supervisor that the program has begun, and that it has ended as it should. For the first rank of each node.
+    """Report the start of the program to the supervisor now, and its proper end later. For the first rank of each node.
 
-    Where the supervisor is on another node, which then believes the launcher, the files here are removed at a good end.
+    If the supervisor is on another node, which then relies on the launcher, the files here are removed at a proper end.
 
     Args:
         job: the key.
         generation: of the ranks.
-        first: whether this is rank 0.
+        first: True on rank 0.
     """
     global _end
     supervised = mark(job, "lock").exists()
@@ -183,18 +183,19 @@ def expect_end(job: str, generation: int, first: bool) -> None:
 
 
 def expect_end_under_launcher(waited: bool = False) -> None:
-    """As `expect_end`, if this is rank 0 of a job that has a supervisor: `import mpistrat` calls it, and who waited to be a rank.
+    """Call `expect_end` on rank 0 of a job with a supervisor. `import mpistrat` calls it, and a standby process that becomes a
+    rank.
 
-    A program that ends, or dies, before it makes a strategy is told from one that has nothing to do with this package.
+    It distinguishes a program that ends or dies before it creates a strategy from one that does not use this package.
 
     Args:
-        waited: whether this process was in reserve, and is a rank now.
+        waited: True if this process was a standby process, and is a rank now.
     """
     if "MPISTRAT_JOB" not in os.environ or (STANDBY in os.environ and not waited):
         return
     try:
         environment = Environment.read()
-    except ValueError:  # which the first strategy tells
+    except ValueError:  # the first strategy reports it
         return
     if environment.job and launched_rank() == 0 and mark(environment.job, "lock").exists():
         state(environment.job)[DONE] = 0
@@ -202,7 +203,7 @@ def expect_end_under_launcher(waited: bool = False) -> None:
 
 
 def note_modules(job: str) -> None:
-    """Write what this process has imported, and put into its environment, for ranks that wait to be the next ones.
+    """Write this process's imported modules and changed environment variables, for standby ranks.
 
     Once; see `launcher/standby.py`.
     """
@@ -215,7 +216,7 @@ def note_modules(job: str) -> None:
 
 
 def _environment_put() -> dict[str, str]:
-    """Return the variables that this process has put into its environment, by name."""
+    """Return the variables that this process has set in its environment, by name."""
     given = dict[bytes, bytes]()
     with contextlib.suppress(OSError):
         words = Path("/proc/self/environ").read_bytes().split(b"\0")
@@ -229,17 +230,17 @@ def _environment_put() -> dict[str, str]:
 
 
 def imported(job: str) -> tuple[list[str], dict[str, str]]:
-    """Return what `note_modules` has written: names of modules, and variables.
+    """Return the contents written by `note_modules`: names of modules, and variables.
 
     Raises:
-        OSError, ValueError: it has not.
+        OSError, ValueError: there are none.
     """
     about = json.loads(bytes(map_file(mark(job, "modules"))))
     return about["modules"], about["environment"]
 
 
 class _End(NamedTuple):
-    """What a process does at its end, with the arguments of `expect_end`."""
+    """The arguments of `expect_end`, for a process's end."""
 
     process: int
     job: str
@@ -254,12 +255,12 @@ def _at_exit() -> None:
     status = abort.exit_status()
     if _end.supervised and _end.first and status in (0, RESTART_EXIT_CODE):
         state(_end.job)[STOPPED if status else DONE] = _end.generation + 1
-    elif not _end.supervised and status in (0, RESTART_EXIT_CODE):  # what stops has saved a file
+    elif not _end.supervised and status in (0, RESTART_EXIT_CODE):  # a stopped program has saved a file
         remove(_end.job)
 
 
 def state(job: str) -> memoryview:
-    """Return the words of what the ranks tell, which are mapped: on a supervisor's node it reads them."""
+    """Return the mapped words with the ranks' reports, which a supervisor on this node reads."""
     path = mark(job, "state")
     try:
         if not path.exists():
@@ -270,20 +271,20 @@ def state(job: str) -> memoryview:
 
 
 def least_generation(job: str, told: int) -> int:
-    """Return how often the job had gone on at least, as this node knows it, where a supervisor has told a number.
+    """Return the least generation of the job that this node knows of, given a supervisor's number.
 
-    Ranks of this node may have gone on without those of the supervisor's, which then does not know how often.
+    Ranks of this node may have continued without those of the supervisor's node, which then does not know the number.
     """
     if mark(job, "lock").exists() or not mark(job, "state").exists():
         return told
     return max(told, state(job)[GENERATION] + 1)
 
 
-# the supervisor's
+# for the supervisor
 
 
 def lock(job: str) -> int:
-    """Lock a job's key while this process lives; return the file's number, to be kept open."""
+    """Lock a job's key while this process lives; return the file's descriptor, which must stay open."""
     path = mark(job, "lock")
     _make_folder(path.parent)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -327,23 +328,23 @@ def supervisors() -> dict[int, str]:
 
 
 def ask_for_size(job: str, ranks: int) -> None:
-    """Write with how many ranks a job shall go on; its supervisor looks there when it gets the signal `RESIZE`."""
+    """Write the requested number of ranks of a job; its supervisor reads it on the signal `RESIZE`."""
     path = mark(job, "size")
     path.unlink(missing_ok=True)
     make_file(path, str(ranks).encode(), len(str(ranks)))
 
 
 def asked_size(job: str) -> int:
-    """Return what `ask_for_size` has written.
+    """Return the number written by `ask_for_size`.
 
     Raises:
-        OSError, ValueError: it is not there.
+        OSError, ValueError: there is none.
     """
     return int(bytes(map_file(mark(job, "size"))))
 
 
 def unsupervised() -> list[str]:
-    """Return the keys of this user's jobs that have files here, and no supervisor that lives."""
+    """Return the keys of this user's jobs that have files here, and no living supervisor."""
     return [job for job in _keys() if not _is_locked(mark(job, "lock"))]
 
 

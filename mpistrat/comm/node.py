@@ -1,9 +1,9 @@
 """Node group: barrier and shared memory of the ranks of one node, with staging buffers for small messages.
 
-The barrier is an array of flags in shared memory. Rank r counts the barriers it has reached in its own flag and waits until
-every other flag has reached that count. Next to the flag are two tag words, used alternately: a rank may be one barrier ahead
-of another, never two, so a tag is not overwritten until every rank has compared it. `loops.meet` does in C what `Node._meet`
-does here, on the same memory; what takes longer than a millisecond, and what may go wrong, is done here for both.
+The barrier is an array of flags in shared memory. Rank r counts the barriers it has reached in its own flag and waits until every
+other flag has reached that count. Next to the flag are two tag words, used alternately: a rank may be one barrier ahead of
+another, never two, so a tag is not overwritten until every rank has compared it. `loops.meet` is `Node._meet` in C, on the same
+memory; long waits and errors are handled here for both.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from .window import Fence
 __all__ = ["SMALL", "STAGING_BYTES", "Node"]
 
 STAGING_BYTES = 1 << 20  # for each rank, twice
-SMALL = 1 << 16  # bytes of a rank that travel in the barrier that compares the call
-FLAG_RANKS = 16  # with more ranks MPI's own barrier is faster than every rank polling every flag
+SMALL = 1 << 16  # bytes of a rank that are exchanged in the barrier that compares the call
+FLAG_RANKS = 16  # with more ranks MPI's own barrier is faster than polling every flag
 
 # The control page of a rank, in words of 8 bytes: barriers it has reached, two tags, its state, and its request.
 _PAGE = 4096
 _SEQUENCE, _TAG, _STATE, _REQUEST = 0, 1, 3, 4
-_TEXT = (64, 64 + TEXT_BYTES + 2)  # bytes; the texts that belong to the tags
-_BOARD = _PAGE - BOARD_BYTES  # byte; what the watchdogs show each other
+_TEXT = (64, 64 + TEXT_BYTES + 2)  # bytes; the texts of the tags
+_BOARD = _PAGE - BOARD_BYTES  # byte; the watchdogs' data
 _HERE, _LEFT, _GAVE_UP = 0, 1, 2  # states; added to _LEFT, times _STATES, is the exit status
 _STATES = 4
 _POISON = -1  # the tag of a rank that gave up: no call has it
 
-_SPIN, _YIELDS = 2000, 1500  # ns without letting others run, then times that it does: about 1 ms
-_FEW_YIELDS = 20  # where ranks share cores: one that yields for long takes the time of one that has yet to come
-_DIFFERENT, _LATE = -1, -2  # of `_meet`
+_SPIN, _YIELDS = 2000, 1500  # ns of spinning, then number of yields: about 1 ms
+_FEW_YIELDS = 20  # if ranks share cores, where long yielding takes time from a rank that has not arrived
+_DIFFERENT, _LATE = -1, -2  # results of `_meet`
 _START, _GROWTH = 5e-5, 1.01  # seconds of the first sleep; the end of a wait of 50 ms is noticed within half a ms
 
 
 @final
 class Node:
-    """The ranks of this node that share memory with this one. `ProcessGroup` makes it.
+    """The ranks of this node that share memory with this one. `ProcessGroup` creates it.
 
     Attributes:
-        rank, size: among these ranks; 0 and 1 where memory is private.
+        rank, size: among these ranks; 0 and 1 if memory is private.
         ranks: their numbers in the whole group.
-        draws: what this rank has drawn from its datasets.
-        shared: whether memory is shared with other ranks, if there are any.
+        draws: this rank's draws from its datasets.
+        shared: True if memory is shared with other ranks, if there are any.
         barriers: number of barriers so far.
-        halves: the staging buffers that belong to even barriers, and to odd ones; see `staging`.
+        halves: the staging buffers of even barriers, and of odd ones; see `staging`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Node:
         """Set up control pages and staging buffers. Collective over `world`; not collective without it.
 
         Without `comm`, the ranks of this node, all memory is private; `ranks` are their numbers in `world`. With fewer `cores`
-        than ranks, a rank that waits sleeps early.
+        than ranks, a waiting rank sleeps early.
         """
         self.ranks, self.size = tuple(ranks), len(ranks)
         self.rank = 0 if comm is None else int(comm.rank)
@@ -122,12 +122,12 @@ class Node:
     # barrier
 
     def barrier(self, call: Call | None = None) -> None:
-        """Wait for the ranks of this node, and check that they make the same call. Collective on the node.
+        """Wait for the ranks of this node, and raise unless they make the same call. Collective on the node.
 
         Raises:
-            CollectiveMismatchError: on every rank of the node, with what each of them does.
-            CollectiveTimeoutError: a rank did not come within `call.timeout` seconds.
-            PeerExitError: a rank that did not come has left the program.
+            CollectiveMismatchError: on every rank of the node, with the call of each.
+            CollectiveTimeoutError: a rank did not arrive within `call.timeout` seconds.
+            PeerExitError: a rank that did not arrive has left the program.
         """
         if self.size == 1:
             return
@@ -147,7 +147,7 @@ class Node:
             self._differ(half, call)
 
     def _meet(self, sequence: int, tag: int) -> int:
-        """As `loops.meet`, whose results it returns: ns that this rank waited, _DIFFERENT, or _LATE less the ns."""
+        """Return, like `loops.meet`, the ns that this rank waited, _DIFFERENT, or _LATE less the ns."""
         began = perf_counter_ns()
         flags = self._flags
         flags[self._own + _TAG + (sequence & 1)] = tag
@@ -164,7 +164,7 @@ class Node:
         return self._compare(sequence, tag, began)
 
     def _compare(self, sequence: int, tag: int, began: int) -> int:
-        """The same, after all have come."""
+        """Return the same after all have arrived."""
         waited, half = perf_counter_ns() - began, sequence & 1
         self._sync()
         if self._by_flags:
@@ -172,18 +172,18 @@ class Node:
             for i in self._other_tags[half]:
                 if flags[i] != tag:
                     return _DIFFERENT
-        elif np.count_nonzero(self._tags[half] != tag):  # of many ranks at once: 128 in 1.4 µs, one by one in 3.5
+        elif np.count_nonzero(self._tags[half] != tag):  # many ranks at once: 128 in 1.4 µs, one by one in 3.5
             return _DIFFERENT
         return waited
 
     def _lay(self, half: int, call: Call) -> None:
-        """Write the text of a call where the others find it."""
+        """Write the text of a call for the others."""
         self._laid[half] = call.payload
         start = self.rank * _PAGE + _TEXT[half]
         self._bytes[start : start + len(call.payload)] = call.payload
 
     def _comes(self, i: int, sequence: int) -> bool:
-        """Return whether a rank comes soon; let others run meanwhile."""
+        """Return True if a rank arrives soon; yield to others meanwhile."""
         flags, yield_core = self._flags, os.sched_yield
         for _ in range(_FEW_YIELDS if self._crowded else _YIELDS):
             if flags[i] >= sequence:
@@ -192,14 +192,14 @@ class Node:
         return False
 
     def _wait(self, sequence: int, tag: int, waited: int, call: Call) -> int:
-        """Wait for ranks that are long in coming, checking for all that may go wrong. Return what `_meet` does."""
+        """Wait for late ranks, checking for all possible failures. Return the result of `_meet`."""
         began = perf_counter_ns() - waited
         backoff, deadline = Backoff(yields=0, start=_START, growth=_GROWTH), Deadline(call.timeout)
         self._monitor.on_flags = True
         try:
             while self._missing(sequence):
                 backoff.pause()
-                self._comm.Iprobe()  # MPI sends what it has buffered for other ranks only within its calls
+                self._comm.Iprobe()  # MPI sends buffered messages to other ranks only during calls
                 self._check_gone(sequence, call)
                 if deadline.passed:
                     self._give_up(sequence, call)
@@ -210,15 +210,15 @@ class Node:
         return waited
 
     def _missing(self, sequence: int) -> list[int]:
-        """The offsets of the flags of ranks that have not come."""
+        """Return the offsets of the flags of ranks that have not arrived."""
         return [i for i in self._others if self._flags[i] < sequence]
 
     def _check_gone(self, sequence: int, call: Call) -> None:
-        """Raise if a rank that has not come never will."""
+        """Raise if a rank that has not arrived never will."""
         flags = self._flags
         for i in self._missing(sequence):
             state, status = flags[i + _STATE] % _STATES, flags[i + _STATE] // _STATES
-            if state == _HERE or flags[i] >= sequence:  # it may have come just before it left
+            if state == _HERE or flags[i] >= sequence:  # it may have arrived just before it left
                 continue
             rank = self.ranks[i * 8 // _PAGE]
             if state == _LEFT:
@@ -235,7 +235,7 @@ class Node:
         return PeerExitError(text, status)
 
     def _give_up(self, sequence: int, call: Call) -> None:
-        """Raise on a wait that took too long; ranks that come later find the poisoned tag and raise too."""
+        """Raise after a wait that took too long; ranks that arrive later find the poisoned tag and raise too."""
         missing = [self.ranks[i * 8 // _PAGE] for i in self._missing(sequence)]
         if not missing:
             return
@@ -264,15 +264,15 @@ class Node:
         error = mismatch(texts)
         if not gave_up:
             raise error
-        text = f"{call.text}: rank {self._monitor.rank} came too late: {error}"
+        text = f"{call.text}: rank {self._monitor.rank} arrived too late: {error}"
         self._refuse_all(text)
         raise CollectiveTimeoutError(text)
 
     def agree_later(self, request: bool) -> bool:
-        """Return whether a rank requested it in a call before the last barrier. Collective on the node; no rank waits.
+        """Return True if a rank requested it in a call before the last barrier. Collective on the node; no rank waits.
 
-        A request is stored with the number of barriers before it. The ranks call this after the same barriers; so one that is
-        older than the last barrier was stored before any rank left that, and all see it, and none counts a newer one.
+        A request is stored with the number of barriers before it. The ranks call this after the same barriers. A request that is
+        older than the last barrier was stored before any rank left that, so all see it; newer ones are ignored.
         """
         if self.size == 1:
             return request
@@ -283,17 +283,17 @@ class Node:
         return 0 < flags[own] <= sequence or any(0 < flags[i + _REQUEST] <= sequence for i in self._others)
 
     def leave(self, status: int = 0) -> None:
-        """Show the others, at the end of the program, that this rank will not come again, and its exit status if known."""
+        """Publish, at the end of the program, that this rank will not arrive again, and its exit status if known."""
         if self._control is not None:
             self._flags[self._own + _STATE] = _LEFT + _STATES * status
             self._sync()
 
     def has_left(self, index: int) -> bool:
-        """Return whether a rank of the node, by its rank there, has left the program."""
+        """Return True if a rank of the node, by its rank there, has left the program."""
         return self._control is not None and self._flags[index * _PAGE // 8 + _STATE] % _STATES == _LEFT
 
     def boards(self) -> list[memoryview]:
-        """Return the memory of the ranks of this node that belongs to their watchdogs; see `monitor.board`."""
+        """Return the memory of this node's ranks for their watchdogs; see `monitor.board`."""
         if self._control is None:
             return [memoryview(bytearray(BOARD_BYTES))]
         return [self._bytes[rank * _PAGE + _BOARD : (rank + 1) * _PAGE] for rank in range(self.size)]
@@ -301,7 +301,7 @@ class Node:
     # memory
 
     def sync(self) -> None:
-        """Separate this rank's loads and stores of shared memory before it from those after it. Any thread.
+        """Order this rank's loads and stores of shared memory before and after it. Any thread.
 
         A writer calls it between the data and the flag, a reader between the flag and the data.
         """
@@ -309,10 +309,10 @@ class Node:
             self._sync()
 
     def staging(self) -> np.ndarray:
-        """Return the staging buffer of every rank of the node that belongs to the next barrier.
+        """Return the staging buffer of every rank of the node for the next barrier.
 
-        Write `staging()[node.rank]` before `barrier()`, read the others after it, in the same list. The next barrier has
-        other buffers, so one barrier is enough; two barriers later these are used again.
+        Write `staging()[node.rank]` before `barrier()`, read the others after it, in the same list. The next barrier has other
+        buffers, so one barrier is enough; two barriers later these are reused.
 
         Returns:
             uint8 array (ranks of the node, STAGING_BYTES).
@@ -320,12 +320,12 @@ class Node:
         return self.halves[(self.barriers + 1) & 1]
 
     def allocate(self, nbytes: Sequence[int], what: str) -> SharedBlock:
-        """Make a block of memory with a segment for each rank of the node. Collective over all ranks of the group.
+        """Allocate a block of memory with a segment for each rank of the node. Collective over all ranks of the group.
 
-        `nbytes` are the sizes of the segments, the same on each rank of the node; `what` names the use of the memory in errors.
+        `nbytes` are the sizes of the segments, equal on each rank of the node; `what` names the use of the memory in errors.
 
         Raises:
-            SharedMemoryError: on every rank, where the shared memory of any node is too small.
+            SharedMemoryError: on every rank, if the shared memory of any node is too small.
         """
         sizes = [int(n) for n in nbytes]
         if self.shared:
@@ -344,10 +344,10 @@ class Node:
         return block
 
     def agree_populated(self, populated: bool, what: str) -> None:
-        """Compare what `SharedBlock.populate` returned on each rank. Collective over all ranks of the group.
+        """Compare the results of `SharedBlock.populate` on all ranks. Collective over all ranks of the group.
 
         Raises:
-            SharedMemoryError: on every rank, where it was False on any.
+            SharedMemoryError: on every rank, if it was False on any.
         """
         if self._world is None:
             return
@@ -358,7 +358,7 @@ class Node:
             raise shared_memory.out_of_memory(what, rank, f"{binary_size(int(left[0]))} are free")
 
     def locate(self, array: np.ndarray) -> tuple[SharedBlock, int, int] | None:
-        """Return (block, rank of the node, byte offset) of an array that lies in a segment, else None."""
+        """Return (block, rank of the node, byte offset) of an array inside a segment, else None."""
         address = array.__array_interface__["data"][0]
         at = bisect_right(self._starts, address) - 1
         if at < 0:
@@ -367,7 +367,7 @@ class Node:
         return (block, index, address - self._starts[at]) if address < end and not block.closed else None
 
     def close(self) -> None:
-        """Give back all memory of which no view exists. Local."""
+        """Free all memory without views. Local."""
         self.halves = []
         self._starts, self._segments = [], []
         for block in self._blocks:

@@ -1,6 +1,6 @@
 """Packing (fusion) of many arrays into few flat ones: the assignment of arrays to packs, and the copies in and out.
 
-Arrays that are computed with travel by dtype (`Pack`); those that are only moved, of whatever dtypes, as bytes (`to_bytes`).
+Arrays for computations are packed by dtype (`Pack`); arrays that are only sent, of any dtypes, as bytes (`to_bytes`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ __all__ = ["Forms", "Pack", "forms_of", "num_bytes", "of_bytes", "pack_sizes", "
 #: Shapes and dtypes of arrays.
 Forms = Sequence[tuple[tuple[int, ...], np.dtype]]
 
-_LINE = 64  # bytes to a multiple of which each of several arrays is filled up, for the dtype of the next
+_LINE = 64  # bytes; each of several arrays is padded to a multiple, for the dtype of the next
 
 
 @final
 @dataclass(frozen=True)
 class Pack:
-    """Arrays of one dtype that travel as one flat array.
+    """Arrays of one dtype that are sent as one flat array.
 
     Attributes:
-        indices: which of the planned arrays are in it, in order.
+        indices: the planned arrays in it, in order.
         shapes: their shapes.
         dtype: their dtype.
     """
@@ -39,13 +39,13 @@ class Pack:
     dtype: np.dtype
 
     def pack(self, arrays: Sequence[Any]) -> Any:
-        """Return the flat array of this pack's members of all planned arrays; one contiguous member alone is not copied."""
+        """Return the flat array of this pack's members of all planned arrays; a single contiguous member is not copied."""
         xp = array_module(arrays[self.indices[0]])
         parts = [xp.ascontiguousarray(arrays[index]).reshape(-1) for index in self.indices]
         return parts[0] if len(parts) == 1 else xp.concatenate(parts)
 
     def unpack(self, flat: Any) -> list[Any]:
-        """Return views in the members' shapes of a flat array as `pack` makes it, of any dtype."""
+        """Return views in the members' shapes of a flat array in the form of `pack`, of any dtype."""
         members, low = [], 0
         for shape in self.shapes:
             size = int(np.prod(shape, dtype=np.int64))
@@ -55,9 +55,9 @@ class Pack:
 
 
 def plan_packs(arrays: Sequence[Any], bytes_per_pack: int | None = 0) -> list[Pack]:
-    """Return packs of arrays of equal dtype, in order, each of at most so many bytes; 0 or None makes one for each dtype.
+    """Return packs of arrays of equal dtype, in order, of at most `bytes_per_pack` bytes; 0 or None makes one for each dtype.
 
-    Dtypes are in the order of their first array. An array larger than a pack is one by itself.
+    Dtypes are in the order of their first array. An array larger than a pack is a separate one.
 
     Example:
         >>> [pack.indices for pack in plan_packs([np.zeros(2), np.zeros(2, np.int8), np.zeros(3)], 16)]
@@ -86,7 +86,7 @@ def _cut(members: list[int], sizes: list[int], limit: int) -> list[list[int]]:
 
 
 def pack_sizes(total: int, num_packs: int) -> list[int]:
-    """Return the lengths of the parts that a flat array is cut into; the last takes the remainder.
+    """Return the lengths of the parts of a flat array; the last takes the remainder.
 
     Example:
         >>> pack_sizes(10, 3)
@@ -107,7 +107,7 @@ def forms_of(arrays: Sequence[np.ndarray]) -> Forms:
 
 
 def _layout(forms: Forms) -> tuple[list[tuple[int, int]], int]:
-    """Where arrays lie one behind the other, as bytes, and how many bytes they are."""
+    """Return the byte ranges of arrays placed one after the other, and the total bytes."""
     places, end = [], 0
     for shape, dtype in forms:
         nbytes = math.prod(shape) * dtype.itemsize
@@ -117,7 +117,7 @@ def _layout(forms: Forms) -> tuple[list[tuple[int, int]], int]:
 
 
 def num_bytes(forms: Forms) -> int:
-    """Return how many bytes `to_bytes` makes of arrays of these shapes and dtypes.
+    """Return the number of bytes from `to_bytes` for arrays of these shapes and dtypes.
 
     Example:
         >>> num_bytes([((3,), np.dtype(np.float64)), ((2, 2), np.dtype(np.int8))])
@@ -127,7 +127,7 @@ def num_bytes(forms: Forms) -> int:
 
 
 def to_bytes(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return arrays one behind the other as flat uint8; one contiguous array alone is not copied."""
+    """Return arrays one after the other as flat uint8; a single contiguous array is not copied."""
     if len(arrays) == 1:
         return np.ascontiguousarray(arrays[0]).reshape(-1).view(np.uint8)
     places, nbytes = _layout(forms_of(arrays))
@@ -138,7 +138,7 @@ def to_bytes(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def of_bytes(packed: np.ndarray, forms: Forms) -> list[np.ndarray]:
-    """Return the arrays of these shapes and dtypes as views of what `to_bytes` made of them."""
+    """Return arrays of these shapes and dtypes as views of bytes from `to_bytes`."""
     return [
         packed[low:high].view(dtype).reshape(shape)
         for (low, high), (shape, dtype) in zip(_layout(forms)[0], forms, strict=True)

@@ -34,53 +34,53 @@ from .recorder import RECORDER
 __all__ = ["Attachment", "ProcessGroup", "abandon"]
 
 R = TypeVar("R")
-_CHUNK = 1 << 30  # bytes in one MPI call: Open MPI refuses counts of 2^31
+_CHUNK = 1 << 30  # bytes in one MPI call: Open MPI rejects counts of 2^31
 _KEPT_CALLS = 4096
 
 
 class Attachment(Protocol):
-    """What uses the memory or the communicators of a group, and ends with it."""
+    """A user of a group's memory or communicators, which ends with it."""
 
     def close(self) -> None:
-        """Free what it has. Collective over the group; `ProcessGroup.close` calls it first."""
+        """Free its resources. Collective over the group; `ProcessGroup.close` calls it first."""
 
     def leave(self) -> Callable[[], None] | None:
-        """Show the others that this rank leaves, at the end of the program or where they cannot be reached.
+        """Publish that this rank leaves, at the end of the program or if the others cannot be reached.
 
-        What it returns is called as the last thing before MPI ends: it may wait until all others have left, too.
+        The returned function is called last before MPI ends: it may wait until all others have left, too.
         """
 
     def abandon(self) -> None:
-        """End its threads without a word to the others, of whom some were lost. Local, and at once."""
+        """Stop threads immediately without contacting other ranks (some are gone). Local."""
 
 
 @final
 class ProcessGroup:
-    """The ranks of one strategy and what they share. Make it with `create` (collective) or `single`.
+    """The ranks of one strategy and their shared resources. Create it with `create` (collective) or `single`.
 
-    A memory domain is a node, or one rank where `environment.shared_memory` is False. Work that all domains share is cut
-    into `slices`; the ranks that own the same slice in each domain talk over `inter`.
+    A memory domain is a node, or one rank if `environment.shared_memory` is False. Work that all domains share is cut into
+    `slices`; the ranks that own the same slice in each domain communicate over `inter`.
 
     Attributes:
         topology: the layout; its owner closes it.
         node: the ranks of this memory domain.
         environment: the settings, equal on all ranks.
-        closed: whether `close()` was called.
-        num_nodes, node_index: number of memory domains, and which of them is this rank's.
+        closed: True after `close()`.
+        num_nodes, node_index: number of memory domains, and this rank's.
         slices: number of slices, the smallest number of ranks in a domain.
         slice_index: the slice of this rank, None if it has none.
         inter: communicator of the owners of this rank's slice; None with one domain, and without a slice.
         replicas_of_node: number of local replicas of each rank of the domain.
-        monitor: what this rank is doing.
-        gathered: the most bytes that a rank had in each of the last four gathers of arrays with lengths; equal on all ranks.
+        monitor: the activity of this rank.
+        gathered: the most bytes of a rank in each of the last four gathers of arrays with lengths; equal on all ranks.
         contacts: ranks that wait for this one outside collectives, and receive a message when it leaves the program.
-        label: which ranks it has, shown with the names of its calls; "" for all of them.
-        lane: makes a call, which it gets with the name of its function, after the collectives that this rank has begun; None
-            where the calling thread makes them all.
+        label: the name of its ranks, shown with the names of its calls; "" for all of them.
+        lane: makes a call, given the name of its function, after the collectives that this rank has started; None if the calling
+            thread makes them all.
     """
 
     def __init__(self, topology: Topology, environment: Environment, private: Any = None) -> None:
-        """Derive the layout and set up shared memory. `create` and `single` call it."""
+        """Derive the layout and set up shared memory. Called by `create` and `single`."""
         self.topology, self.environment, self.closed = topology, environment, False
         self.label = ""
         self.lane: Callable[[str, Callable[[], Any]], Any] | None = None
@@ -110,12 +110,12 @@ class ProcessGroup:
 
     @classmethod
     def create(cls, topology: Topology, environment: Environment | None = None) -> ProcessGroup:
-        """Make the group of a topology's ranks. Collective over them.
+        """Create the group of a topology's ranks. Collective over them.
 
         With several ranks it makes uncaught exceptions end the job, and starts the watchdog.
 
         Args:
-            topology: made by `Topology.create`; it must outlive the group.
+            topology: created by `Topology.create`; it must outlive the group.
             environment: settings; default: those of the environment variables.
 
         Raises:
@@ -156,13 +156,13 @@ class ProcessGroup:
     ) -> ProcessGroup:
         """Return the group of some of the ranks, this one among them, in that order. Collective over all ranks.
 
-        Each rank is in one subgroup, whose members pass the same; who asks for it closes it, and its topology.
+        Each rank is in one subgroup, whose members pass the same; the caller closes it, and its topology.
 
         Args:
             members: the ranks.
-            function: the public caller to name in errors.
+            function: name of the public caller, for errors.
             label: see `label`.
-            devices: this rank's, one replica each; default those that it has.
+            devices: this rank's, one replica each; default its current ones.
         """
         topology = self.topology
         devices = topology.devices if devices is None else devices
@@ -193,17 +193,17 @@ class ProcessGroup:
         """Return the context in which one collective runs. Entering it is collective over all ranks.
 
         On entry the ranks of a node wait for each other and compare their calls. Between nodes they compare a call that does not
-        follow the calls before it as it did the last time, and every `environment.check_every` collectives; then they find
-        every difference since the last comparison.
+        follow the calls before it as it did last time, and every `environment.check_every` collectives; then they find every
+        difference since the last comparison.
 
         Args:
-            op, name, dtype, shape, detail: what must be the same on every rank. `detail` must have the same repr there.
+            op, name, dtype, shape, detail: must be equal on every rank. `detail` must have the same repr there.
             timeout: seconds to wait for others; default `environment.abort_after`.
             synchronize: False if the caller itself calls `node.barrier(call)` as its first synchronisation.
 
         Raises:
             CollectiveMismatchError: the ranks differ; on every rank that compares itself with one that does.
-            CollectiveTimeoutError: a rank did not come in time.
+            CollectiveTimeoutError: a rank did not arrive in time.
             PeerExitError: a rank left the program.
             ClosedError: after `close()`.
 
@@ -219,7 +219,7 @@ class ProcessGroup:
     def _make_call(self, key: tuple[Any, ...]) -> Collective:
         op, name, *what, timeout, synchronize = key
         name = ": ".join(filter(None, (self.label, name)))
-        if len(self._calls) >= _KEPT_CALLS:  # the ranks do the same, so they forget at the same time
+        if len(self._calls) >= _KEPT_CALLS:  # the ranks make the same calls, so they clear at the same time
             self._calls.clear()
         timeout = self.environment.abort_after if timeout is None else timeout
         text, series = describe(op, name, *what), describe(op, name)
@@ -233,20 +233,20 @@ class ProcessGroup:
 
         Args:
             error: a loss of ranks reports itself again, and does not change the group.
-            left: the transfers that it has left under way, which a later collective would take for its own, in words.
+            left: the pending transfers, which a later collective could receive, in words.
         """
         if self.monitor.refusal is None and not is_loss(error):
-            why = f"an error {left} under way: {type(error).__name__}: {error}"
+            why = f"an error {left} pending: {type(error).__name__}: {error}"
             self.monitor.refusal = ClosedError(no_more_use(why))
 
     def in_order(self, function: str, call: Callable[[], R]) -> R:
-        """Return what a call returns that makes collectives, after those that this rank has begun. Collective.
+        """Return the result of a call that makes collectives, after those that this rank has started. Collective.
 
-        A group of torch.distributed makes some of its collectives in a thread of its own, between which the call must come at the
-        same position on every rank.
+        A group of torch.distributed makes some of its collectives in a separate thread, and the call must come at the same
+        position between them on every rank.
 
         Args:
-            function: the public caller to name in errors.
+            function: name of the public caller, for errors.
             call: makes the collectives.
 
         Example:
@@ -257,7 +257,7 @@ class ProcessGroup:
         return call() if self.lane is None else self.lane(function, call)
 
     def quiet(self) -> AbstractContextManager[Any]:
-        """Return a context in which the watchdog makes no MPI calls, for the time that NCCL is in flight."""
+        """Return a context in which the watchdog makes no MPI calls, while NCCL is in flight."""
         return Watchdog.instance.lock if Watchdog.instance is not None else contextlib.nullcontext()
 
     @functools.cached_property
@@ -265,7 +265,7 @@ class ProcessGroup:
         """The communicator for programs: the topology's, whose blocking calls the watchdog sees."""
         return self.topology.comm if self._private is None else monitored(self.topology.comm, self.monitor)
 
-    # raw transfers, to be used inside collective()
+    # raw transfers, for use inside collective()
 
     def broadcast(self, array: np.ndarray, root: int = 0) -> None:
         """Overwrite a C-contiguous host array on every rank with the root's. Collective; inside `collective()`."""
@@ -301,7 +301,7 @@ class ProcessGroup:
     def of_first_node(self, numbers: np.ndarray) -> np.ndarray:
         """Return the float64 numbers of the first node's owners of slices, a row each. Collective; inside `collective()`.
 
-        They are the same bits on every rank; what is sent does not grow with the number of ranks.
+        They have the same bits on every rank; the amount of data does not grow with the number of ranks.
         """
         own = np.array(numbers, np.float64)
         if self.inter is not None:
@@ -318,7 +318,7 @@ class ProcessGroup:
         return table[: self.slices]
 
     def nodes_alike(self, numbers: Sequence[int]) -> bool:
-        """Return whether those that own a slice have the same numbers on all nodes. Collective; inside `collective()`."""
+        """Return True if the owners of each slice have the same numbers on all nodes. Collective; inside `collective()`."""
         if self._comm is None:
             return True
         differ = self.inter is not None and not agree.all_alike(self.inter, numbers).all()
@@ -333,7 +333,7 @@ class ProcessGroup:
         return [data] if self._comm is None else agree.gather_bytes(self._comm, data)
 
     def exchange(self, op: str, text: str, detail: Hashable = ()) -> list[str]:
-        """Return every rank's text, by rank, as a collective of its own. Collective. See `agree.Exchange`."""
+        """Return every rank's text, by rank, as a separate collective. Collective. See `agree.Exchange`."""
         with self.collective(op, detail=detail):
             return self.all_gather_text(text)
 
@@ -360,13 +360,13 @@ class ProcessGroup:
                 self._comm.Barrier()
 
     def attach(self, attachment: Attachment) -> None:
-        """Register an object to be closed before the group is, the last one first; the same on every rank."""
+        """Register an object to be closed before the group, in reverse order; the same on every rank."""
         self._attached.append(attachment)
 
     def close(self) -> None:
         """Free shared memory and communicators; the topology stays. Collective the first time.
 
-        After a collective that timed out, and after MPI's end, everything is left to the end of the process. In a forked child it
+        After a collective that timed out, and after MPI's end, resources are left to the end of the process. In a forked child it
         does nothing.
         """
         if self.closed or is_child():
@@ -396,17 +396,17 @@ class ProcessGroup:
 
     @property
     def healthy(self) -> bool:
-        """Whether its ranks can still make collectives, as far as this one knows."""
+        """True if its ranks can still make collectives, as far as this one knows."""
         return not self.closed and self.monitor.refusal is None and not (self._private is not None and _mpi_ended())
 
     def drop(self) -> None:
-        """Leave the group to be freed when its ranks, all of which have dropped it, make the next group. Local."""
+        """Leave the group to be freed when its ranks, once all have dropped it, create the next group. Local."""
         if self._key is not None and not self.closed:
             DROPPED.groups[self._key] = self
             _groups.discard(self)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Keep what the ranks share until all of them can free it."""
+        """Keep shared resources until all ranks can free them."""
         if not is_finalizing():  # `sys` may be None by then
             self.drop()
 
@@ -425,28 +425,28 @@ class ProcessGroup:
         return _ranks_of(self.topology, self.num_nodes, node_index)
 
     def has_left(self, rank: int) -> bool:
-        """Return whether a rank has left the program, as far as this one knows."""
+        """Return True if a rank has left the program, as far as this one knows."""
         if rank in self.node.ranks:
             return self.node.has_left(self.node.ranks.index(rank))
         return rank in self.monitor.left
 
     def look_for_losses(self) -> None:
-        """Raise what MPI says of lost ranks, where the program survives that. Local; waits without other calls of MPI do it."""
+        """Raise MPI's error of lost ranks, in a program that survives it. Local; for waits without other calls of MPI."""
         if survives():
             if isinstance(self.monitor.refusal, RanksLostError):
                 raise self.monitor.refusal
             self.topology.comm.Iprobe()
 
     def leave(self) -> None:
-        """Report to the others, at the end of the program, that this rank takes part in nothing any more."""
+        """Report to the others, at the end of the program, that this rank takes part in no more calls."""
         if self.closed or self._private is None:
             return
         for attachment in reversed(self._attached):
             _note_leaving(attachment)
         self.node.leave(abort.exit_status())
         mine, count = self.node_index, self.num_nodes
-        # One rank of another domain is enough: it waits for this one in the next collective, and raises there. Of those that have
-        # left, one is before a domain that has not, whose rank hears of it; more domains hear of it sooner.
+        # One rank of another domain is enough: it waits for this one in the next collective, and raises there. Of those
+        # that have left, one precedes a domain that has not, whose rank receives it; more domains receive it sooner.
         told = {0, *((mine + (1 << power)) % count for power in range((count - 1).bit_length()))} - {mine}
         ranks = [self.ranks_of(domain) for domain in sorted(told)]
         informed = {domain[self.node.rank % len(domain)] for domain in ranks}
@@ -468,7 +468,7 @@ def _mpi_ended() -> bool:
 
 
 def abandon() -> None:
-    """Leave all groups of this process behind, of which ranks were lost: what they share is given back with its last user."""
+    """Abandon all groups of this process after a loss of ranks: shared resources are freed with their last user."""
     for group in [*_groups, *DROPPED.groups.values()]:
         group.abandon()
 
@@ -485,7 +485,7 @@ def _note_leaving(attachment: Attachment) -> None:
 
 
 def _at_exit(group: ProcessGroup) -> None:
-    """Have the watchdog end, and the end reported to the others, before MPI ends, in whichever way."""
+    """End the watchdog, and report the end to the others, before MPI ends in any way."""
     global _process
     _groups.add(group)
     if _process is None:
@@ -501,7 +501,7 @@ def _at_exit(group: ProcessGroup) -> None:
 def _leave() -> None:
     """End the watchdog and report the end to the others.
 
-    In a forked child, and after MPI's end, there is nothing to do; MPICH finalises within Abort, too.
+    In a forked child, and after MPI's end, there is nothing to do; MPICH also finalises within Abort.
     """
     if os.getpid() != _process or abort.ending or _mpi_ended():
         return

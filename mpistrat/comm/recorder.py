@@ -1,8 +1,8 @@
 """Flight recorder: the last events of this rank, each collective, wait, input and save, in memory that outlives it.
 
-A ring of 32 bytes an event. The memory is a file without a name, of which the process that reports killed ranks
-(`monitor.exit_report`) has a descriptor, too: it reads what a rank did last after that rank is gone, and `mpistrat top` what a
-rank does while it runs. An event costs less than a microsecond; the numbers are in docs/timeline.md.
+A ring with 32 bytes per event. The memory is an unnamed file. The process that reports killed ranks (`monitor.exit_report`) also
+has its descriptor: it reads a rank's last events after its death, and `mpistrat top` reads them while it runs. An event costs
+less than a microsecond; the numbers are in docs/timeline.md.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ..base.text import encoded
 
 __all__ = ["GROUPS", "KINDS", "RECORDER", "Event", "Recorder", "Ring"]
 
-# How the memory is laid out; `monitor/exit_report_process.py`, which imports nothing, knows it, too.
+# Layout of the memory; `monitor/exit_report_process.py`, which imports nothing, also contains it.
 MAGIC = b"mpistre2"
 HEAD_BYTES = 64  # magic, number of events that fit, bytes of names
 NAMES_BYTES = 65536 - HEAD_BYTES
 EVENTS_AT = HEAD_BYTES + NAMES_BYTES
-# begin and end in ns of the monotonic clock (end 0 while it lasts), what it is, ns of waiting in it
+# begin and end in ns of the monotonic clock (end 0 while it lasts), identity, ns of waiting in it
 EVENT_WORDS = 4
 _HEAD, _NAME = struct.Struct("<8sqq"), struct.Struct("<HBx")  # length, kind
 
-# What an event is: its name in the lowest bits, then the group, then the number.
+# Identity of an event: its name in the lowest bits, then the group, then the number.
 _NAME_BITS, _GROUP_BITS = 14, 12
-_NAMES, GROUPS = 1 << _NAME_BITS, 1 << _GROUP_BITS  # so many are told apart
+_NAMES, GROUPS = 1 << _NAME_BITS, 1 << _GROUP_BITS  # the most that are distinguished
 _NUMBER_AT = _NAME_BITS + _GROUP_BITS
 _NUMBERS = (1 << (63 - _NUMBER_AT)) - 1
-#: What events are, by the letter that stands for it.
+#: Kinds of events, by letter.
 KINDS = {
     "r": "run", "c": "collective", "i": "input", "s": "save", "p": "parameter server", "u": "user", "o": "other",
 }  # fmt: skip
@@ -46,11 +46,11 @@ class Event(NamedTuple):
 
     Attributes:
         kind: a letter of `KINDS`.
-        text: what it is.
-        group: of a collective: which of this process's groups of several ranks (`GROUPS`).
-        number: of a collective: which one of its group.
-        begin, end: in ns of the monotonic clock; end 0 where it lasts.
-        waited: ns of it that passed in waiting for other ranks.
+        text: its name.
+        group: of a collective: its group among this process's groups of several ranks (`GROUPS`).
+        number: of a collective: its number in its group.
+        begin, end: in ns of the monotonic clock; end 0 while it lasts.
+        waited: ns of it spent waiting for other ranks.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class Event(NamedTuple):
 
 @final
 class Ring:
-    """The events in a recorder's memory, as arrays in the order in which they began.
+    """The events in a recorder's memory, as arrays in order of their beginnings.
 
     Attributes:
         names: kind and text of each name.
@@ -75,7 +75,7 @@ class Ring:
     def __init__(self, memory: bytes | bytearray | memoryview | mmap.mmap) -> None:
         magic, capacity, used = _HEAD.unpack_from(memory, 0)
         if magic != MAGIC:
-            raise ValueError("no memory of a recorder")
+            raise ValueError("not the memory of a recorder")
         self.names: list[tuple[str, str]] = []
         at = HEAD_BYTES
         while at < HEAD_BYTES + used:
@@ -97,11 +97,11 @@ class Ring:
 
 @final
 class Recorder:
-    """Writes the events of this process. There is one, `RECORDER`.
+    """A recorder of this process's events. There is one, `RECORDER`.
 
     Attributes:
-        waited: ns that this rank has waited for others on its node so far; `Node.barrier` counts it.
-        descriptor: of the memory; None where other processes cannot have it.
+        waited: ns that this rank has waited for others on its node so far; counted by `Node.barrier`.
+        descriptor: of the memory; None if other processes cannot get it.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Recorder:
         self._use(bytearray(EVENTS_AT + 8 * EVENT_WORDS), 1)
 
     def open(self, events: int) -> None:
-        """Take room for so many events, unless it was done before; of 0 only the last one is kept."""
+        """Allocate room for `events` events, unless it was done before; for 0 only the last one is stored."""
         if self.descriptor is not None or self._mask:
             return
         capacity = 1 << max(0, events - 1).bit_length()
@@ -127,7 +127,7 @@ class Recorder:
         names = dict(self._names)
         self._names.clear()
         self._use(memory, capacity)
-        for kind, text in names:  # in their order, so with the same numbers
+        for kind, text in names:  # in order, so with the same numbers
             self.name(kind, text)
         os.register_at_fork(after_in_child=self._forget)
 
@@ -140,16 +140,16 @@ class Recorder:
             self.name("o", "other")
 
     def _forget(self) -> None:
-        """A forked child must not write into its parent's memory."""
+        """Use separate memory in a forked child, which must not write into its parent's."""
         self._names.clear()
         self.descriptor = None
         self._use(bytearray(EVENTS_AT + 8 * EVENT_WORDS), 1)
 
     def name(self, kind: str, text: str, group: int = 0) -> int:
-        """Return what `begin` needs: the number of a name, which the memory holds once for all groups, and that of a group.
+        """Return the argument of `begin`: the number of a name, stored once for all groups, and that of a group.
 
-        Where half of the memory is used, it is the number of the name's first word: so thousands of variables, each of which has
-        collectives of its own, leave room for what comes after them. Where no more fit, it is that of "other".
+        If half of the memory is used, it is the number of the name's first word: so thousands of variables, each with its own
+        collectives, leave room for later names. If it is full, it is the number of "other".
         """
         return self._number(kind, text) | (group % GROUPS) << _NAME_BITS
 
@@ -174,7 +174,7 @@ class Recorder:
         return self._names[key]
 
     def begin(self, name: int, number: int = 0, clock: Any = perf_counter_ns) -> int:
-        """Note that an event begins; give what this returns to `end`."""
+        """Record the start of an event; pass the result to `end`."""
         at = self._next
         self._next = at + 1
         at = (EVENTS_AT >> 3) + (at & self._mask) * EVENT_WORDS
@@ -186,15 +186,15 @@ class Recorder:
         return at
 
     def end(self, at: int, clock: Any = perf_counter_ns) -> None:
-        """Note that it ends."""
+        """Record the end of an event."""
         words = self._words
-        if at < len(words):  # of the room that there is by now
+        if at < len(words):  # in the current memory
             words[at + 3] += self.waited
             words[at + 1] = clock()
 
     @contextlib.contextmanager
     def span(self, kind: str, text: str, number: int = 0) -> Iterator[None]:
-        """Return a context that is an event."""
+        """Return a context that is recorded as an event."""
         at = self.begin(self.name(kind, text), number)
         try:
             yield
@@ -202,7 +202,7 @@ class Recorder:
             self.end(at)
 
     def history(self, count: int = 3) -> str:
-        """Return the last events that have ended, in words, the newest first; "" where there is none. Any thread."""
+        """Return the last events that have ended, in words, the newest first; "" without any. Any thread."""
         now, ended = perf_counter_ns(), [event for event in self.last(count + 4) if event.end]
         words = [f"{event.text} ({(event.end - event.begin) / 1e6:.3g} ms)" for event in ended[:count]]
         if not words:
@@ -210,7 +210,7 @@ class Recorder:
         return f"{', '.join(words)}, the last of which ended {(now - ended[0].end) / 1e9:.3g} s ago"
 
     def ring(self) -> Ring:
-        """Return a copy of the events as they are now."""
+        """Return a copy of the current events."""
         return Ring(bytes(self._memory))
 
     def last(self, count: int) -> list[Event]:

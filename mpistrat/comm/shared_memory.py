@@ -1,8 +1,8 @@
-"""Node-shared memory: a file that the ranks of a node map, one segment for each of them, and whose name is removed at once.
+"""Node-shared memory: a file that the ranks of a node map, one segment for each, and whose name is removed immediately.
 
-What ranks hold has no name: nothing is left when they are killed, and nothing that removes files of /dev/shm takes it away.
-Memory is reserved: before a file is made the node's leader checks the free space, and `populate` makes the system
-allocate the pages of a range, so that a full /dev/shm is an error here and not a SIGBUS later.
+Mapped memory has no name: nothing is left when ranks are killed, and removing files of /dev/shm does not affect it. Memory is
+reserved: before a file is created the node's leader checks the free space, and `populate` makes the system allocate the pages of
+a range, so that a full /dev/shm is an error here and not a SIGBUS later.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ __all__ = ["ENLARGE", "SharedBlock", "allocate_private", "allocate_shared", "fre
 
 SHARED_FOLDER = Path("/dev/shm")
 ENLARGE = (
-    "docker run --shm-size=8g ..., or mount -o remount,size=8g /dev/shm; or set MPISTRAT_SHARED_MEMORY=0 to keep a "
+    "docker run --shm-size=8g ..., or mount -o remount,size=8g /dev/shm; or set MPISTRAT_SHARED_MEMORY=0 for a "
     "private copy in every rank"
 )
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _NAME = 4096  # bytes of a path, at most
-_OWN_MAPPING = 32 << 20  # bytes: the C library takes smaller arrays from a heap
-_FEW_FILES = 4  # with so many left MPI cannot share memory
+_OWN_MAPPING = 32 << 20  # bytes; the C library allocates smaller arrays on the heap
+_FEW_FILES = 4  # with only these left, MPI cannot share memory
 
 
 @final
 class SharedBlock:
     """One segment of bytes for each rank of a node, readable and writable by all of them.
 
-    A NumPy view of a segment stays valid memory after `close()`, for as long as the view lives; then the system frees it.
+    A NumPy view of a segment stays valid after `close()`, for as long as the view lives; then the system frees it.
 
     Attributes:
-        memory: the segments one after the other, each from a page on.
+        memory: the segments one after the other, each page-aligned.
         segments: for each rank of the node a uint8 array, page-aligned; zeros at first.
         nbytes: their sizes.
-        what: what it is for, in words.
-        shared: whether other ranks map the same memory.
+        what: its use, in words.
+        shared: True if other ranks map the same memory.
     """
 
     def __init__(self, memory: np.ndarray, segments: list[np.ndarray], what: str, shared: bool = False) -> None:
@@ -60,27 +60,27 @@ class SharedBlock:
 
     @property
     def closed(self) -> bool:
-        """Whether `close()` was called."""
+        """True after `close()`."""
         return not self.segments
 
     def populate(self, index: int, low: int, high: int) -> bool:
-        """Make the system find memory for bytes [low, high) of a segment.
+        """Make the system allocate memory for bytes [low, high) of a segment.
 
-        Returns False where there is none left; bytes that are there keep their value. Where the system cannot report
-        it (Linux before 5.14), the answer is whether the free space would do.
+        Returns False if there is none left; existing bytes keep their values. If the system cannot report it (Linux before 5.14),
+        the result tells if the free space is large enough.
         """
         return not self.shared or populate(self.segments[index], low, high)
 
     def close(self) -> None:
-        """Give the memory back, when no view of it lives. Local."""
+        """Free the memory, once no view of it lives. Local."""
         self.memory, self.segments = np.empty(0, np.uint8), []
 
 
 def allocate_private(nbytes: int, what: str) -> SharedBlock:
-    """Return plain zeroed memory in the form of a block of one segment, which begins at a page as a shared one does.
+    """Return plain zeroed memory in the form of a block of one segment, page-aligned like a shared one.
 
-    Linux takes large blocks side by side for one, and lets no process fork that has one larger than the machine's memory, touched
-    or not. A page of another kind before each keeps them apart.
+    Linux merges adjacent large blocks, and does not let a process fork with one larger than the machine's memory, touched or not.
+    A page of another kind before each keeps them separate.
     """
     memory = np.zeros(nbytes + 2 * mmap.PAGESIZE, np.uint8)
     start = mmap.PAGESIZE + -memory.ctypes.data % mmap.PAGESIZE
@@ -91,12 +91,13 @@ def allocate_private(nbytes: int, what: str) -> SharedBlock:
 
 
 def allocate_shared(node: Any, world: Any, nbytes: Sequence[int], what: str) -> SharedBlock:
-    """Make a block, with a segment of `nbytes[i]` bytes for rank i of the node. Collective over `world`: every node makes one.
+    """Allocate a block, with a segment of `nbytes[i]` bytes for rank i of the node. Collective over `world`: every node allocates
+    one.
 
     `what` names the use of the memory in errors.
 
     Raises:
-        SharedMemoryError: on every rank, where the memory of any node is too small.
+        SharedMemoryError: on every rank, if the memory of any node is too small.
     """
     pages = [-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in nbytes]
     check_space(world, node.rank == 0, sum(pages), what)
@@ -133,7 +134,7 @@ def allocate_shared(node: Any, world: Any, nbytes: Sequence[int], what: str) -> 
 
 
 def _make(nbytes: int) -> tuple[str, Any]:
-    """Make a file of zeros and map it; return its path, too."""
+    """Create a file of zeros and map it; return its path and the memory."""
     folder = SHARED_FOLDER if SHARED_FOLDER.is_dir() else Path(tempfile.gettempdir())
     path = str(folder / f"mpistrat-{os.getuid()}-{secrets.token_hex(8)}")
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -162,7 +163,7 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def check_others(world: Any, what: str) -> None:
-    """Take part in `allocate_shared` of the other nodes without memory of this rank's own. Collective over `world`.
+    """Take part in `allocate_shared` of the other nodes without allocating memory on this rank. Collective over `world`.
 
     Raises:
         SharedMemoryError: as there.
@@ -173,10 +174,10 @@ def check_others(world: Any, what: str) -> None:
 
 
 def check_space(world: Any, leader: bool, nbytes: int, what: str) -> None:
-    """Check that each node, of which the leader looks, has room for so many bytes. Collective over `world`.
+    """Raise unless each node has room for `nbytes` bytes; the node's leader checks. Collective over `world`.
 
     Raises:
-        SharedMemoryError: on every rank, with the numbers of the first node that cannot.
+        SharedMemoryError: on every rank, with the numbers of the first node without room.
     """
     free = free_space() if leader else None
     rank = first_rank(world, free is not None and free < nbytes)
@@ -196,13 +197,13 @@ def out_of_memory(what: str, rank: int, numbers: str) -> SharedMemoryError:
 
 
 def remedy(nbytes: int) -> str:
-    """Return what to do where this process could not share so many bytes: about a limit that was met, else about the folder."""
+    """Return what to do if this process could not share `nbytes` bytes: about an exceeded limit, else about the folder."""
     names = resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_FSIZE
     files, addresses, size = (resource.getrlimit(name)[0] for name in names)  # -1 for no limit
     try:
         opened = len(os.listdir("/proc/self/fd"))
         needed = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + nbytes
-    except OSError as error:  # to look takes a file, too
+    except OSError as error:  # the check itself needs a file
         opened, needed = files if error.errno == errno.EMFILE else 0, 0
     if 0 <= files <= opened + _FEW_FILES:
         met = f"may have {files} files open (ulimit -n), and has about {opened}. Raise it: ulimit -n {max(4096, 2 * files)}"
@@ -215,14 +216,12 @@ def remedy(nbytes: int) -> str:
         met = f"may write files of {binary_size(size)} (ulimit -f). Raise it: ulimit -f unlimited"
     else:
         folder = SHARED_FOLDER
-        return (
-            f"Look whether {folder} is full (df {folder}), or something removes files there. To enlarge it: {ENLARGE}"
-        )
+        return f"Check if {folder} is full (df {folder}), or if another program removes files there. To enlarge it: {ENLARGE}"
     return f"The process {met} before you start"
 
 
 def free_space() -> int | None:
-    """Return the bytes that shared memory has left on this node, None where the system does not report it."""
+    """Return the free bytes of shared memory on this node, None if the system does not report it."""
     try:
         found = os.statvfs(SHARED_FOLDER)
     except OSError:
@@ -240,7 +239,7 @@ def _madvise() -> Any:
 
 
 def populate(segment: np.ndarray, low: int, high: int) -> bool:
-    """Make the system find memory for bytes [low, high) of shared memory; see `SharedBlock.populate`."""
+    """Make the system allocate memory for bytes [low, high) of shared memory; see `SharedBlock.populate`."""
     if high <= low:
         return True
     result = _populate(segment.ctypes.data + low, high - low)
@@ -251,7 +250,7 @@ def populate(segment: np.ndarray, low: int, high: int) -> bool:
 
 
 def _populate(address: int, nbytes: int) -> int:
-    """Ask the system for the pages of a range; return 0 or its error number."""
+    """Request the pages of a range from the system; return 0 or its error number."""
     call = _madvise()
     if call is None:
         return errno.EINVAL

@@ -1,13 +1,13 @@
 """RMA windows: memory of some ranks that other ranks read and write without their participation (one-sided).
 
-A window is locked for all ranks, shared, from its creation to `close()`: no call takes a lock, so no lock is lost with a
-dead rank. Each call is complete, at the target too, when it returns. A `SharedWindow` is accessed by load and store, by the
-ranks of one node; a `RemoteWindow` by Get, Put and Accumulate, by all ranks of a communicator. A word is a signed 64-bit integer
-at a byte offset divisible by 8.
+A window is locked for all ranks, shared, from its creation to `close()`: no call takes a lock, so no lock is lost with a dead
+rank. Each call is complete, at the target too, when it returns. The ranks of one node access a `SharedWindow` by load and store;
+all ranks of a communicator access a `RemoteWindow` by Get, Put and Accumulate. A word is a signed 64-bit integer at a byte offset
+divisible by 8.
 
-Single writer: memory that a rank stores into without these calls (`own`, `words`) must have no other writer, and
-`fetch_and_add` must not be used on such memory: a store concurrent with an atomic operation loses updates. Atomic operations
-of two windows over the same memory are not atomic with each other: use one of them for these.
+Single writer: memory that a rank stores into without these calls (`own`, `words`) must have no other writer, and `fetch_and_add`
+must not be used on such memory: a store concurrent with an atomic operation loses updates. Atomic operations of two windows over
+the same memory are not atomic with each other: use one of them for these.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 __all__ = ["WORD", "Fence", "RemoteWindow", "SharedWindow", "Window", "has_asynchronous_progress"]
 
 WORD = 8  # bytes
-CHUNK = 1 << 30  # bytes in one MPI call: Open MPI refuses counts of 2^31
+CHUNK = 1 << 30  # bytes in one MPI call: Open MPI rejects counts of 2^31
 ROWS = 4096  # rows in one MPI datatype
-_MARGIN = 1 << 16  # what MPI itself takes beside each segment, generously
-_LOOKS = 20  # in a short wait for a word
-_ABSENCE = 0.2  # seconds for which ranks call nothing of MPI's
-_READS = (0.05, 0.08, 0.11)  # when one rank reads meanwhile: more than once, for a target may be late to its sleep
-_LIMIT = 0.02  # seconds that a read takes at most where the network does the work
+_MARGIN = 1 << 16  # bytes that MPI itself needs for each segment, at most
+_LOOKS = 20  # checks in a short wait for a word
+_ABSENCE = 0.2  # seconds for which ranks do not call MPI
+_READS = (0.05, 0.08, 0.11)  # seconds at which one rank reads; repeated, because a target may start to sleep late
+_LIMIT = 0.02  # the most seconds of a read by the network alone
 
 
 class Window(ABC):
@@ -54,7 +54,7 @@ class Window(ABC):
     """
 
     def __init__(self, window: Any, segments: list[np.ndarray], own: int, comm: Any) -> None:
-        """Open the epoch. The subclasses call it; collective."""
+        """Open the epoch. Called by the subclasses; collective."""
         from mpi4py import MPI
 
         self._segments, self._own_index, self._comm = segments, own, comm
@@ -65,13 +65,13 @@ class Window(ABC):
         self.words = words_of(self.own)
         self._operand, self._result = np.zeros(1, np.int64), np.zeros(1, np.int64)
         window.Lock_all(MPI.MODE_NOCHECK)
-        self.sync = window.Sync  # between stores of this rank and what others see, and the other way round
+        self.sync = window.Sync  # between stores of this rank and loads of others, and vice versa
         self.sync()
         comm.Barrier()  # no rank writes into memory that another has yet to clear
         self.sync()
 
     def refuse_in_child(self) -> None:
-        """See `cluster.forks`. Loads and stores go on: what may make them decides."""
+        """See `cluster.forks`. Loads and stores still work; the callers refuse them."""
         self._window = ParentsOnly("a window")
 
     @abstractmethod
@@ -101,12 +101,12 @@ class Window(ABC):
         """Write a word of a rank's segment, whole."""
 
     def publish(self, rank: int, parts: list[tuple[int, np.ndarray]], word: int, value: int) -> None:
-        """Do what `put` does, and then write the word at an offset, which tells of it."""
+        """Execute `put`, then write a word at an offset to signal it."""
         self.put(rank, parts)
         self.put_word(rank, word, value)
 
     def await_word(self, rank: int, offset: int, least: int) -> bool:
-        """Wait a little, giving way to other processes, until a word is at least so much; return whether it is."""
+        """Wait briefly, yielding to other processes, until a word is at least `least`; return True if it is."""
         for _ in range(_LOOKS):
             if self.get_word(rank, offset) >= least:
                 return True
@@ -114,14 +114,14 @@ class Window(ABC):
         return False
 
     def fetch_and_add(self, rank: int, offset: int, value: int) -> int:
-        """Add to a word of a rank's segment, atomically, and return what it was."""
+        """Add to a word of a rank's segment, atomically, and return its old value."""
         self._operand[0] = value
         self._window.Fetch_and_op(self._operand, self._result, rank, offset, self._sum)
         self._window.Flush(rank)
         return int(self._result[0])
 
     def populate(self, low: int, high: int, index: int | None = None) -> bool:
-        """Make the system find memory for bytes [low, high) of a segment; False where it cannot.
+        """Make the system allocate memory for bytes [low, high) of a segment; return False if it cannot.
 
         The segment is this rank's own, or in a `SharedWindow` that of rank `index`.
         """
@@ -130,7 +130,7 @@ class Window(ABC):
     def close(self) -> None:
         """Free the memory, or leave it to the end of the process if a view of it lives on any rank. Collective.
 
-        Later calls do nothing. Nothing else frees a window: no finaliser, and not the end of the program.
+        Later calls do nothing. Only this call frees a window: there is no finaliser, and the program's end does not.
         """
         if self.closed or is_child():
             return
@@ -148,7 +148,7 @@ class Window(ABC):
             return np.array([any(root() is not None for root in roots)], np.int32)
 
         if alive()[0]:
-            gc.collect()  # views in reference cycles, as tracebacks make them; with a large library loaded this takes long
+            gc.collect()  # views in reference cycles, such as tracebacks; slow with a large library loaded
         anywhere = np.empty(1, np.int32)
         self._comm.Allreduce(alive(), anywhere)
         if not anywhere[0]:
@@ -156,7 +156,7 @@ class Window(ABC):
 
     @property
     def closed(self) -> bool:
-        """Whether `close()` was called."""
+        """True after `close()`."""
         return not self._segments
 
     @abstractmethod
@@ -168,10 +168,10 @@ class Window(ABC):
 class SharedWindow(Window):
     """A window over memory that the ranks of a node, `comm`, share: they load and store.
 
-    Collective over `world`: every node makes a window, with a segment of `nbytes[i]` bytes for rank i of the node.
+    Collective over `world`: every node creates a window, with a segment of `nbytes[i]` bytes for rank i of the node.
 
     Raises:
-        SharedMemoryError: on every rank, where the shared memory of any node is too small.
+        SharedMemoryError: on every rank, if the shared memory of any node is too small.
     """
 
     def __init__(self, comm: MPI.Intracomm, world: MPI.Intracomm, nbytes: Sequence[int], what: str) -> None:
@@ -183,7 +183,7 @@ class SharedWindow(Window):
             memory: Any = window.Shared_query(rank)[0]
             self.segments.append(np.frombuffer(memory, np.uint8, size) if size else np.empty(0, np.uint8))
         if comm.size == 1:
-            self.segments[0][:] = 0  # then it is no fresh page, but memory of MPI with any content
+            self.segments[0][:] = 0  # then it is memory of MPI with any content, not new pages
         self._words = [words_of(segment) for segment in self.segments]
         super().__init__(window, list(self.segments), comm.rank, comm)
 
@@ -197,7 +197,7 @@ class SharedWindow(Window):
         segment = self.segments[rank]
         table = segment[offset : offset + (segment.nbytes - offset) // row * row].reshape(-1, row)
         if not loops.gather(out, table, rows):
-            np.take(table, rows, axis=0, out=out, mode="clip")  # "raise" would go through a copy
+            np.take(table, rows, axis=0, out=out, mode="clip")  # "raise" would make a copy
 
     def put(self, rank: int, parts: Iterable[tuple[int, np.ndarray]]) -> None:
         segment = self.segments[rank]
@@ -227,22 +227,22 @@ class SharedWindow(Window):
 
 @final
 class RemoteWindow(Window):
-    """A window that all ranks of a communicator reach by one-sided MPI calls. Make it with `allocate` or `over`."""
+    """A window that all ranks of a communicator access by one-sided MPI calls. Create it with `allocate` or `over`."""
 
     def __init__(self, window: Any, own: np.ndarray, comm: Any) -> None:
-        """`allocate` and `over` call it."""
+        """Called by `allocate` and `over`."""
         from mpi4py import MPI
 
         self._byte, self._int64 = MPI.BYTE, MPI.INT64_T
-        self._datatypes: dict[int, list[Any]] = {}  # by rank, of what was begun
+        self._datatypes: dict[int, list[Any]] = {}  # by rank, of pending calls
         super().__init__(window, [own], 0, comm)
 
     @classmethod
     def allocate(cls, comm: MPI.Intracomm, nbytes: int, what: str) -> RemoteWindow:
-        """Make a window with a new segment of `nbytes` bytes of this rank, 0 for none. Collective over `comm`.
+        """Create a window with a new segment of `nbytes` bytes of this rank, 0 for none. Collective over `comm`.
 
         Raises:
-            SharedMemoryError: on every rank, where there is no room: on one node MPI takes shared memory for it.
+            SharedMemoryError: on every rank, if there is no room: on one node MPI allocates it in shared memory.
         """
         from mpi4py import MPI
 
@@ -255,7 +255,7 @@ class RemoteWindow(Window):
 
     @classmethod
     def over(cls, comm: MPI.Intracomm, own: np.ndarray, what: str) -> RemoteWindow:
-        """Make a window over memory that the ranks have, bytes, some or none each. Collective over `comm`.
+        """Create a window over existing memory of the ranks, bytes, possibly none. Collective over `comm`.
 
         Close it before that memory is freed.
         """
@@ -274,7 +274,7 @@ class RemoteWindow(Window):
         self.flush(rank)
 
     def start_get_rows(self, rank: int, offset: int, rows: np.ndarray, out: np.ndarray) -> None:
-        """Begin what `get_rows` does; `flush` ends it."""
+        """Start a `get_rows`; `flush` completes it."""
         row = out.shape[1]
         for low in range(0, rows.size if row else 0, ROWS):
             some, target = rows[low : low + ROWS], [out[low : low + ROWS], self._byte]
@@ -287,7 +287,7 @@ class RemoteWindow(Window):
             self._window.Get(target, rank, [offset, 1, datatype])
 
     def flush(self, rank: int) -> None:
-        """Wait for what was begun with a rank."""
+        """Wait for the pending calls of a rank."""
         self._window.Flush(rank)
         for datatype in self._datatypes.pop(rank, ()):
             datatype.Free()
@@ -299,8 +299,8 @@ class RemoteWindow(Window):
         self._window.Flush(rank)
 
     def get_word(self, rank: int, offset: int) -> int:
-        # No Fetch_and_op: a word that its owner stores into must not meet an atomic operation. All known hardware
-        # copies eight aligned bytes whole.
+        # No Fetch_and_op: a word that its owner stores into must not be used in an atomic operation. All known hardware
+        # copies eight aligned bytes atomically.
         self._window.Get([self._result, self._byte], rank, offset)
         self._window.Flush(rank)
         return int(self._result[0])
@@ -312,12 +312,12 @@ class RemoteWindow(Window):
         self._window.Flush(rank)
 
     def _forget(self) -> None:
-        """There are no other views."""
+        """Do nothing: there are no other views."""
 
 
 @final
 class Fence:
-    """Separates loads and stores of shared memory before it from those after it: MPI's, of a window of this process alone.
+    """An ordering of loads and stores of shared memory before and after it: MPI's, of a window of this process alone.
 
     Attributes:
         sync: call it; any thread.
@@ -340,10 +340,10 @@ class Fence:
 def has_asynchronous_progress(
     comm: Any, reader: int, read: Callable[[], object], quiet: AbstractContextManager[Any]
 ) -> bool:
-    """Return whether the network reads memory without its owner's help: `read` on one rank while all others sleep. Collective.
+    """Return True if the network reads memory without its owner's help: `read` on one rank while all others sleep. Collective.
 
-    They all stay outside of MPI, not only the rank that is read from, for those beside it might do its work; `quiet` keeps other
-    threads from MPI meanwhile. A read that ends before they wake was the network's work.
+    All of them stay outside of MPI, not only the rank that is read from, because others on its node might do its work; `quiet`
+    keeps other threads from MPI meanwhile. A read that ends before they wake was the network's work.
     """
     found = np.ones(1, np.int32)
     comm.Barrier()
@@ -376,7 +376,7 @@ def _allocate_shared(comm: Any, world: Any, nbytes: int, what: str) -> Any:
 
 
 def words_of(segment: np.ndarray) -> memoryview:
-    """Return bytes as words, those left over at the end not counted."""
+    """Return bytes as words, without a remainder."""
     memory: Any = segment[: segment.nbytes // WORD * WORD] if segment.nbytes else b""
     return memoryview(memory).cast("q")
 

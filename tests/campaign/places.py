@@ -18,7 +18,7 @@ from tests.launch.slurm import ENDED, Job, Slurm
 
 __all__ = ["Here", "Place", "Running", "TwoHosts", "processes_of"]
 
-_LOOK = 2.0  # seconds between two questions to SLURM whether a job has ended without a word
+_LOOK = 2.0  # seconds between two questions to SLURM whether a job has ended without a message
 
 
 class Running(abc.ABC):

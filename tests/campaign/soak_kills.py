@@ -54,7 +54,7 @@ strategy.close()
 """
 LIFE = 60.0  # seconds that a job lasts that nobody ends; else it hangs
 CLEAN = 10.0  # seconds after a job in which its files in /dev/shm go
-NAMED = re.compile(r"mpistrat: rank (\d+) of \d+ .*was ended by|mpistrat: rank (\d+) of \d+ .*ended without a word")
+NAMED = re.compile(r"mpistrat: rank (\d+) of \d+ .*was ended by|mpistrat: rank (\d+) of \d+ .*ended without a message")
 TIMED = re.compile(r"mpistrat: rank (\d+) of \d+ .*? at ([\d:.]+)")
 
 

@@ -1,1 +1,1 @@
-"""Monitors of ranks: what each is doing, which ones have left, failed or were killed, and how that ends the job."""
+"""Monitors of ranks: the activity of each, which ones have left, failed or were killed, and how that ends the job."""

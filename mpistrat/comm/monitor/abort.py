@@ -1,6 +1,7 @@
-"""One rank's exception ends the job: its traceback is printed with its rank, the first of each node prints what it was, all end.
+"""The end of the job after one rank's exception: it is printed with its rank, by the first rank of each node in short, and all
+end.
 
-Ranks that fail alike print it once, with the numbers of the others.
+Ranks that fail with equal errors print it once, with the numbers of the others.
 """
 
 from __future__ import annotations
@@ -53,24 +54,24 @@ __all__ = [
     "renumber",
 ]
 
-_FORWARDING = 0.2  # seconds that launchers get to pass on what was printed
+_FORWARDING = 0.2  # seconds that launchers get to forward printed text
 _PRINTING = 3.0  # seconds that another rank gets to print this one's text, and to end the job
 _ABORT_DELAY = 4  # seconds that a launcher gets to end the other ranks after one has exited
 KEY_BYTES = 16
 _GATHER = 0.25  # seconds in which failures count as simultaneous
-ending = False  # this process is about to end the job, as opposed to leaving the program
-# Given a text and its reason in short: makes the ranks that do not fail print the reason, and returns who fails alike, or None if
-# one of these prints the text. The watchdog's.
+ending = False  # this process is about to end the job, rather than to leave the program
+# Given a text and its reason in short: makes the other ranks print the reason, and returns the ranks with equal errors,
+# or None if one of these prints the text. Set by the watchdog.
 agree_who_prints: Callable[[str, str], str | None] | None = None
 
 _rank: tuple[int, int] | None = None  # this rank and the number of ranks, once there is a strategy
-_process: int | None = None  # in which the hooks hold
+_process: int | None = None  # in which the hooks apply
 _program: CodeType | None = None  # of the main thread's outermost frame
 _status = 0  # of the SystemExit that has left the program
 _CODE = cast(MemberDescriptorType, vars(SystemExit)["code"])
-_wait_at_end: Callable[[], object] | None = None  # and then leave without MPI's end
+_wait_at_end: Callable[[], object] | None = None  # then leave without MPI_Finalize
 
-# Both paths where the package lies behind a symbolic link: a frame has the path by which Python found the file.
+# Both paths if the package is behind a symbolic link: a frame has the path by which Python found the file.
 _FOLDERS = {path.parents[2] for path in (Path(__file__), Path(__file__).resolve())}
 _PACKAGE = tuple(text for path in _FOLDERS for text in (f"{path}{os.sep}", str(path.parent / "_mpistrat_torch.py")))
 _EXAMPLES = tuple(f"{path}{os.sep}examples{os.sep}" for path in _FOLDERS)  # programs as a user would write them
@@ -83,11 +84,11 @@ _INSTALLED = re.compile(
 def end_job(text: str, code: int = 1, reason: str = "") -> None:
     """Print a text on stderr and end every rank of the job. Does not return while MPI runs.
 
-    Of ranks that end the job with one text at the same moment the lowest prints it, with the numbers of the others. The first
+    Of ranks that end the job with equal texts at the same moment the lowest prints it, with the numbers of the others. The first
     rank of each node that the watchdog can reach prints `reason`; default the whole text.
 
     Args:
-        code: the job's exit status. One that a process cannot have, or 0, becomes 1.
+        code: the job's exit status. An invalid one, or 0, becomes 1.
     """
     global ending
     ending = True
@@ -106,32 +107,32 @@ def end_job(text: str, code: int = 1, reason: str = "") -> None:
 
 
 def _report_end(text: str, reason: str, others: bool) -> bool:
-    """Report on all ranks why the job ends. Return whether this rank printed the text, or has no others that could."""
+    """Report on all ranks why the job ends. Return True if this rank printed the text, or has no others that could."""
     text, alike = text.rstrip("\n") + "\n", None
     try:
         exit_report.report_exit()
         alike = agree_who_prints(text, reason) if others and agree_who_prints is not None else ""
     except BaseException as error:
-        alike = f"(the other ranks could not be told why the job ends: {error_text(error)})\n"
+        alike = f"(the reason could not be sent to the other ranks: {error_text(error)})\n"
     if alike is not None:
         print_text(text + alike, _lasting_stderr())
     return alike is not None
 
 
 def _lasting_stderr() -> Any:
-    """Return sys.stderr, or the process's own where that is memory: torch.distributed's hook collects there what ours prints."""
+    """Return sys.stderr, or the process's own if that is memory: torch.distributed's hook collects printed text there."""
     return sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
 
 
 def end_where_nobody_does() -> None:
-    """End this rank, which knows that the job ends, where MPI goes on when ranks do."""
+    """End this rank, after the job's end was reported, if MPI continues when ranks exit."""
     if loses_ranks():
         time.sleep(_FORWARDING)
         os._exit(1)
 
 
 def print_text(text: str, stream: Any = None) -> None:
-    """Print a text at once on a stream, default stderr, as far as there is one: no stream keeps the job alive."""
+    """Print a text immediately on a stream, default stderr; a missing or broken stream does not keep the job alive."""
     stream = sys.stderr if stream is None else stream
     with contextlib.suppress(BaseException):
         text = printable(text if text.endswith("\n") else text + "\n", keep="\n\t")
@@ -143,22 +144,22 @@ def print_text(text: str, stream: Any = None) -> None:
 
 @functools.cache
 def is_user_code(filename: str) -> bool:
-    """Return whether a file is the user's: neither of this package nor of an installed one or the standard library."""
+    """Return True if a file is the user's: not of this package, an installed one or the standard library."""
     if filename.startswith(_EXAMPLES):
         return True
     return not filename.startswith((*_PACKAGE, *_LIBRARIES, "<frozen")) and _INSTALLED.search(filename) is None
 
 
 def format_exception(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> str:
-    """Return an exception with its traceback, as Python prints it, without frames of this package that are of no use to a user.
+    """Return an exception with its traceback, as Python prints it, without frames of this package that do not help a user.
 
-    They stay where the package did not raise the error on purpose, or the user's own code below it, and with
+    They stay unless the package raised the error on purpose, or the user's own code below it did, and with
     MPISTRAT_TRACEBACK=full.
     """
     whole = traceback.TracebackException(kind, error, trace, compact=True)  # type: ignore[arg-type]
     try:
         full = Environment.read().traceback == "full"
-    except ValueError:  # a wrong setting, which may be what the exception is about
+    except ValueError:  # a wrong setting, possibly the cause of the exception
         full = False
     folded = [] if full else [_fold(part) for part in _chain(whole)]
     note = "(lines inside mpistrat are left out: MPISTRAT_TRACEBACK=full shows them)\n" if any(folded) else ""
@@ -166,7 +167,7 @@ def format_exception(kind: type[BaseException], error: BaseException | None, tra
 
 
 def _suggestion(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> str:
-    """Return the "Did you mean" that an interpreter before 3.12 adds only where it prints an exception itself."""
+    """Return the "Did you mean" that an interpreter before 3.12 adds only when it prints an exception itself."""
     if sys.version_info < (3, 12) and issubclass(kind, (AttributeError, NameError)) and error is not None:
         with contextlib.redirect_stderr(io.StringIO()) as printed:
             sys.__excepthook__(kind, error, trace)
@@ -176,7 +177,7 @@ def _suggestion(kind: type[BaseException], error: BaseException | None, trace: T
 
 
 def _chain(error: traceback.TracebackException | None) -> Iterator[traceback.TracebackException]:
-    """An exception, and those that it names as its causes."""
+    """Yield an exception and its causes."""
     if error is not None:
         yield error
         yield from _chain(error.__cause__)
@@ -184,7 +185,7 @@ def _chain(error: traceback.TracebackException | None) -> Iterator[traceback.Tra
 
 
 def _fold(error: traceback.TracebackException) -> bool:
-    """Take the package's frames out of one traceback, and return whether there were any to take."""
+    """Remove the package's frames from one traceback, and return True if there were any."""
     frames = list(error.stack)
     ours = [i for i, f in enumerate(frames) if f.filename.startswith(_PACKAGE) and not is_user_code(f.filename)]
     if not ours or len(ours) == len(frames):
@@ -199,15 +200,13 @@ def _fold(error: traceback.TracebackException) -> bool:
 
 
 def _exit_ends_the_job() -> bool:
-    """Return whether the launcher is Open MPI 5's (PRRTE, also as prun): there a rank ends the job by exiting.
+    """Return True if the launcher is Open MPI 5's (PRRTE, also as prun): there a rank ends the job by exiting.
 
-    MPI's Abort, by a rank on another host than mpirun's, ends all ranks but not mpirun (seen with 5.0.11), which waits
-    without end for messages of the ranks beside the aborting one. A rank that exits with an error before MPI is finalised makes
-    PRRTE end the others, and itself, wherever they are; see also `_let_exits_win`. So there is one way for one host and
-    for many. srun, which starts ranks itself, sets no such variable.
-
-    Where ranks may die an exit with an error is no end of the job for PRRTE, and Abort one that may hang. There each rank
-    that is told of the end exits; see `end_where_nobody_does`.
+    MPI's Abort, by a rank on another host than mpirun's, ends all ranks but not mpirun (seen with 5.0.11), which waits forever
+    for messages of the ranks on the aborting one's host. A rank that exits with an error before MPI is finalised makes PRRTE end
+    the others, and itself, wherever they are; see also `_let_exits_win`. So one way works for one host and for many. srun, which
+    starts ranks itself, sets no such variable. If ranks may die, PRRTE does not end the job after an exit with an error, and
+    Abort may hang. There each rank exits once it receives the job's end; see `end_where_nobody_does`.
     """
     return os.environ.get("PRTE_LAUNCHED") == "1"
 
@@ -215,21 +214,21 @@ def _exit_ends_the_job() -> bool:
 def _let_exits_win() -> None:
     """Make Open MPI wait before it aborts by itself.
 
-    It does where a rank of another host closes its connection, also one that has just exited as above, and would leave
-    mpirun behind. Before the wait is over, the launcher has ended this rank. This is Open MPI's own setting
-    `opal_abort_delay`; MPI may have read it from the environment long ago, so it is written where MPI keeps it.
+    It aborts if a rank of another host closes its connection, also one that has just exited as above, and would leave mpirun
+    running. Before the wait is over, the launcher has ended this rank. This is Open MPI's own setting `opal_abort_delay`; MPI may
+    have read it from the environment long ago, so it is written into MPI's variable.
     """
     mpi = start.running()
     if mpi is not None and _exit_ends_the_job():
-        with contextlib.suppress(OSError, ValueError):  # another MPI, or one that keeps it elsewhere
+        with contextlib.suppress(OSError, ValueError):  # another MPI, or one that stores it elsewhere
             delay = ctypes.c_int.in_dll(ctypes.CDLL(mpi.__file__), "opal_abort_delay")
             delay.value = delay.value or _ABORT_DELAY
 
 
 def install_under_launcher() -> None:
-    """As `install`, if a launcher has started this process as one of several. `import mpistrat` calls it.
+    """Call `install` early if a launcher has started this process as one of several. `import mpistrat` calls it.
 
-    Before MPI has begun the others may already be waiting for this rank in it.
+    Before MPI has started, the others may already wait for this rank in it.
     """
     launched = launched_size()
     several = launched is not None and launched[0] > 1
@@ -239,17 +238,16 @@ def install_under_launcher() -> None:
         return
     process = str(os.getpid())
     if os.environ.setdefault(RANK_PROCESS, process) == process and several:
-        start.ranks_of_launcher()  # a first look at which ranks live now
+        start.ranks_of_launcher()  # record which ranks live now
         _hook()
 
 
 def install(rank: int, size: int) -> None:
     """Make uncaught exceptions end the job, from now on. Later calls do nothing.
 
-    The main thread's and other threads' exceptions are printed as Python or an earlier hook prints them, under a line
-    that names the rank; the other ranks print the exception without its traceback; then the job ends with status 1 (130
-    for KeyboardInterrupt). With one rank nothing is changed, nor in a process that this one forks, whose end is left to
-    its parent.
+    The main thread's and other threads' exceptions are printed as Python or an earlier hook prints them, under a line that names
+    the rank. The other ranks print the exception without its traceback; then the job ends with status 1 (130 for
+    KeyboardInterrupt). Nothing changes with one rank, nor in a forked process, whose end is handled by its parent.
     """
     global _rank
     if size == 1:
@@ -260,19 +258,19 @@ def install(rank: int, size: int) -> None:
 
 
 def leave_without_mpi(wait: Callable[[], object]) -> None:
-    """Have this process end without MPI's end, which would wait for a rank that dies in it; `wait` waits for those that live."""
+    """End this process without MPI_Finalize, which would wait for a rank that dies in it; `wait` waits for the living ones."""
     global _wait_at_end
     _wait_at_end = wait
 
 
 def renumber() -> None:
-    """Forget this rank's number: the next `install` says it. For `ms.survive`."""
+    """Clear this rank's number: the next `install` sets it. For `ms.survive`."""
     global _rank
     _rank = None
 
 
 def _hook() -> None:
-    """Replace the exception hooks, also where the program has set hooks of its own since."""
+    """Replace the exception hooks, also those that the program has set since."""
     global _process
     first, _process = _process is None, os.getpid()
     record_exit()
@@ -287,7 +285,7 @@ def _hook() -> None:
 
 
 def _at_exit() -> None:
-    """End the job where this rank ends with an error before MPI has started, in which the others may wait for it."""
+    """End the job if this rank ends with an error before MPI has started, in which the others may wait for it."""
     if os.getpid() != _process:
         return
     mpi = sys.modules.get("mpi4py.MPI")
@@ -296,8 +294,8 @@ def _at_exit() -> None:
     status = exit_status()
     if status and not ending and (mpi is None or not mpi.Is_initialized()):
         end_job(f"{_who()}: the job ends: it called sys.exit({status}) before MPI was started", status)
-    if status not in (0, RESTART_EXIT_CODE):  # where ranks survive, no launcher tells of it
-        with contextlib.suppress(ValueError):  # a wrong setting, which may be why
+    if status not in (0, RESTART_EXIT_CODE):  # if ranks survive, no launcher reports it
+        with contextlib.suppress(ValueError):  # a wrong setting, possibly the reason
             environment = Environment.read()
             if environment.job:
                 leftovers.set_word(environment.job, leftovers.ENDED, environment.generation + 1)
@@ -309,14 +307,14 @@ def _at_exit() -> None:
 
 
 def end_on_uncaught() -> None:
-    """End the job if the program has ended on an exception, which a hook got that the program has set since."""
+    """End the job if the program has ended on an exception that a hook of the program received."""
     error = _uncaught()
     if not ending and error is not None:
         _end_on(type(error), error, error.__traceback__, lambda: None)
 
 
 def _in_child() -> None:
-    """Have a forked child end without MPI's end, which is the parent's, but which mpi4py would call at exit."""
+    """Make a forked child end without MPI_Finalize, which mpi4py would call at exit, and which belongs to the parent."""
     process = os.getpid()
 
     def leave() -> None:
@@ -336,7 +334,7 @@ def _flush() -> None:
 
 
 def _who() -> str:
-    """Name this rank: as the strategy counts, else as MPI does, else as the launcher."""
+    """Return this rank's name: by the strategy's number, else MPI's, else the launcher's."""
     rank, mpi = _rank, start.running()
     if rank is None and mpi is not None:
         rank = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
@@ -357,8 +355,8 @@ def _end_on(
     """End the job on an uncaught exception, whatever its own methods and the program's earlier hook raise.
 
     Args:
-        before: calls the earlier hook; None where that was Python's own.
-        thread: another one than the main thread.
+        before: calls the earlier hook; None if that was Python's own.
+        thread: the thread, unless it is the main one.
     """
     sys.setrecursionlimit(sys.getrecursionlimit() + 1000)  # the program may have left no room
     more = ""
@@ -383,7 +381,7 @@ def _end_on(
 
 
 def _said(*ways: Callable[[], str]) -> str:
-    """Return the first text that can be made. What the program's own classes raise meanwhile must not keep the job alive."""
+    """Return the first text that can be created. Errors in the program's own classes must not keep the job alive."""
     for way in ways:
         with contextlib.suppress(BaseException):
             return way()
@@ -391,11 +389,11 @@ def _said(*ways: Callable[[], str]) -> str:
 
 
 def _ends_the_program(trace: TracebackType | None) -> bool:
-    """Return whether an exception that was passed to sys.excepthook is uncaught. Any function that the hook calls.
+    """Return True if an exception passed to sys.excepthook is uncaught. Any function that the hook calls.
 
-    The interpreter also passes exceptions that compiled code cannot raise, and the program goes on: PyErr_Print, as Cython
-    calls it for functions that are `noexcept`. Then the program's outermost frame still runs, and the exception is of none
-    of the frames that do. A program may pass one that it has caught.
+    The interpreter also passes exceptions that compiled code cannot raise, after which the program continues: PyErr_Print, as
+    Cython calls it for `noexcept` functions. Then the program's outermost frame still runs, and the exception is of none of the
+    running frames. A program may also pass an exception that it has caught.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -407,7 +405,7 @@ def _ends_the_program(trace: TracebackType | None) -> bool:
 
 
 class _Hook:
-    """Replaces sys.excepthook, and calls the earlier hook where that was the program's own."""
+    """A replacement of sys.excepthook, which calls the program's own earlier hook."""
 
     def __init__(self, before: Callable[..., Any]) -> None:
         self._before, self._busy = before, False
@@ -428,7 +426,7 @@ class _Hook:
 
 
 class _ThreadHook:
-    """Replaces threading.excepthook."""
+    """A replacement of threading.excepthook."""
 
     def __init__(self, before: Callable[..., Any]) -> None:
         self._before = before
@@ -437,9 +435,9 @@ class _ThreadHook:
         if os.getpid() != _process:
             self._before(args)
             return
-        if args.exc_type is SystemExit:  # as Python: it ends the thread only
+        if args.exc_type is SystemExit:  # like Python: it ends only the thread
             return
-        if survives() and is_loss(args.exc_value):  # so will the program's own calls
+        if survives() and is_loss(args.exc_value):  # the program's own calls will raise it too
             return
         before = None if self._before is threading.__excepthook__ else lambda: self._before(args)
         _end_on(args.exc_type, args.exc_value, args.exc_traceback, before, args.thread)
@@ -449,17 +447,17 @@ class _ThreadHook:
 
 
 def failure_key(text: str) -> bytes:
-    """Return a hash that is the same for texts that differ only in the ranks and memory addresses they name."""
+    """Return a hash that is equal for texts that differ only in ranks and memory addresses."""
     alike = re.sub(r"\brank \d+(?: of \d+)?|\b0x[0-9a-f]+", "", text)
     return hashlib.blake2b(encoded(alike), digest_size=KEY_BYTES).digest()
 
 
 @final
 class Failures:
-    """What rank 0 knows of the failures of a group of ranks.
+    """Rank 0's record of the failures of a group of ranks.
 
     Attributes:
-        reason: of the first one; empty while there is none.
+        reason: of the first one; empty without any.
     """
 
     def __init__(self, size: int) -> None:
@@ -469,14 +467,16 @@ class Failures:
         self._printed: set[bytes] = set()
 
     def note(self, rank: int, key: bytes, reason: bytes, now: float) -> None:
-        """Note that a rank fails."""
+        """Record that a rank fails."""
         self.reason = self.reason or reason
         self._first = self._first or now
         self._waiting[rank] = key
 
     def verdicts(self, now: float) -> dict[int, str | None]:
-        """Return, once all failures may be here, for each rank that waits which others failed alike, in words, if it prints;
-        None if it does not print.
+        """Return, once all failures may have arrived, a text for each waiting rank that prints: the other ranks with equal
+        errors, in words.
+
+        None for a rank that does not print.
         """
         if not self._waiting or (len(self._waiting) < self._size and now - self._first < _GATHER):
             return {}
@@ -493,14 +493,14 @@ class Failures:
         return found
 
 
-# The status with which Python ends this process, for what runs at its end. Python does not pass it to functions of atexit, and
-# sys.exit is not the only way to set it: `raise SystemExit(3)` and `quit(3)` set it, too, and a program may catch the exception.
-# So it is recorded where the interpreter itself reads it: an attribute of an exception that leaves the program, read by no Python
-# code.
+# The status with which Python ends this process, for functions that run at its end. Python does not pass it to atexit
+# functions, and sys.exit is not the only way to set it: `raise SystemExit(3)` and `quit(3)` do too, and a program may
+# catch the exception. So it is recorded when the interpreter itself reads it: an attribute of an exception that leaves
+# the program, read without Python code.
 
 
 def record_exit() -> None:
-    """Record from now on with which status this process ends. Later calls look again what the program is."""
+    """Record the exit status of this process from now on. Later calls determine the program again."""
     global _program
     outermost = frame_of(threading.main_thread().ident or 0)
     while outermost is not None and outermost.f_back is not None:
@@ -510,17 +510,17 @@ def record_exit() -> None:
     if names["code"] is _CODE:
         names["code"] = property(_read_code, _CODE.__set__, _CODE.__delete__, _CODE.__doc__)
         ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))  # the interpreter caches attributes
-        if sys.version_info < (3, 12):  # there sys.exit makes no exception before a handler asks for one
+        if sys.version_info < (3, 12):  # there sys.exit creates no exception until a handler needs one
             sys.exit = exit
 
 
 def exit(status: Any = None, /) -> NoReturn:
-    """Exit the interpreter by raising SystemExit(status), as sys.exit, which it replaces. It can be pickled, as that can."""
+    """Exit the interpreter by raising SystemExit(status), as sys.exit, which it replaces. It can be pickled, as sys.exit can."""
     raise SystemExit(status)
 
 
 def _read_code(error: SystemExit) -> Any:
-    """Return the `code` of an exception, and record it where the interpreter reads it to end the process."""
+    """Return the `code` of an exception, and record it if the interpreter reads it to end the process."""
     global _status
     code = _CODE.__get__(error, type(error))
     if sys._getframe().f_back is None and threading.current_thread() is threading.main_thread():
@@ -529,24 +529,24 @@ def _read_code(error: SystemExit) -> Any:
 
 
 def _forget_exit() -> None:
-    """Forget the parent's status, in a forked child."""
+    """Clear the parent's status, in a forked child."""
     global _status
     _status = 0
 
 
 def _uncaught() -> BaseException | None:
-    """Return the exception on which the program has ended, if it has, other than SystemExit: the interpreter notes it."""
+    """Return the exception on which the program has ended, if any, other than SystemExit, from the interpreter's record."""
     trace, error = getattr(sys, "last_traceback", None), getattr(sys, "last_value", None)
     return error if error is not None and trace is not None and trace.tb_frame.f_code is _program else None
 
 
 def exit_status() -> int:
-    """Return the status with which this process ends: what it called sys.exit with, 1 on an exception; else 0."""
+    """Return the exit status of this process: the argument of sys.exit, 1 on an exception; else 0."""
     return _status or int(_uncaught() is not None)
 
 
 def _end_as_python() -> NoReturn:
-    """End this process at once, with the status that Python gives it: Ctrl-C is a signal."""
+    """End this process immediately, with Python's status; Ctrl-C is a signal."""
     if isinstance(_uncaught(), KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,9 +1,9 @@
-"""Exit reports: a small process on each node reports a rank that was killed, which cannot do so itself.
+"""Exit reports: a small process on each node reports a killed rank, which cannot report itself.
 
-The launcher ends the others before one of them could. The first rank of a node starts the process (`exit_report_process.py`),
-and every rank of the node keeps a Unix socket to it: "rank 2 of 4 (ps 0) on h1". A rank that ends in order sends that, and so
-does one that reports why the job ends. A socket that closes without that is a rank that died, and the process prints a line
-about the first one.
+The launcher ends the others before one of them could. The first rank of a node starts the process (`exit_report_process.py`), and
+every rank of the node has a Unix socket to it: "rank 2 of 4 (ps 0) on h1". A rank that ends properly sends that, and so does one
+that reports why the job ends. A socket that closes without either is a dead rank, and the process prints a line about the first
+one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "register_rank",
     "report_exit",
     "start",
-]  # of this process: the strategies of a rank share its line
+]  # one per process: the strategies of a rank share its connection
 
 _PROGRAM = Path(__file__).with_name("exit_report_process.py")
 PREFIX = b"mpistrat"  # of the process's name
@@ -51,7 +51,7 @@ _line: socket.socket | None = None
 
 
 def start(topology: Topology) -> None:
-    """Start the process, on the first rank of each node, where none runs. No rank waits for it yet."""
+    """Start the process, on the first rank of each node, unless it runs. No rank waits for it yet."""
     if topology.local_rank == 0 and not _name:
         listener = _listen()
         if listener is not None:
@@ -61,7 +61,7 @@ def start(topology: Topology) -> None:
 def begin(topology: Topology) -> None:
     """Connect to the process, which reports this rank if it is killed. Collective over the topology; after `start`.
 
-    Where there are no Unix sockets, or no interpreter to start, there is none.
+    Without Unix sockets, or an interpreter to start, there is none.
     """
     global _name
     name = np.zeros(_NAME_BYTES, np.uint8)
@@ -79,7 +79,7 @@ def begin(topology: Topology) -> None:
 
 
 def _listen() -> socket.socket | None:
-    """Listen under a name that cannot be guessed, and that is no file."""
+    """Listen on a name that cannot be guessed and is not a file."""
     global _name
     try:
         listener, _name = local_socket.listen(PREFIX, _NAME_BYTES)
@@ -90,7 +90,7 @@ def _listen() -> socket.socket | None:
 
 
 def _start(listener: socket.socket) -> None:
-    """Start the process in a session of its own, where what ends the ranks does not end it. It only keeps stderr."""
+    """Start the process in a separate session, so signals that end the ranks do not reach it. It has only stderr."""
     try:
         subprocess.Popen(
             isolated(str(_PROGRAM), str(listener.fileno()), str(os.getpid())),
@@ -113,7 +113,7 @@ def _connect(who: str, nodes: int) -> None:
         log.logger.debug("a killed rank will not be named: %s", error)
         return
     try:
-        line.recv(1)  # it listens: the order in which lines close before that is lost
+        line.recv(1)  # it listens: the order of closed connections before that is lost
     except OSError as error:
         log.logger.debug("a killed rank will not be named: %s", error)
         line.close()
@@ -128,11 +128,11 @@ def _connect(who: str, nodes: int) -> None:
 
 
 def answer(position: Callable[[], str], end: Callable[[str], None]) -> None:
-    """Do what the process asks for: send the stacks of all threads, or end the job. The watchdog calls it now and then.
+    """Handle the process's requests: send the stacks of all threads, or end the job. The watchdog calls it periodically.
 
     Args:
-        position: returns where this rank is, in words.
-        end: called with the line about a rank that has ended with an error, which MPI does not notice where ranks may die.
+        position: returns the position of this rank, in words.
+        end: called with the line about a rank that has ended with an error, which MPI does not notice if ranks may die.
     """
     line = _line
     if line is None or not select.select([line], [], [], 0)[0]:
@@ -149,7 +149,7 @@ def answer(position: Callable[[], str], end: Callable[[str], None]) -> None:
 
 
 def _forget() -> None:
-    """A forked child must not keep the line open."""
+    """Close the connection in a forked child, which must not keep it open."""
     global _line
     if _line is not None:
         _line.close()
@@ -169,11 +169,11 @@ def register_rank(who: str) -> None:
 
 
 def report_exit() -> None:
-    """Send that the ranks themselves report why the job ends."""
+    """Report that the ranks themselves print why the job ends."""
     _send("told")
 
 
 def end() -> None:
-    """Send that this rank ends in order."""
+    """Report that this rank ends properly."""
     _send("bye")
     _forget()

@@ -1,7 +1,7 @@
-"""The process that prints which rank of its node was the first to die without a word: see `exit_report.py`.
+"""The process that prints which rank of its node was the first to die without a message: see `exit_report.py`.
 
-It is started as a script, imports next to nothing, and ends with the last rank of the node. Its arguments are the number of
-the socket on which it listens, and the process of the first rank.
+It is started as a script, has few imports, and ends with the last rank of the node. Its arguments are the number of the socket on
+which it listens, and the process of the first rank.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-FIRST_RANK = 60.0  # seconds in which the first rank must come, if the one that started this lives so long
-PARENT = 0.2  # seconds between two looks whether it does
-ALL_ENDS = 2.0  # seconds in which the other ranks of the node end once one has: launchers end them
+FIRST_RANK = 60.0  # seconds in which the first rank must connect, while the one that started this lives
+PARENT = 0.2  # seconds between two checks for the parent
+ALL_ENDS = 2.0  # seconds in which launchers end the other ranks of the node after one has ended
 TOGETHER = 0.15  # seconds between a death and a launcher's first signal to the others; its SIGKILL comes later
-LEAVING = 2.0  # seconds in which a launcher may kill the others, because one has ended in order but with an error
+LEAVING = 2.0  # seconds in which a launcher may kill the others, because one has ended properly but with an error
 ASKED = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -36,13 +36,13 @@ REMEDIES: dict[int, str] = {
     signal.SIGKILL: "perhaps by the out-of-memory killer or a limit of the scheduler: see dmesg, seff or sacct",
     signal.SIGBUS: "perhaps /dev/shm or another file system is full: see df /dev/shm",
 }
-SENDING = 1.0  # seconds in which who asks must take what it gets
+SENDING = 1.0  # seconds in which a client must receive data
 SHOWN = 8  # ranks whose last events are printed
 CRASH = "a crash in compiled code: PYTHONFAULTHANDLER=1 shows where"
 
 
 class Rank:
-    """A rank of this node, while it lives."""
+    """A living rank of this node."""
 
     def __init__(self, line: socket.socket) -> None:
         self.line = line
@@ -52,14 +52,14 @@ class Rank:
 
 
 def status_of(pid: int) -> int | None:
-    """Return how a process that has just ended has ended, as waitpid tells it; None where it is too late to see."""
+    """Return the status of a process that has just ended, as in waitpid; None if it is too late."""
     try:
         for _ in range(20):
             with open(f"/proc/{pid}/stat") as stat:
                 words = stat.read().rsplit(")", 1)[1].split()
             if words[0] == "Z" or words[49] != "0":
                 return int(words[49])
-            time.sleep(1e-3)  # it has closed its files, and is about to end
+            time.sleep(1e-3)  # its files are closed, and it is about to end
     except (OSError, IndexError, ValueError):
         pass
     return None
@@ -70,22 +70,22 @@ def report(rank: Rank, status: int | None, nodes: int, at: float) -> str:
     when = time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03d}"
     number = 0 if status is None else status & 0x7F
     if status is None:
-        how = f"ended without a word at {when}: killed, crashed, or ended by os._exit"
+        how = f"ended without a message at {when}: killed, crashed, or ended by os._exit"
     elif number:
         name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
         how = f"was ended by {name} at {when}: {REMEDIES.get(number, CRASH)}"
     else:
-        how = f"ended with status {status >> 8} at {when}, without a word: by os._exit, or a library"
-    more = "; if other hosts say so of theirs, the earliest time counts" if nodes > 1 else ""
+        how = f"ended with status {status >> 8} at {when}, without a message: by os._exit, or a library"
+    more = "; if other hosts report a rank too, the earliest time counts" if nodes > 1 else ""
     return f"mpistrat: {rank.who}, process {rank.pid}, {how}{more}\n"
 
 
 def last_events(descriptor: int, at: float, count: int = 4) -> str:
-    """Return in words what a rank did last, by the memory of its recorder (see `comm.recorder` for what lies where).
+    """Return a rank's last events in words, from the memory of its recorder (see `comm.recorder` for its layout).
 
     Args:
         descriptor: of the memory.
-        at: when, by the clock of `time.time`.
+        at: the time, by the clock of `time.time`.
     """
     head = os.pread(descriptor, 65536, 0)
     magic, capacity, used = struct.unpack_from("<8sqq", head, 0)
@@ -111,7 +111,7 @@ def last_events(descriptor: int, at: float, count: int = 4) -> str:
 
 
 def mark_end() -> None:
-    """Tell the supervisor of `mpistrat run --restarts`, if it is on this node, that the ranks end by themselves."""
+    """Report to the supervisor of `mpistrat run --restarts`, if it is on this node, that the ranks end by themselves."""
     job, generation = os.environ.get("MPISTRAT_JOB"), os.environ.get("MPISTRAT_GENERATION", "")
     if job:
         names = run_leftovers()
@@ -119,19 +119,19 @@ def mark_end() -> None:
 
 
 def run_leftovers() -> dict[str, Any]:
-    """Return what `leftovers.py` defines."""
+    """Return the definitions of `leftovers.py`."""
     return run_file("leftovers.py")
 
 
 def run_file(*path: str) -> dict[str, Any]:
-    """Return what a file defines; late, for it is seldom needed, and this process has to start fast."""
+    """Return the definitions of a file; loaded late, because it is rarely needed, and this process must start fast."""
     import runpy
 
     return runpy.run_path(os.path.join(os.path.dirname(__file__), *path))
 
 
 class Death:
-    """A rank's end without a message, and how it ended as far as the system shows it."""
+    """A rank's end without a message, and its status as far as the system shows it."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank, self.at, self.status = rank, time.time(), status_of(rank.pid)
@@ -141,7 +141,7 @@ class Death:
 
 
 def shared_memory_of(pid: int) -> set[str]:
-    """Return the files of /dev/shm that a process has mapped: those that its MPI made when it began."""
+    """Return the files of /dev/shm that a process has mapped: those that its MPI created at its start."""
     try:
         with open(f"/proc/{pid}/maps", errors="replace") as maps:
             return {line[line.index("/dev/shm/") :].rstrip("\n") for line in maps if " /dev/shm/" in line}
@@ -150,15 +150,15 @@ def shared_memory_of(pid: int) -> set[str]:
 
 
 class ExitMonitor:
-    """What is known of the ranks of this node."""
+    """The known state of the ranks of this node."""
 
     def __init__(self) -> None:
         self.nodes, self.quiet, self.left = 1, False, time.monotonic() - LEAVING
-        self.survives = False  # whether the others go on
-        self.kill_at = 0.0  # when ranks are killed that do not end with the job: no launcher does it
-        self.deaths: list[Death] = []  # in their order
+        self.survives = False  # the others continue
+        self.kill_at = 0.0  # time to kill ranks that do not end with the job, which no launcher does
+        self.deaths: list[Death] = []  # in order
         self.living: dict[int, Rank] = {}
-        self.until = 0.0  # when the first death is reported, though not all have ended
+        self.until = 0.0  # time to report the first death, though not all have ended
 
     def receive(self, rank: Rank, words: str) -> None:
         kind, _, rest = words.partition(" ")
@@ -168,7 +168,7 @@ class ExitMonitor:
             self.nodes = int(rest)
         elif kind == "told":  # the ranks report why the job ends
             mark_end()
-            self.quiet = self.quiet or not self.deaths  # after a death, that is why
+            self.quiet = self.quiet or not self.deaths  # after a death, that is the reason
             if self.survives and not self.kill_at:
                 self.kill_at = time.monotonic() + ALL_ENDS
         elif kind == "survives":
@@ -177,19 +177,17 @@ class ExitMonitor:
             rank.ended, self.left = True, time.monotonic()
 
     def closed(self, rank: Rank) -> None:
-        """Note a line that has closed."""
+        """Handle a closed connection."""
         if rank.ended or self.quiet:
             return
         death = Death(rank)
         if self.survives:
             if not death.asked:
                 self.report(death, [rank])
-            if (
-                death.status is not None and death.status > 0xFF
-            ):  # an exit, which no MPI that goes on without it notices
+            if death.status is not None and death.status > 0xFF:  # an exit, which a surviving MPI does not notice
                 self.quiet = True
                 text = (
-                    f"{rank.who}, process {rank.pid}, ended with status {death.status >> 8}: the others can not go on"
+                    f"{rank.who}, process {rank.pid}, ended with status {death.status >> 8}: the others cannot continue"
                 )
                 for other in self.living.values():
                     with contextlib.suppress(OSError):
@@ -209,11 +207,11 @@ class ExitMonitor:
             rank.events = None
 
     def finish(self) -> None:
-        """Report the rank that died first, when all have ended or had the time to.
+        """Report the rank that died first, when all have ended or had time to.
 
-        Lines close in the order of deaths: the system closes what a process opened last before what it opened first, as the
-        connection that its launcher watches. But launchers ask before they kill: a rank that was asked to end is not the first
-        where another was killed, or crashed, at the same moment.
+        Connections close in the order of deaths: the system closes files that a process opened last before those opened first,
+        such as the launcher's connection. But launchers send a signal before they kill: a rank that got such a signal is not the
+        first if another was killed, or crashed, at the same moment.
         """
         deaths, self.deaths = self.deaths, []
         if self.quiet or not deaths:
@@ -227,7 +225,7 @@ class ExitMonitor:
             self.report(others[0], ranks)
 
     def report(self, death: Death, ranks: list[Rank]) -> None:
-        """Print a death, and what ranks of this node did last: the one that died, and some others."""
+        """Print a death, and the last events of ranks of this node: the dead one, and some others."""
         with contextlib.suppress(OSError):
             text = report(death.rank, death.status, self.nodes, death.at)
             for rank in [death.rank, *(other for other in ranks if other is not death.rank)][:SHOWN]:
@@ -239,14 +237,14 @@ class ExitMonitor:
 
 
 class Connections:
-    """The process's end of the ranks' connections."""
+    """The process's side of the ranks' connections."""
 
     def __init__(self, listener: socket.socket, parent: int) -> None:
         self.parent = parent
         self.listener, self.events, self.monitor = listener, select.epoll(), ExitMonitor()
         self.ranks: dict[int, Rank] = {}
-        self.seen = False  # whether a rank has come
-        self.watchers: dict[int, Rank] = {}  # processes of the same user that ask what the ranks do
+        self.seen = False  # a rank has connected
+        self.watchers: dict[int, Rank] = {}  # processes of the same user that query the ranks
         self.monitor.living = self.ranks
         self.files: set[str] = set()
         listener.setblocking(False)
@@ -260,13 +258,13 @@ class Connections:
             if self.monitor.deaths or self.monitor.kill_at:
                 until = self.monitor.until if self.monitor.deaths else self.monitor.kill_at
                 idle = max(until - time.monotonic(), 0.0)
-            ready = self.events.poll(idle)  # in the order in which it happened
+            ready = self.events.poll(idle)  # in order of the events
             if 0 < self.monitor.kill_at <= time.monotonic():
                 self.end_ranks()
             if self.monitor.deaths and time.monotonic() >= self.monitor.until:
                 died = any(death.status != 0 for death in self.monitor.deaths)
                 self.monitor.finish()
-                if died and os.environ.get("MPISTRAT_JOB"):  # the launcher has not ended them: the job is started again
+                if died and os.environ.get("MPISTRAT_JOB"):  # the launcher has not ended them, and the job is restarted
                     self.end_ranks()
             for descriptor, _ in ready:
                 if descriptor == self.listener.fileno():
@@ -277,13 +275,13 @@ class Connections:
         self.clean()
 
     def end_ranks(self) -> None:
-        """Kill the ranks that live: each would wait for the one that has died."""
+        """Kill the living ranks: each would wait for the dead one."""
         for rank in self.ranks.values():
             with contextlib.suppress(OSError):
                 os.kill(rank.pid, signal.SIGKILL)
 
     def clean(self) -> None:
-        """Remove what ranks that were killed, or that ended the job, left in shared memory."""
+        """Remove files that killed ranks, or ranks that ended the job, left in shared memory."""
         if any(map(os.path.exists, self.files)):
             run_leftovers()["remove_these"](self.files)
 
@@ -329,9 +327,9 @@ class Connections:
                 self.monitor.forget(rank)
 
     def watch(self, descriptor: int) -> None:
-        """Take a line for that of a watcher, and send it which ranks there are, with the memories of their recorders."""
+        """Mark a connection as a watcher's, and send it the ranks, with the memories of their recorders."""
         watcher = self.ranks.pop(descriptor)
-        if not self.ranks and not self.seen:  # it came before the first rank
+        if not self.ranks and not self.seen:  # it connected before the first rank
             self.until = time.monotonic() + FIRST_RANK
         self.watchers[descriptor] = watcher
         for rank in self.ranks.values():

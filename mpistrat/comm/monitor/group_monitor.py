@@ -1,11 +1,9 @@
-"""Group monitor: what the watchdog of a rank does for one group of ranks, and says to those of the others.
+"""Group monitor: a rank's watchdog for one group of ranks, and its messages to those of the others.
 
-The watchdog: a thread that watches over waits inside MPI.
-
-A wait inside MPI cannot be left. So a thread of each process reports to other ranks, on request, which collective its rank is
-in, and when a collective takes too long one of them has a survey made of all (`survey.py`), prints it and ends the job. When one
-rank ends the job, the watchdogs of the others print why (`group_monitor.py` has both). They communicate over the group's own
-communicator, need MPI.THREAD_MULTIPLE, and cost a collective no more than storing that it was entered.
+The watchdog is a thread, because a wait inside MPI cannot be interrupted. On request it reports to other ranks which collective
+its rank is in. When a collective takes too long, one of them requests a survey of all (`survey.py`), prints it and ends the job.
+When one rank ends the job, the watchdogs of the others print why. They communicate over the group's own communicator and need
+MPI.THREAD_MULTIPLE; the cost for a collective is one store on entry.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ __all__ = [
 ]
 
 
-_NEIGHBOUR = 2.0  # seconds of waiting after which, and between which, the next rank is compared
-GRACE = 5.0  # seconds after the timeout in which a rank that knows more may report it
-_TOGETHER = 0.1  # seconds in which ranks of a node that fail alike find each other
-_RELAY = 0.75  # seconds that rank 0 has to decide who prints why the job ends, and to forward it
+_NEIGHBOUR = 2.0  # seconds of waiting before, and between, comparisons with the next rank
+GRACE = 5.0  # seconds after the timeout in which a better informed rank may report it
+_TOGETHER = 0.1  # seconds in which ranks of a node with equal errors find each other
+_RELAY = 0.75  # seconds that rank 0 has to choose the rank that prints why the job ends, and to forward it
 _SPREAD = 0.3  # seconds that the others have to print it, and
 _HOP = 0.1  # for each rank that forwards it
 _ASK, _REPLY, _LEFT, _END, _STOP, _FAIL, _VERDICT = 1, 2, 3, 4, 5, 6, 7
@@ -58,22 +56,22 @@ class GroupMonitor:
         self.board = Board(node.boards(), node.rank, node.sync)
         self.surveys = Surveys(monitor, self.mailbox, self.board, nodes, node.has_left)
         self._nodes, self._node_ranks = nodes, nodes.ranks_of(nodes.index)
-        self._asked_node: tuple[float, set[int]] = (0.0, set())  # since when, and whom of the node
-        self.end_sent = False  # whether this rank has sent or received why the job ends
+        self._asked_node: tuple[float, set[int]] = (0.0, set())  # request time, and ranks of the node
+        self.end_sent = False  # this rank has sent or received why the job ends
         self.failures = Failures(monitor.size)  # of all ranks, if this is rank 0
-        self.reporters: set[int] = set()  # who has sent these failures
+        self.reporters: set[int] = set()  # ranks that have sent these failures
         self.verdict: tuple[str | None] | None = None  # on this rank's own failure: see `report_end`
         self.stop_sent = self.stop_forwarded = False
         self.warned_calls: set[str] = set()
         self.judged: tuple[Any, ...] | None = None
-        # For which wait a survey is wanted, and whether to warn or to end.
+        # The wait for which a survey was requested, and True to end the job.
         self.wanted: tuple[tuple[Any, ...] | None, bool] = (None, False)
         self.start_wait(None)
 
     def start_wait(self, current: tuple[Any, ...] | None) -> None:
         self.judged = current
         self.warned = False
-        self.again = 0.0  # when a wait that takes too long has a next survey made
+        self.again = 0.0  # time of the next survey of a wait that takes too long
         self.asked_next = 0.0 if current is None else current[0]
 
     def receive(self) -> None:
@@ -98,7 +96,7 @@ class GroupMonitor:
                 self.verdict = (data[1:].decode() if data[:1] == b"p" else None,)
 
     def _send_stop(self) -> None:
-        """Have a request to stop sent to all nodes, through rank 0: all ranks may have one, and one of a node says so."""
+        """Send a request to stop to all nodes, through rank 0: all ranks may have one, and one of a node sends it."""
         self.stop_sent = True
         if self.board.stopped:
             return
@@ -109,22 +107,23 @@ class GroupMonitor:
             self.mailbox.send(_RANGE.pack(0, self._nodes.count), 0, _STOP)
 
     def _receive_stop(self, low: int, high: int) -> None:
-        """Take over a request to stop, and forward it to a range of nodes, of which the first is this rank's."""
+        """Accept a request to stop, and forward it to a range of nodes, of which the first is this rank's."""
         if not self.stop_forwarded:
             self.stop_forwarded = self.stop_sent = self.monitor.stop = True
             self.board.note_stop()
             self._forward(_STOP, b"", low, high)
 
     def report_left(self, ranks: Iterable[int]) -> None:
-        """Send ranks of other nodes that this one leaves the program."""
+        """Report to ranks of other nodes that this one leaves the program."""
         last = _LAST.pack(self.monitor.number, self.monitor.failed(self.monitor.number), abort.exit_status())
         for rank in ranks:
             self.mailbox.send(last, rank, _LEFT)
 
     def report_end(self, text: str, reason: str) -> str | None:
-        """Send all nodes why the job ends, through rank 0; return who fails alike, in words, or None if one of these prints it.
+        """Send all nodes why the job ends, through rank 0; return the ranks with equal errors, in words, or None if one of these
+        prints it.
 
-        Ranks that all fail alike then send few messages, and print one text. Of those of a node the lowest sends for all.
+        So ranks with equal errors send few messages, and print one text. The lowest of those on a node sends for all.
         """
         monitor, key = self.monitor, failure_key(text)
         data = encoded(f"the job ends because of rank {monitor.rank}: {reason}")[:_LONGEST]
@@ -145,7 +144,7 @@ class GroupMonitor:
         return "" if self.verdict is None else self.verdict[0]
 
     def _note_failures(self, source: int, message: bytes | bytearray) -> None:
-        """On rank 0: note ranks of a node that fail alike."""
+        """Record, on rank 0, ranks of a node with equal errors."""
         end = (1 + _NUMBER.unpack_from(message)[0]) * _NUMBER.size
         key, reason = bytes(message[end : end + KEY_BYTES]), bytes(message[end + KEY_BYTES :])
         for (rank,) in _NUMBER.iter_unpack(message[_NUMBER.size : end]):
@@ -153,7 +152,7 @@ class GroupMonitor:
         self.reporters.add(source)
 
     def _judge_failures(self) -> None:
-        """On rank 0: send the ranks that fail who of them prints, and the others why the job ends."""
+        """Send, on rank 0, to the failing ranks which of them prints, and to the others why the job ends."""
         verdicts = self.failures.verdicts(monotonic())
         for rank, words in verdicts.items():
             if rank == self.monitor.rank:
@@ -165,7 +164,7 @@ class GroupMonitor:
             self._print_end(self.failures.reason)
 
     def _spread_end(self, data: bytes) -> None:
-        """Send all nodes why the job ends, by ranks that forward it; all ranks, where one that forwards it may have died."""
+        """Send all nodes why the job ends, by ranks that forward it; or all ranks, if one that forwards it may have died."""
         self.end_sent = True
         if not loses_ranks():
             self._forward(_END, data, 0, self._nodes.count)
@@ -175,7 +174,7 @@ class GroupMonitor:
                 self.mailbox.send(_RANGE.pack(0, 1) + data, rank, _END)
 
     def _forward(self, kind: int, data: bytes, low: int, high: int) -> None:
-        """Send data to a range of nodes, of which the first is this rank's: each time to two ranks, for one may not receive."""
+        """Send data to a range of nodes, the first of which is this rank's; to two ranks each, because one may not receive."""
         for first, last in survey.parts(low + 1, high):
             ranks = self._nodes.after(first - low)
             self.mailbox.send(_RANGE.pack(first, last) + data, ranks[0], kind)
@@ -192,7 +191,7 @@ class GroupMonitor:
             self._print_end(data)
 
     def _print_end(self, data: bytes) -> None:
-        """Print why the job ends, on the first rank of each node, and end where MPI goes on without this rank."""
+        """Print why the job ends, on the first rank of each node, and end if MPI continues without this rank."""
         exit_report.report_exit()
         if abort.ending:
             return
@@ -208,7 +207,7 @@ class GroupMonitor:
             backoff.pause()
 
     def look(self) -> None:
-        """One round: messages, questions of this rank's own thread, and whether it has waited too long."""
+        """Execute one round: messages, requests of this rank's own thread, and a check for a long wait."""
         self.receive()
         self._judge_failures()
         monitor = self.monitor
@@ -235,12 +234,12 @@ class GroupMonitor:
                 self._report_raw(raw, result)
 
     def _ask(self, ranks: Iterable[int]) -> None:
-        """Ask ranks where they are: those of this node on its board, others by messages."""
+        """Request the positions of ranks: of this node's on its board, of others by messages."""
         current = self.monitor.current
         about = -1 if current is None else current[2]
         near = {*ranks} & {*self._node_ranks} - {self.monitor.rank}
         if near:
-            self._asked_node = self.board.ask(about), near | self._asked_node[1]  # some may not have answered yet
+            self._asked_node = self.board.ask(about), near | self._asked_node[1]  # some may still answer
         for rank in {*ranks} - near - {self.monitor.rank}:
             self.mailbox.send(_NUMBER.pack(about), rank, _ASK)
 
@@ -262,23 +261,23 @@ class GroupMonitor:
         self._want(current, now, self._late(call), current[2])
 
     def _judge_raw(self, raw: tuple[float, str], now: float) -> None:
-        """Look after a call of MPI by the program: it may take any time, unless it waits for a rank that has gone."""
+        """Check a call of MPI by the program: it may take any time, unless it waits for a rank that has left."""
         self.warned = self.warned or raw[1] in self.warned_calls
         self._want(raw, now, self.monitor.default_timeout, -1)
         if self.warned:
-            self.warned_calls.add(raw[1])  # the next one may take as long, and is not reported again
+            self.warned_calls.add(raw[1])  # the next one may take as long, without another report
 
     def _late(self, call: Call) -> float:
-        """The seconds after which a collective takes too long; where this rank raises by itself it has a moment for it."""
+        """Return the seconds after which a collective takes too long; a rank that can raise by itself gets a little longer."""
         return call.timeout + (GRACE if self.monitor.on_flags else 0)
 
     def _want(self, waiting: tuple[Any, ...], now: float, late: float, about: int) -> None:
-        """Have a survey made where this rank waits too long, unless one that is being made, or was, is of this wait, too."""
+        """Request a survey if this rank has waited too long and none covers this wait yet."""
         ends = now - waiting[0] > late
         since = max(self.again, waiting[0] + late) if ends else waiting[0] + self.monitor.warn_after
         if now < since or (self.warned and not ends):
             return
-        covered = since if ends else waiting[0] + self.monitor.warn_after / 2  # who came a little later is in it, too
+        covered = since if ends else waiting[0] + self.monitor.warn_after / 2  # includes ranks that came a little later
         if self.board.surveyed >= covered:
             self.warned = True
             if ends:
@@ -291,13 +290,13 @@ class GroupMonitor:
             self.surveys.want(about, attempt)
 
     def _texts(self, places: Sequence[Place]) -> dict[int, str]:
-        """Where each rank is, in words."""
+        """Return the position of each rank, in words."""
         monitor = self.monitor
         texts = dict.fromkeys(range(monitor.size), "does not answer") | survey.texts(places)
         return texts | dict.fromkeys(monitor.left, survey.LEFT.text)
 
     def _compare_next(self, current: tuple[float, Call, int], now: float) -> None:
-        """Ask the next rank now and then. If any two ranks differ, so do some neighbours in the ring."""
+        """Query the next rank periodically. If any two ranks differ, so do some neighbours in the ring."""
         rank = (self.monitor.rank + 1) % self.monitor.size
         answer = self.monitor.answers.get(rank)
         if answer is not None:
@@ -307,7 +306,7 @@ class GroupMonitor:
             self._ask([rank])
 
     def _compare(self, current: tuple[float, Call, int], rank: int, answer: Answer) -> None:
-        """End the job where another rank did something else in this rank's collective, or failed in it or before it."""
+        """End the job if another rank made another call in this rank's collective, or failed in it or before it."""
         monitor, (_, call, number) = self.monitor, current
         failed = (
             answer.about == number
@@ -322,13 +321,13 @@ class GroupMonitor:
         texts = {monitor.rank: monitor.answer().text, rank: answer.text}
         if failed:
             texts[rank] += f"; #{answer.failed} ended there {answer.ago:.1f} s before by {answer.error}"
-            what = f"{call.text} can never end: an error ended #{answer.failed} on rank {rank}, which went on:{lines(texts)}"
+            what = f"{call.text} can never end: an error ended #{answer.failed} on rank {rank}, which continued:{lines(texts)}"
         else:
             what = f"the ranks entered different collectives:{lines(only_differences(texts))}"
         abort.end_job(f"CollectiveMismatchError: {what}")
 
     def _report(self, current: tuple[float, Call, int], places: Sequence[Place]) -> None:
-        """Print what all ranks do; end the job where that has taken too long."""
+        """Print the positions of all ranks; end the job if that has taken too long."""
         monitor, (start, call, _) = self.monitor, current
         for place in places:
             self._compare(current, place.ranks[0], place.answer)
@@ -339,12 +338,12 @@ class GroupMonitor:
             return
         count = sum(len(place.ranks) for place in places)
         missing = count < monitor.size or any(place.answer.number != monitor.number for place in places)
-        level = logging.WARNING if missing else logging.INFO  # where all are in it, it takes long by itself
+        level = logging.WARNING if missing else logging.INFO  # if all ranks are in it, it is merely slow
         text = f"{call.text} takes longer than {monitor.warn_after:g} s; {ALL}"
         log.logger.log(level, "%s:%s", text, lines(texts))
 
     def _report_raw(self, raw: tuple[float, str], places: Sequence[Place]) -> None:
-        """Print what all ranks do; end the job where one of them has gone."""
+        """Print the positions of all ranks; end the job if one of them has left."""
         monitor, (start, name) = self.monitor, raw
         here = {rank for place in places if place.answer.text != survey.LEFT.text for rank in place.ranks}
         silent = [rank for rank in range(monitor.size) if rank not in here]
@@ -374,7 +373,7 @@ class Watchdog:
 
     @classmethod
     def add(cls, monitor: RankMonitor, comm: Any, node: Node, nodes: Nodes) -> None:
-        """Monitor a group, over a communicator of its ranks on which nothing else sends messages.
+        """Monitor a group, over a communicator of its ranks without other messages.
 
         Args:
             node: the ranks that share memory with this one.
@@ -386,7 +385,7 @@ class Watchdog:
             log.once(
                 logging.WARNING,
                 "MPI was started without THREAD_MULTIPLE: no watchdog runs, so a collective that hangs inside MPI is not "
-                "noticed. Let mpi4py start MPI, or ask for THREAD_MULTIPLE",
+                "noticed. Let mpi4py start MPI, or request THREAD_MULTIPLE",
             )
             return
         if cls.instance is None:
@@ -398,7 +397,7 @@ class Watchdog:
 
     @classmethod
     def remove(cls, monitor: RankMonitor, comm: Any = None) -> None:
-        """Forget a group. With `comm`, its communicator, which is then without messages and may be freed, collective."""
+        """Stop monitoring a group. With `comm`, drain its communicator, which may then be freed; collective."""
         monitor.watched = False
         mailbox: Mailbox | None = None
         if cls.instance is not None:
@@ -409,7 +408,7 @@ class Watchdog:
                     group.board.release()
                     mailbox = group.mailbox
         if comm is not None:
-            (mailbox or Mailbox(comm)).drain()  # others may have a watchdog where this rank has none
+            (mailbox or Mailbox(comm)).drain()  # others may have a watchdog even if this rank has none
 
     @classmethod
     def report_left(cls, monitor: RankMonitor, ranks: Iterable[int]) -> None:
@@ -422,10 +421,10 @@ class Watchdog:
 
     @classmethod
     def report_end(cls, text: str, reason: str) -> str | None:
-        """Make the other ranks print why this one ends the job. Takes a second at most.
+        """Make the other ranks print why this one ends the job. Takes at most a second.
 
         Returns:
-            Which ranks have the same text, in words to print behind it; None if another rank prints it.
+            The ranks with the same text, in words to print after it; None if another rank prints it.
         """
         instance = cls.instance
         if instance is None or not instance._groups or not instance.lock.acquire(timeout=POLL):
@@ -463,7 +462,7 @@ class Watchdog:
                 self._judge_alone()
 
     def _look_after_all(self) -> None:
-        """Look after the groups; no more after one where ranks were lost, which those who call MPI hear, too."""
+        """Check the groups; stop checking one whose ranks were lost, which callers of MPI notice too."""
         for group in list(self._groups):
             try:
                 group.look()
@@ -473,14 +472,14 @@ class Watchdog:
                 self._groups.remove(group)
 
     def _position(self) -> str:
-        """Where this rank is in the largest of its groups."""
+        """Return the position of this rank in the largest of its groups."""
         groups = list(self._groups)
         if not groups:
             return "in no group of several ranks"
         return max(groups, key=lambda group: group.monitor.size).monitor.answer().text
 
     def _judge_alone(self) -> None:
-        """Enforce the timeouts while MPI must not be called (NCCL is in flight) and other ranks cannot be asked."""
+        """Enforce the timeouts while MPI must not be called (NCCL is in flight) and other ranks cannot be queried."""
         for group in list(self._groups):
             monitor, current = group.monitor, group.monitor.current
             if current is not None and monotonic() - current[0] > current[1].timeout + GRACE:

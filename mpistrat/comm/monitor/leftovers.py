@@ -1,11 +1,11 @@
-"""Leftover files in /dev/shm: MPI libraries keep files there while ranks run, and leave them when ranks are killed or abort.
+"""Leftover files in /dev/shm: MPI libraries create files there, and leave them behind when ranks are killed or abort.
 
-Standard library only, and no other file of this package: processes that outlive the ranks run this one by its path. As a
-program, `leftovers.py PID` detaches (in a new session), waits for the end of process PID, a launcher, and then removes the
-files of its ranks; `leftovers.py --job KEY` removes a job's folder on this node.
+Standard library only, and no other file of this package: processes that outlive the ranks run this one by its path. As a program,
+`leftovers.py PID` detaches (in a new session), waits for the end of process PID, a launcher, and then removes the files of its
+ranks; `leftovers.py --job KEY` removes a job's folder on this node.
 
-Every user of the machine may write to /dev/shm. So the files of a job lie in a folder of its own, which no other user may enter,
-and a file that ranks open by its name is opened by `open_own`.
+Every user of the machine can write to /dev/shm. So the files of a job are in a separate folder, which no other user can enter,
+and `open_own` opens files by name.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ __all__ = [
 ]
 
 FOLDER = Path("/dev/shm")
-# What MPI libraries and NCCL call their files: MPICH, Open MPI 5 and 4, Intel MPI, MVAPICH, UCX, PSM, libfabric, Cray, NCCL.
+# File names of MPI libraries and NCCL: MPICH, Open MPI 5 and 4, Intel MPI, MVAPICH, UCX, PSM, libfabric, Cray, NCCL.
 PATTERNS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "Intel_MPI_*", "shm-col-space-*", "cxshm*",
             "ucx_shm_posix_*", "psm2_shm.*", "psm3_shm.*", "fi_shm_*", "cray-shared-mem-*", "nccl-*", "mpistrat*")  # fmt: skip
-_KEPT = "mpistrat-job-"  # of the folder of a job that is started again; see ../job_files.py
-ENDED = 5  # the word that says in which generation, from 1, ranks have told why the job ends
-YOUNG = 60.0  # seconds: a file made just now may not have been mapped yet
-_LOOKS = (0.2, 0.5, 1.0, 2.0, 5.0)  # seconds between looks after the end of a launcher, whose ranks may end later
+_KEPT = "mpistrat-job-"  # of the folder of a job with restarts; see ../job_files.py
+ENDED = 5  # the word with the generation, from 1, in which ranks have reported why the job ends
+YOUNG = 60.0  # seconds: a new file may not be mapped yet
+_LOOKS = (0.2, 0.5, 1.0, 2.0, 5.0)  # seconds between checks after the end of a launcher, whose ranks may end later
 
 
 def of_this_user(folder: Path = FOLDER) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield this user's files that an MPI made."""
+    """Yield this user's files that an MPI created."""
     for pattern in PATTERNS:
         for path in sorted(folder.glob(pattern)):
             with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ def of_this_user(folder: Path = FOLDER) -> Iterator[tuple[Path, os.stat_result]]
 
 
 def mapped_by(maps: Path, folder: Path = FOLDER) -> set[str]:
-    """Return the files of the folder that are in a process's `/proc/PID/maps`."""
+    """Return the files of the folder in a process's `/proc/PID/maps`."""
     try:
         lines = maps.read_text(errors="replace").splitlines()
     except OSError:
@@ -68,7 +68,7 @@ def mapped_by(maps: Path, folder: Path = FOLDER) -> set[str]:
 
 
 def unused(folder: Path = FOLDER, age: float = YOUNG) -> list[tuple[Path, int]]:
-    """Return this user's files, older than `age` seconds, that an MPI made and no living process maps or has open, and sizes."""
+    """Return files and sizes: this user's, created by an MPI, older than `age` seconds, and not in use by a living process."""
     now = time.time()
     old = [(path, about.st_size) for path, about in of_this_user(folder) if now - about.st_mtime > age]
     used = _used(folder) if old else set()
@@ -76,25 +76,25 @@ def unused(folder: Path = FOLDER, age: float = YOUNG) -> list[tuple[Path, int]]:
 
 
 def remove_unused(folder: Path = FOLDER) -> list[tuple[Path, int]]:
-    """Remove what `unused` finds, and return it."""
+    """Remove and return the files of `unused`."""
     return _remove(unused(folder))
 
 
 def remove_since(start: float, end: float) -> list[tuple[Path, int]]:
-    """Remove what ranks that have ended made between two times, in seconds since 1970, and return it.
+    """Remove and return files that ended ranks created between two times, in seconds since 1970.
 
-    A file goes when two looks, half a second apart, find no living process of this user that uses it: another job, which
-    began meanwhile, has mapped its files as soon as it has made them.
+    A file is removed if two checks, half a second apart, find no living process of this user that uses it: another job maps its
+    files as soon as it has created them.
     """
     within = {path for path, about in of_this_user() if start <= about.st_mtime <= end}
     return remove_these([str(path) for path, _ in unused(age=0.0) if path in within]) if within else []
 
 
 def open_own(path: str | Path, flags: int) -> int:
-    """Open a regular file of this user that no other user may open; return its descriptor. Never waits, as for a FIFO.
+    """Open a regular file of this user that no other user can open; return its descriptor. Never waits, as for a FIFO.
 
     Raises:
-        OSError: it is missing, a link, or not a regular file; another user owns it, or may open it.
+        OSError: it is missing, a link, or not a regular file; another user owns it, or can open it.
     """
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     about = os.fstat(file)
@@ -105,7 +105,7 @@ def open_own(path: str | Path, flags: int) -> int:
 
 
 def is_own_folder(path: Path) -> bool:
-    """Return whether a path is a folder of this user that no other user may enter."""
+    """Return True if a path is a folder of this user that no other user can enter."""
     try:
         about = path.lstat()
     except OSError:
@@ -116,7 +116,7 @@ def is_own_folder(path: Path) -> bool:
 def job_folders(job: str = "") -> list[tuple[str, Path]]:
     """Return the keys and folders of this user's jobs on this node, or of one job.
 
-    Everything else that has such a name is another user's, and is skipped.
+    Other users' files with such a name are skipped.
     """
     own = re.compile(rf"{_KEPT}{os.getuid()}-({job or '[0-9a-f]{16}'})(\.[0-9a-f]{{16}})?")
     named = [(own.fullmatch(path.name), path) for path in sorted(FOLDER.glob(f"{_KEPT}*"))]
@@ -124,9 +124,9 @@ def job_folders(job: str = "") -> list[tuple[str, Path]]:
 
 
 def kept(job: str, what: str) -> Path:
-    """Return a file of a job in shared memory that outlives its ranks; see `comm.job_files`.
+    """Return the path of a job's file in shared memory that outlives its ranks; see `comm.job_files`.
 
-    If another user has taken the name of the job's folder, the folder's name gets a random ending.
+    If another user has taken the name of the job's folder, the folder's name gets a random suffix.
     """
     folder = FOLDER / f"{_KEPT}{os.getuid()}-{job}"
     if not is_own_folder(folder):
@@ -141,9 +141,8 @@ def kept(job: str, what: str) -> Path:
 def remove_job(job: str) -> None:
     """Remove the folder of a job on this node."""
     for _, folder in job_folders(job):
-        with contextlib.suppress(
-            OSError
-        ):  # another process removes it, too, or a rank that is being killed makes another file
+        # Another process may remove it too, or a rank that is being killed may create another file.
+        with contextlib.suppress(OSError):
             for file in folder.iterdir():
                 file.unlink(missing_ok=True)
             folder.rmdir()
@@ -160,7 +159,7 @@ def set_word(job: str, index: int, value: int) -> None:
 
 
 def remove_these(paths: Iterable[str]) -> list[tuple[Path, int]]:
-    """Remove files that an MPI made and ranks had mapped, where no living process of this user uses them, and return them.
+    """Remove and return files that an MPI created and ranks had mapped, unless a living process of this user uses them.
 
     Waits half a second for ranks that are still ending.
     """
@@ -179,7 +178,7 @@ def _remove(files: Iterable[tuple[Path, int]]) -> list[tuple[Path, int]]:
 
 
 def _used(folder: Path) -> set[str]:
-    """The files of the folder that any process of this user has mapped, or open."""
+    """Return the files of the folder that any process of this user has mapped or open."""
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         found |= mapped_by(process / "maps", folder)
@@ -191,11 +190,11 @@ def _used(folder: Path) -> set[str]:
 
 
 def _after(launcher: int) -> None:
-    """Wait for the end of a launcher, then remove what its ranks left; those that live a little longer, too."""
+    """Wait for the end of a launcher, then remove its ranks' files, also of those that live a little longer."""
     start = time.time() - 1.0  # files' times are those of the last tick
     descriptor = os.pidfd_open(launcher)
     if os.fork():
-        os._exit(0)  # the caller becomes the launcher, which must not find a child that it did not start
+        os._exit(0)  # the caller becomes the launcher, which must not have an unknown child
     os.setsid()
     select.select([descriptor], [], [])
     end = time.time() + 1.0

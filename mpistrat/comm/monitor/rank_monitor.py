@@ -1,4 +1,4 @@
-"""Position of each rank: the current call of this rank in a group, and what is known about the others."""
+"""Position of each rank: the current call of this rank in a group, and the known state of the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["ALL", "POLL", "Answer", "Left", "RankMonitor", "lines", "monitored",
 
 POLL = 0.1  # seconds between two rounds of the watchdog
 _ANSWER = 1.0  # seconds that the others have to answer
-_FAILURES = 64  # so many failed collectives are remembered
+_FAILURES = 64  # number of failed collectives that are stored
 _SHOWN = 400  # characters of an error
 
 ALL = "all ranks must call it"
@@ -42,7 +42,7 @@ _BLOCKING = [
 
 
 def _free_group() -> int:
-    """Return a number for a new group: one that no other group has, and none has had for as long as can be, for events stay."""
+    """Return a number for a new group, unused and not recently used, because events stay."""
     taken = {0, *(monitor.group for monitor in list(_monitors))}
     for number in itertools.islice(_groups, GROUPS):
         if number % GROUPS not in taken:
@@ -52,11 +52,11 @@ def _free_group() -> int:
 
 def no_more_use(why: str) -> str:
     """Return the text of the error that every later collective of a group raises."""
-    return f"this group of ranks is of no more use: {why}. Close the strategy or group, and make a new one"
+    return f"this group of ranks can no longer be used: {why}. Close the strategy or group, and create a new one"
 
 
 def user_line(thread: int) -> str:
-    """Return `file:line` of the user's code that a thread is in, outside this package, the standard library and others."""
+    """Return `file:line` of a thread's current line of the user's code, outside this package, the standard library and others."""
     frame = frame_of(thread)
     innermost = "an unknown line"
     if frame is not None:
@@ -74,17 +74,17 @@ def _line(path: str, number: int) -> str:
 
 
 class Answer(NamedTuple):
-    """The state of a rank, as it answered.
+    """The state of a rank in its answer.
 
     Attributes:
-        time: when it came.
-        number, tag, seconds: the collective that it is in, and since when; -1, 0 and 0.0 outside collectives.
-        about: number of the collective that the asking rank was in, -1 for none.
-        print: fingerprint of the text of that one on this rank; 0 where it is not known (any more).
+        time: when it arrived.
+        number, tag, seconds: its current collective, and for how long; -1, 0 and 0.0 outside collectives.
+        about: number of the requesting rank's collective, -1 for none.
+        print: fingerprint of the text of that one on this rank; 0 if it is unknown.
         failed: number of a collective that an error ended on this rank: that one, or else the last one that it could not enter; 0
             for none.
-        ago: when, in seconds.
-        what, at, before, error: what it is in, the line of the program, what it did before, and that error.
+        ago: seconds since then.
+        what, at, before, error: its current call, the program's line, its earlier events, and that error.
     """
 
     time: float
@@ -102,22 +102,22 @@ class Answer(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Where the rank is, in words."""
+        """The rank's position, in words."""
         return self.words((self.seconds, self.seconds), self.before)
 
     def words(self, seconds: tuple[float, float], before: str) -> str:
-        """The same, of several ranks, which have been there for at least and at most so many seconds."""
+        """Return the position in words, of several ranks, which have been there for at least and at most these seconds."""
         low, high = (f"{length:.1f}" for length in seconds)
         span = "" if not seconds[1] else f" for {low} s" if low == high else f" for {low} to {high} s"
         return f"{self.what}{span}{self.at and f', at {self.at}'}{before and f'; before that {before}'}"
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What ranks at the same place have in common."""
+        """The common values of ranks at the same position."""
         return self.number, self.tag, self.about, self.print, self.failed, self.what, self.at, self.error
 
     def encode(self, room: int) -> bytes:
-        """Return all but the time as bytes, with shorter words where there is too little room."""
+        """Return all but the time as bytes, with shorter texts if there is too little room."""
         for longest in (10_000, 300, 100, 0):
             words = [text[:longest] for text in self[-4:]]
             data = encoded(json.dumps([*self[1:-4], *words], ensure_ascii=False))
@@ -127,12 +127,12 @@ class Answer(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes | bytearray) -> Answer:
-        """Return what was encoded, of now."""
+        """Return an encoded answer with the current time."""
         return cls._make((monotonic(), *json.loads(data)))
 
 
 class FailedCall(NamedTuple):
-    """How and when a collective failed on a rank, and whether it did before data moved."""
+    """The time and error of a collective's failure on a rank, and whether it failed before data was sent."""
 
     time: float
     error: str
@@ -140,13 +140,13 @@ class FailedCall(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What is known of a rank that left the program.
+    """The known state of a rank that left the program.
 
     Attributes:
         number: of its last collective.
         failed: of the last one that failed on entry, or of the last one if that failed; 0 for none.
         status: its exit status.
-        time: when this rank received that.
+        time: when this rank received it.
     """
 
     number: int
@@ -157,21 +157,21 @@ class Left(NamedTuple):
 
 @final
 class RankMonitor:
-    """What this rank is doing in one group, and what is known of the others.
+    """The activity of this rank in one group, and the known state of the others.
 
     Attributes:
         rank, size: in the group.
-        group: which of this process's groups of several ranks it is; see `comm.recorder`.
-        current: (start, call, number) of the collective that this rank is in, or None.
-        number: how many collectives this rank has entered.
+        group: the number of this group among the process's groups of several ranks; see `comm.recorder`.
+        current: (start, call, number) of this rank's current collective, or None.
+        number: number of collectives that this rank has entered.
         acting: held by the thread that is in a collective.
         refusal: the error that the next collective raises, or None.
-        on_flags: whether this rank waits on flags in shared memory, where it can raise by itself.
+        on_flags: True if this rank waits on flags in shared memory, where it can raise by itself.
         left: ranks of other nodes that left the program.
         failures: the collectives, by number, that failed on this rank since the ranks were last known to be in step.
-        recent: returns the text of one of this rank's last collectives, by number; "" where it is not known (any more).
-        raw: (start, name) of the blocking call on the program's communicator that this rank is in, or None.
-        stop: whether this rank, or another one, is requested to stop; the watchdogs forward it to all others.
+        recent: returns the text of one of this rank's last collectives, by number; "" if it is unknown.
+        raw: (start, name) of this rank's current blocking call on the program's communicator, or None.
+        stop: True if this rank, or another one, was requested to stop; the watchdogs forward it to all others.
         default_timeout, warn_after: seconds.
     """
 
@@ -197,7 +197,7 @@ class RankMonitor:
         refuse_in_children(self)
 
     def refuse_in_child(self) -> None:
-        """See `cluster.forks`. A rank alone counts for nobody else."""
+        """See `cluster.forks`. A single rank has no others to protect."""
         if self.size > 1:
             self.refusal = refusal()
 
@@ -207,7 +207,7 @@ class RankMonitor:
             raise type(self.refusal)(f"{text}: {self.refusal}")
 
     def fail(self, error: BaseException, on_entry: bool) -> None:
-        """Note that an error ends the collective that this rank is in."""
+        """Record that an error ends this rank's current collective."""
         if self.current is not None:
             if len(self.failures) >= _FAILURES:
                 self.failures.pop(next(iter(self.failures)))
@@ -222,16 +222,16 @@ class RankMonitor:
         return max((number for number, failure in failures.items() if failure.on_entry), default=0)
 
     def out_of_step(self, failed: int) -> bool:
-        """Return whether a rank that failed in a collective is no longer in step with this one.
+        """Return True if a rank that failed in a collective is no longer in step with this one.
 
-        This rank is still in it, or has done it.
+        This rank is still in it, or has finished it.
         """
         return 0 < failed <= self.number and failed not in self.failures
 
     def departed(self) -> int | None:
-        """Return a rank of another node that left without taking part in the collective this rank is in, or None.
+        """Return a rank of another node that left without taking part in this rank's current collective, or None.
 
-        Where it failed in it, this rank may be about to receive that error, and has a moment for it.
+        If it failed in it, this rank gets a little time to receive that error.
         """
         late = monotonic() - _ANSWER
         for rank, left in list(self.left.items()):
@@ -240,7 +240,7 @@ class RankMonitor:
         return None
 
     def where(self, ranks: Iterable[int]) -> str:
-        """Return, as lines to append to an error, where some ranks and this one are. Takes a second."""
+        """Return the positions of some ranks and this one, as lines to append to an error. Takes a second."""
         ranks = tuple(ranks)
         start = monotonic()
 
@@ -257,7 +257,7 @@ class RankMonitor:
         return lines(texts)
 
     def answer(self, about: int = -1) -> Answer:
-        """Return the state of this rank, for a rank that asks from within collective number `about`."""
+        """Return the state of this rank, for a rank in collective number `about`."""
         now, current, raw, at = monotonic(), self.current, self.raw, user_line(self.thread)
         known = self.recent(about)
         before = RECORDER.history()
@@ -280,7 +280,7 @@ class RankMonitor:
 
 
 def lines(texts: Mapping[int, str]) -> str:
-    """Return a line for each different text with the ranks that it belongs to, each line after a line break.
+    """Return a line for each different text with its ranks, each line after a line break.
 
     Example:
         >>> lines({2: "does not answer", 0: "in reduce #3", 1: "in reduce #3"})
@@ -295,7 +295,7 @@ def lines(texts: Mapping[int, str]) -> str:
 
 
 def monitored(comm: Any, monitor: RankMonitor) -> Any:
-    """Return the same communicator, as an Intracomm whose blocking calls are noted in `monitor`."""
+    """Return the same communicator, as an Intracomm whose blocking calls are recorded in `monitor`."""
     plain: Any = type(comm)
     own = _monitored_class(plain)(comm)
     own.monitor = monitor
@@ -304,7 +304,7 @@ def monitored(comm: Any, monitor: RankMonitor) -> Any:
 
 @functools.cache
 def _monitored_class(plain: Any) -> type[Any]:
-    """Return a subclass of a communicator's class, which may note what is made of it (`cluster/world.py`)."""
+    """Return a subclass of a communicator's class, which may record derived communicators (`cluster/world.py`)."""
     names = {name: _noted(getattr(plain, name)) for name in _BLOCKING if hasattr(plain, name)}
     return type("Intracomm", (plain,), {**names, "monitor": None, "__module__": __name__})
 

@@ -1,13 +1,13 @@
-"""Surveys: where the ranks of all nodes are, asked along a tree of nodes, for whichever rank waits too long.
+"""Surveys: the positions of the ranks of all nodes, collected along a tree of nodes, for a rank that waits too long.
 
-A rank that waits too long has a survey made by a rank of the first node, which it asks through the nodes above its own in a tree.
-That one asks some nodes, each about a range of nodes: the rank that is asked divides the rest of the range in the same way, looks
-at the board of its own node, and reports all at once, equal places together. So a survey takes four messages a node, and of each
-rank at most seven, however many ranks there are; and a survey that goes through a node is one of all waits there.
+A rank that waits too long requests a survey from a rank of the first node, through the nodes above its own in a tree. That one
+queries some nodes, each about a range of nodes. The queried rank divides the rest of the range in the same way, reads the board
+of its own node, and reports all at once, with equal positions merged. So a survey takes four messages per node, and at most seven
+per rank, for any number of ranks; and a survey that passes a node covers all waits there.
 
-Whoever is asked acknowledges that. In place of a rank that does not, the next ranks of its node are asked, and in place of a node
-the next one of its range. A rank that is not heard passes over the nodes above its own, one after another; at last it asks all
-nodes itself.
+Every query is acknowledged. If a rank does not answer, the next ranks of its node are queried, and if a node does not answer, the
+next one of its range. A requesting rank without an answer skips the nodes above its own, one after another; at last it queries
+all nodes itself.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .rank_monitor import Answer, RankMonitor
 
 __all__ = ["KINDS", "LEFT", "Nodes", "PATIENCE", "STAGGER", "Place", "Surveys", "height", "merge", "parts", "texts"]
 
-STAGGER = 0.5  # seconds that a node has for each one above it in the tree: a survey may be on its way
-PATIENCE = 2.0  # seconds after which a rank that has asked for a survey asks another one
-FAN_OUT = 4  # nodes that one asks
+STAGGER = 0.5  # seconds that a node waits for each one above it in the tree, because a survey may be coming
+PATIENCE = 2.0  # seconds after which a rank requests a survey from another rank
+FAN_OUT = 4  # nodes that one queries
 _ANSWER = 1.0  # seconds that a rank has to answer
-_TRIES = 3  # so many ranks of a node are asked
-_MOST = 64  # different places that one reports
+_TRIES = 3  # ranks of a node that are queried
+_MOST = 64  # different positions in one report
 _ASK, _HERE, _REPORT, _WANT, _RESULT = KINDS = 11, 12, 13, 14, 15
 
 LEFT = Answer(0.0, -1, 0, 0.0, -1, 0, 0, 0.0, "has left the program", "", "", "")
@@ -53,16 +53,16 @@ class Nodes:
     index: int
 
     def after(self, number: int) -> Sequence[int]:
-        """Return the ranks of the node that is so many behind this rank's, the first one coming behind the last."""
+        """Return the ranks of the node `number` after this rank's, cyclically."""
         return self.ranks_of((self.index + number) % self.count)
 
 
 class Place(NamedTuple):
-    """Ranks that are at one place.
+    """Ranks at one position.
 
     Attributes:
         answer: of the first of them.
-        seconds: for how long the last and the first of them have been there.
+        seconds: how long the last and the first of them have been there.
         ranks: in ascending order.
     """
 
@@ -72,9 +72,9 @@ class Place(NamedTuple):
 
 
 def merge(places: Iterable[Place]) -> list[Place]:
-    """Return equal places as one each, in the order of their first ranks.
+    """Return the positions with equal ones merged, in the order of their first ranks.
 
-    Where there are too many, the last ones are one, but for ranks that have left, who are not to be taken for others.
+    If there are too many, the last ones are merged, except those of ranks that have left, which must stay distinct.
     """
     found: dict[tuple[Any, ...], list[Place]] = {}
     for place in places:
@@ -94,7 +94,7 @@ def _join(places: list[Place]) -> Place:
 
 
 def texts(places: Iterable[Place]) -> dict[int, str]:
-    """Return where each rank is, in words."""
+    """Return the position of each rank, in words."""
     found: dict[int, str] = {}
     for place in places:
         text = place.answer.text if len(place.ranks) == 1 else place.answer.words(place.seconds, "")
@@ -115,7 +115,7 @@ def parts(low: int, high: int) -> list[tuple[int, int]]:
 
 
 def height(nodes: int) -> int:
-    """Return how often what one node sends to all is forwarded, at most.
+    """Return the most times that a message from one node to all is forwarded.
 
     Example:
         >>> height(1), height(5), height(6), height(21)
@@ -149,7 +149,7 @@ def _decode(rows: list[Any]) -> list[Place]:
 
 
 class _Piece:
-    """A range of nodes that another rank is asked about."""
+    """A range of nodes that another rank is queried about."""
 
     def __init__(self, low: int, high: int) -> None:
         self.low, self.high = low, high
@@ -158,11 +158,11 @@ class _Piece:
 
 
 class _Survey:
-    """What a rank does for one survey: it asks about its own node, the first of a range, and has others ask about the rest.
+    """A rank's work for one survey: it queries its own node, the first of a range, and others about the rest.
 
     Attributes:
-        asker, token: the rank that gets the report, and what tells it for which of its surveys that is.
-        wanted: in place of these, the rank for which this one makes the survey.
+        asker, token: the rank that gets the report, and the number of its survey.
+        wanted: instead of these, the rank for which this one makes the survey.
         low: the number of this rank's node, counted from the node that makes the survey.
     """
 
@@ -175,15 +175,15 @@ class _Survey:
 
 @final
 class Surveys:
-    """The surveys of one group in which this rank takes part. The watchdog's; local.
+    """The surveys of one group in which this rank takes part. Used by the watchdog; local.
 
     Args:
         monitor, mailbox, board: of this rank.
         nodes: of the group.
-        has_left: returns whether a rank of the node has left the program.
+        has_left: returns True if a rank of the node has left the program.
 
     Attributes:
-        result: of the survey that this rank wanted, once it is there.
+        result: of the survey that this rank requested, once it is complete.
     """
 
     def __init__(
@@ -207,11 +207,11 @@ class Surveys:
 
     @property
     def depth(self) -> int:
-        """How many nodes are above this one."""
+        """The number of nodes above this one."""
         return len(self._above)
 
     def want(self, about: int, attempt: int) -> None:
-        """Have a survey made for this rank, about a collective, by number; each attempt asks a node further above."""
+        """Request a survey for this rank, about a collective, by number; each attempt uses a node further above."""
         self._board.claim()
         self.result = None
         if attempt < len(self._above):
@@ -239,7 +239,7 @@ class Surveys:
                     survey.places += _decode(words[2]) if piece.done else []
 
     def _pass_on(self, rank: int, about: int) -> None:
-        """Make a survey for a rank of another node, or pass on that it wants one, unless one was made just now."""
+        """Make a survey for a rank of another node, or forward its request, unless one was made just now."""
         now = monotonic()
         if now - max(self._board.surveyed, self._passed_on) < _ANSWER:
             return
@@ -250,11 +250,11 @@ class Surveys:
             self._make(rank, about)
 
     def _make(self, rank: int, about: int) -> None:
-        """Ask all nodes for a rank."""
+        """Query all nodes for a rank."""
         self._enter(0, self._nodes.count, about, _ANSWER * (_TRIES + 1 + height(self._nodes.count))).wanted = rank
 
     def _enter(self, low: int, high: int, about: int, seconds: float) -> _Survey:
-        """Begin to ask about a range of nodes, the first of which is this rank's."""
+        """Start to query a range of nodes, the first of which is this rank's."""
         self._board.note_survey()
         self._token += 1
         survey = self._surveys[self._token] = _Survey(low, high, about, self._board.ask(about), seconds)
@@ -263,7 +263,7 @@ class Surveys:
         return survey
 
     def _ranks(self, survey: _Survey, piece: _Piece) -> Sequence[int]:
-        """The ranks of the first node of a piece."""
+        """Return the ranks of the first node of a range."""
         return self._nodes.after(piece.low - survey.low)
 
     def _ask(self, token: int, survey: _Survey, piece: _Piece) -> None:
@@ -273,7 +273,7 @@ class Surveys:
         self._send(rank, _ASK, token, piece.low, piece.high, survey.about, left)
 
     def look(self) -> None:
-        """Go on with all: ask others where ranks do not answer, and report what is complete."""
+        """Make progress: query others in place of ranks that do not answer, and report complete surveys."""
         for token, survey in list(self._surveys.items()):
             now = monotonic()
             for piece in survey.pieces:
@@ -294,7 +294,7 @@ class Surveys:
             self._send(survey.asker, _REPORT, survey.token, survey.low, _encode(places))
 
     def _ask_others(self, token: int, survey: _Survey, piece: _Piece) -> None:
-        """In place of a rank that does not answer ask the next of its node, or of the next node."""
+        """Query the next rank of the node, or of the next node, in place of one that does not answer."""
         piece.tries += 1
         if piece.tries >= min(_TRIES, len(self._ranks(survey, piece))):
             piece.low, piece.tries = piece.low + 1, 0
@@ -303,7 +303,7 @@ class Surveys:
             self._ask(token, survey, piece)
 
     def _read(self, survey: _Survey) -> tuple[list[Place], bool]:
-        """Where the ranks of this node are, and those that have left, as far as known; whether all have answered."""
+        """Return the known positions of this node's ranks and of those that have left, and True if all have answered."""
         places = [Place(LEFT, (0.0, 0.0), [rank]) for rank in self._monitor.left]
         whole = True
         for index, rank in enumerate(self._nodes.ranks_of(self._nodes.index)):

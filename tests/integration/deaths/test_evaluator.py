@@ -83,5 +83,5 @@ def test_a_trainer_that_dies_ends_the_job(mpi_run, program):
     result = start(mpi_run, program, "kill", 35)
     assert result.returncode not in (0, None), result
     assert re.search(
-        "was ended by SIGKILL|ended without a word", result.stderr
+        "was ended by SIGKILL|ended without a message", result.stderr
     )  # as what the launcher leaves of it says

@@ -96,8 +96,8 @@ def at(job, strategy, step):
     steps = [second[1], third[1] - second[1], 60 - third[1]]
     assert ends(done) == [4.0 * steps[0] + 3.0 * steps[1] + 2.0 * steps[2]] * 2
     assert re.search(r"rank 1 lost: 3 ranks go on, after 0\.\d\d s", done.stderr)
-    assert re.search(r"rank 1 of 4 .* (was ended by SIGKILL|ended without a word)", done.stderr)
-    assert re.search(r"rank 1 of 3 .* (was ended by SIGKILL|ended without a word)", done.stderr)
+    assert re.search(r"rank 1 of 4 .* (was ended by SIGKILL|ended without a message)", done.stderr)
+    assert re.search(r"rank 1 of 3 .* (was ended by SIGKILL|ended without a message)", done.stderr)
 
 
 def test_an_error_without_a_cause_after_a_loss(run):
@@ -246,7 +246,7 @@ def test_a_rank_that_exits_with_an_error_ends_the_job(run):
     done = run(
         "def at(job, strategy, step):\n    step == 20 and strategy.rank == 1 and os._exit(5)\n" + STEPS, status=-1
     )
-    assert re.search(r"rank 1 of 3 .* ended with status 5: the others can not go on", done.stderr)
+    assert re.search(r"rank 1 of 3 .* ended with status 5: the others cannot continue", done.stderr)
     assert len(froms(done)) == 1 and not ends(done)
 
 
@@ -379,7 +379,7 @@ say("end", 1)
 """
     )
     assert ends(done) == [1.0] * 3
-    assert re.search(r"rank 2 of 3 .* (was ended by SIGKILL|ended without a word)", done.stderr)
+    assert re.search(r"rank 2 of 3 .* (was ended by SIGKILL|ended without a message)", done.stderr)
 
 
 def test_a_rank_that_ends_with_an_error_ends_the_job(run):

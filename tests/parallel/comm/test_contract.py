@@ -98,12 +98,12 @@ def test_an_exchanged_order_is_found_by_the_next_comparison(group):
         CollectiveMismatchError, match=r"2 collectives ago: rank 0: assign 'a'; ranks? 1.*: assign 'b'$"
     ):
         use(group, "c" if group.topology.rank == 0 else "b")
-    with pytest.raises(ClosedError, match="no more use"):
+    with pytest.raises(ClosedError, match="no longer be used"):
         use(group, "d")
 
 
 def test_a_one_way_message_of_another_call_does_not_reach_a_later_one(make_group):
-    """Rank 0 has sent what no other rank has received: the group is of no more use, and says so on all ranks."""
+    """Rank 0 has sent what no other rank has received: the group can no longer be used, which all ranks report."""
     group = make_group(shared_memory=False)
     value = np.zeros(3, np.uint8)
 
@@ -123,7 +123,7 @@ def test_a_one_way_message_of_another_call_does_not_reach_a_later_one(make_group
             use(group, "a")
         else:
             use(group, "b")
-    with pytest.raises(ClosedError, match="no more use: ranks made different calls, .*: broadcast 'w'"):
+    with pytest.raises(ClosedError, match="no longer be used: ranks made different calls, .*: broadcast 'w'"):
         use(group, "a")
     group.close()
     group.topology.close()

@@ -423,8 +423,8 @@ except CollectiveMismatchError:
     pass
 """
 HOW_ON = {
-    "and call on": ("all_reduce(); time.sleep(40)", "an error ended #4 on rank 0, which went on"),
-    "and work": ("time.sleep(40)", "an error ended #4 on rank 0, which went on"),
+    "and call on": ("all_reduce(); time.sleep(40)", "an error ended #4 on rank 0, which continued"),
+    "and work": ("time.sleep(40)", "an error ended #4 on rank 0, which continued"),
     "and call a last time": ("all_reduce()", "left the program"),
     "and end": ("", "left the program"),
 }

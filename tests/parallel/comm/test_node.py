@@ -151,7 +151,7 @@ def test_missing_rank_is_named_with_its_place(make_group, mpi_tmp_path):
     group.barrier()
     if rank == last:
         assert wait_until(lambda: len(list(mpi_tmp_path.iterdir())) == last, 25)  # here
-        with pytest.raises(CollectiveTimeoutError, match=r"came too late.*gave up"):
+        with pytest.raises(CollectiveTimeoutError, match=r"arrived too late.*gave up"):
             group.barrier("late")
     else:
         with pytest.raises(CollectiveTimeoutError) as caught:

@@ -78,7 +78,7 @@ def test_a_rank_that_is_killed_and_what_the_others_do(mpi, tmp_path):
                 results = runner.results()
             assert not any(result.returned for result in results)
             assert all("ready" in result.output for result in results)
-            # "was ended by SIGKILL"; where the machine is busy, "ended without a word"
+            # "was ended by SIGKILL"; where the machine is busy, "ended without a message"
             assert any(line.startswith("mpistrat: rank 1 of 3") for line in results[0].output)
         """,
     )

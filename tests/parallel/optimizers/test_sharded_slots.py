@@ -237,6 +237,6 @@ def test_after_an_error_in_a_step_there_is_no_other(opened):
             train(strategy, variables, optimizer, range(1, 2))
         with pytest.raises(
             ms.errors.ClosedError,
-            match="no more use: .* messages between nodes under way: ZeroDivisionError: in the .* make a new",
+            match="no longer be used: .* messages between nodes pending: ZeroDivisionError: in the .* create a new",
         ):
             train(strategy, variables, optimizer, range(2, 3))

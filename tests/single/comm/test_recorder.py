@@ -136,7 +136,7 @@ def test_more_names_than_fit_are_other(recorder):
 
 
 def test_what_is_no_recorder_is_refused():
-    with pytest.raises(ValueError, match="no memory of a recorder"):
+    with pytest.raises(ValueError, match="not the memory of a recorder"):
         Ring(bytes(70000))
 
 
