@@ -91,11 +91,9 @@ class Gradients:
 class Arena:
     """One slab of variables. `ArenaAllocator` creates it, equal on every rank.
 
-    On CPUs `copies` holds one flat array, shared by the ranks of the node if possible. On GPUs it holds one for each of this
-    rank's devices.
-
-    An arena is cut into slices, one for each rank of a node, at the same offsets on every node. Every node updates a whole slice,
-    or, if the arena is `sharded`, a piece of it, whose slots exist on no other node.
+    `copies` holds one flat array on CPUs, shared by the ranks of the node if possible, and one for each of this rank's devices on
+    GPUs. An arena is cut into slices, one for each rank of a node, at the same offsets on every node. Every node updates a whole
+    slice, or, if the arena is `sharded`, a piece of it, whose slots exist on no other node.
 
     Attributes:
         key: name of the arena, equal on every rank.
@@ -276,15 +274,14 @@ class ArenaAllocator:
     """An allocator of variables in arenas, in the same order on every rank. One per strategy.
 
     A slab holds variables of one dtype, trainable or not. The first has 64 MiB, each next one twice as much up to 1 GiB, at most
-    a quarter of the free memory, and at least the variable. Unused pages cost nothing. Memory is freed by `close()`, not when a
-    variable dies, because other ranks might still use it.
+    a quarter of the free memory, and at least the variable. Unused pages cost nothing. `close()` frees the memory; a dead
+    variable does not, because other ranks might still use it.
 
     Args:
         group: the strategy's ranks.
         devices: the devices of variables; default this rank's. All "gpu:k", or none.
         central: the first rank of a node writes and updates all variables, instead of each rank its part.
-        sharded: each node stores the slots of a part only, see `Arena`.
-        wire: the encoding of parts between nodes, see `Arena`.
+        sharded, wire: see `Arena`.
         sharded_gradients: allocate no memory for gradients, because they are submitted, see `Gradients`.
     """
 

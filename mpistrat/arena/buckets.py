@@ -2,8 +2,8 @@
 
 Gradients are copied into a bucket in the node's shared memory. On one node, and if every node sums whole arenas, the ranks sum a
 full bucket at once. Otherwise their threads sum it and exchange pieces with other nodes while the next one is filled. Only one
-bucket is in flight: each rank waits for its part of it before the barrier after which the next one is summed. So every rank has
-read a bucket before it is overwritten.
+bucket is in flight: each rank waits for its part before the barrier after which the next one is summed, so no bucket is
+overwritten before all have read it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sums of gradients that are computed before the step that uses them: a thread of each rank exchanges them between nodes.
 
-A node's share of such gradients is cut into equal parts for its ranks, whichever of them owns it, because gradients that are
-final at the same time are adjacent. Each sum goes into the node's shared memory, where its owner reads it in the step. The order
-is that of a step, over the ranks of a node, then over nodes in their order, so the bits are equal.
+Gradients that are final at the same time are adjacent, so a node's share of them is cut into equal parts for its ranks,
+regardless of owners. Each sum goes into the node's shared memory, where its owner reads it in the step. The order of summation is
+that of a step, so the bits are equal.
 """
 
 from __future__ import annotations

@@ -90,8 +90,7 @@ class EncodedShare(PieceShare):
 
 @final
 class EncodedAllReduce:
-    """The sum of float32 arrays over nodes: each sums a piece, in node order, and uses the encoded sum that the others receive.
-    """
+    """The sum of float32 arrays over nodes: each sums a piece, in node order, and uses the encoded sum that others get."""
 
     def __init__(self, inter: Any, wire: Wire, block: int) -> None:
         """Allocate.

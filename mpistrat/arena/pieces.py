@@ -1,8 +1,8 @@
 """Slices that nodes share: each node sums and updates a piece of a slice, and sends its new weights to the others.
 
-Pieces are exchanged in rounds. In each round a node receives its peers' sums of a block of its piece, computes the total, and
-sends them the updated block, directly between the memories of the weights. The sums of the next round travel while a block is
-updated, without a thread. A total is summed over nodes in their order, so its bits do not depend on MPI's all-reduce.
+In each round a node receives its peers' sums of a block of its piece, computes the total, and sends them the updated block,
+directly between the memories of the weights. The sums of the next round are sent while a block is updated, without a thread. A
+total is summed over nodes in their order, so its bits do not depend on MPI's all-reduce.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _FORGET_FROM = 1024  # number of records at which those of freed arrays are removed
-_DATASETS = 64  # the most datasets whose parts a ledger stores separately
+_DATASETS = 64  # datasets with separate parts in a ledger, at most
 
 _numbers, _times = itertools.count(), itertools.count()
 _lock = threading.Lock()
@@ -233,7 +233,7 @@ class Ledger:
         shapes = ", ".join(str(tuple(array.shape)) for array in arrays) or "none"
         parts = sorted((part.rows, part.total) for part in self.parts())
         listed = ", ".join(f"{rows} of {total} rows" for rows, total in parts[:6]) + (", ..." if len(parts) > 6 else "")
-        why = "its inputs belong to batches of different weights" if weights else "no input tells which batch it is of"
+        why = "its inputs belong to batches of different weights" if weights else "no input identifies its batch"
         return BatchError(
             f"{function}: this pass has no weight: {why}. Input shapes: {shapes}. The replicas have unequal parts of batches "
             f"(here {listed}){where}. Use the arrays as the dataset handed them out (torch.from_numpy and views of them count), "

@@ -34,8 +34,8 @@ _CHECK = 0.05  # seconds between two checks for failures
 class Backoff:
     """A pause that first yields to other processes, then sleeps, each time longer by a factor, up to a ceiling in seconds.
 
-    So the end of a wait is noticed at most one factor too late, until the ceiling is reached. A message passes several such waits
-    on both ranks. Doubling sleeps would add up to milliseconds, hence the factor 1.125.
+    So the end of a wait is noticed at most one factor too late, until the ceiling is reached. A message passes several such
+    waits; doubling sleeps would add up to milliseconds, hence the factor 1.125.
 
     Args:
         ceiling: seconds of the longest sleep.

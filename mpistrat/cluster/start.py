@@ -4,9 +4,8 @@ MPI_Init waits for the other ranks while mpi4py holds Python's lock. So if this 
 through ctypes, which releases the lock, and a thread reports and ends a start that takes too long.
 
 A rank that has finished its program will never arrive. Before MPI runs, the operating system shows that on the same node: the
-ranks are children of one launcher process (possibly through a user's process such as a shell), and each has its number in its
-environment. A rank has finished if its process is gone, or if its process name is the mark that it sets while it waits in
-MPI_Finalize.
+ranks are children of one launcher process (possibly through a user's shell), with their numbers in their environment. A rank has
+finished if its process is gone, or has the name that it sets while it waits in MPI_Finalize.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def running() -> Any:
 
 
 def import_mpi() -> Any:
-    """Return the module mpi4py.MPI; if the import starts MPI, by mpi4py.rc's settings, it is collective over the job.
+    """Return the module mpi4py.MPI, starting MPI by mpi4py.rc's settings if needed. Collective over the job if it starts MPI.
 
     With several ranks a start that takes longer than MPISTRAT_ABORT_AFTER ends the job.
 

@@ -6,9 +6,10 @@ of a color create its communicator.
 
 If MPI survives the death of ranks (User-Level Failure Mitigation, ULFM: MPI 5 drafts; Open MPI 5 under `mpirun --with-ft ulfm`),
 a call that needs a dead rank raises, and a communicator can be revoked: then every call on it raises on every rank, also pending
-ones. So the living ranks leave all communicators, and agree on a new world. A rank could still wait for a living one that has
-left, in a communicator that is not revoked. So all communicators derived from the world's are recorded. Source:
-https://docs.open-mpi.org/en/v5.0.x/features/ulfm.html.
+ones. So the living ranks leave all communicators, and agree on a new world. A rank could still wait for a living one in a
+communicator that is not revoked, so all communicators derived from the world's are recorded.
+
+Source: https://docs.open-mpi.org/en/v5.0.x/features/ulfm.html.
 """
 
 from __future__ import annotations

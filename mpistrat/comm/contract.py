@@ -109,10 +109,10 @@ class Collective(Call):
 class Comparison:
     """A comparison of the calls of all ranks, over a communicator without other reductions.
 
-    After each call, the one that followed it last time is expected, or for the first time the same call. Expected calls are not
-    compared; an unexpected one is compared before its data is sent. All ranks have the same expectations, so two ranks never send
-    data for different calls: one with an unexpected call waits in the comparison, and the other waits for it, until the watchdog
-    reports both. No difference is lost, because ranks compare a hash of all calls so far.
+    After each call, the ranks expect the call that followed it last time, or the first time the same call again. They compare an
+    unexpected call before its data is sent. All ranks have the same expectations, so two ranks never send data for different
+    calls: one with an unexpected call waits in the comparison, and the other waits for it, until the watchdog reports both. No
+    difference is lost, because ranks compare a hash of all calls so far.
 
     Attributes:
         ended: number of the last call that ended on this rank without an error.
@@ -156,9 +156,9 @@ class Comparison:
     def compare(self, monitor: RankMonitor) -> None:
         """Raise unless all ranks made the same calls, up to the current one. Collective.
 
-        After an error the ranks continue in step: with the same number, and as if no call had failed before. But the group
-        becomes unusable if a call from the first difference on has ended on a rank, such as one that only sends, or one that was
-        only started: its messages could be received by a later call.
+        After an error the ranks continue in step, as if no call had failed before. But the group becomes unusable if a call from
+        the first difference on has ended on a rank, such as one that only sends, or was only started: a later call could receive
+        its messages.
 
         Raises:
             CollectiveMismatchError: on every rank, with the call of each at the first difference.

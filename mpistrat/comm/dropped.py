@@ -1,7 +1,7 @@
 """Groups that the program has dropped without closing: they are freed when the same ranks create the next one.
 
-Freeing a communicator is collective, and ranks drop a group at different times, when Python does. So each rank stores a dropped
-group until all ranks have dropped the one with this number, which they compare in the next collective. Process sets do the same.
+Freeing a communicator is collective, but each rank's Python drops a group at another time. So each rank stores a dropped group
+until all ranks have dropped it, which they compare when they create the next. Process sets do the same.
 """
 
 from __future__ import annotations

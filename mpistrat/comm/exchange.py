@@ -27,8 +27,8 @@ _LARGE = 1 << 30  # bytes in one all-to-all, whose counts and displacements must
 class SmallExchange:
     """An exchange of some bytes of each rank of a node with all of them, in the barrier that compares the call.
 
-    The bytes are in staging memory: data from `move` is valid until this rank's next barrier. The head comes first, of equal
-    length on all ranks; then the data, whose form may differ between ranks.
+    The bytes are in staging memory, valid until this rank's next barrier. The head comes first, of equal length on all ranks;
+    then the data, whose form may differ between ranks.
 
     Args:
         node: the ranks.

@@ -1,7 +1,7 @@
 """GPUs: copies from the host on a separate CUDA stream, and NCCL communicators over all ranks.
 
-NCCL and MPI calls never overlap, because this may deadlock: every call here waits for its streams before it returns, or before
-the block of `one_wait` ends, and every MPI call of this package blocks.
+NCCL and MPI calls must not overlap, because this may deadlock: every call here waits for its streams before it returns, or at the
+end of the block of `one_wait`, and every MPI call of this package blocks.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ They are in the folder mpistrat-job-UID-KEY, which no other user can enter (`mon
     modules            rank 0's imported modules and changed environment variables
     size               the requested number of ranks
 
-The supervisor removes them at the end of the job. The next supervisor removes files of a killed one: their lock is free, no rank
-has them open, and they were not modified for some minutes. For a requeued SLURM job there is no delay: its next start removes
-them, because it needs the memory.
+The supervisor removes them at the end of the job. The next supervisor removes files of a killed one if their lock is free, no
+rank has them open, and they are some minutes old. The next start of a requeued SLURM job removes them immediately.
 """
 
 from __future__ import annotations
@@ -183,10 +182,9 @@ def expect_end(job: str, generation: int, first: bool) -> None:
 
 
 def expect_end_under_launcher(waited: bool = False) -> None:
-    """Call `expect_end` on rank 0 of a job with a supervisor. `import mpistrat` calls it, and a standby process that becomes a
-    rank.
+    """Call `expect_end` on rank 0 of a job with a supervisor; called by `import mpistrat` and by activated standby processes.
 
-    It distinguishes a program that ends or dies before it creates a strategy from one that does not use this package.
+    It distinguishes a program that ends before it creates a strategy from one that does not use this package.
 
     Args:
         waited: True if this process was a standby process, and is a rank now.

@@ -192,9 +192,8 @@ class ProcessGroup:
     ) -> Collective:
         """Return the context in which one collective runs. Entering it is collective over all ranks.
 
-        On entry the ranks of a node wait for each other and compare their calls. Between nodes they compare a call that does not
-        follow the calls before it as it did last time, and every `environment.check_every` collectives; then they find every
-        difference since the last comparison.
+        On entry the ranks of a node wait for each other and compare their calls. Between nodes they compare unexpected calls (see
+        `Comparison`), and every `environment.check_every` collectives; then they find every difference since the last comparison.
 
         Args:
             op, name, dtype, shape, detail: must be equal on every rank. `detail` must have the same repr there.

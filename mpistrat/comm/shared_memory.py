@@ -67,7 +67,7 @@ class SharedBlock:
         """Make the system allocate memory for bytes [low, high) of a segment.
 
         Returns False if there is none left; existing bytes keep their values. If the system cannot report it (Linux before 5.14),
-        the result tells if the free space is large enough.
+        the result depends on the free space.
         """
         return not self.shared or populate(self.segments[index], low, high)
 
@@ -91,8 +91,7 @@ def allocate_private(nbytes: int, what: str) -> SharedBlock:
 
 
 def allocate_shared(node: Any, world: Any, nbytes: Sequence[int], what: str) -> SharedBlock:
-    """Allocate a block, with a segment of `nbytes[i]` bytes for rank i of the node. Collective over `world`: every node allocates
-    one.
+    """Allocate a block on every node, with `nbytes[i]` bytes for rank i of the node. Collective over `world`.
 
     `what` names the use of the memory in errors.
 

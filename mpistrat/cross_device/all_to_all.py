@@ -393,8 +393,7 @@ def _moved(
     axes: Sequence[int],
     equal: bool,
 ) -> tuple[np.ndarray, np.ndarray, list[list[np.ndarray]]]:
-    """Return the received lengths, as `_received` does, all parts as bytes, and from each rank the parts of each leaf.
-    Collective.
+    """Return the received lengths, like `_received`; all parts as bytes; and by rank the parts of each leaf. Collective.
 
     From each rank these are its replicas' parts for each local replica.
     """
@@ -485,8 +484,7 @@ def _received(group: ProcessGroup, call: Call, sent: np.ndarray, largest: int) -
 
     Returns:
         The lengths that each local one receives, of each leaf: int64 (replicas, local replicas, leaves); the largest of all
-            ranks'
-        numbers `largest`, or _FAILED if any is.
+        ranks' numbers `largest`, or _FAILED if any is.
     """
     topology, most = group.topology, max(group.topology.replicas_per_rank)
     table = np.zeros((topology.size, 1 + most * most * sent.shape[2]), np.int64)

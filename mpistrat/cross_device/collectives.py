@@ -36,10 +36,9 @@ class Collectives:
     """The collectives of a group, which only its members need to create.
 
     Each method checks its values, compares the call over all ranks (a mismatch raises an error that names them), and sends a nest
-    in one message. Values are PerReplica of the local replicas' arrays, or the array of a single one.
-
-    A method puts everything that ranks must share into the compared call (`detail`). It rejects values only inside of the call,
-    where all ranks have the same information and raise the same error.
+    in one message. Values are PerReplica of the local replicas' arrays, or the array of a single one. The compared call
+    (`detail`) contains all values that ranks must share. Values are rejected only inside of the call, so that all ranks raise the
+    same error.
 
     Args:
         group: the ranks.

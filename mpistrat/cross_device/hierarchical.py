@@ -2,9 +2,9 @@
 
 Its three steps, of which the second is empty on one node:
 
-1. reduce inside the node: rank i of each node sums slice i of its node's arrays in shared memory; 2. all-reduce between nodes:
-the ranks i of all nodes all-reduce slice i by MPI, so that every rank drives the network; 3. broadcast inside the node: each rank
-copies all slices out of shared memory.
+- Step 1, reduce inside the node: rank i of each node sums slice i of its node's arrays in shared memory.
+- Step 2, all-reduce between nodes: the ranks i of all nodes all-reduce slice i by MPI, so every rank drives the network.
+- Step 3, broadcast inside the node: each rank copies all slices out of shared memory.
 
 `_StagedSum` executes them for large arrays, chunk by chunk. Small arrays on one node take one barrier (`_ExchangeSum`). Gradients
 of variables are summed in place (`arena.ArenaSum`), so that step 3 needs no copy.
@@ -56,8 +56,8 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
     """An all-reduce over the ranks of a node through shared memory, then over the nodes by MPI, slice by slice.
 
     Rank i of each node sums slice i and all-reduces it with the ranks i of the other nodes, so that every rank drives the
-    network. On one node that second half is empty. Any number of ranks, and of replicas on each, works. If ranks share no memory
-    it is one MPI_Allreduce. Arrays on a GPU go through pinned host memory.
+    network. Any number of ranks, and of replicas on each, works. If ranks share no memory it is one MPI_Allreduce. Arrays on a
+    GPU go through pinned host memory.
 
     Args:
         num_packs: number of messages for `batch_reduce`'s values of one dtype; 0 sends each value separately. `bytes_per_pack` of

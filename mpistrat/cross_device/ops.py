@@ -149,13 +149,10 @@ class CrossDeviceOps(ABC):
             per_replica_value: PerReplica with one array for each local replica, all of one shape and dtype; or a plain value: the
                 local replica's if the rank has one.
             destinations: a Variable, a device string, a value, or None: the destination of the result. If every value is the
-                memory
-                of this Variable's gradient, HierarchicalAllReduce sums in place, and the result is a read-only view, valid until
-                    that
-                gradient is written again.
+                memory of this Variable's gradient, HierarchicalAllReduce sums in place, and the result is a read-only view, valid
+                until that gradient is written again.
             options: bytes_per_pack, timeout_seconds, implementation of this call; wire: "bfloat16" encodes float32 sums of at
-                least
-                64 KB between nodes, with two roundings, one for each node and one for the total.
+                least 64 KB between nodes, with two roundings, one for each node and one for the total.
             name: the name of the value, the same on every rank.
             function: the public caller, for errors; the same on every rank.
 
@@ -163,8 +160,7 @@ class CrossDeviceOps(ABC):
             CollectiveMismatchError: ranks passed different operations, shapes or dtypes.
             CollectiveTimeoutError: a rank did not arrive.
             ValueError: a plain value under SUM or PROD on a rank with several replicas; a list of destinations; a reduction or a
-                wire
-                that this object does not support.
+                wire that this object does not support.
             TypeError: values that cannot be reduced: bool, structured, objects; by MIN, MAX and PROD complex numbers and
                 IndexedSlices.
         """
@@ -373,8 +369,7 @@ class CrossDeviceOps(ABC):
 
         Raises:
             CollectiveMismatchError: number of dimensions, dtype or another dimension differ; on every rank, naming a rank and
-                both
-                shapes, before data is sent.
+                both shapes, before data is sent.
             ValueError: a scalar, or an axis out of range.
         """
         check_destinations(destinations, "gather")

@@ -64,9 +64,9 @@ class RankResult(NamedTuple):
 class MultiProcessRunner:
     """Ranks of this machine that call a function, for tests of your own program: start them, kill one, and check each result.
 
-    They start at once. They end with the `with` statement, whatever happens in it, and when this process is killed. This process
-    is not a rank. The ranks get the function and its arguments in their current state, by cloudpickle. Their output is printed
-    here too. In a SLURM job they run on all of its nodes, as under `mpistrat run`. Use `ms.launch` to only call a function.
+    They start at once, and end with the `with` statement and with this process, however these end. This process is not a rank.
+    The ranks get the function and its arguments in their current state, by cloudpickle. Their output is printed here too. In a
+    SLURM job they run on all of its nodes, as under `mpistrat run`. Use `ms.launch` to only call a function.
 
     Args:
         f: creates and uses the strategy. Its return value must be picklable.
@@ -170,7 +170,7 @@ class MultiProcessRunner:
         died = [rank for rank, result in enumerate(results) if not result.returned]
         if len(died) == len(results) or (died and not self._survives) or (status and not died):
             got = f"exit status {status}" + (f", and nothing of {named('rank', died)}" if died else "")
-            remedy = "See what they have printed"
+            remedy = "Check their output"
             raise LaunchError(explain("ms.launch", "", expected="all ranks to return", got=got, remedy=remedy))
         return results
 

@@ -138,7 +138,7 @@ class _Survival:
             job_files.state(self._job)[job_files.GENERATION] = self._generation
         if self._noticed and self._comm.rank == 0:
             ranks, seconds = counted(self._comm.size, "rank"), time.monotonic() - self._noticed
-            logger.warning("%s lost: %s go on, after %.2f s", named("rank", self._lost), ranks, seconds)
+            logger.warning("%s lost: %s continue, after %.2f s", named("rank", self._lost), ranks, seconds)
 
     def _leave_groups(self) -> None:
         """Leave everything that needs the lost ranks; ranks that wait for this one leave too."""

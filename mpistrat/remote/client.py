@@ -314,9 +314,7 @@ class RemoteCluster(FunctionScheduler):
         self._leave(Kind.END)
 
     def close(self) -> None:
-        """Leave the job, which waits for the next client. Waiting functions are cancelled; variables stay. Later calls do
-        nothing.
-        """
+        """Leave the job, which waits for the next client; cancel waiting functions. Variables stay. Later calls do nothing."""
         self._leave(Kind.LEAVE)
 
     def __enter__(self) -> RemoteCluster:

@@ -138,8 +138,7 @@ class Cluster(Coordination):
 
         Args:
             name: "variable", "optimizer", "close", or a collective method of the strategy; or "step", a call of this rank alone,
-                for
-                which ranks without a program need its optimizers.
+                for which ranks without a program need its optimizers.
             args, kwargs: of the call.
 
         Raises:

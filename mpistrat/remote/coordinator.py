@@ -229,8 +229,7 @@ class ClusterCoordinator(FunctionScheduler):
 
         Raises:
             Exception: that of the first function that failed, once, after the running ones have ended. Waiting ones are
-                cancelled:
-                their values raise ClosureCancelledError. Then the coordinator can be used again.
+                cancelled, and their values raise ClosureCancelledError. Then the coordinator can be used again.
         """
         self._dispatcher("join").join()
 

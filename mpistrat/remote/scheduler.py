@@ -213,9 +213,8 @@ class FunctionScheduler(ABC):
 
         Args:
             dataset_fn: creates the dataset, or any iterable, on each worker; there `get_current_worker_index()` returns the
-                worker's
-                index. Or a dataset, if it can be pickled. Each worker reads all of it unless the function creates a shard, and in
-                another order only if the function shuffles with another seed.
+                worker's index. Or a dataset, if it can be pickled. Each worker reads all of it unless the function creates a
+                shard, and in another order only if the function shuffles with another seed.
 
         Example:
             >>> def make():                                               # doctest: +SKIP

@@ -1,8 +1,9 @@
 """The connection of a client and a serving job: messages over TCP, encrypted by CurveZMQ, and the file with the keys.
 
 A message is a kind, a number and a payload. Only owners of the file can communicate with the job: ZeroMQ drops other connections
-in the handshake, before this module reads anything. Each connection has its own keys, so a recorded connection cannot be
-replayed. Source: CurveZMQ, https://rfc.zeromq.org/spec/26/; ZMTP, https://rfc.zeromq.org/spec/23/.
+in the handshake. Each connection has its own keys, so a recorded one cannot be replayed.
+
+Source: CurveZMQ, https://rfc.zeromq.org/spec/26/; ZMTP, https://rfc.zeromq.org/spec/23/.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The end of the job after one rank's exception: it is printed with its rank, by the first rank of each node in short, and all
-end.
+"""The end of the job after one rank's exception: it prints the traceback, the first rank of each node the exception.
 
 Ranks that fail with equal errors print it once, with the numbers of the others.
 """
@@ -84,8 +83,8 @@ _INSTALLED = re.compile(
 def end_job(text: str, code: int = 1, reason: str = "") -> None:
     """Print a text on stderr and end every rank of the job. Does not return while MPI runs.
 
-    Of ranks that end the job with equal texts at the same moment the lowest prints it, with the numbers of the others. The first
-    rank of each node that the watchdog can reach prints `reason`; default the whole text.
+    Of ranks with equal texts at the same moment the lowest prints it, with the numbers of the others. The first rank of each node
+    that the watchdog can reach prints `reason`; default the whole text.
 
     Args:
         code: the job's exit status. An invalid one, or 0, becomes 1.
@@ -203,10 +202,11 @@ def _exit_ends_the_job() -> bool:
     """Return True if the launcher is Open MPI 5's (PRRTE, also as prun): there a rank ends the job by exiting.
 
     MPI's Abort, by a rank on another host than mpirun's, ends all ranks but not mpirun (seen with 5.0.11), which waits forever
-    for messages of the ranks on the aborting one's host. A rank that exits with an error before MPI is finalised makes PRRTE end
-    the others, and itself, wherever they are; see also `_let_exits_win`. So one way works for one host and for many. srun, which
-    starts ranks itself, sets no such variable. If ranks may die, PRRTE does not end the job after an exit with an error, and
-    Abort may hang. There each rank exits once it receives the job's end; see `end_where_nobody_does`.
+    for messages of the ranks on the aborting one's host. If a rank exits with an error before MPI is finalised, PRRTE ends the
+    others and itself on all hosts; see also `_let_exits_win`. srun, which starts ranks itself, sets no such variable.
+
+    If ranks may die, PRRTE does not end the job after an exit with an error, and Abort may hang. Then each rank exits once it
+    receives the job's end; see `end_where_nobody_does`.
     """
     return os.environ.get("PRTE_LAUNCHED") == "1"
 
@@ -214,9 +214,9 @@ def _exit_ends_the_job() -> bool:
 def _let_exits_win() -> None:
     """Make Open MPI wait before it aborts by itself.
 
-    It aborts if a rank of another host closes its connection, also one that has just exited as above, and would leave mpirun
-    running. Before the wait is over, the launcher has ended this rank. This is Open MPI's own setting `opal_abort_delay`; MPI may
-    have read it from the environment long ago, so it is written into MPI's variable.
+    It aborts if a rank of another host closes its connection, even by an exit as above, and would leave mpirun running. During
+    the wait the launcher ends this rank. The setting is Open MPI's `opal_abort_delay`. MPI may have read it from the environment
+    already, so it is written into MPI's variable.
     """
     mpi = start.running()
     if mpi is not None and _exit_ends_the_job():
@@ -245,9 +245,9 @@ def install_under_launcher() -> None:
 def install(rank: int, size: int) -> None:
     """Make uncaught exceptions end the job, from now on. Later calls do nothing.
 
-    The main thread's and other threads' exceptions are printed as Python or an earlier hook prints them, under a line that names
-    the rank. The other ranks print the exception without its traceback; then the job ends with status 1 (130 for
-    KeyboardInterrupt). Nothing changes with one rank, nor in a forked process, whose end is handled by its parent.
+    Exceptions of any thread are printed as Python or an earlier hook prints them, under a line that names the rank. The other
+    ranks print the exception without its traceback; then the job ends with status 1 (130 for KeyboardInterrupt). Nothing changes
+    with one rank, nor in a forked process, whose end its parent handles.
     """
     global _rank
     if size == 1:
@@ -391,8 +391,8 @@ def _said(*ways: Callable[[], str]) -> str:
 def _ends_the_program(trace: TracebackType | None) -> bool:
     """Return True if an exception passed to sys.excepthook is uncaught. Any function that the hook calls.
 
-    The interpreter also passes exceptions that compiled code cannot raise, after which the program continues: PyErr_Print, as
-    Cython calls it for `noexcept` functions. Then the program's outermost frame still runs, and the exception is of none of the
+    The interpreter also passes exceptions that compiled code cannot raise (PyErr_Print, as Cython calls it for `noexcept`
+    functions), and then continues. In that case the program's outermost frame still runs, and the exception is of none of the
     running frames. A program may also pass an exception that it has caught.
     """
     frame: FrameType | None = sys._getframe(1)

@@ -1,8 +1,8 @@
 """Board: memory in which the ranks of a node publish their positions, on demand and without messages.
 
-It is in the node's control pages. A rank that requests positions writes the time into the first page. The watchdog of each rank,
-which checks it in every round, then writes its rank's position into its own page. Entries since that time are fresh, and a rank
-without one does not answer. The ranks of a node have one clock.
+It is in the node's control pages. A rank that requests positions writes the time into the first page. In each round every
+watchdog checks it, and then writes its rank's position into its own page. Entries since that time are fresh, and a rank without
+one does not answer. The ranks of a node have one clock.
 """
 
 from __future__ import annotations
@@ -80,9 +80,7 @@ class Board:
         return [index for index, page in enumerate(self._pages) if page[_FAILURE] == key]
 
     def ask(self, about: int) -> float:
-        """Request the positions of this node's ranks, and about a collective, by number. Return the time from which answers are
-        fresh.
-        """
+        """Request positions from this node's ranks, and about a collective by number. Return the time of the request."""
         self._common[_ABOUT] = about
         self._sync()
         now = self._common[_ASKED] = monotonic()

@@ -120,8 +120,7 @@ class GroupMonitor:
             self.mailbox.send(last, rank, _LEFT)
 
     def report_end(self, text: str, reason: str) -> str | None:
-        """Send all nodes why the job ends, through rank 0; return the ranks with equal errors, in words, or None if one of these
-        prints it.
+        """Send all nodes why the job ends, through rank 0; return ranks with equal errors, in words, or None if one prints it.
 
         So ranks with equal errors send few messages, and print one text. The lowest of those on a node sends for all.
         """

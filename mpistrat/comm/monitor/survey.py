@@ -1,13 +1,12 @@
 """Surveys: the positions of the ranks of all nodes, collected along a tree of nodes, for a rank that waits too long.
 
-A rank that waits too long requests a survey from a rank of the first node, through the nodes above its own in a tree. That one
-queries some nodes, each about a range of nodes. The queried rank divides the rest of the range in the same way, reads the board
-of its own node, and reports all at once, with equal positions merged. So a survey takes four messages per node, and at most seven
-per rank, for any number of ranks; and a survey that passes a node covers all waits there.
+That rank requests a survey from a rank of the first node, through the nodes above its own in the tree. The first node queries
+some nodes, each about a range of nodes. A queried rank divides the rest of its range in the same way, reads the board of its
+node, and reports all at once, with equal positions merged. So a survey takes four messages per node, and at most seven per rank,
+for any number of ranks; and a survey that passes a node covers all waits there.
 
-Every query is acknowledged. If a rank does not answer, the next ranks of its node are queried, and if a node does not answer, the
-next one of its range. A requesting rank without an answer skips the nodes above its own, one after another; at last it queries
-all nodes itself.
+Every query is acknowledged. If a rank does not answer, the next ranks of its node are queried, then the next node of its range. A
+requesting rank without an answer skips the nodes above its own, one after another; at last it queries all nodes itself.
 """
 
 from __future__ import annotations

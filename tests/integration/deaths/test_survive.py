@@ -95,7 +95,7 @@ def at(job, strategy, step):
     assert third[0:3:2] == [2, 2] and 20 < third[1] <= 40 and third[3:] == [1, 2]
     steps = [second[1], third[1] - second[1], 60 - third[1]]
     assert ends(done) == [4.0 * steps[0] + 3.0 * steps[1] + 2.0 * steps[2]] * 2
-    assert re.search(r"rank 1 lost: 3 ranks go on, after 0\.\d\d s", done.stderr)
+    assert re.search(r"rank 1 lost: 3 ranks continue, after 0\.\d\d s", done.stderr)
     assert re.search(r"rank 1 of 4 .* (was ended by SIGKILL|ended without a message)", done.stderr)
     assert re.search(r"rank 1 of 3 .* (was ended by SIGKILL|ended without a message)", done.stderr)
 
