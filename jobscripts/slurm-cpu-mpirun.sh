@@ -7,7 +7,7 @@
 # Most sites want a partition, an account, or both:
 # SBATCH --partition=PARTITION
 # SBATCH --account=ACCOUNT
-# The longest that it may run; a job that asks for less waits less.
+# Time limit: a shorter one often shortens the wait in the queue.
 #SBATCH --time=01:00:00
 # Nodes, ranks of each node, cores of each rank.
 #SBATCH --nodes=2
@@ -20,9 +20,9 @@ set -e -o pipefail
 source .venv/bin/activate
 set -u
 
-# What the program learns of the job: strategy_from_environment() reads the first.
+# Settings of the program: strategy_from_environment() reads the first.
 export MPISTRAT_STRATEGY=multi_worker_mirrored
-export PYTHONUNBUFFERED=1  # what is printed gets into the log at once
+export PYTHONUNBUFFERED=1  # printed lines appear in the log immediately
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-8}"
 
 # The program and its arguments.

@@ -7,7 +7,7 @@
 # Most sites want a partition, an account, or both:
 # SBATCH --partition=PARTITION
 # SBATCH --account=ACCOUNT
-# The longest that it may run; a job that asks for less waits less.
+# Time limit: a shorter one often shortens the wait in the queue.
 #SBATCH --time=01:00:00
 # Nodes, ranks of each node, cores of each rank.
 #SBATCH --nodes=2
@@ -20,12 +20,12 @@ set -e -o pipefail
 source .venv/bin/activate
 set -u
 
-# What the program learns of the job: strategy_from_environment() reads the first two.
+# Settings of the program: strategy_from_environment() reads the first two.
 export MPISTRAT_STRATEGY=parameter_server
 export MPISTRAT_NUM_PS=2  # the last ranks are servers
-export PYTHONUNBUFFERED=1  # what is printed gets into the log at once
+export PYTHONUNBUFFERED=1  # printed lines appear in the log immediately
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-8}"
-# Since SLURM 22.05 srun does not take over --cpus-per-task.
+# Since SLURM 22.05 srun does not inherit --cpus-per-task.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-8}"
 
 # The program and its arguments.
@@ -34,9 +34,9 @@ program=(python train.py --epochs 10)
 echo "$(date): job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on ${SLURM_JOB_NODELIST:-?}"
 echo "8 ranks with $OMP_NUM_THREADS threads each, strategy $MPISTRAT_STRATEGY: $(command -v python)"
 
-# How srun starts MPI. Where every rank is "0 of 1", say it here: export SLURM_MPI_TYPE=pmi2 for MPICH, =pmix for Open MPI.
+# How srun starts MPI. If every rank is "0 of 1", set it here: export SLURM_MPI_TYPE=pmi2 for MPICH, =pmix for Open MPI.
 mpi="${SLURM_MPI_TYPE:-$(scontrol show config 2>/dev/null | awk '$1 == "MpiDefault" {print $3}' || true)}"
-# Over UCX, MPICH's lines are too long for SLURM's PMI2: MPI_Init fails, or hangs. Over libfabric (ofi) they are short.
+# With UCX, MPICH's lines are too long for SLURM's PMI2: MPI_Init fails, or hangs. With libfabric (ofi) they are short.
 if [ "$mpi" = pmi2 ]; then export MPIR_CVAR_CH4_NETMOD="${MPIR_CVAR_CH4_NETMOD:-ofi}"; fi
-# A rank that fails ends the job at once; under MPICH the others would wait for it for ever.
+# A failed rank ends the job immediately; under MPICH the others would wait for it forever.
 srun --kill-on-bad-exit=1 "${program[@]}"

@@ -7,9 +7,9 @@
 # Most sites want a partition, an account, or both:
 # SBATCH --partition=PARTITION
 # SBATCH --account=ACCOUNT
-# The longest that it may run; a job that asks for less waits less.
+# Time limit: a shorter one often shortens the wait in the queue.
 #SBATCH --time=01:00:00
-# A node that fails does not end the job: its ranks are started again on the others.
+# A failed node does not end the job: its ranks are restarted on the others.
 #SBATCH --no-kill
 # Nodes, ranks of each node, cores of each rank.
 #SBATCH --nodes=2
@@ -22,9 +22,9 @@ set -e -o pipefail
 source .venv/bin/activate
 set -u
 
-# What the program learns of the job: strategy_from_environment() reads the first.
+# Settings of the program: strategy_from_environment() reads the first.
 export MPISTRAT_STRATEGY=multi_worker_mirrored
-export PYTHONUNBUFFERED=1  # what is printed gets into the log at once
+export PYTHONUNBUFFERED=1  # printed lines appear in the log immediately
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-8}"
 
 # The program and its arguments.
@@ -33,6 +33,6 @@ program=(python train.py --epochs 10)
 echo "$(date): job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on ${SLURM_JOB_NODELIST:-?}"
 echo "8 ranks with $OMP_NUM_THREADS threads each, strategy $MPISTRAT_STRATEGY: $(command -v python)"
 
-# srun starts the ranks, and again when one dies or a node fails: from their state in memory, or the newest checkpoint.
+# srun starts the ranks, and restarts them when one dies or a node fails: from their state in memory, or the newest checkpoint.
 # This is python -m mpistrat run, without modules of the working directory.
 python -c 'import sys; sys.path[:] = filter(None, sys.path); from mpistrat.cli.main import main; sys.exit(main())' run --restarts 20 "${program[@]}"

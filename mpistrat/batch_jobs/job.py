@@ -158,7 +158,7 @@ class BatchJob:
             matching("Job", "memory", self.memory, r"[1-9]\d{0,8}[MGT]", "a number with M, G or T, as in 64G")
         matching("Job", "time", self.time, r"(\d{1,3}-)?\d{1,4}:[0-5]\d:[0-5]\d", "[DAYS-]HOURS:MINUTES:SECONDS")
         if not self.seconds:
-            raise ValueError(f"Job: time: must be positive, got {self.time!r}")
+            raise ValueError(f"Job: time: expected a positive duration, got {self.time!r}")
         for name in ("partition", "account", "qos"):
             if getattr(self, name):
                 matching("Job", name, getattr(self, name), _NAME, "letters, digits and . _ + @ -, at most 64")
@@ -185,11 +185,13 @@ class BatchJob:
             matching("Job", "program", self.program[0], r"[A-Za-z_]\w*(\.\w+)*", "the name of a Python module")
         for word in self.program[1:]:
             text("Job", "an argument of the program", word, dash=True)
-        if sum(map(len, self.program)) > _MOST_TEXT:
-            raise ValueError(f"Job: program: expected at most {_MOST_TEXT} characters with all arguments")
+        length = sum(map(len, self.program))
+        if length > _MOST_TEXT:
+            raise ValueError(f"Job: program: expected at most {_MOST_TEXT} characters with all arguments, got {length}")
         if ":" in self.program:  # it separates the programs of an MPMD launch
+            got = f"{self.program!r:.80}"
             raise ValueError(
-                "Job: program: an argument must not be ':', because mpiexec and srun end the program there"
+                f"Job: program: expected no argument ':', got {got}. mpiexec and srun end the program there"
             )
 
     @property

@@ -214,7 +214,7 @@ def test_a_refused_job_and_a_missing_command(job, stub, monkeypatch):
         (["--env", "X", "a.py"], "--env: expected NAME=VALUE, got 'X'"),
         (["--env", "BASH_ENV=x", "a.py"], "variables that neither the shell"),
         (["--directive=--wrap=x", "a.py"], "directives: expected one of --begin"),
-        (["a.py", ":"], "because mpiexec and srun end the program there"),
+        (["a.py", ":"], "mpiexec and srun end the program there"),
         ([], "expected a program, got none"),
         (["--venv", "x", "--conda", "y", "a.py"], "no conda environment next to venv"),
         (["--notice", "60", "a.py"], "--notice: expected --preemptible beside it, got none"),
