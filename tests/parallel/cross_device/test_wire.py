@@ -96,7 +96,7 @@ def test_what_stays_as_it_is(opened):
 def test_what_has_no_such_form(opened):
     mine = np.ones(60_001, np.float32)
     with opened() as strategy:
-        with pytest.raises(ValueError, match="int8 is for steps of optimizers"):
+        with pytest.raises(ValueError, match="int8 is for optimizer steps"):
             strategy.reduce("SUM", mine, axis=None, options=ms.CommunicationOptions(wire="int8"))
         options = ms.CommunicationOptions(wire="bfloat16", implementation="MPI")
         with pytest.raises(ValueError, match=r"options\.wire: expected none, for reductions by MpiAllReduce"):

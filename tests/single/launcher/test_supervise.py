@@ -242,7 +242,7 @@ def test_a_number_of_ranks_that_cannot_be_changes_nothing(tmp_path):
     )
     reply = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert reply.returncode == 0
-    assert "as many ranks as before: expected a worker besides" in reply.stderr
+    assert "keeps its number of ranks: expected a worker besides" in reply.stderr
 
 
 def test_without_shared_memory_it_says_so(tmp_path, monkeypatch, capsys):
