@@ -161,9 +161,9 @@ def _what(job: BatchJob, launcher: str) -> str:
     parts += [f"{job.gpus_per_node} GPUs on each node"] * bool(job.gpus_per_node)
     parts += ["in a container"] * bool(job.container)
     parts += ["an array of jobs"] * bool(job.array)
-    parts += ["resumes after a preemption"] * bool(job.preemption)
+    parts += ["resumed after a preemption"] * bool(job.preemption)
     parts += ["a check of the cluster"] * job.check
-    parts += ["continues when a rank dies"] * bool(job.restarts or job.survive)
+    parts += ["kept running when a rank dies"] * bool(job.restarts or job.survive)
     return f"{', '.join(parts)}."
 
 
