@@ -1,6 +1,6 @@
 """CrossDeviceOps: the reduction of several replicas' values. Subclass it for your own algorithm.
 
-It checks and compares; each algorithm has a file, gather and broadcast are in values.py.
+It checks and compares values. Each algorithm has a file; `gather.py` gathers, `values.py` broadcasts.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def check_root(root: int, group: ProcessGroup, function: str) -> None:
 def broadcast_all(
     group: ProcessGroup, leaves: Sequence[Sequence[Any]], root: int, paths: Sequence[str], function: str
 ) -> list[Any]:
-    """Return global replica `root`'s array of each value, a new one. Collective, inside one. See `gather_all`.
+    """Return global replica `root`'s array of each value, a new one. Collective, inside one. Arguments as of `Gather`.
 
     Raises:
         TypeError: Python objects or structured arrays.

@@ -214,8 +214,8 @@ def _exit_ends_the_job() -> bool:
 def _let_exits_win() -> None:
     """Make Open MPI wait before it aborts by itself.
 
-    It aborts if a rank of another host closes its connection, even by an exit as above, and would leave mpirun running. During
-    the wait the launcher ends this rank. The setting is Open MPI's `opal_abort_delay`. MPI may have read it from the environment
+    It aborts if a rank of another host closes its connection, even by an exit, and mpirun would continue to run. During the
+    wait the launcher ends this rank. The setting is Open MPI's `opal_abort_delay`. MPI may have read it from the environment
     already, so it is written into MPI's variable.
     """
     mpi = start.running()
@@ -389,7 +389,7 @@ def _said(*ways: Callable[[], str]) -> str:
 
 
 def _ends_the_program(trace: TracebackType | None) -> bool:
-    """Return True if an exception passed to sys.excepthook is uncaught. Any function that the hook calls.
+    """Return True if an exception passed to sys.excepthook is uncaught. Called by a function that the hook calls.
 
     The interpreter also passes exceptions that compiled code cannot raise (PyErr_Print, as Cython calls it for `noexcept`
     functions), and then continues. In that case the program's outermost frame still runs, and the exception is of none of the
