@@ -95,7 +95,7 @@ class Begun:
         require_gradient(variable)
         if id(variable) in self._variables:
             remedy = "Call apply_gradients between two calls of begin for a variable"
-            expected, got = "each variable once in a step", "it twice"
+            expected, got = "each variable once in a step", f"{variable.name!r} twice"
             raise ValueError(explain(_FUNCTION, variable.name, expected=expected, got=got, remedy=remedy))
 
     def __contains__(self, variable: Variable) -> bool:

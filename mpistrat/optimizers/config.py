@@ -40,7 +40,9 @@ def _entry(thing: object, name: str, value: Any) -> Any:
     entry = as_json(value)
     if entry is NO_JSON:
         function, got = f"{type(thing).__name__}.get_config", f"{type(value).__name__} {value!r:.60}"
-        remedy = "Take a schedule of ms.optimizers.schedules for a rate that changes, or override get_config and from_config"
+        remedy = (
+            "Take a schedule of ms.optimizers.schedules for a rate that changes, or override get_config and from_config"
+        )
         raise TypeError(explain(function, name, expected="numbers, text, or a schedule", got=got, remedy=remedy))
     return entry
 

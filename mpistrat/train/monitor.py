@@ -310,7 +310,9 @@ class Monitor(Callback):
 
     def _refuse(self, function: str) -> NoReturn:
         remedy = "pip install 'mpistrat[tensorboard]', and leave tensorboard=False out"
-        raise MissingDependencyError(explain(function, "", expected="TensorBoard's files", got="no files", remedy=remedy))
+        raise MissingDependencyError(
+            explain(function, "", expected="TensorBoard's files", got="no files", remedy=remedy)
+        )
 
 
 @final

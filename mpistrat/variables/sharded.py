@@ -304,5 +304,5 @@ def _check(variables: Any) -> None:
     taken = {id(v) for whole in variables[0].placement.sharded for v in whole.variables}
     for v in variables:
         if id(v) in taken:
-            raise ValueError(explain(function, v.name, expected="each variable in one place", got="it twice"))
+            raise ValueError(explain(function, v.name, expected="each variable in one place", got=f"{v.name!r} twice"))
         taken.add(id(v))

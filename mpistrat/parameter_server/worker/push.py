@@ -42,7 +42,7 @@ class PushStep(UpdateRun):
         kept = [name for name in refused if getattr(optimizer, name)]
         if kept:
             remedy = "Remove it with parameter servers; to accumulate, add up the gradients in the program"
-            expected, got = f"an optimizer without {kept[0]}", "one with it"
+            expected, got = f"an optimizer without {kept[0]}", f"{kept[0]}={getattr(optimizer, kept[0])!r}"
             raise ValueError(explain("apply_gradients", optimizer.name, expected=expected, got=got, remedy=remedy))
         self.strategy, self._check_numerics = strategy, check_numerics
         self._optimizer, self._variables, self._access = optimizer, tuple(variables), access

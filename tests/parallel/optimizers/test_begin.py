@@ -189,7 +189,7 @@ def test_a_variable_twice(opened):
         optimizer.begin([variables[4]])
         optimizer.begin([variables[3], variables[4]])
 
-    wrong(opened, act, ValueError, "v4: expected each variable once in a step, got it twice")
+    wrong(opened, act, ValueError, "v4: expected each variable once in a step, got 'v4' twice")
 
 
 @pytest.mark.parametrize("chosen", [[4], [3, 4], [0]])

@@ -300,7 +300,7 @@ def test_a_variable_twice(opened):
         optimizer.begin([variables[4]])
         optimizer.begin([variables[3], variables[4]])
 
-    wrong(opened, act, ValueError, "v4: expected each variable once in a step, got it twice")
+    wrong(opened, act, ValueError, "v4: expected each variable once in a step, got 'v4' twice")
 
 
 def test_a_variable_that_the_step_leaves_out(opened):
