@@ -422,10 +422,10 @@ def test_what_makes_no_sharded_variable():
         ([v, ms.Variable(np.zeros(2))], ValueError, r"rows of shape \(2,\)"),
         ([v, ms.Variable(np.zeros((2, 2), int))], ValueError, "dtype float64"),
         ([v, ms.Variable(np.zeros((2, 2)), trainable=False)], ValueError, "trainable True"),
-        ([v, v], ValueError, "it twice"), ([v, elsewhere], ValueError, "one of another"),
+        ([v, v], ValueError, "'v' twice"), ([v, elsewhere], ValueError, "one of another"),
     ]:  # fmt: skip
         with pytest.raises(error, match=text):
             ms.ShardedVariable(variables)
     ms.ShardedVariable([v])
-    with pytest.raises(ValueError, match="it twice"):
+    with pytest.raises(ValueError, match="'v' twice"):
         ms.ShardedVariable([w, v])
