@@ -65,7 +65,7 @@ def _check(node: Node) -> Node:
     refuse_batches(_SAVE, node)
     if node.cardinality() == INFINITE:
         remedy = "Save the dataset without repeat(), or with take()."
-        raise ValueError(explain(_SAVE, "", expected="a dataset with an end", got="a repeated one", remedy=remedy))
+        raise ValueError(explain(_SAVE, "", expected="a dataset with an end", got="an endless one", remedy=remedy))
     return node
 
 

@@ -109,7 +109,7 @@ def _write_arrays(writer: ShardWriter, data: Mapping[str, Any], num_shards: int 
 def _write_dataset(writer: ShardWriter, dataset: Dataset) -> None:
     if dataset.cardinality() == INFINITE:
         remedy = "Write the dataset without repeat(), or with take()."
-        raise ValueError(explain(_NAME, "data", expected="a dataset with an end", got="a repeated one", remedy=remedy))
+        raise ValueError(explain(_NAME, "data", expected="a dataset with an end", got="an endless one", remedy=remedy))
     if not isinstance(dataset.node.row_spec, Mapping):
         got, remedy = f"elements of {dataset.node.row_spec}", 'Name the arrays: .map(lambda x, y: {"x": x, "y": y}).'
         raise ValueError(explain(_NAME, "data", expected="a dataset of dicts", got=got, remedy=remedy))
