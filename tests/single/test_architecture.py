@@ -303,7 +303,8 @@ def test_no_count_grows(name):
 
 
 def test_files_that_the_architecture_names_are_there():
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    pages = [ROOT / "docs" / "architecture.md", *sorted((ROOT / "docs" / "decisions").rglob("*.md"))]
+    text = "\n".join(page.read_text() for page in pages)
     named = {word for words in re.findall(r"`([^`\n]+)`", text) for word in words.split() if word.endswith(".py")}
     there = {where(path) for folder in ("mpistrat", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
     there |= {path.name for path in ROOT.glob("*.py")}
