@@ -114,7 +114,7 @@ def read(path: str) -> Page:
 
 
 def paths() -> list[str]:
-    """The pages of the repository that are run; the reference, made from docstrings, has the doctests."""
+    """The pages of the repository that are run; the reference has the doctests, decisions have no programs."""
     found = [ROOT / "README.md", ROOT / "jobscripts" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     names = [path.relative_to(ROOT).as_posix() for path in found if path.exists()]
-    return [name for name in names if not name.startswith(("docs/_build/", "docs/reference/"))]
+    return [name for name in names if not name.startswith(("docs/_build/", "docs/decisions/", "docs/reference/"))]
