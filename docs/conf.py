@@ -55,6 +55,7 @@ html_theme = "furo"
 html_title = f"mpistrat {version}"
 html_static_path = ["_static"]
 html_css_files = ["mpistrat.css"]
+html_search_scorer = str(Path(__file__).parent / "_ext" / "search_order.js")
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {
