@@ -126,7 +126,7 @@ def other_settings(folder: Path, options: argparse.Namespace) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(settings))
     before = json.loads(file.read_text())
-    return "" if before == settings else f"{folder}: started with {before}, now {settings}: remove it to start over"
+    return "" if before == settings else f"{folder}: started with {before}, now {settings}: remove the folder"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
