@@ -29,6 +29,8 @@ INPUT, SERVERS = "docs/input.md", "docs/parameter_servers.md"
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "ms": 1e-3, "s": 1}
 UNDER_EACH_MPI = ("docs/command_line.md", SERVERS, "docs/quickstart.md")  # the others take turns
 PAGES = [pages.read(path) for path in pages.paths()]
+WIDTH = 76  # columns of a page that show without scrolling
+WIDE = ("README.md", "docs/developing.md", "docs/testing.md")  # not wrapped yet
 # what a console block may start
 PROGRAMS = ("python", "mpistrat", "cat", "cmp", "head", "tail", "ls", "grep", "bash", "echo")
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
@@ -83,6 +85,13 @@ def test_blocks_are_as_contributing_says(page):
         if block.language == "bash" and block.runs:
             reply = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
             assert reply.returncode == 0, f"{where}: {reply.stderr}"
+
+
+@pytest.mark.parametrize("page", some(lambda page: page.path not in WIDE))
+def test_code_is_not_cut_at_the_right_edge(page):
+    for block in page.blocks:
+        wide = [line for line in block.text.splitlines() if len(line) > WIDTH]
+        assert not wide, f"{page.path}, after line {block.line}: more than {WIDTH} columns: {wide[0]}"
 
 
 @pytest.mark.parametrize("page", some(bool))
