@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from .strategy.process_set import ProcessSet
     from .strategy.show_config import show_config
     from .train.monitor import Monitor as monitor
-    from .variables import ShardedVariable, Variable
+    from .variables import ShardedVariable, Variable, variable_creator_scope
 else:
     __getattr__, __dir__ = lazy(
         __name__,
@@ -119,6 +119,7 @@ __all__ = [
     "Strategy",
     "StrategyExtended",
     "strategy_from_environment",
+    "variable_creator_scope",
     # contexts
     "ReplicaContext",
     "ValueContext",

@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -28,6 +29,7 @@ from ..state.list import key_of, name_of
 from ..strategies import strategy_from_environment
 from ..strategy import OneDeviceStrategy, Strategy
 from ..train import Callback, Checkpoints, JSONLogger, Loop, Trainer
+from ..variables import variable_creator_scope
 from .specs import EstimatorSpec, ModeKeys, RunConfig
 
 if TYPE_CHECKING:
@@ -96,6 +98,35 @@ def evaluator_elsewhere() -> bool:
     return "evaluator" in TFConfigClusterResolver().cluster_spec().jobs
 
 
+class ModelHook(Callback):
+    """A callback of `Estimator.train` that needs the model before its variables are restored."""
+
+    def prepare(self) -> None:
+        """Create what needs variables. Collective; the model's training steps exist."""
+
+
+@final
+class _ByName:
+    """A variable creator for one call of a model function: it returns the variables of earlier calls by name and order."""
+
+    def __init__(self, created: dict[str, list[Any]]) -> None:
+        self._created = created
+        self._seen: Counter[str] = Counter()
+
+    def __call__(self, next_creator: Callable[..., Any], **arguments: Any) -> Any:
+        name = arguments.get("name") or "Variable"
+        known, index = self._created.setdefault(name, []), self._seen[name]
+        self._seen[name] += 1
+        if index == len(known):
+            known.append(next_creator(**arguments))
+            return known[index]
+        variable, value = known[index], arguments.get("initial_value")
+        if value is not None and not callable(value) and np.shape(value) != variable.shape:
+            expected, got = f"shape {variable.shape}, as model_fn gave it in another mode", f"shape {np.shape(value)}"
+            raise ValueError(explain("Estimator", f"model_fn: variable {name!r}", expected=expected, got=got))
+        return variable
+
+
 _INPUT_ARGUMENTS = ("mode", "params", "config", "input_context")
 _MODEL_ARGUMENTS = ("features", "labels", "mode", "params", "config")
 
@@ -120,9 +151,11 @@ class Estimator:
         """Set a model function; it is called later.
 
         Args:
-            model_fn: returns an EstimatorSpec. It is called once, in the scope, with the first data, with those of features,
-                labels, mode, params and config that it takes. As in a graph features and labels are not arrays but the
-                `ArraySpec`s of a replica's rows. Create objects that the steps share in it.
+            model_fn: returns an EstimatorSpec. It is called in the scope, with those of features, labels, mode, params and config
+                that it takes. As in a graph features and labels are not arrays but the `ArraySpec`s of a replica's rows. It is
+                called once, with the first data, if its spec has the steps of all modes. Else it is called again with each
+                mode whose step no spec has. Then `ms.Variable` returns the variable that the first call created under the same
+                name, the n-th of a name for the n-th.
             model_dir: takes precedence over config's.
             config: default RunConfig().
             params: passed to model_fn and to input functions.
@@ -160,7 +193,8 @@ class Estimator:
         _names("Estimator", "model_fn", model_fn, _MODEL_ARGUMENTS)
         self._split: EvaluatorSplit | None = None
         self._strategy: Strategy | None = None
-        self._spec: EstimatorSpec | None = None
+        self._specs: dict[str, EstimatorSpec] = {}
+        self._created: dict[str, list[Any]] = {}  # variables by the name that model_fn gives
         self._checkpoints: Checkpoints | None = None
 
     # components
@@ -204,7 +238,7 @@ class Estimator:
         return self.checkpoints.latest()
 
     def make_trainer(self, data: DistributedDataset, mode: str, hooks: Sequence[Callback] = ()) -> Trainer:
-        """Return a Trainer of the model, which is created the first time. Collective."""
+        """Return a Trainer of the model, whose steps of a mode are created the first time. Collective."""
         spec = self._made(data, mode)
         return Trainer(
             self.strategy, spec.train_step, spec.test_step, spec.predict_step,
@@ -213,20 +247,21 @@ class Estimator:
         )  # fmt: skip
 
     def _made(self, data: DistributedDataset, mode: str) -> EstimatorSpec:
-        if self._spec is None:
+        known = self._specs.get(mode) or next((one for one in self._specs.values() if one.has_step(mode)), None)
+        if known is None:
             rows = data.element_spec
             features, labels = rows if isinstance(rows, tuple) and len(rows) == 2 else (rows, None)
             given = {
                 "features": features, "labels": labels, "mode": mode, "params": dict(self.params), "config": self.config
             }  # fmt: skip
             takes = _names("Estimator", "model_fn", self._model_fn, _MODEL_ARGUMENTS)
-            with self.strategy.scope():
+            with self.strategy.scope(), variable_creator_scope(_ByName(self._created)):
                 spec: Any = self._model_fn(**{name: given[name] for name in takes})
             if not isinstance(spec, EstimatorSpec):
                 got = type(spec).__name__
                 raise TypeError(explain("Estimator", "model_fn", expected="to return an EstimatorSpec", got=got))
-            self._spec = spec
-        return self._spec
+            known = self._specs[mode] = spec
+        return known
 
     def input(self, input_fn: Callable[..., Any], mode: str, repeat: bool = False) -> tuple[DistributedDataset, int]:
         """Return an input function's data, distributed, and the number of its steps, negative if unknown. Collective."""
@@ -288,6 +323,9 @@ class Estimator:
         data, length = self.input(input_fn, ModeKeys.TRAIN, repeat=True)
         logs = JSONLogger(self.model_dir / "train.jsonl", append=True)
         trainer = self.make_trainer(data, ModeKeys.TRAIN, [logs, *hooks])
+        for hook in hooks:
+            if isinstance(hook, ModelHook):
+                hook.prepare()
         if steps is not None or length > 0:
             notes = self.checkpoints.restore_latest()
             begun = 0 if notes is None else notes["step"]
@@ -359,8 +397,9 @@ class Estimator:
             raise ValueError(
                 explain("Estimator", str(self.model_dir), expected=expected, got=got, remedy="Train first")
             )
-        # A model for evaluation does not need the file's optimizer.
-        return int(strategy.restore(path, strict=self._spec is not None and self._spec.mode == ModeKeys.TRAIN)["step"])
+        # A model for evaluation does not need the file's optimizer, and may have other metrics.
+        strict = bool(self._specs) and self._specs.keys() == {ModeKeys.TRAIN}
+        return int(strategy.restore(path, strict=strict)["step"])
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write the current variables as safetensors, for other programs. Collective. See `Strategy.export`."""

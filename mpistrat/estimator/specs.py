@@ -62,6 +62,11 @@ class EstimatorSpec:
     optimizer: Any = None
     metrics: Sequence[Metric] = ()
 
+    def has_step(self, mode: str) -> bool:
+        """Return whether it has the step of a mode. Local."""
+        steps = {ModeKeys.TRAIN: self.train_step, ModeKeys.EVAL: self.test_step, ModeKeys.PREDICT: self.predict_step}
+        return steps[mode] is not None
+
 
 @final
 @dataclass(frozen=True)

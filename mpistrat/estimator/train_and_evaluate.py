@@ -11,8 +11,8 @@ from typing import Any, final
 from ..base.files import replacing
 from ..base.log import logger
 from ..cluster.rendezvous import wait_for_ranks
-from ..train import Callback, EarlyStopping, Loop, Trainer
-from .estimator import Estimator, evaluator_elsewhere
+from ..train import EarlyStopping, Loop, Trainer
+from .estimator import Estimator, ModelHook, evaluator_elsewhere
 from .specs import EvalSpec, ModeKeys, TrainSpec
 
 __all__ = ["train_and_evaluate"]
@@ -117,7 +117,7 @@ class _Evaluation:
 
 
 @final
-class _InPlace(Callback):
+class _InPlace(ModelHook):
     """An evaluation before a checkpoint, on all training ranks, if due by the first rank's clock."""
 
     def __init__(self, estimator: Estimator, spec: EvalSpec) -> None:
@@ -125,10 +125,13 @@ class _InPlace(Callback):
         self._evaluation: _Evaluation | None = None
         self._next = 0.0
 
-    def on_train_begin(self, loop: Loop) -> None:
-        self._loop = loop
+    def prepare(self) -> None:
         if self._evaluation is None:
             self._evaluation = _Evaluation(self._estimator, self._spec)
+            self._evaluation.trainer  # noqa: B018  # creates the variables of the model's evaluation
+
+    def on_train_begin(self, loop: Loop) -> None:
+        self._loop = loop
 
     def on_epoch_end(self, loop: Loop, logs: Mapping[str, Any]) -> None:
         assert self._evaluation is not None

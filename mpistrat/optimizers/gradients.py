@@ -60,7 +60,9 @@ def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[V
             left_out.append(variable)
             continue
         if id(variable) in chosen:
-            raise ValueError(explain(_FUNCTION, variable.name, expected="each variable once", got=f"{variable.name!r} twice"))
+            raise ValueError(
+                explain(_FUNCTION, variable.name, expected="each variable once", got=f"{variable.name!r} twice")
+            )
         require_gradient(variable)
         chosen[id(variable)] = variable
     if not chosen:

@@ -262,7 +262,9 @@ class ClusterCoordinator(FunctionScheduler):
         dispatcher = self._dispatcher("executor")
         if not dispatcher.threaded:
             remedy = "Use schedule(), or let mpi4py start MPI"
-            raise ContextError(explain("executor", "", expected="MPI.THREAD_MULTIPLE", got="a lower level", remedy=remedy))
+            raise ContextError(
+                explain("executor", "", expected="MPI.THREAD_MULTIPLE", got="a lower level", remedy=remedy)
+            )
 
         def submit(fn: Any, args: Any, kwargs: Any, start: Any, callback: Any) -> RemoteValue:
             dispatcher = self._dispatcher("executor")

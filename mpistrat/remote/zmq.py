@@ -313,5 +313,7 @@ def _zmq(function: str) -> Any:
         text = explain(function, "", expected="the package pyzmq", got=str(error), remedy=remedy)
         raise MissingDependencyError(text) from error
     if not zmq.has("curve"):
-        raise MissingDependencyError(explain(function, "", expected="a ZeroMQ with CurveZMQ", got=f"ZeroMQ {zmq.zmq_version()} without it"))
+        raise MissingDependencyError(
+            explain(function, "", expected="a ZeroMQ with CurveZMQ", got=f"ZeroMQ {zmq.zmq_version()} without it")
+        )
     return zmq

@@ -6,7 +6,7 @@ from .create import create_variable
 from .kinds import MirroredVariable, SyncOnReadVariable, make_trainable
 from .placement import Placement
 from .sharded import ShardedVariable
-from .variable import Variable, explain_foreign
+from .variable import Variable, explain_foreign, variable_creator_scope
 
 __all__ = [
     "DATA",
@@ -23,4 +23,5 @@ __all__ = [
     "create_variable",
     "explain_foreign",
     "make_trainable",
+    "variable_creator_scope",
 ]

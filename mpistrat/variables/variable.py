@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 from abc import ABCMeta, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +21,58 @@ from ..base.types import VariableAggregation, VariableSynchronization
 from .array_like import ArrayVariable
 from .placement import Description, Placement
 
-__all__ = ["Variable", "explain_foreign", "require_gradient", "value_for_file"]
+__all__ = ["Variable", "explain_foreign", "require_gradient", "value_for_file", "variable_creator_scope"]
+
+
+_ARGUMENTS = (
+    "initial_value", "trainable", "name", "dtype", "shape", "synchronization", "aggregation", "constraint", "layout",
+    "per_worker_variable",
+)  # fmt: skip
+
+
+class _Scopes(threading.local):
+    """The creators of this thread's open scopes, outermost first."""
+
+    def __init__(self) -> None:
+        self.creators: tuple[Callable[..., Any], ...] = ()
+
+
+_SCOPES = _Scopes()
+
+
+@contextlib.contextmanager
+def variable_creator_scope(creator: Callable[..., Any]) -> Iterator[None]:
+    """Call a function for each `Variable(...)` in a block, on this thread. Every rank must enter the same scopes.
+
+    Args:
+        creator: called as `creator(next_creator, **arguments)`. It returns a variable, usually that of
+            `next_creator(**arguments)`, perhaps with other arguments. Creators of inner scopes are called first.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/variable_creator_scope
+
+    Example:
+        >>> def halved(next_creator, **arguments):
+        ...     return next_creator(**{**arguments, "dtype": "float16"})
+        >>> with ms.variable_creator_scope(halved):
+        ...     w = ms.Variable([1.0, 2.0])
+        >>> w.dtype
+        dtype('float16')
+    """
+    before = _SCOPES.creators
+    _SCOPES.creators = (*before, creator)
+    try:
+        yield
+    finally:
+        _SCOPES.creators = before
+
+
+def _created(create: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what `create` makes of the arguments of a variable, through the creators of the open scopes."""
+    if not _SCOPES.creators:
+        return create(*args, **kwargs)
+    for creator in _SCOPES.creators:
+        create = functools.partial(creator, create)
+    return create(**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs)
 
 
 class _FrontDoor(ABCMeta):
@@ -26,7 +80,7 @@ class _FrontDoor(ABCMeta):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is Variable:
-            return context.current().strategy.extended.create_variable(*args, **kwargs)
+            return _created(context.current().strategy.extended.create_variable, args, kwargs)
         return super().__call__(*args, **kwargs)
 
 

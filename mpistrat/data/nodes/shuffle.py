@@ -223,7 +223,9 @@ def shuffle(
     windowed = buffer_size is not None or window_bytes is not None
     if mode == "full" and windowed:
         remedy = "A full shuffle has no window: leave it out, or pass mode='block'."
-        raise ValueError(explain("Dataset.shuffle", "mode", expected="no window", got="buffer_size or window_bytes", remedy=remedy))
+        raise ValueError(
+            explain("Dataset.shuffle", "mode", expected="no window", got="buffer_size or window_bytes", remedy=remedy)
+        )
     if not parent.random_access:
         return _in_order(parent, buffer_size, seed, reshuffle_each_epoch, mode)
     require_end("Dataset.shuffle", parent, "Shuffle before repeat: then each repetition has a different order.")

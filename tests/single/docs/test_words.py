@@ -33,7 +33,7 @@ PHRASES = {
     r"\bin peace\b": "alone",
     r"\bshall\b": "must",
     r"\b(has|have|is|are) to be\b": "must be",
-    r"(?<!there )\bis no (rank|worker|server|process|file|number|error|optimizer|strategy|function|dataset|array|tensor|MPI)\b": "is not a",
+    r"(?<!there )\bis no (rank|worker|server|process|file|number|error|optimizer|strategy|function|dataset|array)\b": "is not a",
     r"\bexplained error\b": "raises X",
     r"\b[Dd]o(es)? nothing (if|unless)\b": "raises X if",
     r"\bwhat is (kept|dealt|meant|left over)\b": "the noun",
