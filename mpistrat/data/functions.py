@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .dataset import Dataset
-from .files.tables import Columns, TableRows
+from .files.inputs import Fields
+from .files.tables import TableRows
 from .nodes.samples import samples_of
 from .nodes.sources import array_rows
 from .shards.files import PathLike
@@ -102,8 +103,8 @@ def from_map_style(samples: Any, *, workers: int = 0, processes: bool = False, e
     return Dataset(samples_of(samples, workers, processes, element_spec))
 
 
-def from_tables(files: PathLike | Sequence[PathLike], columns: Columns = None, *, format: str | None = None) -> Dataset:
-    """Make a dataset of the rows of Parquet, Arrow, CSV or JSON-lines files. It needs pyarrow.
+def from_tables(files: PathLike | Sequence[PathLike], columns: Fields = None, *, format: str | None = None) -> Dataset:
+    """Make a dataset of the rows of Parquet, Arrow, CSV or JSON-lines files; not collective. It needs pyarrow.
 
     It has random access in units that are read as a whole: row groups of Parquet, record batches of Arrow (Feather),
     whole text files. So a shuffle without a mode shuffles these units as blocks. Files are opened on first use of the

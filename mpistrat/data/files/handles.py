@@ -45,24 +45,27 @@ NOT_UTF8 = "The text is in another encoding, such as Latin-1: write it in UTF-8,
 DAMAGED = "The file is damaged: copy it again, or write the shards again."
 
 
-def shard_error(where: object, expected: str, got: object, remedy: str = "") -> ShardError:
+def shard_error(
+    where: object, expected: str, got: object, remedy: str = "", function: str = "HDF5Dataset"
+) -> ShardError:
     """Return the error of a file that is not as expected."""
-    return ShardError(explain("HDF5Dataset", str(where), expected=expected, got=got, remedy=remedy))
+    return ShardError(explain(function, str(where), expected=expected, got=got, remedy=remedy))
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """The identity of a file when it was first opened."""
+    """The identity of a file when it was first opened; `function` is for errors."""
 
     path: Path
     inode: int
     bytes: int
     changed: int
+    function: str = "HDF5Dataset"
 
     @classmethod
-    def of(cls, path: Path) -> ShardFile:
+    def of(cls, path: Path, function: str = "HDF5Dataset") -> ShardFile:
         status = path.stat()
-        return cls(path, status.st_ino, status.st_size, status.st_mtime_ns)
+        return cls(path, status.st_ino, status.st_size, status.st_mtime_ns, function)
 
     def check(self, descriptor: int | None = None) -> None:
         """Raise unless the file is the one that was opened: a truncated file under a map kills the process."""
@@ -76,7 +79,8 @@ class ShardFile:
                 return
             got = f"{found} instead of {(self.inode, self.bytes, self.changed)}"
         expected = "the file as it was opened (inode, bytes, time of change)"
-        raise shard_error(self.path, expected, got, "Shards must not change while they are read: make a new dataset.")
+        remedy = "Files must not change while they are read: make a new dataset."
+        raise shard_error(self.path, expected, got, remedy, self.function)
 
 
 def open_hdf5(path: Path, driver: str | None = None) -> h5py.File:
@@ -94,8 +98,13 @@ def open_hdf5(path: Path, driver: str | None = None) -> h5py.File:
         raise _refused(path, error, f"one that HDF5 refuses: {error}") from error
 
 
-def _refused(path: Path, error: OSError, got: str) -> ShardError:
-    remedy = "The file is damaged, truncated or not HDF5: copy it again, or write the shards again."
+def _refused(path: Path, error: OSError, got: str, function: str = "HDF5Dataset") -> ShardError:
+    expected, remedy = (
+        "an HDF5 file",
+        "The file is damaged, truncated or not HDF5: copy it again, or write the shards again.",
+    )
+    if function != "HDF5Dataset":
+        expected, remedy = "a file that can be read", ""
     if error.errno in _TOO_MANY:
         remedy = "Raise the number of files that a process may open (ulimit -n)."
     elif error.errno in _LOCKED:
@@ -112,7 +121,7 @@ def _refused(path: Path, error: OSError, got: str) -> ShardError:
         remedy = "Let this user read it: chmod, or ask its owner."
     elif path.exists():
         got = f"a file of {path.stat().st_size} bytes: {got}"
-    return shard_error(path, "an HDF5 file", got, remedy)
+    return shard_error(path, expected, got, remedy, function)
 
 
 class _Closing(Protocol):
@@ -205,7 +214,7 @@ class Descriptor:
         try:
             self._number = os.open(file.path, os.O_RDONLY)
         except OSError as error:
-            raise _refused(file.path, error, str(error)) from error
+            raise _refused(file.path, error, str(error), file.function) from error
         try:
             file.check(self._number)
         except ShardError:

@@ -7,13 +7,11 @@ count its rows. pyarrow is imported when files are opened.
 from __future__ import annotations
 
 import functools
-import glob
 import hashlib
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -25,15 +23,14 @@ from ...base.errors import MissingDependencyError, MpistratError, ShardError, ex
 from ...base.text import counted, shortened
 from ..buffers import LastRead, RowBuffers, take_rows
 from ..nodes.stage import InputRows
-from ..shards.files import PathLike, natural_key
+from ..shards.files import PathLike
 from ..spec import ArraySpec, is_ragged, row_nbytes
 from ..stats import StageStats
 from .columns import UnfitColumn, column_spec, to_numpy
 from .handles import ShardFile
+from .inputs import Fields, input_files, structure_of
 
-__all__ = ["FORMATS", "Columns", "TableRows", "table_paths"]
-
-Columns = str | Sequence[str] | Mapping[str, str] | None
+__all__ = ["FORMATS", "TableRows", "table_paths"]
 
 _KEPT = 1 << 26  # minimum cache of units, in bytes
 _ENDS = 1 << 16  # bytes at a file's end that ranks compare
@@ -139,22 +136,8 @@ def table_paths(files: PathLike | Sequence[PathLike], format: str | None) -> tup
     if format is not None and format not in FORMATS:
         expected = f"None or one of {', '.join(FORMATS)}"
         raise ValueError(explain("from_tables", "format", expected=expected, got=repr(format)))
-    if isinstance(files, (str, os.PathLike)):
-        path = Path(files)
-        if path.is_dir():
-            wanted = [format] if format is not None else list(FORMATS)
-            paths = sorted((one for one in path.iterdir() if _format_of(one) in wanted), key=natural_key)
-        elif not path.exists() and glob.has_magic(str(path)):
-            paths = sorted(map(Path, glob.glob(str(path))), key=natural_key)
-        else:
-            paths = [path]
-    else:
-        paths = [Path(one) for one in files]
-    if not paths:
-        raise _error(files, "at least one file", "none", f"Check the path; the working directory is {Path.cwd()}.")
-    for path in paths:
-        if not path.is_file():
-            raise _error(path, "a file", "no such file")
+    wanted = [format] if format is not None else list(FORMATS)
+    paths = input_files("from_tables", files, lambda path: _format_of(path) in wanted)
     found = {format} if format is not None else {_format_of(path) for path in paths}
     (one,) = found if len(found) == 1 else (None,)
     if one is None:
@@ -177,7 +160,7 @@ class _OpenTables:
 
     def __init__(self, paths: Sequence[Path], format: str, names: Sequence[str] | None) -> None:
         self.files: list[_UnitFile] = []
-        self.status = [ShardFile.of(path) for path in paths]
+        self.status = [ShardFile.of(path, "from_tables") for path in paths]
         for path in paths:
             try:
                 self.files.append(FORMATS[format][1](path))
@@ -224,8 +207,8 @@ def _specs(path: Path, schema: Any, names: Sequence[str] | None) -> tuple[dict[s
 class TableRows(InputRows):
     """The rows of tables, one file after the other; see `from_tables`."""
 
-    def __init__(self, files: PathLike | Sequence[PathLike], columns: Columns, format: str | None) -> None:
-        self._structure = _structure(columns)
+    def __init__(self, files: PathLike | Sequence[PathLike], columns: Fields, format: str | None) -> None:
+        self._structure = structure_of("from_tables", "columns", columns)
         self._paths, self._format = table_paths(files, format)
         self._lock = threading.Lock()
         self._kept = LastRead[dict[str, NDArray[Any]]](_KEPT)
@@ -353,17 +336,3 @@ class TableRows(InputRows):
         where = f"{counted(count, f'{self._format} file')} in {self._paths[0].parent}"
         units = counted(len(opened.units), "unit")
         return f"from_tables: {where}, {opened.starts[-1]} rows in {units} of {fields}{more}"
-
-
-def _structure(columns: Columns) -> Any:
-    """Return the nest of names with the structure of the elements."""
-    if columns is None:
-        return None
-    structure: Any = columns
-    if isinstance(columns, Iterable) and not isinstance(columns, (str, tuple, Mapping)):
-        structure = {name: name for name in columns}
-    names = nest.flatten(structure)
-    if not names or not all(isinstance(name, str) for name in names):
-        expected = "None, a name, a list or tuple of names, or a dict of names"
-        raise ValueError(explain("from_tables", "columns", expected=expected, got=repr(columns)))
-    return structure

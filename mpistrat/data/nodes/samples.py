@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -25,7 +26,7 @@ from .stage import InputRows
 if TYPE_CHECKING:
     from ...comm.process_group import ProcessGroup
 
-__all__ = ["samples_of"]
+__all__ = ["FileSamples", "samples_of", "samples_of_files"]
 
 _COMPARED = 64  # items of a list that ranks compare
 
@@ -93,7 +94,6 @@ class _RowNumbers(InputRows):
         return f"{self._length} rows"
 
 
-@final
 class _Samples(Mapped):
     """The samples of an object: a source, implemented as a function of row numbers."""
 
@@ -157,9 +157,11 @@ class _Samples(Mapped):
         return f"{rank}from_map_style({self._calls.function.__name__})"
 
     def describe(self) -> str:
+        return f"from_map_style({self._calls.function.__name__}): {counted(self._length, 'row')}{self._workers()}"
+
+    def _workers(self) -> str:
         calls = self._calls
-        more = "" if calls.parallel is None else f", {calls.told} {'processes' if calls.processes else 'threads'}"
-        return f"from_map_style({calls.function.__name__}): {counted(self._length, 'row')}{more}"
+        return "" if calls.parallel is None else f", {calls.told} {'processes' if calls.processes else 'threads'}"
 
 
 def samples_of(samples: Any, workers: int, processes: bool, element_spec: Any) -> Node:
@@ -188,3 +190,58 @@ def _check_samples(function: str, samples: Any) -> None:
         len(samples)
     except (TypeError, NotImplementedError) as error:
         refuse(f"a {kind} without a length ({error})", "ms.data.from_generator reads an iterable.")
+
+
+class FileSamples(ABC):
+    """Samples in files, by row number.
+
+    Attributes:
+        function: the function that made the dataset, for errors.
+    """
+
+    function: str
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, row: int) -> Any: ...
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise if a file has changed."""
+
+    @abstractmethod
+    def fingerprint(self) -> int:
+        """Return a number below 2**63 that is the same wherever the files have the same names and samples."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return one line about the files."""
+
+
+@final
+class _SamplesOfFiles(_Samples):
+    """Samples in files, which are compared between ranks and must not change."""
+
+    def check(self) -> None:
+        self._samples.check()
+
+    def fingerprint(self) -> int:
+        return int(self._samples.fingerprint())
+
+    @property
+    def _name(self) -> str:
+        rank = "" if self._rank is None else f"rank {self._rank}: "
+        return f"{rank}{self._samples.function}"
+
+    def describe(self) -> str:
+        return str(self._samples.describe()) + self._workers()
+
+
+def samples_of_files(samples: FileSamples, workers: int, processes: bool, element_spec: Any) -> Node:
+    """The samples of files; see `from_tar`."""
+    check_element_spec(samples.function, element_spec)
+    parallel = number_of_calls(samples.function, workers or None, "workers")
+    calls = Calls(_Items(samples), parallel, True, bool(processes), (samples.function, "decode"))
+    return _SamplesOfFiles(samples, calls, element_spec)

@@ -17,7 +17,7 @@ from ..columns import Columns
 from ..files import natural_key
 from .converter import Converter, bad_input, batch_rows
 
-__all__ = ["ImageFolder"]
+__all__ = ["ImageFolder", "channel_dtype"]
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 _MOST_THREADS = 8  # other ranks of the node may use the same number
@@ -92,7 +92,7 @@ class ImageFolder(Converter):
                 if frames > 1 and image.format != "MPO":  # a camera's JPEG, followed by previews
                     remedy = "Write each to a separate file."
                     raise bad_input(path, "one image", f"{frames} frames or pages", remedy)
-                dtype = _dtype(image)
+                dtype = channel_dtype(image)
                 return self._usual(image) if dtype == np.uint8 else self._exact(path, image, dtype)
         except (OSError, ValueError, SyntaxError) as error:  # Pillow raises SyntaxError for damaged PNGs
             if isinstance(error, ShardError):
@@ -131,8 +131,8 @@ _SAMPLE_FORMATS = {2: "i", 3: "f"}  # TIFF's; all others are unsigned
 _BITS_PER_SAMPLE, _SAMPLE_FORMAT = 258, 339  # TIFF's tags
 
 
-def _dtype(image: Any) -> np.dtype[Any]:
-    """Return the dtype of a channel in an image's file; uint8 for up to 8 bits, which Pillow scales to 8."""
+def channel_dtype(image: Any) -> np.dtype[Any]:
+    """Return the dtype of a channel in an image's file: uint8 for up to 8 bits, which Pillow scales to 8."""
     if image.format == "TIFF":
         bits = max(image.tag_v2.get(_BITS_PER_SAMPLE, (1,)))
         kind = _SAMPLE_FORMATS.get(image.tag_v2.get(_SAMPLE_FORMAT, (1,))[0], "u")

@@ -1,0 +1,68 @@
+"""Arguments that sources of files share: which files they read, and the structure of the fields of an element."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...base import nest
+from ...base.errors import ShardError, explain
+from ..shards.files import PathLike, natural_key
+
+__all__ = ["Fields", "input_files", "structure_of"]
+
+Fields = str | Sequence[str] | Mapping[str, str] | None
+
+
+def input_files(
+    function: str, files: PathLike | Sequence[PathLike], wanted: Callable[[Path], bool], folders: bool = False
+) -> list[Path]:
+    """Return the files that a path, a directory, a pattern or a list of paths names.
+
+    Args:
+        function: the name for errors.
+        files: what the user passed.
+        wanted: returns True for the files of a directory that are read.
+        folders: True if an input is itself a directory, so that a path to one names that one.
+
+    Raises:
+        ShardError: no file is there.
+    """
+    if isinstance(files, (str, os.PathLike)):
+        path = Path(files)
+        if path.is_dir() and not folders:
+            paths = sorted(filter(wanted, path.iterdir()), key=natural_key)
+        elif not path.exists() and glob.has_magic(str(path)):
+            paths = sorted(map(Path, glob.glob(str(path))), key=natural_key)
+        else:
+            paths = [path]
+    else:
+        paths = [Path(one) for one in files]
+    if not paths:
+        remedy = f"Look at the path; the working directory is {Path.cwd()}."
+        raise ShardError(explain(function, str(files), expected="at least one file", got="none", remedy=remedy))
+    for path in paths:
+        if not path.is_file() and not (folders and path.is_dir()):
+            raise ShardError(explain(function, str(path), expected="a file", got="no such file"))
+    return paths
+
+
+def structure_of(function: str, argument: str, fields: Fields) -> Any:
+    """Return the nest of names that elements have the structure of; None for a dict of all fields.
+
+    Raises:
+        ValueError: `fields` is no name, and no list, tuple or dict of names.
+    """
+    if fields is None:
+        return None
+    structure: Any = fields
+    if isinstance(fields, Iterable) and not isinstance(fields, (str, tuple, Mapping)):
+        structure = {name: name for name in fields}
+    names = nest.flatten(structure)
+    if not names or not all(isinstance(name, str) for name in names):
+        expected = "None, a name, a list or tuple of names, or a dict of names"
+        raise ValueError(explain(function, argument, expected=expected, got=repr(fields)))
+    return structure

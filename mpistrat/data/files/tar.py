@@ -1,0 +1,155 @@
+"""Samples in tar archives, as WebDataset writes them: one scan of the headers finds the bytes of every member."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tarfile
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from ...base import nest
+from ...base.errors import MpistratError, ShardError, explain
+from ...base.text import counted, shortened
+from ..nodes.samples import FileSamples
+from ..shards.files import PathLike
+from .decoders import Decoder, decoder_of
+from .handles import ShardFile
+from .inputs import Fields, input_files, structure_of
+from .stored import StoredBytes
+
+__all__ = ["TarSamples"]
+
+_KEY = "__key__"
+_BLOCK = 512
+_META = re.compile(r"__[^/]*__($|/)")  # members about the archive, which WebDataset leaves out too
+_NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
+_NAMED = 5  # fields that are named in a text
+
+_Members = dict[str, tuple[int, int]]  # of a sample: the first byte and the number of bytes of each field
+
+
+def _error(where: object, expected: str, got: object, remedy: str = "") -> ShardError:
+    return ShardError(explain("from_tar", str(where), expected=expected, got=got, remedy=remedy))
+
+
+def _headers(path: Path) -> Iterator[tarfile.TarInfo]:
+    """Return an iterator over the members of an archive, which must have its end."""
+    remedy = "If it is compressed (.tar.gz), decompress it: only then has it random access. Else copy it again."
+    try:
+        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            while (member := archive.next()) is not None:
+                archive.members.clear()  # they would be kept
+                yield member
+            file.seek(archive.offset)
+            ended = file.read(_BLOCK) == bytes(_BLOCK)
+            place = archive.offset
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise _error(path, "a whole tar archive", f"{type(error).__name__}: {error}", remedy) from error
+    if not ended:  # tarfile ends there silently
+        raise _error(path, f"a member or the end of the archive at byte {place}", "neither", "Copy the file again.")
+
+
+def _samples(path: Path) -> Iterator[tuple[str, _Members]]:
+    """Return an iterator over an archive's samples: successive members whose names are equal up to the first dot."""
+    key, members = None, _Members()
+    for member in _headers(path):
+        match = _NAME.fullmatch(member.name)
+        if not member.isreg() or match is None or _META.match(member.name):
+            continue
+        if member.issparse():
+            raise _error(f"{path}: {member.name}", "a member that is stored as a whole", "a sparse one")
+        if match[1] != key:
+            if key is not None:
+                yield key, members
+            key, members = match[1], {}
+        field = match[2].lower()
+        if field in members:
+            raise _error(f"{path}: {key}", f"one member {field!r} of a sample", "two")
+        members[field] = member.offset_data, member.size
+    if key is not None:
+        yield key, members
+
+
+@final
+class TarSamples(FileSamples):
+    """The samples of archives, one archive after the other; see `from_tar`."""
+
+    function = "from_tar"
+
+    def __init__(
+        self, files: PathLike | Sequence[PathLike], fields: Fields, decode: Mapping[str, Decoder] | None
+    ) -> None:
+        self._structure = structure_of("from_tar", "fields", fields)
+        chosen = _checked_decoders(decode or {})
+        paths = input_files("from_tar", files, lambda path: path.suffix.lower() == ".tar")
+        self._bytes = StoredBytes("from_tar", [ShardFile.of(path, "from_tar") for path in paths])
+        self._names: list[str] = []
+        self._left_out: set[str] = set()
+        if self._structure is not None:
+            self._names = [name for name in dict.fromkeys(nest.flatten(self._structure)) if name != _KEY]
+        self._keys: list[str] = []
+        self._files, self._places = array("q"), array("q")
+        for number, path in enumerate(paths):
+            for key, members in _samples(path):
+                self._add(number, path, key, members)
+        if self._structure is None:
+            self._structure = {name: name for name in self._names}
+        self._table = np.asarray(self._places, np.int64).reshape(len(self._keys), len(self._names), 2)
+        self._decoders = {name: decoder_of(name, chosen) for name in self._names}
+
+    def _add(self, number: int, path: Path, key: str, members: _Members) -> None:
+        if self._structure is None and not self._keys:
+            self._names = list(members)
+        for name in self._names:
+            if name not in members:
+                remedy = "Name the fields that all samples have with fields=."
+                raise _error(f"{path}: {key}", f"a member {name!r}", f"members {list(members)}", remedy)
+            self._places.extend(members[name])
+        self._left_out.update(members.keys() - self._names)
+        self._keys.append(key)
+        self._files.append(number)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getitem__(self, row: int) -> Any:
+        key, number = self._keys[row], self._files[row]
+        found: dict[str, Any] = {_KEY: key}
+        for name, (position, count) in zip(self._names, self._table[row].tolist(), strict=True):
+            data = self._bytes.read(number, position, count, f"{key}.{name}")
+            try:
+                found[name] = self._decoders[name](data)
+            except (MpistratError, MemoryError):
+                raise
+            except Exception as error:
+                where = f"{self._bytes.paths[number]}: {key}.{name}"
+                got = f"{type(error).__name__}: {error}"
+                raise ValueError(explain("from_tar", where, expected="bytes that can be decoded", got=got)) from error
+        return nest.map_structure(found.__getitem__, self._structure)
+
+    def check(self) -> None:
+        self._bytes.check()
+
+    def fingerprint(self) -> int:
+        hasher = hashlib.sha256("\n".join([*self._names, *self._keys]).encode(errors="surrogateescape"))
+        hasher.update(self._table.astype("<i8").tobytes())
+        return self._bytes.fingerprint(hasher.digest())
+
+    def describe(self) -> str:
+        paths = self._bytes.paths
+        more = f"; left out: {shortened(sorted(self._left_out), _NAMED)}" if self._left_out else ""
+        where = f"{counted(len(paths), 'tar file')} in {paths[0].parent}"
+        return f"from_tar: {where}, {counted(len(self), 'sample')} of {', '.join(self._names) or _KEY}{more}"
+
+
+def _checked_decoders(decode: Mapping[str, Decoder]) -> dict[str, Decoder]:
+    for name, decoder in decode.items():
+        if not callable(decoder):
+            expected = "a function of the bytes"
+            raise TypeError(explain("from_tar", f"decode[{name!r}]", expected=expected, got=repr(decoder)))
+    return {name.lower().removeprefix("."): decoder for name, decoder in decode.items()}

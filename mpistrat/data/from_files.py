@@ -1,0 +1,62 @@
+"""The functions that make datasets of files that other libraries write: tar archives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .dataset import Dataset
+from .files.inputs import Fields
+from .files.tar import TarSamples
+from .nodes.samples import samples_of_files
+from .shards.files import PathLike
+
+__all__ = ["from_tar"]
+
+
+def from_tar(
+    files: PathLike | Sequence[PathLike], fields: Fields = None, *, decode: Mapping[str, Callable[[bytes], Any]] | None = None,
+    workers: int = 0, processes: bool = False, element_spec: Any = None,
+) -> Dataset:  # fmt: skip
+    """Make a dataset of the samples of tar archives, such as WebDataset's; not collective.
+
+    Members of one archive whose names are equal up to the first dot of the file's name are one sample: "cat/7.jpg" and
+    "cat/7.cls" are the fields "jpg" and "cls" of the sample "cat/7". The headers of all archives are read once, when the dataset
+    is made; after that each sample is read by its place. So each rank reads only its own samples, and shuffles are global.
+
+    Args:
+        files: a file, a directory, a pattern like `data/*.tar`, or a list of files, read in its order; others are read in
+            natural order (2 before 10). Compressed archives have no random access.
+        fields: None for a dict of the fields of the first sample; a list of names for a dict of these; a tuple of names for a
+            tuple; a dict from new names to names in the archives; one name for that field alone. "__key__" is the name of the
+            sample.
+        decode: functions from the bytes of a member to its value, by extension; `bytes` leaves them undecoded. Without one,
+            .txt is text, .cls and .id an integer, .json what it contains, .npy and .npz arrays, .jpg, .png, .webp, .bmp and .ppm
+            uint8 pixels [height, width, 3] by Pillow, .gz what the extension before it says, and any other `bytes`.
+        workers: the number of samples that are read and decoded at the same time; 0 for one, by the thread that reads, and
+            AUTOTUNE for as many as this rank has cores, at most 8.
+        processes: True for processes as workers instead of threads, as for `Dataset.map`.
+        element_spec: a nest of `ArraySpec`, with None in a shape for a length that varies. Without it all samples must have the
+            shapes of the first.
+
+    Raises:
+        ShardError: an archive is missing, damaged, compressed or truncated, or a sample lacks a field.
+        ValueError: while reading, for bytes that cannot be decoded, and for a sample that does not look like the first.
+        MissingDependencyError: while reading, for images without Pillow.
+
+    Example:
+        >>> import io, pathlib, tarfile, tempfile
+        >>> def add(archive, name, data):
+        ...     header = tarfile.TarInfo(name)
+        ...     header.size = len(data)
+        ...     archive.addfile(header, io.BytesIO(data))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "words.tar")
+        ...     with tarfile.open(path, "w") as archive:
+        ...         for number, word in enumerate(["one", "two", "three"]):
+        ...             add(archive, f"{number}.txt", word.encode())
+        ...             add(archive, f"{number}.cls", str(len(word)).encode())
+        ...     [(str(text), int(label)) for text, label in from_tar(path, ("txt", "cls"))]
+        [('one', 3), ('two', 3), ('three', 5)]
+    """
+    return Dataset(samples_of_files(TarSamples(files, fields, decode), workers, processes, element_spec))
