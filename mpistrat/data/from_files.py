@@ -1,4 +1,4 @@
-"""The functions that make datasets of files that other libraries write: tar archives."""
+"""The functions that make datasets of files that other libraries write: tar archives and TFRecord."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 from .dataset import Dataset
 from .files.inputs import Fields
 from .files.tar import TarSamples
+from .files.tfrecord import Features, RecordSamples
 from .nodes.samples import samples_of_files
 from .shards.files import PathLike
 
-__all__ = ["from_tar"]
+__all__ = ["from_tar", "from_tfrecord"]
 
 
 def from_tar(
@@ -60,3 +61,44 @@ def from_tar(
         [('one', 3), ('two', 3), ('three', 5)]
     """
     return Dataset(samples_of_files(TarSamples(files, fields, decode), workers, processes, element_spec))
+
+
+def from_tfrecord(
+    files: PathLike | Sequence[PathLike], features: Features = None, *,
+    decode: Mapping[str, Callable[[bytes], Any]] | None = None, workers: int = 0, processes: bool = False,
+) -> Dataset:  # fmt: skip
+    """Make a dataset of the tf.train.Example messages of TFRecord files; not collective. TensorFlow is not needed.
+
+    The lengths of all records are read once, when the dataset is made; after that each record is read by its place, and its
+    checksum is compared. So each rank reads only its own records, and shuffles are global.
+
+    Args:
+        files: a file, a directory, a pattern like `data/train-*`, or a list of files, read in its order; others are read in
+            natural order (2 before 10). Of a directory, files that end in .tfrecord, .tfrecords or .tfrec. Compressed files
+            have no random access.
+        features: a dict from names to `ArraySpec` for a dict of these features in these shapes: None in a shape is a length
+            that varies (TF: VarLenFeature, else FixedLenFeature). Or None for a dict of the features of the first record; a
+            list of names for a dict of these; a tuple of names for a tuple; a dict from new names to names in the files; one
+            name for that feature alone. Shapes are then those of the first record, where one value is a scalar.
+        decode: functions from the bytes of a feature to its value, by feature. Without one, bytes are `bytes`.
+        workers: the number of records that are read and decoded at the same time; 0 for one, by the thread that reads, and
+            AUTOTUNE for as many as this rank has cores, at most 8.
+        processes: True for processes as workers instead of threads, as for `Dataset.map`.
+
+    Raises:
+        MissingDependencyError: without protobuf or google-crc32c.
+        ShardError: a file is missing, damaged, compressed or truncated.
+        ValueError: a feature has other values than its spec, several byte strings, or cannot be decoded.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile(suffix=".tfrecord") as file:
+        ...     _ = file.write(b"no record")
+        ...     file.flush()
+        ...     dataset = from_tfrecord(file.name, {"label": ms.data.ArraySpec((), "int64")})
+        Traceback (most recent call last):
+            ...
+        mpistrat.base.errors.ShardError: from_tfrecord: ...: expected a record at byte 0, got 9 bytes, then the end. ...
+    """
+    samples = RecordSamples(files, features, decode)
+    return Dataset(samples_of_files(samples, workers, processes, samples.element_spec))

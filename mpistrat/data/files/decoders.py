@@ -13,7 +13,7 @@ import numpy as np
 from ...base.errors import MissingDependencyError, explain
 from ..shards.converters.image_folder import channel_dtype
 
-__all__ = ["Decoder", "decoder_of"]
+__all__ = ["Decoder", "checked_decoders", "decoder_of"]
 
 Decoder = Callable[[bytes], Any]
 
@@ -92,3 +92,12 @@ def decoder_of(field: str, chosen: Mapping[str, Decoder]) -> Decoder:
     if last == "gz":
         return _Unzipped(decoder_of(field.removesuffix("gz").removesuffix("."), chosen))
     return _DECODERS.get(last, bytes)
+
+
+def checked_decoders(function: str, decode: Mapping[str, Decoder]) -> Mapping[str, Decoder]:
+    """Return the decoders that the user gave a function by name; raise TypeError unless each can be called."""
+    for name, decoder in decode.items():
+        if not callable(decoder):
+            expected = "a function of the bytes"
+            raise TypeError(explain(function, f"decode[{name!r}]", expected=expected, got=repr(decoder)))
+    return decode

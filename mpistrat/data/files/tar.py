@@ -17,7 +17,7 @@ from ...base.errors import MpistratError, ShardError, explain
 from ...base.text import counted, shortened
 from ..nodes.samples import FileSamples
 from ..shards.files import PathLike
-from .decoders import Decoder, decoder_of
+from .decoders import Decoder, checked_decoders, decoder_of
 from .handles import ShardFile
 from .inputs import Fields, input_files, structure_of
 from .stored import StoredBytes
@@ -85,7 +85,8 @@ class TarSamples(FileSamples):
         self, files: PathLike | Sequence[PathLike], fields: Fields, decode: Mapping[str, Decoder] | None
     ) -> None:
         self._structure = structure_of("from_tar", "fields", fields)
-        chosen = _checked_decoders(decode or {})
+        given = checked_decoders("from_tar", decode or {})
+        chosen = {name.lower().removeprefix("."): decoder for name, decoder in given.items()}
         paths = input_files("from_tar", files, lambda path: path.suffix.lower() == ".tar")
         self._bytes = StoredBytes("from_tar", [ShardFile.of(path, "from_tar") for path in paths])
         self._names: list[str] = []
@@ -145,11 +146,3 @@ class TarSamples(FileSamples):
         more = f"; left out: {shortened(sorted(self._left_out), _NAMED)}" if self._left_out else ""
         where = f"{counted(len(paths), 'tar file')} in {paths[0].parent}"
         return f"from_tar: {where}, {counted(len(self), 'sample')} of {', '.join(self._names) or _KEY}{more}"
-
-
-def _checked_decoders(decode: Mapping[str, Decoder]) -> dict[str, Decoder]:
-    for name, decoder in decode.items():
-        if not callable(decoder):
-            expected = "a function of the bytes"
-            raise TypeError(explain("from_tar", f"decode[{name!r}]", expected=expected, got=repr(decoder)))
-    return {name.lower().removeprefix("."): decoder for name, decoder in decode.items()}
