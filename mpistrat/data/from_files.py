@@ -1,4 +1,4 @@
-"""The functions that make datasets of files that other libraries write: tar archives and TFRecord."""
+"""The functions that make datasets of files that other libraries write: tar archives, TFRecord and Zarr."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from .dataset import Dataset
 from .files.inputs import Fields
 from .files.tar import TarSamples
 from .files.tfrecord import Features, RecordSamples
+from .files.units import FieldRows
+from .files.zarr import ZarrGroup
 from .nodes.samples import samples_of_files
 from .shards.files import PathLike
 
-__all__ = ["from_tar", "from_tfrecord"]
+__all__ = ["from_tar", "from_tfrecord", "from_zarr"]
 
 
 def from_tar(
@@ -98,7 +100,32 @@ def from_tfrecord(
         ...     dataset = from_tfrecord(file.name, {"label": ms.data.ArraySpec((), "int64")})
         Traceback (most recent call last):
             ...
-        mpistrat.base.errors.ShardError: from_tfrecord: ...: expected a record at byte 0, got 9 bytes, then the end. ...
+        mpistrat.errors.ShardError: from_tfrecord: ...: expected a record at byte 0, got 9 bytes, then the end. ...
     """
     samples = RecordSamples(files, features, decode)
     return Dataset(samples_of_files(samples, workers, processes, samples.element_spec))
+
+
+def from_zarr(path: PathLike, fields: Fields = None) -> Dataset:
+    """Make a dataset of the rows of the arrays of a Zarr group, of format 2 or 3; not collective. It needs zarr.
+
+    Rows lie along the first axis. Chunks are read as a whole, so a shuffle without a mode is one in blocks of these. Scale
+    factors, offsets and missing values in attributes are not applied.
+
+    Args:
+        path: the directory of a group or of one array, or a .zip file.
+        fields: None for a dict of the arrays that have as many rows as the largest one, or for the one array; a list of names,
+            such as "train/x", for a dict of these; a tuple of names for a tuple; a dict from new names to names in the group;
+            one name for that array alone.
+
+    Raises:
+        MissingDependencyError: without zarr.
+        ShardError: there is no such group or array, the arrays differ in their rows; while reading, for damaged chunks.
+
+    Example:
+        >>> from_zarr("no.zarr", "x")
+        Traceback (most recent call last):
+            ...
+        mpistrat.errors.ShardError: from_zarr: no.zarr: expected a directory, got no such directory
+    """
+    return Dataset(FieldRows(ZarrGroup(path, fields)))

@@ -17,23 +17,20 @@ __all__ = ["Fields", "input_files", "structure_of"]
 Fields = str | Sequence[str] | Mapping[str, str] | None
 
 
-def input_files(
-    function: str, files: PathLike | Sequence[PathLike], wanted: Callable[[Path], bool], folders: bool = False
-) -> list[Path]:
+def input_files(function: str, files: PathLike | Sequence[PathLike], wanted: Callable[[Path], bool]) -> list[Path]:
     """Return the files that a path, a directory, a pattern or a list of paths names.
 
     Args:
         function: the name for errors.
         files: what the user passed.
         wanted: returns True for the files of a directory that are read.
-        folders: True if an input is itself a directory, so that a path to one names that one.
 
     Raises:
         ShardError: no file is there.
     """
     if isinstance(files, (str, os.PathLike)):
         path = Path(files)
-        if path.is_dir() and not folders:
+        if path.is_dir():
             paths = sorted(filter(wanted, path.iterdir()), key=natural_key)
         elif not path.exists() and glob.has_magic(str(path)):
             paths = sorted(map(Path, glob.glob(str(path))), key=natural_key)
@@ -45,7 +42,7 @@ def input_files(
         remedy = f"Look at the path; the working directory is {Path.cwd()}."
         raise ShardError(explain(function, str(files), expected="at least one file", got="none", remedy=remedy))
     for path in paths:
-        if not path.is_file() and not (folders and path.is_dir()):
+        if not path.is_file():
             raise ShardError(explain(function, str(path), expected="a file", got="no such file"))
     return paths
 

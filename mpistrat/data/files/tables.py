@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ...base import nest
 from ...base.errors import MissingDependencyError, MpistratError, ShardError, explain
 from ...base.text import counted, shortened
-from ..buffers import LastRead, RowBuffers, take_rows
+from ..buffers import LastRead, RowBuffers
 from ..nodes.stage import InputRows
 from ..shards.files import PathLike
 from ..spec import ArraySpec, is_ragged, row_nbytes
@@ -29,6 +29,7 @@ from ..stats import StageStats
 from .columns import UnfitColumn, column_spec, to_numpy
 from .handles import ShardFile
 from .inputs import Fields, input_files, structure_of
+from .units import place_rows
 
 __all__ = ["FORMATS", "TableRows", "table_paths"]
 
@@ -260,7 +261,7 @@ class TableRows(InputRows):
             places = np.flatnonzero(units == unit)
             rows = positions[places] - opened.starts[unit]
             for name, column in self._unit(opened, unit).items():
-                self._place(column, rows, places, out[name])
+                place_rows(column, rows, places, out[name])
         self._counters.add(rows=positions.size, seconds=time.perf_counter() - began)
         return self._pack(out)
 
@@ -268,14 +269,6 @@ class TableRows(InputRows):
         if is_ragged(spec) or spec.dtype.hasobject:
             return np.empty(rows, object)
         return self._buffers.empty(name, (rows, *(length or 0 for length in spec.shape)), spec.dtype)
-
-    @staticmethod
-    def _place(column: NDArray[Any], rows: NDArray[np.int64], places: NDArray[np.int64], out: NDArray[Any]) -> None:
-        first, last = int(places[0]), int(places[-1])
-        if last - first == places.size - 1 and not out.dtype.hasobject:
-            take_rows(column, rows, out[first : last + 1])
-        else:
-            out[places] = column[rows]
 
     def _unit(self, opened: _OpenTables, unit: int) -> dict[str, NDArray[Any]]:
         columns = self._kept.get(unit)

@@ -1,0 +1,161 @@
+"""Rows of fields that are read in units, such as chunks: each field has units of its own, and those read last are kept."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...base import nest
+from ...base.errors import explain
+from ..buffers import LastRead, RowBuffers, take_rows
+from ..nodes.stage import InputRows
+from ..spec import ArraySpec, is_ragged, stacked_nbytes
+from ..stats import StageStats
+
+__all__ = ["Field", "FieldFiles", "FieldRows", "place_rows"]
+
+_KEPT = 1 << 26  # bytes of units that are kept at least
+_VARYING = 64  # bytes that a row of unknown size is taken for
+
+
+class Field(ABC):
+    """A field of a source.
+
+    Attributes:
+        spec: of one row.
+        unit_rows: the number of rows of a unit; the last one may have fewer.
+    """
+
+    spec: ArraySpec
+    unit_rows: int
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """Return the rows of one unit, stacked; rows that differ in shape as a 1-D object array."""
+
+
+def place_rows(column: NDArray[Any], rows: NDArray[np.int64], places: NDArray[np.int64], out: NDArray[Any]) -> None:
+    """Copy rows of a column to their places, at once where these are successive."""
+    first, last = int(places[0]), int(places[-1])
+    if last - first == places.size - 1 and not out.dtype.hasobject:
+        take_rows(column, rows, out[first : last + 1])
+    else:
+        out[places] = column[rows]
+
+
+class FieldFiles(ABC):
+    """The files of fields.
+
+    Attributes:
+        function: the function that made the dataset, for errors.
+        fields: by name; all have equally many rows.
+        structure: the nest of names that an element has the structure of.
+    """
+
+    function: str
+    fields: Mapping[str, Field]
+    structure: Any
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise if a file has changed."""
+
+    @abstractmethod
+    def fingerprint(self) -> int:
+        """Return a number below 2**63 that is the same wherever the files have the same names and rows."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return one line about the files."""
+
+
+@final
+class FieldRows(InputRows):
+    """The rows of fields."""
+
+    def __init__(self, files: FieldFiles) -> None:
+        self._files = files
+        self._fields = files.fields
+        self._rows = len(next(iter(files.fields.values())))
+        self._kept = LastRead[NDArray[Any]](_KEPT)
+        self._buffers = RowBuffers()
+        self._counters = StageStats()
+
+    @property
+    def counters(self) -> StageStats:
+        return self._counters
+
+    def _pack(self, of: Callable[[str], Any]) -> Any:
+        return nest.map_structure(of, self._files.structure)
+
+    @property
+    def row_spec(self) -> Any:
+        return self._pack(lambda name: self._fields[name].spec)
+
+    def cardinality(self) -> int:
+        return self._rows
+
+    def check(self) -> None:
+        self._files.check()
+
+    def fingerprint(self) -> int:
+        return self._files.fingerprint()
+
+    def describe(self) -> str:
+        return self._files.describe()
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        began = time.perf_counter()
+        if positions.size and not 0 <= positions.min() <= positions.max() < self._rows:
+            expected, got = f"rows in [0, {self._rows})", f"{positions.min()} to {positions.max()}"
+            raise IndexError(explain(self._files.function, "rows", expected=expected, got=got))
+        out = {name: self._gather(name, field, positions) for name, field in self._fields.items()}
+        self._counters.add(rows=positions.size, seconds=time.perf_counter() - began)
+        return self._pack(out.__getitem__)
+
+    def _gather(self, name: str, field: Field, positions: NDArray[np.int64]) -> NDArray[Any]:
+        spec = field.spec
+        if is_ragged(spec) or spec.dtype.hasobject:
+            out = np.empty(positions.size, object)
+        else:
+            out = self._buffers.empty(name, (positions.size, *(length or 0 for length in spec.shape)), spec.dtype)
+        units = positions // field.unit_rows
+        for unit in np.unique(units).tolist():
+            places = np.flatnonzero(units == unit)
+            place_rows(self._unit(name, field, unit), positions[places] - unit * field.unit_rows, places, out)
+        return out
+
+    def _unit(self, name: str, field: Field, unit: int) -> NDArray[Any]:
+        column = self._kept.get((name, unit))
+        if column is None:
+            start = unit * field.unit_rows
+            column = field.read(start, min(start + field.unit_rows, self._rows))
+            nbytes = sum(row.nbytes for row in column) if is_ragged(field.spec) else column.nbytes
+            self._kept.put((name, unit), column, nbytes)
+            self._counters.add(chunk_reads=1, bytes_read=nbytes)
+        return column
+
+    def chunk_starts(self) -> NDArray[np.int64] | None:
+        """Return the first rows of the units of the field with the most bytes; the units of others are kept meanwhile."""
+        unit = max(self._fields.values(), key=_row_bytes).unit_rows
+        if unit == 1:
+            return None
+        return np.unique(np.append(np.arange(0, self._rows, unit, dtype=np.int64), self._rows))
+
+    def keep(self, rows: int) -> None:
+        needed = sum((rows + 2 * field.unit_rows) * _row_bytes(field) for field in self._fields.values())
+        self._kept.limit = max(self._kept.limit, needed)
+
+
+def _row_bytes(field: Field) -> int:
+    if is_ragged(field.spec) or field.spec.dtype.hasobject:
+        return _VARYING
+    return stacked_nbytes(field.spec)
