@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from .feed.feed import DatasetIterator
     from .feed.from_function import InputContext
     from .files.hdf5_dataset import HDF5Dataset
-    from .from_files import from_tar, from_tfrecord, from_zarr
+    from .files.sparse import to_csr
+    from .from_files import from_sparse, from_tar, from_tfrecord, from_zarr
     from .functions import from_arrays, from_generator, from_map_style, from_tables, sample_from_datasets, zip
     from .nodes.node import INFINITE, UNKNOWN
     from .options import AUTOTUNE, SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
@@ -48,12 +49,14 @@ __all__ = [
     "from_arrays",
     "from_generator",
     "from_map_style",
+    "from_sparse",
     "from_tables",
     "from_tar",
     "from_tfrecord",
     "from_zarr",
     "permute",
     "sample_from_datasets",
+    "to_csr",
     "write_shards",
     "zip",
 ]

@@ -1,4 +1,4 @@
-"""The functions that make datasets of files that other libraries write: tar archives, TFRecord and Zarr."""
+"""The functions that make datasets of files that other libraries write: tar archives, TFRecord, Zarr, sparse matrices."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from .dataset import Dataset
 from .files.inputs import Fields
+from .files.sparse import SparseFile
 from .files.tar import TarSamples
 from .files.tfrecord import Features, RecordSamples
 from .files.units import FieldRows
@@ -14,7 +15,34 @@ from .files.zarr import ZarrGroup
 from .nodes.samples import samples_of_files
 from .shards.files import PathLike
 
-__all__ = ["from_tar", "from_tfrecord", "from_zarr"]
+__all__ = ["from_sparse", "from_tar", "from_tfrecord", "from_zarr"]
+
+
+def from_sparse(path: PathLike, fields: Fields = None, *, dense: bool = False) -> Dataset:
+    """Make a dataset of the rows of sparse matrices in an HDF5 file of anndata (.h5ad) or 10x Genomics; not collective.
+
+    A row is a cell: {"indices": its column numbers, "data": their values}, two arrays as long as the row has elements. Use
+    `ragged_batch` for batches of these, and `to_csr` for a SciPy matrix of a batch; or `dense=True` for rows with their zeros.
+    Of a matrix with compressed rows (CSR; 10x: columns, which are cells) only the rows that are needed are read; one with
+    compressed columns (CSC) is read as a whole and kept in memory.
+
+    Args:
+        path: the file.
+        fields: the name of a group, such as "X" or "layers/counts"; a list of names for a dict; a tuple of names for a tuple; a
+            dict from new names to names. Names of datasets with as many rows, such as "obs/label" or "obs/kind/codes", stand for
+            these. None for "X", or else for the only sparse matrix at the top of the file.
+        dense: True for rows with their zeros.
+
+    Raises:
+        ShardError: the file is missing, damaged, or has no such matrix.
+
+    Example:
+        >>> from_sparse("no.h5ad")
+        Traceback (most recent call last):
+            ...
+        mpistrat.errors.ShardError: from_sparse: no.h5ad: expected a file, got no such file
+    """
+    return Dataset(FieldRows(SparseFile(path, fields, dense)))
 
 
 def from_tar(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -114,6 +115,20 @@ def write_zarr(zarr_format: int) -> Callable[[Path, np.ndarray, np.ndarray], Non
     return write
 
 
+def write_sparse(folder: Path, x: np.ndarray, v: np.ndarray) -> None:
+    with h5py.File(folder / "a.h5ad", "w") as file:
+        file["obs/x"] = x
+        group = file.create_group("X")
+        group.attrs.update({"encoding-type": "csr_matrix", "shape": v.shape})
+        rows, group["indices"] = np.nonzero(v)
+        group["data"] = v[np.nonzero(v)]
+        group["indptr"] = np.searchsorted(rows, np.arange(len(v) + 1))
+
+
+def from_sparse(folder: Path) -> ms.data.Dataset:
+    return ms.data.from_sparse(folder / "a.h5ad", {"x": "obs/x", "v": "X"}, dense=True)
+
+
 SOURCES = {
     "arrays": Source(arrays),
     "map_style": Source(map_style),
@@ -123,6 +138,7 @@ SOURCES = {
     "arrow": Source(ms.data.from_tables, write_tables("arrow")),
     "tar": Source(lambda folder: ms.data.from_tar(folder, {"x": "x.cls", "v": "v.npy"}), write_tar),
     "tfrecord": Source(ms.data.from_tfrecord, write_tfrecord, marked_end=False),
+    "sparse": Source(from_sparse, write_sparse),
     "zarr_2": Source(ms.data.from_zarr, write_zarr(2), watched=".zarray"),
     "zarr_3": Source(ms.data.from_zarr, write_zarr(3), watched="zarr.json"),
 }

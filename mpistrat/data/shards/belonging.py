@@ -15,7 +15,7 @@ from .objects import Refused, Unreadable, check_filters, field_of
 if TYPE_CHECKING:
     import h5py
 
-__all__ = ["belonging", "readable"]
+__all__ = ["belonging", "readable", "sparse_format"]
 
 _NO_VALUES = b"This is a netCDF dimension but not a netCDF variable"
 _SPARSE = ("csr_matrix", "csc_matrix", "csr", "csc")
@@ -37,7 +37,7 @@ def readable(datasets: Mapping[str, h5py.Dataset]) -> tuple[list[str], dict[str,
         if _has_no_values(dataset):
             left_out[name] = "a dimension without values"
             continue
-        if _is_sparse(dataset.parent):
+        if sparse_format(dataset.parent):
             left_out[name] = "part of a sparse matrix"
             continue
         try:
@@ -102,6 +102,8 @@ def _has_no_values(dataset: h5py.Dataset) -> bool:
     return _is_scale(dataset) and bytes(_attribute(dataset, "NAME") or b"").startswith(_NO_VALUES)
 
 
-def _is_sparse(group: h5py.Group) -> bool:
+def sparse_format(group: h5py.Group) -> str | None:
+    """Return "csr" or "csc" for a group that is a sparse matrix as anndata writes them, else None."""
     kinds = (_attribute(group, "encoding-type"), _attribute(group, "h5sparse_format"))
-    return any(isinstance(kind, bytes) and kind.decode(errors="replace") in _SPARSE for kind in kinds)
+    found = [kind.decode(errors="replace") for kind in kinds if isinstance(kind, bytes)]
+    return next((kind[:3] for kind in found if kind in _SPARSE), None)
