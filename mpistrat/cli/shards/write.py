@@ -70,9 +70,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "input",
         metavar="INPUT",
-        nargs="?",
+        nargs="*",
         type=Path,
-        help="a .npy, .npz, .csv, .tsv, .parquet, .arrow or .jsonl file, or a folder of images",
+        help="files of one kind: .npy, .npz, .csv, .tsv, .parquet, .arrow, .jsonl, .h5, .tar, .tfrecord, .zarr; or folders "
+        "of images",
     )
     parser.add_argument(
         "--field", metavar="NAME=FILE.npy", type=_named, action="append", default=[],
@@ -130,24 +131,27 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     if ranks.rank == 0:
         size, seconds = sum(path.stat().st_size for path in paths), time.perf_counter() - started
         count = counted(len(paths), "shard")
-        print(f"{printable(pattern)}: {count}, {converter.rows} rows, {decimal_size(size)}, written in {seconds:.1f} s")
+        written = f"{count}, {converter.rows} rows, {decimal_size(size)}"
+        print(f"{printable(pattern)}: {written}, written in {seconds:.1f} s ({converter.rows / seconds:.0f} rows/s)")
         for note in converter.notes:
             print(f"note: {printable(note)}")
     return DONE
 
 
 COMMAND = Command(
-    "convert .npy, .npz, CSV or a folder of images into shards",
+    "convert .npy, .npz, CSV, Parquet, tar, TFRecord, Zarr, HDF5 or a folder of images into shards",
     "Convert other files into a set of HDF5 shards with a manifest. The set appears when all of it is written.\n"
     "Under mpiexec each rank converts its part of the rows; the order of the rows is that of the input.\n\n"
     "A .npy file becomes a field of its name, a .npz file a field for each array. A CSV file's first line names the\n"
     "columns, unless --header says no: numbers become int64 or float64 (empty cells NaN), anything else text, which\n"
     "needs --layout chunked. A folder of images has a sub-folder for each class: the fields are image (uint8; gray images\n"
-    "of more bits, or of floats, keep their values) and label (int64).",
+    "of more bits, or of floats, keep their values) and label (int64). Several inputs of one kind are read one after the\n"
+    "other.",
     (
         "mpistrat shards write data/train train.npz --rows-per-shard 100000",
         'mpistrat shards write "data/train-*.h5" --field x=x.npy --field y=y.npy',
         "mpistrat shards write data/table measured.csv --array x --dtype x=float32",
+        "mpistrat shards write data/merged old/*.h5 --compression gzip",
         "mpiexec -n 8 mpistrat shards write data/photos photos/ --resize 224x224 --compression gzip",
     ),
     _arguments,

@@ -13,12 +13,21 @@ from ...base import partition
 from ...base.agree import Ranks
 from ...base.conversion import converted
 from ...base.errors import explain
+from ..files.hdf5_dataset import HDF5Dataset
+from ..files.tables import TableRows
+from ..files.tar import TarSamples
+from ..files.tfrecord import RecordSamples
+from ..files.units import FieldRows
+from ..files.zarr import ZarrGroup
+from ..nodes.node import Node
+from ..nodes.samples import samples_of_files
 from .columns import Columns
 from .converters.converter import Converter, PresumptionError, bad_input
 from .converters.image_folder import ImageFolder
 from .converters.numpy_files import NpyFiles, NpzFile
+from .converters.several import Several
+from .converters.source_file import SourceFile
 from .converters.table import Table
-from .converters.table_file import TableFile
 from .files import PathLike
 from .new_shard import ShardSettings
 from .writer import ShardWriter
@@ -31,7 +40,7 @@ class Conversion:
     """What is to become of some files; what a kind of file has no use for must be left as it is.
 
     Attributes:
-        path: a .npy, .npz, .csv, .parquet, .arrow or .jsonl file, or a folder of images; None where there are only `fields`.
+        paths: files of one kind, or folders of images; none where there are only `fields`.
         fields: .npy files by field.
         select: arrays or columns wanted; None for all.
         dtypes: dtypes that fields are converted to.
@@ -41,7 +50,7 @@ class Conversion:
         color, resize: see `ImageFolder`.
     """
 
-    path: Path | None
+    paths: Sequence[Path]
     fields: Mapping[str, Path] = field(default_factory=dict)
     select: Sequence[str] | None = None
     dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
@@ -62,6 +71,20 @@ def _table(path: Path, asked: Conversion, delimiter: str) -> Table:
     return Table(path, asked.select, asked.delimiter or delimiter, asked.array, asked.text, header)
 
 
+def _tables(path: Path, asked: Conversion) -> SourceFile:
+    rows = TableRows(path, asked.select, None)
+    return SourceFile(path, rows, rows.left_out)
+
+
+def _source(rows: Callable[[Path, Sequence[str] | None], Node]) -> Callable[[Path, Conversion], Converter]:
+    return lambda path, asked: SourceFile(path, rows(path, asked.select), {})
+
+
+def _records(path: Path, select: Sequence[str] | None) -> Node:
+    samples = RecordSamples(path, select, None)
+    return samples_of_files(samples, 0, False, samples.element_spec)
+
+
 # Suffix (of a folder: "/") -> the arguments that this kind knows, and what opens it.
 _KINDS: dict[str, tuple[set[str], Callable[[Path, Conversion], Converter]]] = {
     ".npy": (set(), lambda path, _: NpyFiles({path.stem: path})),
@@ -70,8 +93,15 @@ _KINDS: dict[str, tuple[set[str], Callable[[Path, Conversion], Converter]]] = {
     ".tsv": ({"select", "array", "delimiter", "header"}, lambda path, asked: _table(path, asked, "\t")),
     **dict.fromkeys(
         (".parquet", ".pq", ".arrow", ".feather", ".ipc", ".jsonl", ".ndjson"),
-        ({"select"}, lambda path, asked: TableFile(path, asked.select)),
+        ({"select"}, _tables),
     ),
+    **dict.fromkeys((".h5", ".hdf5"), ({"select"}, _source(lambda path, select: HDF5Dataset(path, select).node))),
+    ".tar": (
+        {"select"},
+        _source(lambda path, select: samples_of_files(TarSamples(path, select, None), 0, False, None)),
+    ),
+    **dict.fromkeys((".tfrecord", ".tfrecords", ".tfrec"), ({"select"}, _source(_records))),
+    ".zarr": ({"select"}, _source(lambda path, select: FieldRows(ZarrGroup(path, select)))),
     "/": ({"color", "resize"}, lambda path, asked: ImageFolder(path, asked.color or "rgb", asked.resize)),
 }
 _OPTIONS = ("select", "array", "delimiter", "header", "color", "resize")
@@ -85,15 +115,19 @@ def open_converter(asked: Conversion) -> Converter:
         ShardError: for a file that is not what its name says.
         MissingDependencyError: for images without Pillow, for .parquet, .arrow and .jsonl without pyarrow.
     """
-    if (asked.path is None) == (not asked.fields):
-        expected = "one file or folder, or fields by name (--field x=x.npy)"
-        raise ValueError(explain("shards write", "", expected=expected, got="none" if asked.path is None else "both"))
-    kind = ".npy" if asked.path is None else "/" if asked.path.is_dir() else asked.path.suffix.lower()
+    if (not asked.paths) == (not asked.fields):
+        expected = "files or folders, or fields by name (--field x=x.npy)"
+        raise ValueError(explain("shards write", "", expected=expected, got="both" if asked.paths else "none"))
+    kinds = {_kind(path) for path in asked.paths} or {".npy"}
+    if len(kinds) > 1:
+        got = ", ".join(map(str, asked.paths))
+        raise ValueError(explain("shards write", "INPUT", expected="inputs of one kind", got=got))
+    (kind,) = kinds
     if kind not in _KINDS:
-        files = "a .npy, .npz, .csv, .tsv, .parquet, .arrow or .jsonl file"
-        expected = f"{files}, or a folder with a sub-folder of images for each class"
+        files = "a .npy, .npz, .csv, .tsv, .parquet, .arrow, .jsonl, .h5, .tar or .tfrecord file"
+        expected = f"{files}, a .zarr folder, or a folder with a sub-folder of images for each class"
         raise ValueError(
-            explain("shards write", str(asked.path), expected=expected, got=f"a {kind or 'nameless'} file")
+            explain("shards write", str(asked.paths[0]), expected=expected, got=f"a {kind or 'nameless'} file")
         )
     known, opener = _KINDS[kind]
     for option in _OPTIONS:
@@ -101,13 +135,21 @@ def open_converter(asked: Conversion) -> Converter:
             kinds = [name for name, (others, _) in _KINDS.items() if option in others]
             expected = f"none; it is for {' and '.join(kinds)}".replace("/", "folders of images")
             raise ValueError(explain("shards write", f"--{option}", expected=expected, got=getattr(asked, option)))
-    paths = list(asked.fields.values()) if asked.path is None else [asked.path]
+    paths = list(asked.paths) or list(asked.fields.values())
     for path in paths:
         if not path.exists():
             raise bad_input(path, "a file or a folder", "no such file")
         if not path.is_file() and not path.is_dir():  # a pipe would be waited for
             raise bad_input(path, "a file or a folder", "a pipe, a device or a socket")
-    return NpyFiles(asked.fields) if asked.path is None else opener(paths[0], asked)
+    if not asked.paths:
+        return NpyFiles(asked.fields)
+    inputs = [opener(path, asked) for path in paths]
+    return inputs[0] if len(inputs) == 1 else Several(paths, inputs)
+
+
+def _kind(path: Path) -> str:
+    suffix = path.suffix.lower()
+    return "/" if path.is_dir() and suffix != ".zarr" else suffix
 
 
 def convert(
