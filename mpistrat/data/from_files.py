@@ -1,4 +1,4 @@
-"""The functions that make datasets of files that other libraries write: tar archives, TFRecord, Zarr, sparse matrices."""
+"""The functions that make datasets of tar archives, TFRecord, Zarr, sparse matrices and groups of HDF5 files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .dataset import Dataset
+from .files.groups import GroupSamples
 from .files.inputs import Fields
 from .files.sparse import SparseFile
 from .files.tar import TarSamples
@@ -15,7 +16,45 @@ from .files.zarr import ZarrGroup
 from .nodes.samples import samples_of_files
 from .shards.files import PathLike
 
-__all__ = ["from_sparse", "from_tar", "from_tfrecord", "from_zarr"]
+__all__ = ["from_groups", "from_sparse", "from_tar", "from_tfrecord", "from_zarr"]
+
+
+def from_groups(
+    files: PathLike | Sequence[PathLike], fields: Fields = None, *, within: str | None = None, workers: int = 0,
+    processes: bool = False,
+) -> Dataset:  # fmt: skip
+    """Make a dataset whose samples are groups of HDF5 files, or whole files; not collective.
+
+    For files with one group per sample, such as the episodes "data/demo_0", "data/demo_1", … of robomimic (`within="data"`), and
+    for one sample per file (`within=None`). The shapes of all samples are looked at when the dataset is made. Where they differ,
+    use `padded_batch`, `ragged_batch` or `bucket_by_sequence_length`.
+
+    Args:
+        files: a file, a directory, a pattern like `data/*.hdf5`, or a list of files, read in its order; others are read in
+            natural order (2 before 10).
+        fields: names of datasets in the group, such as "obs/joints", or "@label" for an attribute of it. None for a dict of all
+            datasets of the first sample; a list of names for a dict of these; a tuple of names for a tuple; a dict from new names
+            to names in the group; one name for that array alone.
+        within: the group whose groups are samples, in natural order: "data", or "/" for those at the top of the file. None:
+            each file is one sample.
+        workers: the number of samples that are read at the same time; 0 for one, by the thread that reads.
+        processes: True for processes as workers instead of threads, as for `Dataset.map`.
+
+    Raises:
+        ShardError: a file is missing or damaged, or a sample lacks a field or has one of another dtype.
+
+    Example:
+        >>> import h5py, pathlib, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "episodes.hdf5")
+        ...     with h5py.File(path, "w") as file:
+        ...         for number, steps in enumerate([2, 3]):
+        ...             file[f"data/demo_{number}/actions"] = np.full((steps, 1), number)
+        ...     from_groups(path, "actions", within="data").padded_batch(2).peek().tolist()
+        [[[0], [0], [0]], [[1], [1], [1]]]
+    """
+    samples = GroupSamples(files, fields, within)
+    return Dataset(samples_of_files(samples, workers, processes, samples.element_spec))
 
 
 def from_sparse(path: PathLike, fields: Fields = None, *, dense: bool = False) -> Dataset:

@@ -129,6 +129,18 @@ def from_sparse(folder: Path) -> ms.data.Dataset:
     return ms.data.from_sparse(folder / "a.h5ad", {"x": "obs/x", "v": "X"}, dense=True)
 
 
+def write_groups(folder: Path, x: np.ndarray, v: np.ndarray) -> None:
+    for number, (first, stop) in enumerate(((0, 10), (10, len(x)))):
+        with h5py.File(folder / f"part-{number}.h5", "w") as file:
+            for row in range(first, stop):
+                group = file.create_group(f"data/demo_{row}")
+                group.attrs["x"], group["obs/v"] = x[row], v[row]
+
+
+def from_groups(folder: Path) -> ms.data.Dataset:
+    return ms.data.from_groups(folder, {"x": "@x", "v": "obs/v"}, within="data")
+
+
 SOURCES = {
     "arrays": Source(arrays),
     "map_style": Source(map_style),
@@ -138,6 +150,7 @@ SOURCES = {
     "arrow": Source(ms.data.from_tables, write_tables("arrow")),
     "tar": Source(lambda folder: ms.data.from_tar(folder, {"x": "x.cls", "v": "v.npy"}), write_tar),
     "tfrecord": Source(ms.data.from_tfrecord, write_tfrecord, marked_end=False),
+    "groups": Source(from_groups, write_groups),
     "sparse": Source(from_sparse, write_sparse),
     "zarr_2": Source(ms.data.from_zarr, write_zarr(2), watched=".zarray"),
     "zarr_3": Source(ms.data.from_zarr, write_zarr(3), watched="zarr.json"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -14,14 +13,15 @@ from numpy.typing import NDArray
 
 from ...base import nest
 from ...base.arguments import integer
-from ...base.errors import MissingDependencyError, MpistratError, explain
+from ...base.errors import MissingDependencyError, explain
 from ..nodes.sources import row_content
 from ..shards.belonging import sparse_format
 from ..shards.files import PathLike
 from ..shards.objects import Refused, check_filters, field_of, find, find_group
 from ..spec import ArraySpec
-from .handles import DAMAGED, OpenFiles, ShardFile, open_hdf5_files, shard_error
+from .handles import DAMAGED, shard_error
 from .inputs import Fields, structure_of
+from .stored import StoredHDF5
 from .units import Field, FieldFiles
 
 if TYPE_CHECKING:
@@ -33,41 +33,13 @@ _UNIT_BYTES = 1 << 20  # that are read at once
 
 
 @final
-class _OneFile:
-    """An HDF5 file that is read by one thread at a time for each of its handles."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._status = ShardFile.of(path, "from_sparse")
-        self._files: OpenFiles[h5py.File] = open_hdf5_files()
-
-    def check(self) -> None:
-        self._status.check()
-
-    @contextmanager
-    def open(self, what: str) -> Iterator[h5py.File]:
-        """Lend the file; errors of h5py name it, and what is read."""
-        where = f"{self.path}: {what}" if what else self.path
-        try:
-            with self._files.lend(self._status) as file:
-                yield file
-        except Refused as refused:
-            raise shard_error(where, "data that can be read", refused, refused.remedy, "from_sparse") from None
-        except MpistratError:
-            raise
-        except Exception as error:  # h5py raises many kinds for damaged data
-            got = f"{type(error).__name__}: {error}"
-            raise shard_error(where, "data that can be read", got, DAMAGED, "from_sparse") from error
-
-
-@final
 class _Matrix:
     """A sparse matrix whose rows are compressed: row i has the elements from `indptr[i]` to `indptr[i + 1]`.
 
     One with compressed columns is read as a whole and kept in memory, as one with compressed rows.
     """
 
-    def __init__(self, file: _OneFile, name: str) -> None:
+    def __init__(self, file: StoredHDF5, name: str) -> None:
         self._file, self._name = file, name
         self._held: dict[str, NDArray[Any]] = {}
         with file.open(name) as opened:
@@ -192,7 +164,7 @@ class _Dense(Field):
 class _Column(Field):
     """A dataset with as many rows."""
 
-    def __init__(self, file: _OneFile, name: str) -> None:
+    def __init__(self, file: StoredHDF5, name: str) -> None:
         self._file, self._name = file, name
         with file.open(name) as opened:
             dataset = find(opened, name)
@@ -228,7 +200,7 @@ class SparseFile(FieldFiles):
         path = Path(path)
         if not path.is_file():
             raise shard_error(path, "a file", "no such file", function="from_sparse")
-        self._file = _OneFile(path)
+        self._file = StoredHDF5("from_sparse", path)
         if names is None:
             names = self._only_matrix()
         self.fields: dict[str, Field] = {}

@@ -1,20 +1,26 @@
-"""Bytes of files that do not change, read by their places. Processes may share it: each opens the files itself."""
+"""Files that do not change, open while they are read. Processes may share them: each opens the files itself."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
-from .handles import ShardFile, open_bytes, shard_error
+from ...base.errors import MpistratError
+from ..shards.objects import Refused
+from .handles import DAMAGED, ShardFile, open_bytes, open_hdf5_files, shard_error
 
-__all__ = ["StoredBytes"]
+if TYPE_CHECKING:
+    import h5py
+
+__all__ = ["StoredBytes", "StoredHDF5"]
 
 
 @final
 class StoredBytes:
-    """Files that are open while they are read.
+    """Files whose bytes are read by their places.
 
     Args:
         function: the name for errors.
@@ -68,3 +74,42 @@ class StoredBytes:
         hasher = hashlib.sha256("\n".join(path.name for path in self.paths).encode(errors="surrogateescape"))
         hasher.update(content)
         return int.from_bytes(hasher.digest()[:8], "big") >> 1
+
+
+@final
+class StoredHDF5:
+    """An HDF5 file.
+
+    Args:
+        function: the name for errors.
+        path: the file.
+    """
+
+    def __init__(self, function: str, path: Path) -> None:
+        self._function = function
+        self.path = path
+        self._status = ShardFile.of(path, function)
+        self._files = open_hdf5_files()
+
+    def __reduce__(self) -> tuple[Callable[..., StoredHDF5], tuple[Any, ...]]:
+        return StoredHDF5, (self._function, self.path)
+
+    def check(self) -> None:
+        """Raise if the file has changed."""
+        self._status.check()
+
+    @contextmanager
+    def open(self, what: str) -> Iterator[h5py.File]:
+        """Lend the file for as long as the context lasts; an error of h5py becomes a `ShardError` that names what is read."""
+        where = f"{self.path}: {what}" if what else self.path
+        try:
+            with self._files.lend(self._status) as file:
+                yield file
+        except Refused as refused:
+            expected = "data that can be read"
+            raise shard_error(where, expected, refused, refused.remedy, self._function) from None
+        except (MpistratError, MemoryError):
+            raise
+        except Exception as error:  # h5py raises many kinds for damaged data
+            got = f"{type(error).__name__}: {error}"
+            raise shard_error(where, "data that can be read", got, DAMAGED, self._function) from error

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mpistrat.data import HDF5Dataset, write_shards
+from mpistrat.data.shards.convert import Conversion, open_converter
 from tests.harness.examples import example
 from tests.harness.shards_command import mpistrat, read
 
@@ -31,6 +32,15 @@ def test_several_inputs_one_after_the_other(tmp_path: Path) -> None:
         assert re.search(r"4 shards, 20 rows, .*, written in [\d.]+ s \(\d+ rows/s\)", done.stdout)
         assert read(tmp_path / kind)["y"].tolist() == Y.tolist()
     np.testing.assert_array_equal(read(tmp_path / "npz")["x"], X)
+
+
+def test_a_rank_reads_its_rows_of_several_inputs(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.npy" for number in range(3)]
+    for number, path in enumerate(paths):
+        np.save(path, Y[7 * number : 7 * number + 7])
+    for first, stop in ((0, 20), (5, 12), (7, 14), (8, 9), (19, 20), (20, 20)):
+        batches = open_converter(Conversion(paths)).batches(first, stop)
+        assert [int(y) for batch in batches for ys in batch.values() for y in ys] == list(range(first, stop))
 
 
 def test_shards_into_shards(tmp_path: Path) -> None:

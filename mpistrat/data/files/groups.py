@@ -1,0 +1,156 @@
+"""Samples that are groups of HDF5 files, or whole files: their datasets may differ in shape."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ...base import nest
+from ...base.text import counted, shortened
+from ..nodes.samples import FileSamples
+from ..shards.files import PathLike, is_hdf5, natural_key
+from ..shards.objects import Refused, Unreadable, check_filters, field_of, find, find_group
+from ..spec import ArraySpec
+from .inputs import Fields, input_files, structure_of
+from .stored import StoredHDF5
+
+if TYPE_CHECKING:
+    import h5py
+
+__all__ = ["GroupSamples"]
+
+_ATTRIBUTE = "@"  # in front of the name of an attribute of a sample
+_NAMED = 5  # fields that are named in a text
+
+
+@final
+class GroupSamples(FileSamples):
+    """The groups of files, one file after the other; see `from_groups`.
+
+    Attributes:
+        element_spec: with None where shapes differ between samples; None without samples.
+    """
+
+    function = "from_groups"
+
+    def __init__(self, files: PathLike | Sequence[PathLike], fields: Fields, within: str | None) -> None:
+        self._structure = structure_of("from_groups", "fields", fields)
+        self._files = [StoredHDF5("from_groups", path) for path in input_files("from_groups", files, is_hdf5)]
+        self._samples: list[tuple[int, str]] = []  # the file and the name of each group
+        self._names = list(dict.fromkeys(nest.flatten(self._structure))) if self._structure is not None else []
+        self._left_out: dict[str, str] = {}
+        self._specs: dict[str, ArraySpec] = {}
+        for number, file in enumerate(self._files):
+            with file.open(within or "") as opened:
+                for name in _group_names(opened, within):
+                    self._add(number, name, opened[name])
+        if self._structure is None:
+            self._structure = {name: name for name in self._names}
+        self.element_spec = nest.map_structure(self._specs.__getitem__, self._structure) if self._samples else None
+
+    def _add(self, number: int, name: str, group: h5py.Group) -> None:
+        if not self._names:
+            self._names = list(self._all_fields(group))
+        for field in self._names:
+            try:
+                spec = _spec(group, field)
+            except Refused as refused:
+                raise type(refused)(f"{name}/{field}: {refused}", refused.remedy) from None
+            self._specs[field] = _merged(f"{name}/{field}", self._specs.get(field, spec), spec)
+        self._samples.append((number, name))
+
+    def _all_fields(self, group: h5py.Group) -> Iterator[str]:
+        """Return an iterator over the names of the datasets of a sample; note why others are left out."""
+        found: list[str] = []
+        group.visit(found.append)
+        for name in sorted(found, key=lambda name: natural_key(Path(name))):
+            if find(group, name) is None:
+                continue
+            try:
+                _spec(group, name)
+            except Unreadable as refused:
+                self._left_out[name] = str(refused)
+            else:
+                yield name
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, row: int) -> Any:
+        number, name = self._samples[row]
+        with self._files[number].open(name) as opened:
+            group = opened[name]
+            found = {field: _value(group, field, self._specs[field]) for field in self._names}
+        return nest.map_structure(found.__getitem__, self._structure)
+
+    def check(self) -> None:
+        for file in self._files:
+            file.check()
+
+    def fingerprint(self) -> int:
+        names = [file.path.name for file in self._files]
+        hasher = hashlib.sha256(repr((names, self._samples, self._structure, self._specs)).encode())
+        return int.from_bytes(hasher.digest()[:8], "big") >> 1
+
+    def describe(self) -> str:
+        fields = ", ".join(f"{name} {spec}" for name, spec in self._specs.items())
+        others = [f"{name} ({why})" for name, why in self._left_out.items()]
+        more = f"; left out: {shortened(others, _NAMED)}" if others else ""
+        where = f"{counted(len(self._files), 'file')} in {self._files[0].path.parent}"
+        return f"from_groups: {where}, {counted(len(self), 'sample')} of {fields}{more}"
+
+
+def _group_names(file: h5py.File, within: str | None) -> list[str]:
+    """Return the names of the groups that are samples, in natural order; the whole file for None."""
+    if within is None:
+        return ["/"]
+    group = find_group(file, within)
+    if group is None:
+        raise Refused("no such group")
+    names = sorted(group, key=lambda name: natural_key(Path(name)))
+    full = [f"{group.name.rstrip('/')}/{name}" for name in names]
+    return [name for name in full if find_group(file, name) is not None]
+
+
+def _spec(group: h5py.Group, field: str) -> ArraySpec:
+    if field.startswith(_ATTRIBUTE):
+        value = group.attrs.get(field.removeprefix(_ATTRIBUTE))
+        if value is None:
+            raise Refused(f"no such attribute among {sorted(group.attrs)}")
+        array = np.asarray(value)
+        return ArraySpec(array.shape, object if array.dtype.kind in "OSU" else array.dtype)
+    dataset = find(group, field)
+    if dataset is None or dataset.shape is None:
+        raise Refused("no such dataset")
+    check_filters(dataset)
+    if dataset.shape:
+        found = field_of(dataset)
+        if None in found.shape or (found.dtype == object):
+            raise Unreadable("text, or rows of varying length, in one sample")
+        return ArraySpec((len(dataset), *found.shape), found.dtype.newbyteorder("="))
+    text = dataset.dtype == object
+    return ArraySpec((), object if text else dataset.dtype.newbyteorder("="))
+
+
+def _merged(where: str, known: ArraySpec, spec: ArraySpec) -> ArraySpec:
+    """Return the spec of samples of both specs."""
+    if known.dtype != spec.dtype or len(known.shape) != len(spec.shape):
+        raise Refused(f"{where} of {spec}, unlike {known} of the samples before it")
+    same = [one if one == other else None for one, other in zip(known.shape, spec.shape, strict=True)]
+    return ArraySpec(tuple(same), spec.dtype)
+
+
+def _value(group: h5py.Group, field: str, spec: ArraySpec) -> Any:
+    if field.startswith(_ATTRIBUTE):
+        value = group.attrs[field.removeprefix(_ATTRIBUTE)]
+        return value.decode() if isinstance(value, bytes) else value
+    dataset = find(group, field)
+    if dataset is None:
+        raise Refused(f"no dataset {field}")
+    if spec.dtype == object:
+        return dataset.asstr()[()]
+    return dataset[()].astype(spec.dtype, copy=False)

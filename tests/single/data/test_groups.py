@@ -1,0 +1,134 @@
+"""Samples that are groups of HDF5 files, or whole files: order, shapes that differ, attributes, and samples that do not fit."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from mpistrat.data import ArraySpec, from_groups
+from mpistrat.errors import ShardError
+
+EPISODES = 12
+
+
+def steps(number: int) -> int:
+    return 2 + number % 3
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """As robomimic lays its files out."""
+    with h5py.File(tmp_path / "demo.hdf5", "w") as file:
+        file.create_group("mask")["train"] = np.array([b"demo_0"])
+        for number in range(EPISODES):
+            group = file.create_group(f"data/demo_{number}")
+            group.attrs["num_samples"], group.attrs["task"] = steps(number), f"lift {number}"
+            group["actions"] = np.full((steps(number), 7), number, ">f8")
+            group["obs/joints"] = np.full((steps(number), 3), number, "f4")
+            group["reward"] = number / 2
+            group["language"] = [f"words {number}"] * steps(number)
+        file["data/total"] = 3
+    return tmp_path / "demo.hdf5"
+
+
+def test_groups_in_natural_order(path: Path) -> None:
+    dataset = from_groups(path, within="data")
+    assert dataset.element_spec == {
+        "actions": ArraySpec((None, 7), "f8"),
+        "obs/joints": ArraySpec((None, 3), "f4"),
+        "reward": ArraySpec((), "f8"),
+    }
+    assert [float(sample["reward"]) for sample in dataset] == [number / 2 for number in range(EPISODES)]
+    rows = dataset.rows([11, 0])
+    assert [row.tolist() for row in rows["actions"]] == [np.full((steps(row), 7), row).tolist() for row in (11, 0)]
+    assert "12 samples of actions float64[?, 7]" in str(dataset)
+    assert "left out: language (text" in str(dataset)
+
+
+def test_batches_of_other_lengths(path: Path) -> None:
+    dataset = from_groups(path, ("obs/joints", "@num_samples", "@task"), within="data")
+    joints, length, task = dataset.padded_batch(3).element(0, 1)
+    assert joints.shape == (3, 4, 3)
+    assert length.tolist() == [2, 3, 4]
+    assert joints[:, :, 0].tolist() == [[3, 3, 0, 0], [4, 4, 4, 0], [5, 5, 5, 5]]
+    assert task.tolist() == ["lift 3", "lift 4", "lift 5"]
+    ragged, *_ = dataset.ragged_batch(2).peek()
+    assert [row.shape for row in ragged] == [(2, 3), (3, 3)]
+
+
+def test_one_sample_per_file(tmp_path: Path) -> None:
+    for number in (10, 2):
+        with h5py.File(tmp_path / f"file{number}.h5", "w") as file:
+            file["kspace"] = np.full((number, 2), number * 1j)
+            file.attrs["max"] = float(number)
+    dataset = from_groups(tmp_path, ("kspace", "@max"))
+    assert dataset.element_spec == (ArraySpec((None, 2), "c16"), ArraySpec((), "f8"))
+    assert [(len(kspace), complex(kspace[0, 0]), float(most)) for kspace, most in dataset] == [
+        (2, 2j, 2.0),
+        (10, 10j, 10.0),
+    ]
+
+
+def test_fields_have_the_form_that_was_asked_for(path: Path) -> None:
+    assert from_groups(path, "reward", within="/data/").rows([4]).tolist() == [2.0]
+    assert list(from_groups(path, {"r": "reward"}, within="data").rows([0])) == ["r"]
+    assert list(from_groups(path, ["reward", "@task"], within="data").peek()) == ["reward", "@task"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("actions", None, "/data/demo_5/actions: no such dataset"),
+        ("actions", np.zeros((2, 7), "f4"), r"/data/demo_5/actions of float32\[2, 7\], unlike float64\[\?, 7\]"),
+        ("actions", np.zeros(7), r"/data/demo_5/actions of float64\[7\], unlike float64\[\?, 7\]"),
+    ],
+)
+def test_a_sample_that_does_not_fit(path: Path, name: str, value: object, reason: str) -> None:
+    with h5py.File(path, "a") as file:
+        del file[f"data/demo_5/{name}"]
+        if value is not None:
+            file[f"data/demo_5/{name}"] = value
+    with pytest.raises(
+        ShardError, match=rf"from_groups: .*demo\.hdf5: data: expected data that can be read, got {reason}"
+    ):
+        from_groups(path, name, within="data")
+
+
+def test_names_that_do_not_fit(path: Path) -> None:
+    with pytest.raises(ShardError, match=r"demo\.hdf5: no: expected data that can be read, got no such group"):
+        from_groups(path, within="no")
+    with pytest.raises(ShardError, match=r"demo_0/@no: no such attribute among \['num_samples', 'task'\]"):
+        from_groups(path, "@no", within="data")
+    with pytest.raises(ShardError, match="demo_0/language: text, or rows of varying length, in one sample"):
+        from_groups(path, "language", within="data")
+
+
+def test_links_to_other_files_are_refused(path: Path, tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["x"] = 1
+    with h5py.File(path, "a") as file:
+        del file["data/demo_3/reward"]
+        file["data/demo_3/reward"] = h5py.ExternalLink("other.h5", "x")
+    with pytest.raises(ShardError, match=r"demo_3/reward: an external link at /data/demo_3/reward, to other\.h5"):
+        from_groups(path, "reward", within="data")
+
+
+def test_other_samples_have_other_fingerprints(tmp_path: Path) -> None:
+    prints = []
+    for number, lengths in enumerate([[1, 2], [1, 2], [1], [1, 3]]):
+        (tmp_path / str(number)).mkdir()
+        with h5py.File(tmp_path / str(number) / "a.h5", "w") as file:
+            for each, length in enumerate(lengths):
+                file[f"{each}/x"] = np.zeros((length, max(lengths)))
+        prints.append(from_groups(tmp_path / str(number), within="/").node.fingerprint())
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+
+
+def test_samples_can_be_sent_to_processes(path: Path) -> None:
+    samples = from_groups(path, "reward", within="data").node._samples
+    assert pickle.loads(pickle.dumps(samples))[4] == 2.0
