@@ -96,7 +96,8 @@ def decoder_of(field: str, chosen: Mapping[str, Decoder]) -> Decoder:
 
 def checked_decoders(function: str, decode: Mapping[str, Decoder]) -> Mapping[str, Decoder]:
     """Return the decoders that the user gave a function by name; raise TypeError unless each can be called."""
-    for name, decoder in decode.items():
+    given: Mapping[str, object] = decode
+    for name, decoder in given.items():
         if not callable(decoder):
             expected = "a function of the bytes"
             raise TypeError(explain(function, f"decode[{name!r}]", expected=expected, got=repr(decoder)))

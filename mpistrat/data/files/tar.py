@@ -43,7 +43,7 @@ def _headers(path: Path) -> Iterator[tarfile.TarInfo]:
     try:
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
             while (member := archive.next()) is not None:
-                archive.members.clear()  # they would be kept
+                archive.members.clear()  # type: ignore[attr-defined]  # they would be kept
                 yield member
             file.seek(archive.offset)
             ended = file.read(_BLOCK) == bytes(_BLOCK)

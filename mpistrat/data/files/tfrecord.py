@@ -8,7 +8,7 @@ import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 import numpy as np
 
@@ -180,7 +180,7 @@ def _specs_and_names(features: Features) -> tuple[dict[str, Any], Fields]:
                 expected = "an ArraySpec, as other features have"
                 raise ValueError(explain("from_tfrecord", f"features[{name!r}]", expected=expected, got=repr(spec)))
         return dict(features), {name: name for name in features}
-    return {}, features
+    return {}, cast(Fields, features)
 
 
 def _shaped(values: np.ndarray[Any, Any], spec: ArraySpec, where: str) -> Any:

@@ -118,11 +118,11 @@ def open_converter(asked: Conversion) -> Converter:
     if (not asked.paths) == (not asked.fields):
         expected = "files or folders, or fields by name (--field x=x.npy)"
         raise ValueError(explain("shards write", "", expected=expected, got="both" if asked.paths else "none"))
-    kinds = {_kind(path) for path in asked.paths} or {".npy"}
-    if len(kinds) > 1:
+    found = {_kind(path) for path in asked.paths} or {".npy"}
+    if len(found) > 1:
         got = ", ".join(map(str, asked.paths))
         raise ValueError(explain("shards write", "INPUT", expected="inputs of one kind", got=got))
-    (kind,) = kinds
+    (kind,) = found
     if kind not in _KINDS:
         files = "a .npy, .npz, .csv, .tsv, .parquet, .arrow, .jsonl, .h5, .tar or .tfrecord file"
         expected = f"{files}, a .zarr folder, or a folder with a sub-folder of images for each class"
