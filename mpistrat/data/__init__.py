@@ -1,4 +1,4 @@
-"""Input: rows out of HDF5 shards or arrays, in a reproducible order, in batches, divided over the replicas."""
+"""Input: rows of files or arrays in a reproducible order, in batches, distributed over the replicas."""
 
 from __future__ import annotations
 

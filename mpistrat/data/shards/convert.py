@@ -1,4 +1,4 @@
-"""Files of other kinds converted into shards, by one rank or by all ranks of a job."""
+"""Conversion of other file kinds to shards, by one rank or by all ranks of a job."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ __all__ = ["Conversion", "convert", "open_converter"]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is to become of some files; what a kind of file has no use for must be left as it is.
+    """The settings of a conversion; those that do not apply to a file kind must keep their defaults.
 
     Attributes:
-        paths: files of one kind, or folders of images; none where there are only `fields`.
+        path: a .npy, .npz, .csv, .parquet, .arrow or .jsonl file, or a folder of images; None if there are only `fields`.
         fields: .npy files by field.
-        select: arrays or columns wanted; None for all.
+        select: the wanted arrays or columns; None for all.
         dtypes: dtypes that fields are converted to.
         array: see `Table`.
-        delimiter: of a CSV file.
+        delimiter: the delimiter of a CSV file.
         header: "yes" or "no"; see `Table`.
         color, resize: see `ImageFolder`.
     """
@@ -62,7 +62,7 @@ class Conversion:
 
     @property
     def text(self) -> set[str]:
-        """Fields that are to be text."""
+        """The fields to convert to text."""
         return {name for name, dtype in self.dtypes.items() if dtype.kind == "O"}
 
 
@@ -85,7 +85,7 @@ def _records(path: Path, select: Sequence[str] | None) -> Node:
     return samples_of_files(samples, 0, False, samples.element_spec)
 
 
-# Suffix (of a folder: "/") -> the arguments that this kind knows, and what opens it.
+# Suffix (of a folder: "/") -> the arguments of this kind, and the function that opens it.
 _KINDS: dict[str, tuple[set[str], Callable[[Path, Conversion], Converter]]] = {
     ".npy": (set(), lambda path, _: NpyFiles({path.stem: path})),
     ".npz": ({"select"}, lambda path, asked: NpzFile(path, asked.select)),
@@ -111,8 +111,8 @@ def open_converter(asked: Conversion) -> Converter:
     """Return the converter of some files.
 
     Raises:
-        ValueError: for files of another kind, and arguments that their kind has no use for.
-        ShardError: for a file that is not what its name says.
+        ValueError: for an unknown kind of file, and arguments that do not apply to the kind.
+        ShardError: for a file whose content does not match its name.
         MissingDependencyError: for images without Pillow, for .parquet, .arrow and .jsonl without pyarrow.
     """
     if (not asked.paths) == (not asked.fields):
@@ -139,7 +139,7 @@ def open_converter(asked: Conversion) -> Converter:
     for path in paths:
         if not path.exists():
             raise bad_input(path, "a file or a folder", "no such file")
-        if not path.is_file() and not path.is_dir():  # a pipe would be waited for
+        if not path.is_file() and not path.is_dir():  # opening a pipe would wait
             raise bad_input(path, "a file or a folder", "a pipe, a device or a socket")
     if not asked.paths:
         return NpyFiles(asked.fields)
@@ -162,10 +162,10 @@ def convert(
 ) -> list[Path]:
     """Write a converter's rows, each rank a contiguous block of them, and return the shards' paths. Collective.
 
-    Where rows are of another kind than was presumed, all is looked at, and written anew.
+    If rows are not of the presumed kind, all files are checked and written again.
 
     Raises:
-        ValueError: for values that a dtype does not hold, and text where there can be none.
+        ValueError: for values that a dtype cannot hold, and for unsupported text.
         ShardError: when the files are damaged, or another rank failed.
     """
     while True:
@@ -180,7 +180,7 @@ def convert(
                     progress(done - before)
                     before = done
             return writer.paths
-        except BaseException as error:  # on every rank: leaving the writer sees to that
+        except BaseException as error:  # raised on every rank by leaving the writer
             if not converter.presumed or not any(ranks.exchange("late" * isinstance(error, PresumptionError))):
                 raise
         progress(-done)

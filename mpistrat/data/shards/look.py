@@ -1,6 +1,6 @@
-"""A look into files: what readers must know of each, found by opening it once; as bytes for other ranks; and the set it makes.
+"""Inspection of files: the information that readers need, found by opening each file once; its form as bytes; the resulting set.
 
-A set is compared with its manifest, or its files with each other.
+The files of a set are compared with their manifest, or with each other.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ __all__ = [
     "to_bytes",
 ]
 
-_LARGE_ROW = 1 << 30  # bytes of a row, from which on it is worth a look whether there is memory for one
+_LARGE_ROW = 1 << 30  # bytes of a row for which free memory is checked
 _EXPECTED = "numbers, strings or structures that lie in the declared files"
 _BLOCK = 1 << 18  # bytes read at a time from data that is not chunked
 
 
 @dataclass(frozen=True)
 class ShardContents:
-    """The datasets of a file, as its readers need to know them.
+    """The datasets of a file, for its readers.
 
     Attributes:
-        file: the file as it was.
-        storages: where each dataset's rows lie.
-        sources: resolved paths of other files, from which virtual datasets among these draw.
-        left_out: what else the file names, where all datasets were wanted, and why it is not read.
-        notes: what the user had better know.
-        sample: a digest of some of its rows, where ranks compare it.
-        problem: how its ends differ from what the manifest says, where they do.
+        file: the identity of the file.
+        storages: the storage of each dataset.
+        sources: resolved paths of other files that virtual datasets of this one use.
+        left_out: the file's other objects, if all datasets were wanted, and why they are not read.
+        notes: warnings for the user.
+        sample: a digest of some rows, if ranks compare it.
+        problem: the difference between its ends and the manifest, if any.
     """
 
     file: ShardFile
@@ -93,8 +93,8 @@ class Unfit:
     """A file that cannot be read.
 
     Attributes:
-        text: why, as an error says it.
-        unopened: whether that was seen without HDF5: it is missing, or not the one that the manifest lists.
+        text: the reason, as an error text.
+        unopened: whether it was found without HDF5: the file is missing, or not the one in the manifest.
     """
 
     text: str
@@ -105,7 +105,7 @@ Found = ShardContents | Unfit
 
 
 def _wanted_names(files: FileSet, names: Sequence[str] | None) -> list[str] | None:
-    """Return which datasets of each file are read: those of the manifest, where none are named; None for all."""
+    """Return the datasets to read of each file: the named ones, else those of the manifest; None for all."""
     return list(files.fields) if names is None and files.fields is not None else None if names is None else list(names)
 
 
@@ -113,11 +113,11 @@ def look(
     files: FileSet, numbers: Iterable[int], names: Sequence[str] | None, driver: str | None = None, *,
     verify: bool = False, ends: bool = False,
 ) -> list[Found]:  # fmt: skip
-    """Look into some files of a set, by their numbers: first without HDF5, then at the datasets of these names, or all.
+    """Inspect some files of a set, by their numbers: first without HDF5, then the datasets of these names, or all.
 
     Args:
-        verify: compare their digests, before HDF5 opens one of them.
-        ends: compare the digests of their ends.
+        verify: compare the files' digests before HDF5 opens one.
+        ends: compare the digests of the files' ends.
     """
     numbers, declared, names = list(numbers), _Declared(files.paths), _wanted_names(files, names)
     unfit: dict[int, Unfit] = {}
@@ -148,17 +148,17 @@ def look_into(
     path: Path, names: Sequence[str] | None, declared: Container[Path], driver: str | None = None, *,
     together: bool = True,
 ) -> ShardContents:  # fmt: skip
-    """Look into one file.
+    """Inspect one file.
 
     Args:
         path: the file.
-        names: the datasets that are wanted; None for all that have rows and belong together (see belonging.py).
-        declared: resolved paths of the files from which virtual datasets may draw.
+        names: the wanted datasets; None for all that have rows and belong together (see belonging.py).
+        declared: resolved paths of the files that virtual datasets may use.
         driver: as for `open_hdf5`.
-        together: whether the datasets must have equally many rows; else all are looked at that can be read.
+        together: whether the datasets must have equally many rows; else all readable ones are inspected.
 
     Raises:
-        ShardError: when the file cannot be read or holds what is not supported, naming it.
+        ShardError: naming the file, when it cannot be read or has unsupported content.
     """
     looker = _Looker(path, declared, driver)
     with open_hdf5(path, driver) as file:
@@ -166,7 +166,7 @@ def look_into(
             looker.look(file, names, together)
         except ShardError:
             raise
-        except Exception as error:  # h5py raises many kinds for damaged metadata
+        except Exception as error:  # h5py raises many kinds of errors for damaged metadata
             got = f"{type(error).__name__}: {error}"
             raise shard_error(path, "readable metadata", got, DAMAGED) from error
     looker.file.check()
@@ -176,7 +176,7 @@ def look_into(
 
 
 class _Declared:
-    """Files by resolved path. Resolving takes several calls of the file system each: only virtual datasets need it."""
+    """Files by resolved path. Resolving takes several system calls per file, and only virtual datasets need it."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -190,7 +190,7 @@ class _Declared:
 
 
 class _Looker:
-    """Collects what one file holds."""
+    """The inspection of one file."""
 
     def __init__(self, path: Path, declared: Container[Path], driver: str | None) -> None:
         self.path, self._declared, self._driver = path, declared, driver
@@ -259,7 +259,7 @@ class _Looker:
         return Storage(self.file, name, field, rows, row_bytes, int(block_rows), int(chunk_rows), layout)
 
     def _check_rows(self, dataset: h5py.Dataset) -> None:
-        """Refuse rows that were never written, or that no memory holds."""
+        """Refuse rows that were never written, or that do not fit into memory."""
         import h5py
 
         size = self._row_bytes(dataset)
@@ -275,12 +275,12 @@ class _Looker:
 
     def _row_bytes(self, dataset: h5py.Dataset) -> int:
         row_bytes = dataset.dtype.itemsize * math.prod(map(int, dataset.shape[1:]))
-        if dataset.dtype.hasobject:  # what the rows refer to lies in the file, uncompressed
+        if dataset.dtype.hasobject:  # the referenced data is in the file, uncompressed
             row_bytes += self.file.bytes // max(1, int(dataset.shape[0]))
         return row_bytes
 
     def _layout(self, dataset: h5py.Dataset) -> Layout:
-        """How a dataset's rows are stored, as the readers tell them apart."""
+        """Return the storage layout of a dataset's rows."""
         if dataset.is_virtual:
             return OnlyHDF5("a virtual dataset")
         if dataset.dtype.hasobject:
@@ -296,7 +296,7 @@ class _Looker:
         return Contiguous(dataset.id.get_offset())
 
     def _varying(self, dataset: h5py.Dataset) -> Layout:
-        """How the pointers of rows of varying length are stored."""
+        """Return the storage layout of the pointers to rows of varying length."""
         if not _usual_pointers(dataset):
             return OnlyHDF5("rows of varying length that are stored in an unusual way")
         rows, in_row = int(dataset.shape[0]), int(np.prod(dataset.shape[1:], dtype=np.int64))
@@ -323,7 +323,7 @@ class _Looker:
 
 
 def _plain(dataset: h5py.Dataset) -> bool:
-    """Whether the bytes in the file are the array's bytes, contiguously."""
+    """Return True if the array's bytes are contiguous in the file."""
     import h5py
 
     return (
@@ -335,7 +335,7 @@ def _plain(dataset: h5py.Dataset) -> bool:
 
 
 def _usual_pointers(dataset: h5py.Dataset) -> bool:
-    """Whether pointers are 16 bytes that count from the file's begin, to bytes that NumPy takes as they are."""
+    """Return True if pointers are 16 bytes, relative to the file's start, to bytes that NumPy can use unchanged."""
     import h5py
 
     base = h5py.check_vlen_dtype(dataset.dtype)
@@ -346,22 +346,22 @@ def _usual_pointers(dataset: h5py.Dataset) -> bool:
     return sizes == (8, 8) and not dataset.file.userblock_size and not unwritten
 
 
-# What was found in files, as bytes for other ranks: JSON, never pickle, compressed; some 100 bytes a file.
+# Findings as bytes for other ranks: JSON, never pickle, compressed; some 100 bytes per file.
 
 
 def to_bytes(found: dict[int, Found]) -> bytes:
-    """Return what was found in files, by their numbers in the set, as bytes."""
+    """Return the findings in files, by their numbers in the set, as bytes."""
     return zlib.compress(json.dumps(found, default=_to_json, separators=(",", ":")).encode(), 1)
 
 
 def from_bytes(data: bytes) -> dict[int, Found]:
-    """Return what `to_bytes` was given."""
+    """Invert `to_bytes`."""
     found = json.loads(zlib.decompress(data), object_hook=_from_json)
     return {int(number): one for number, one in found.items()}
 
 
 def _to_json(value: Any) -> dict[str, Any]:
-    """Return an object that JSON does not have as a dict of one item. No name in an HDF5 file has a NUL, as its key has."""
+    """Return an object that JSON does not have as a dict of one item, whose key has a NUL, unlike names in HDF5 files."""
     kind, content = type(value).__name__, value
     if isinstance(value, Path):
         kind, content = "Path", str(value)
@@ -374,7 +374,7 @@ def _to_json(value: Any) -> dict[str, Any]:
     elif isinstance(value, frozenset):
         content = list(value)
     elif isinstance(value, Pipeline):
-        content = value.filters  # each rank undoes them by the packages that it has
+        content = value.filters  # each rank decodes with its own packages
     else:
         content = [getattr(value, each.name) for each in dataclasses.fields(value)]
     return {f"\0{kind}": content}
@@ -404,7 +404,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# The set that the files make.
+# The resulting set.
 
 
 @dataclass(frozen=True)
@@ -412,10 +412,10 @@ class ShardSet:
     """Files that belong together.
 
     Attributes:
-        shards: the files that have rows, in order.
-        sources: files without rows of their own, as virtual datasets of the others draw from them.
-        fields: what each file with rows has.
-        skipped: files that were left out, and why.
+        shards: the files with rows, in order.
+        sources: files without own rows, since virtual datasets of the others use them.
+        fields: the fields of each file with rows.
+        skipped: the skipped files, and why.
     """
 
     shards: tuple[ShardContents, ...]
@@ -425,13 +425,13 @@ class ShardSet:
 
 
 def join_shards(files: FileSet, found: Sequence[Found], names: Sequence[str] | None, on_error: str) -> ShardSet:
-    """Return the set that files make, of each of which it is known what was found in it.
+    """Return the set of files, given the findings in each.
 
-    Without a manifest, files are compared with what most of them hold. A file from which a virtual dataset of another
-    one draws, be it in part, is that one's source, and has no rows of its own: they would come twice.
+    Without a manifest, files are compared with the most common fields. A file that another one's virtual dataset uses,
+    even partly, is its source and has no rows of its own, since they would appear twice.
 
     Raises:
-        ShardError: naming the file that is bad.
+        ShardError: naming the bad file.
     """
     names = _wanted_names(files, names)
     skipped: list[tuple[Path, str]] = []
@@ -454,7 +454,7 @@ def join_shards(files: FileSet, found: Sequence[Found], names: Sequence[str] | N
     if sources:
         shards, sources = _without_missing(shards, {path.resolve() for path in missing}, bad)
     for path, problem in bad:
-        # Of a source what is drawn from it was checked: it need not have more.
+        # Only the used data of a source was checked: it need not have more.
         if not sources or path.resolve() not in sources:
             _skip(path, problem, on_error, skipped)
     if sources:
@@ -484,7 +484,7 @@ def join_shards(files: FileSet, found: Sequence[Found], names: Sequence[str] | N
 def _without_missing(
     shards: list[ShardContents], missing: Set[Path], bad: list[tuple[Path, ShardError]]
 ) -> tuple[list[ShardContents], set[Path]]:
-    """The files that draw from none that was skipped, and what they draw from; the others are bad."""
+    """Return the files that use no skipped file, and the files that they use; the others are bad."""
     kept = []
     for shard in shards:
         lost = sorted(shard.sources & missing)
@@ -497,7 +497,7 @@ def _without_missing(
 
 
 def _without_sources(shards: list[ShardContents], sources: Set[Path]) -> list[ShardContents]:
-    """The files that no other one draws from. Raise if the rows of a file would be lost that way."""
+    """Return the files that no other one uses. Raise if this would lose a file's rows."""
     kept = [shard for shard in shards if shard.path.resolve() not in sources]
     by_path = {shard.path.resolve(): shard for shard in shards}
     drawn: set[Path] = set()
@@ -527,7 +527,7 @@ def _report(skipped: list[tuple[Path, str]], good: int) -> None:
 
 
 def _usual(shards: list[ShardContents]) -> tuple[dict[str, Field], str]:
-    """The fields that most files have, and the first file that has them."""
+    """Return the most common fields, and the first file with them."""
 
     def key(shard: ShardContents) -> str:
         return json.dumps(fields_to_json(shard.fields), sort_keys=True)
@@ -544,7 +544,7 @@ def _check_rows(shard: ShardContents, entry: ShardEntry | None) -> None:
 
 
 def _compare(shard: ShardContents, fields: dict[str, Field], reference: str, *, check_extra: bool) -> None:
-    """Raise unless a shard holds the same fields as the reference."""
+    """Raise unless a shard has the same fields as the reference."""
     missing = [] if not check_extra else sorted(set(fields) ^ set(shard.fields))
     if missing:
         raise shard_error(shard.path, f"datasets {sorted(fields)}, as {reference} has", f"{sorted(shard.fields)}")

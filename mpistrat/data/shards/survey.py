@@ -1,4 +1,4 @@
-"""Contents of a set of files, for `shards info`; and whether its files are whole, for `shards check`."""
+"""The contents of a set of files, for `shards info`, and checks of its files, for `shards check`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class FieldSurvey:
     """One field of a set, over all files.
 
     Attributes:
-        name, dtype: of the field; dtype "str" for strings.
-        shape: of a row; None for a length that varies.
-        layout: "contiguous", "chunked" and so on; several where files differ.
-        filters: of chunks, in the order in which they are applied.
+        name, dtype: the field's; dtype "str" for strings.
+        shape: the shape of a row; None for a length that varies.
+        layout: "contiguous", "chunked" and so on; several if files differ.
+        filters: the filters of chunks, in the order of their application.
         chunk_rows: rows in a chunk; None without chunks.
-        data_bytes: bytes of the rows; None where they vary in length.
+        data_bytes: bytes of the rows; None if they vary in length.
         stored_bytes: bytes in the files.
-        reader: how it is read.
-        reason: why not in a quicker way.
+        reader: the kind of the reader.
+        reason: why no faster reader is used.
         attributes: HDF5 attributes in the first file.
     """
 
@@ -56,11 +56,11 @@ class SetSurvey:
     """A set of files.
 
     Attributes:
-        files: the files with the rows, bytes and digest (None without a manifest) of each; None for the rows of a file
-            that others' virtual datasets draw from, as it gives none of its own.
+        files: the files with their rows, bytes and digest (None without a manifest); None for the rows of a file that
+            others' virtual datasets use, which has no rows of its own.
         manifest: whether a manifest lists them all.
-        fields: what they hold.
-        left_out: what else they hold, and why it is not read.
+        fields: their fields.
+        left_out: their other objects, and why these are not read.
     """
 
     files: tuple[tuple[Path, int | None, int, str | None], ...]
@@ -78,10 +78,10 @@ class SetSurvey:
 
 
 def survey(files: PathLike | Sequence[PathLike], names: Sequence[str] | None = None) -> SetSurvey:
-    """Look into files.
+    """Inspect files.
 
     Raises:
-        ShardError: for files that cannot be read as one set, naming the file.
+        ShardError: naming the file, for files that cannot be read as one set.
     """
     found = resolve(files)
     names = None if names is None else [name.strip("/") for name in names]
@@ -123,7 +123,7 @@ def survey(files: PathLike | Sequence[PathLike], names: Sequence[str] | None = N
 
 @dataclass(frozen=True)
 class _Stored:
-    """How one file stores a field."""
+    """The storage of a field in one file."""
 
     layout: str
     filters: tuple[str, ...]
@@ -155,7 +155,7 @@ class _Stored:
 
 
 def _plain(value: Any) -> Any:
-    """An attribute as JSON has it: numbers that JSON does not have, and references, in words."""
+    """Return an attribute for JSON; numbers that JSON does not have, and references, as text."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
@@ -166,16 +166,16 @@ def _plain(value: Any) -> Any:
 
 
 def check_file(files: FileSet, number: int, declared: Set[Path]) -> str:
-    """Check one file of a set, and return by what it was found whole.
+    """Check one file of a set, and return the kind of the check.
 
-    A file in a manifest is compared with its digest. Of another one, all chunks are read, which checks their checksums
-    and undoes their compression; data that has neither cannot be checked.
+    A file in a manifest is compared with its digest. Of another file, all chunks are read, which checks their checksums
+    and decompresses them; data with neither cannot be checked.
 
     Returns:
         "digest", "checksums", "partly" if only some of the data has checksums or compression, or "nothing".
 
     Raises:
-        ShardError: when the file is not whole.
+        ShardError: when the file is damaged.
     """
     path, entry = files.paths[number], files.entries[number]
     files.check([number], verify=entry is not None)
