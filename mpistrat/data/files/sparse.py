@@ -22,7 +22,7 @@ from ..spec import ArraySpec
 from .handles import DAMAGED, shard_error
 from .inputs import Fields, structure_of
 from .stored import StoredHDF5
-from .units import Field, FieldFiles
+from .units import FieldFiles, StoredField
 
 if TYPE_CHECKING:
     import h5py
@@ -118,7 +118,7 @@ def _format_and_shape(group: h5py.Group) -> tuple[str, tuple[int, int]]:
 
 
 @final
-class _Ragged(Field):
+class _Ragged(StoredField):
     """The data, or the column numbers, of rows: arrays of other lengths."""
 
     def __init__(self, matrix: _Matrix, part: str) -> None:
@@ -139,7 +139,7 @@ class _Ragged(Field):
 
 
 @final
-class _Dense(Field):
+class _Dense(StoredField):
     """Rows with their zeros."""
 
     def __init__(self, matrix: _Matrix) -> None:
@@ -161,7 +161,7 @@ class _Dense(Field):
 
 
 @final
-class _Column(Field):
+class _Column(StoredField):
     """A dataset with as many rows."""
 
     def __init__(self, file: StoredHDF5, name: str) -> None:
@@ -203,7 +203,7 @@ class SparseFile(FieldFiles):
         self._file = StoredHDF5("from_sparse", path)
         if names is None:
             names = self._only_matrix()
-        self.fields: dict[str, Field] = {}
+        self.fields: dict[str, StoredField] = {}
         self.structure = nest.map_structure(lambda name: self._added(name.strip("/"), dense), names)
         rows = {name: len(field) for name, field in self.fields.items()}
         if len(set(rows.values())) > 1:

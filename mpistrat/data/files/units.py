@@ -17,13 +17,13 @@ from ..nodes.stage import InputRows
 from ..spec import ArraySpec, is_ragged, stacked_nbytes
 from ..stats import StageStats
 
-__all__ = ["Field", "FieldFiles", "FieldRows", "place_rows"]
+__all__ = ["StoredField", "FieldFiles", "FieldRows", "place_rows"]
 
 _KEPT = 1 << 26  # bytes of units that are kept at least
 _VARYING = 64  # bytes that a row of unknown size is taken for
 
 
-class Field(ABC):
+class StoredField(ABC):
     """A field of a source.
 
     Attributes:
@@ -61,7 +61,7 @@ class FieldFiles(ABC):
     """
 
     function: str
-    fields: Mapping[str, Field]
+    fields: Mapping[str, StoredField]
     structure: Any
 
     @abstractmethod
@@ -121,7 +121,7 @@ class FieldRows(InputRows):
         self._counters.add(rows=positions.size, seconds=time.perf_counter() - began)
         return self._pack(out.__getitem__)
 
-    def _gather(self, name: str, field: Field, positions: NDArray[np.int64]) -> NDArray[Any]:
+    def _gather(self, name: str, field: StoredField, positions: NDArray[np.int64]) -> NDArray[Any]:
         spec = field.spec
         if is_ragged(spec) or spec.dtype.hasobject:
             out = np.empty(positions.size, object)
@@ -133,7 +133,7 @@ class FieldRows(InputRows):
             place_rows(self._unit(name, field, unit), positions[places] - unit * field.unit_rows, places, out)
         return out
 
-    def _unit(self, name: str, field: Field, unit: int) -> NDArray[Any]:
+    def _unit(self, name: str, field: StoredField, unit: int) -> NDArray[Any]:
         column = self._kept.get((name, unit))
         if column is None:
             start = unit * field.unit_rows
@@ -155,7 +155,7 @@ class FieldRows(InputRows):
         self._kept.limit = max(self._kept.limit, needed)
 
 
-def _row_bytes(field: Field) -> int:
+def _row_bytes(field: StoredField) -> int:
     if is_ragged(field.spec) or field.spec.dtype.hasobject:
         return _VARYING
     return stacked_nbytes(field.spec)

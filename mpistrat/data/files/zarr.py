@@ -19,7 +19,7 @@ from ..shards.files import PathLike
 from ..spec import ArraySpec
 from .handles import ShardFile
 from .inputs import Fields, structure_of
-from .units import Field, FieldFiles
+from .units import FieldFiles, StoredField
 
 __all__ = ["ZarrGroup"]
 
@@ -49,7 +49,7 @@ def _dtype(array: Any) -> np.dtype[Any] | None:
 
 
 @final
-class _Array(Field):
+class _ZarrArray(StoredField):
     """The rows of an array along its first axis."""
 
     def __init__(self, where: str, array: Any, dtype: np.dtype[Any]) -> None:
@@ -118,14 +118,14 @@ class ZarrGroup(FieldFiles):
                 self._left_out[name] = f"{array.shape[0]} rows, unlike {largest}"
         return [name for name in arrays if name not in self._left_out]
 
-    def _field(self, arrays: Mapping[str, Any], key: str, name: str) -> _Array:
+    def _field(self, arrays: Mapping[str, Any], key: str, name: str) -> _ZarrArray:
         where = f"{self._path}: {name}" if name else str(self._path)
         if key not in arrays:
             raise _error(self._path, f"an array {name!r}", f"arrays {sorted(arrays)}")
         array, dtype = arrays[key], _dtype(arrays[key])
         if dtype is None or not array.ndim:
             raise _error(where, "rows of numbers, times or text", f"{array.dtype} of shape {array.shape}")
-        return _Array(where, array, dtype)
+        return _ZarrArray(where, array, dtype)
 
     def check(self) -> None:
         for file in self._status:
