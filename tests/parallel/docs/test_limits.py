@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.harness.process_groups import set_layout
 from tests.parallel.docs.test_docs import cells
 
 TITLE = "Options of MultiWorkerMirroredStrategy"
@@ -40,21 +42,36 @@ def shown() -> dict[frozenset[str], str]:
 
 
 def refuses(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Return whether a strategy with both options raises an error on one rank."""
+    """Return whether a strategy with both options, or its first step, raises an error. Collective."""
     import mpistrat as ms
 
     try:
-        ms.MultiWorkerMirroredStrategy(**first, **second).close()
+        with ms.MultiWorkerMirroredStrategy(**first, **second) as strategy:
+            with strategy.scope():
+                v = ms.Variable(np.zeros(100_000, np.float32))
+                optimizer = ms.optimizers.SGD(0.1)
+            strategy.run(lambda: optimizer.apply_gradients([(np.ones(100_000, np.float32), v)]))
     except ValueError:
         return True
     return False
 
 
-@pytest.mark.ranks(1)
-def test_options_that_exclude_each_other():
+def compare(refused: set[str]) -> None:
+    """Make each pair of options, which must be refused where the table has one of these words."""
     arguments, table = options(), shown()
-    told = set().union(*table)
-    assert told == arguments.keys()
+    assert set().union(*table) == arguments.keys()
     for (a, first), (b, second) in itertools.combinations(arguments.items(), 2):
-        if frozenset((a, b)) in table:
-            assert refuses(first, second) == (table[frozenset((a, b))] == "error"), f"{a} and {b}"
+        cell = table.get(frozenset((a, b)))
+        if cell is not None:
+            assert refuses(first, second) == (cell in refused), f"{a} and {b}"
+
+
+@pytest.mark.ranks(1)
+def test_options_on_one_node():
+    compare({"error"})
+
+
+@pytest.mark.ranks(2)
+def test_options_on_two_nodes(monkeypatch):
+    set_layout("private", monkeypatch)
+    compare({"error", "nodes"})
