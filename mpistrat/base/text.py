@@ -12,6 +12,7 @@ __all__ = [
     "class_name",
     "counted",
     "decimal_size",
+    "did_you_mean",
     "displayable",
     "duration",
     "encoded",
@@ -44,6 +45,19 @@ def printable(text: object, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """Return a question that names the nearest of some words; "" if none is near. Local.
+
+    Example:
+        >>> did_you_mean("frontire", ["frontier", "lumi"])
+        'Did you mean frontier?'
+    """
+    import difflib
+
+    near = difflib.get_close_matches(word, list(words), 1)
+    return f"Did you mean {near[0]}?" if near else ""
 
 
 def plural(number: int, noun: str) -> str:

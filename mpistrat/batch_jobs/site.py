@@ -11,6 +11,7 @@ from typing import Any, final
 
 from ..base.errors import explain
 from ..base.files import read_whole
+from ..base.text import did_you_mean
 from .checks import chosen, matching, text
 from .schedulers import LAUNCHERS, SCHEDULERS
 
@@ -165,21 +166,26 @@ def read_site(name: str) -> SiteProfile:
         path = _FOLDER / f"{name}.json"
     else:
         expected = f"one of {', '.join(site_names())}, or the path of a JSON file"
-        raise ValueError(explain("--site", "", expected=expected, got=f"{name!r:.80}"))
+        remedy = did_you_mean(name, site_names())
+        raise ValueError(explain("SiteProfile", "site", expected=expected, got=f"{name!r:.80}", remedy=remedy))
     try:
         said = json.loads(read_whole(path, _MOST).decode())
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(explain("site", f"{name!r:.200}", expected="a JSON file", got=str(error)[:200])) from None
+        got = "no such file" if isinstance(error, FileNotFoundError) else str(error)[:200]
+        raise ValueError(explain("SiteProfile", f"{name!r:.200}", expected="a JSON file", got=got)) from None
     return _profile(name, said)
 
 
 def _profile(name: str, said: Any) -> SiteProfile:
     if not isinstance(said, dict):
-        raise ValueError(explain("site", f"{name!r:.200}", expected="a JSON object", got=type(said).__name__))
+        raise ValueError(explain("SiteProfile", f"{name!r:.200}", expected="a JSON object", got=type(said).__name__))
     legal = {each.name for each in fields(SiteProfile)}
     for key in said:
         if key not in legal:
             expected = f"settings of {', '.join(sorted(legal))}"
-            raise ValueError(explain("site", f"{name!r:.200}", expected=expected, got=f"{key!r:.80}"))
+            remedy = did_you_mean(key, legal)
+            raise ValueError(
+                explain("SiteProfile", f"{name!r:.200}", expected=expected, got=f"{key!r:.80}", remedy=remedy)
+            )
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in said.items()}
     return SiteProfile(**values)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.agree import Ranks
 from ..base.errors import explain
-from ..base.text import counted, printable
+from ..base.text import counted, did_you_mean, printable
 from ..cluster.launcher_variables import launched_rank, launched_size
 from ..doctor.finding import Finding, Summary, worst
 from ..doctor.job.items import TOTAL_SECONDS
 from ..doctor.login import NEEDS, check_login
 from ..doctor.ranks import check_ranks
 from .command import DONE, PROBLEM, Command
-from .terminal import console, names
+from .terminal import console, names, positive
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,7 +43,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what the program cannot do without, of {', '.join(NEEDS)}: what is missing of it is a problem",
     )
     parser.add_argument(
-        "--time-limit", metavar="SECONDS", type=float, default=None,
+        "--time-limit", metavar="SECONDS", type=positive, default=None,
         help=f"for each thing that may hang (default: {_LIMIT:g}); with --job for all together (default: {TOTAL_SECONDS:g})",
     )  # fmt: skip
     parser.add_argument(
@@ -65,10 +65,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     for name in args.need:
         if name not in NEEDS:
-            raise ValueError(explain("doctor", "--need", expected=f"one of {', '.join(NEEDS)}", got=repr(name)))
+            expected, remedy = f"one of {', '.join(NEEDS)}", did_you_mean(name, NEEDS)
+            raise ValueError(explain("doctor", "--need", expected=expected, got=repr(name), remedy=remedy))
     limit = args.time_limit if args.time_limit is not None else TOTAL_SECONDS if args.job is not None else _LIMIT
-    if not limit > 0:
-        raise ValueError(explain("doctor", "--time-limit", expected="seconds, more than 0", got=args.time_limit))
     if args.ranks and args.clean:
         raise ValueError(explain("doctor", "--clean", expected="it without --ranks", got="both"))
     if args.folder is not None and args.job is None:

@@ -7,10 +7,11 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,13 +20,14 @@ from ..base.agree import Ranks
 from ..base.environment import STRATEGIES
 from ..base.errors import ClusterError
 from ..base.files import read_whole
+from ..base.text import printable
 from ..batch_jobs import SCHEDULERS, Array, BatchJob, Preemption, SiteProfile, read_site, render, site_names, submit
 from ..batch_jobs.plan import launcher_of
 from ..batch_jobs.schedulers import LAUNCHERS
 from ..cluster.launcher_variables import fitting_pmi, offered_pmis, srun_environment, unset_variable
 from ..cluster.launchers import MPILibrary, loaded_library
 from .command import DONE, Command
-from .terminal import strategy_name
+from .terminal import check_folders, strategy_name, whole
 
 __all__ = ["COMMAND"]
 
@@ -56,7 +58,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     size("cpus_per_rank", "N", "cores and threads of each rank")
     size("gpus_per_node", "N", "GPUs of each node")
     size("memory", "SIZE", "of each node, as in 64G")
-    size("time", "TIME", "the limit, [DAYS-]HH:MM:SS")
+    size("time", "TIME", "the limit, [DAYS-]HH:MM:SS, or 90m, 1h30m, 2d", kind=_time)
 
     parser.add_argument(
         "--gpu-mpi", action="store_true", default=None,
@@ -66,7 +68,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_argument_group("what kind")
     kind = functools.partial(_add, kinds)
     kinds.add_argument(
-        "--strategy", type=strategy_name, choices=STRATEGIES, help="(multi_worker_mirrored; with --ps parameter_server)"
+        "--strategy",
+        type=strategy_name,
+        choices=STRATEGIES,
+        metavar="NAME",
+        help=f"{', '.join(STRATEGIES)} (multi_worker_mirrored; with --ps parameter_server)",
     )
     kind(BatchJob, "num_ps", "N", "parameter servers: the last N of the ranks", "--ps")
     kind(BatchJob, "ps_nodes", "N", "nodes only for the servers, besides --nodes: a heterogeneous job")
@@ -123,16 +129,40 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add(group: Any, of: type, field: str, metavar: str, text: str, *flags: str, dest: str = "") -> None:
+def _time(text: str) -> str:
+    """Return a time limit as [DAYS-]HOURS:MINUTES:SECONDS, also of one like 90m or 1h30m."""
+    if re.fullmatch(r"(\d{1,3}-)?\d{1,4}:\d\d:\d\d", text, re.ASCII):
+        return text
+    units = re.fullmatch(r"(?:(\d{1,3})d)?(?:(\d{1,4})h)?(?:(\d{1,5})m)?(?:(\d{1,7})s)?", text, re.ASCII)
+    if not text or units is None:
+        raise argparse.ArgumentTypeError(
+            f"expected [DAYS-]HOURS:MINUTES:SECONDS, or a number with d, h, m or s, as in 90m, got {text!r:.80}"
+        )
+    days, hours, minutes, seconds = (int(number or 0) for number in units.groups())
+    minutes, seconds = divmod(((days * 24 + hours) * 60 + minutes) * 60 + seconds, 60)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{seconds:02}"
+
+
+def _add(
+    group: Any,
+    of: type,
+    field: str,
+    metavar: str,
+    text: str,
+    *flags: str,
+    dest: str = "",
+    kind: Callable[[str], Any] | None = None,
+) -> None:
     """Add the option of a dataclass's field, with its type; not given it is None, and the field's default counts.
 
     Args:
         text: the help; behind it comes the field's default, where there is one and no parenthesis says it.
         flags: where it is not called like the field.
         dest: where the value lies, if not under the field's name.
+        kind: reads the value, where the field's own type does not.
     """
     default = next(each.default for each in dataclasses.fields(of) if each.name == field)
-    kind = int if isinstance(default, int) else str
+    kind = kind or (whole(0) if isinstance(default, int) else str)
     if default not in ("", dataclasses.MISSING) and not text.endswith(")"):
         text += f" ({default})"
     named = flags or (f"--{field.replace('_', '-')}",)
@@ -150,7 +180,10 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     if args.show_site:
         print(json.dumps(_document(site), indent=2))
         return DONE
+    check_folders({"--output": args.output})
     job = _job(args)
+    for warning in _missing(job):
+        print(f"mpistrat job: {printable(warning)}", file=sys.stderr)
     site, library = _with_what_is_here(site, args)
     script = render(job, site, srun_environment(library, "pmi2"))
     if job.stage and (staying := _editable(site)):
@@ -172,6 +205,17 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     else:
         print(script, end="")
     return DONE
+
+
+def _missing(job: BatchJob) -> list[str]:
+    """Return a warning for each file that the job names and this folder does not have: it would fail in the queue."""
+    found = []
+    program, image = job.program[0], job.container
+    if not (job.module or job.check) and (program.endswith(".py") or "/" in program) and not Path(program).exists():
+        found.append(f"warning: no file {program} here. The job looks for it in the folder from which it is submitted")
+    if image and (image.endswith(".sif") or image.startswith((".", "/"))) and not Path(image).exists():
+        found.append(f"warning: --container: no file {image} here")
+    return found
 
 
 def _check(args: argparse.Namespace) -> BatchJob:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import io
 import os
@@ -16,15 +15,24 @@ from typing import Any, NoReturn
 
 from ..base.agree import Ranks
 from ..base.errors import ClusterError, MissingDependencyError, MpistratError, ShardError
-from ..base.text import printable
+from ..base.text import did_you_mean, printable
 from ..base.version import __version__
 from ..cluster.launcher_variables import launched_rank, launched_size
 from .command import PROBLEM, ROOT, STATUS, WRONG_USE, Command, Group
+from .completion import SHELLS, PrintCompletion
 from .terminal import complain, read_or_not
 
 __all__ = ["main"]
 
 _STATUS = f"exit status: {STATUS}"
+
+
+class _Folding(argparse.HelpFormatter):
+    """Folds each paragraph to the terminal. One with an indented line, as examples have, stays as it is."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n\n".join(part if "\n " in part else fill(part, width, indent) for part in text.split("\n\n"))
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,12 +49,13 @@ class Parser(argparse.ArgumentParser):
         """End with status 2 and a message, which names the nearest legal word if one is near."""
         choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         option = re.search(r"unrecognized arguments: .*?(--?[\w-]+)", message)
-        near: list[str] = []
+        near = ""
         if choice:
-            near = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), 1)
-        elif option:
-            near = difflib.get_close_matches(option[1], list(self._option_string_actions), 1)
-        super().error(printable(f"{message}. Did you mean {near[0]}?" if near else message))
+            near = did_you_mean(choice[1], re.findall(r"[\w.-]+", choice[2]))
+        elif option:  # compared without dashes, by which all options are alike
+            names = [name[2:] for name in self._option_string_actions if name.startswith("--")]
+            near = did_you_mean(option[1].lstrip("-"), names).replace("mean ", "mean --", 1)
+        super().error(printable(f"{message}. {near}" if near else message))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 parsed = _parser().parse_args(arguments)
+                if "command" not in parsed:
+                    parsed.group.print_help()
+                    parsed.group.exit(WRONG_USE, f"\n{parsed.group.prog}: error: expected a command, got none\n")
         except SystemExit as end:
             if launched_rank() in (None, 0):  # one speaks for all, and MPI need not start for that
                 print(said.getvalue(), end="", file=sys.stderr if end.code else sys.stdout)
@@ -112,13 +124,18 @@ def _run(parsed: argparse.Namespace, ranks: Ranks) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("mpistrat", description=ROOT.summary + ".", epilog=_STATUS)
     parser.add_argument("--version", action="version", version=f"mpistrat {__version__}")
+    parser.add_argument(
+        "--print-completion", action=PrintCompletion, choices=SHELLS, metavar="SHELL",
+        help=f"print the completion of commands and options for a shell: {', '.join(SHELLS)}",
+    )  # fmt: skip
     _add(parser, ROOT)
     return parser
 
 
 def _add(parser: argparse.ArgumentParser, group: Group) -> None:
     """Add a group's commands to its parser."""
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.set_defaults(group=parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, where in group.commands.items():
         module, _, attribute = where.partition(":")
         command: Command | Group = getattr(importlib.import_module(f"mpistrat.cli.{module}"), attribute)
@@ -133,7 +150,7 @@ def _add(parser: argparse.ArgumentParser, group: Group) -> None:
             help=command.summary,
             description=command.text,
             epilog="\n  ".join(["examples:", *command.examples]) + f"\n\nexit status: {command.status}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Folding,
         )
         command.arguments(inner)
         inner.set_defaults(command=command)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -17,8 +16,8 @@ from ..base.text import counted, decimal_size, duration
 from ..bench.plan import Machine, Prediction, layouts, predict
 from ..bench.plot import draw_plan
 from ..bench.training_step import OURS, SIZES
-from .command import DONE, WRONG_USE, Command
-from .terminal import check_folders, complain, console, draw_or_tell
+from .command import DONE, PROBLEM, WRONG_USE, Command
+from .terminal import check_folders, complain, console, draw_or_tell, not_negative, positive, whole
 
 __all__ = ["COMMAND"]
 
@@ -26,42 +25,24 @@ _WIDTH = 79
 _ENOUGH = 0.03  # of efficiency that a layout with fewer ranks may lose against the best, as it needs less memory
 
 
-def _number(text: str) -> float:
-    value = _not_negative(text)
-    if not value:
-        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number >= 0, got {text!r}")
-    return value
-
-
-def _count(text: str) -> int:
-    return int(_number(str(int(text))))
-
-
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--parameters", type=_number, required=True, metavar="M", help="of the model, as 1e9")
+    parser.add_argument("--parameters", type=positive, required=True, metavar="M", help="of the model, as 1e9")
     parser.add_argument(
-        "--compute", type=_not_negative, required=True, metavar="SECONDS",
+        "--compute", type=not_negative, required=True, metavar="SECONDS",
         help="that all cores of a node need for the gradients of its part of a batch",
     )  # fmt: skip
     parser.add_argument(
         "--like", required=True, nargs="+", metavar="FILE",
         help="what mpistrat bench --json has written, on one layout or on several",
     )  # fmt: skip
-    parser.add_argument("--nodes", type=_count, default=16, metavar="N", help="up to so many; default %(default)s")
-    parser.add_argument("--cores", type=_count, metavar="N", help="of a node; default those of the file")
-    parser.add_argument("--memory", type=_number, metavar="GB", help="of a node; default that of the file")
+    parser.add_argument("--nodes", type=whole(1), default=16, metavar="N", help="up to so many; default %(default)s")
+    parser.add_argument("--cores", type=whole(1), metavar="N", help="of a node; default those of the file")
+    parser.add_argument("--memory", type=positive, metavar="GB", help="of a node; default that of the file")
     parser.add_argument(
-        "--network", type=_number, metavar="GB/S", help="of a node, each way; default what was measured between nodes"
+        "--network", type=positive, metavar="GB/S", help="of a node, each way; default what was measured between nodes"
     )
     parser.add_argument(
-        "--latency", type=_not_negative, metavar="US", help="of a message between nodes, in microseconds"
+        "--latency", type=not_negative, metavar="US", help="of a message between nodes, in microseconds"
     )
     parser.add_argument("--json", metavar="FILE", help="write the predictions there")
     parser.add_argument("--plot", metavar="FILE", help="draw efficiency over nodes")
@@ -74,7 +55,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         measured = Machine.read(documents)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         complain(f"--like {' '.join(args.like)}: {error}")
-        return WRONG_USE
+        return PROBLEM if isinstance(error, OSError) else WRONG_USE
     told = 1e9 * (args.network or 0.0)
     machine = replace(
         measured,

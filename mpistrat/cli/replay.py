@@ -23,7 +23,10 @@ __all__ = ["COMMAND"]
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = f"{parser.prog} [--strategy NAME] [--ps N] FILE (PROGRAM | -m MODULE) [ARGUMENT …]"
+    parser.usage = (
+        "mpistrat replay [options] FILE PROGRAM [ARGUMENT …]\n"
+        "       mpistrat replay [options] FILE -m MODULE [ARGUMENT …]"
+    )
     strategy_arguments(parser)
     parser.add_argument("file", type=Path, metavar="FILE", help="a checkpoint of that run")
     parser.add_argument(
@@ -33,9 +36,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
+    program = program_of(args)
     try:
         layouts = _layouts(args.file)
-        starts = [plan(program_of(args), number, args.strategy, args.ps) for _, number in layouts]
+        starts = [plan(program, number, args.strategy, args.ps) for _, number in layouts]
     except (ClusterError, OSError, ValueError) as error:
         complain(error)
         return PROBLEM
@@ -63,6 +67,9 @@ def _layouts(path: Path) -> list[tuple[int, int]]:
         OSError: it cannot be read, or is no checkpoint.
         ValueError: it tells of none, or of several nodes.
     """
+    if not path.exists():
+        got = f"no such file in {Path.cwd()}" if path.parent == Path() else "no such file"
+        raise FileNotFoundError(explain("mpistrat replay", str(path), expected="a checkpoint", got=got))
     try:
         with CheckpointFile(path) as file:
             notes = file.extra() or {}

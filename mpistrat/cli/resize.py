@@ -8,25 +8,23 @@ import os
 from ..base.agree import Ranks
 from ..base.text import counted
 from ..comm import job_files
+from ..launcher.plan import MOST_RANKS
 from .command import DONE, PROBLEM, Command
-from .terminal import complain
+from .terminal import complain, whole
 
 __all__ = ["COMMAND"]
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "job", nargs="?", type=int, metavar="JOB",
+        "job", nargs="?", type=whole(1), metavar="JOB",
         help="the process of `mpistrat run --restarts`; default the only one of yours on this machine",
     )  # fmt: skip
-    parser.add_argument("ranks", type=int, metavar="N", help="the new number of ranks")
+    parser.add_argument("ranks", type=whole(1, MOST_RANKS - 1), metavar="N", help="the new number of ranks")
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     jobs = job_files.supervisors()
-    if args.ranks < 1:
-        complain(f"expected a number of ranks >= 1, got {args.ranks}")
-        return PROBLEM
     if args.job is None and len(jobs) == 1:
         args.job = next(iter(jobs))
     if args.job not in jobs:

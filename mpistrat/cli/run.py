@@ -26,7 +26,7 @@ from ..launcher.plan import MOST_RANKS, Start, plan
 from ..launcher.standby import environment_with, words_of
 from ..launcher.supervise import supervise
 from .command import DONE, PROBLEM, Command
-from .terminal import complain, strategy_name
+from .terminal import complain, strategy_name, whole
 from .torchrun import read_torchrun
 
 __all__ = ["COMMAND", "program_of", "strategy_arguments"]
@@ -55,10 +55,7 @@ def program_of(args: argparse.Namespace) -> list[str]:
     raise ValueError(explain("mpistrat run", "program", expected="a file, or a program on PATH", got=words[0]))
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < MOST_RANKS):
-        raise argparse.ArgumentTypeError(f"expected a number >= 1, got {text!r}")
-    return int(text)
+_count = whole(1, MOST_RANKS - 1)
 
 
 def strategy_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,9 +69,9 @@ def strategy_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        f"{parser.prog} [-n N] [--strategy NAME] [--ps N] [--evaluator] [--restarts N [--standby]] [--survive] [--tag] "
-        "[--log-dir DIR] [--numbers] [--horovod] [--dry-run | --json] "
-        "(PROGRAM | -m MODULE | --torchrun OPTIONS PROGRAM) [ARGUMENT …]"
+        "mpistrat run [options] PROGRAM [ARGUMENT …]\n"
+        "       mpistrat run [options] -m MODULE [ARGUMENT …]\n"
+        "       mpistrat run [options] --torchrun OPTIONS PROGRAM [ARGUMENT …]"
     )
     parser.add_argument(
         "-n", "--ranks", type=_count, metavar="N",

@@ -10,7 +10,7 @@ from ..base.agree import Ranks
 from ..base.errors import explain
 from ..cluster.launcher_variables import launched_rank, launched_size
 from .command import DONE, WRONG_USE, Command
-from .terminal import complain
+from .terminal import complain, whole
 
 __all__ = ["COMMAND"]
 
@@ -19,7 +19,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="where the address and the keys are written, for you alone"
     )
-    parser.add_argument("--ps", type=int, default=1, metavar="N", help="so many ranks are parameter servers; default 1")
+    parser.add_argument(
+        "--ps", type=whole(1), default=1, metavar="N", help="so many ranks are parameter servers; default 1"
+    )
     parser.add_argument(
         "--host",
         nargs="?",

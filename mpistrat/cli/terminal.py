@@ -1,9 +1,10 @@
-"""What commands print, draw and take: tables, progress bars, pictures, lists of names."""
+"""What commands print, draw and take: tables, progress bars, pictures, numbers, lists of names."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 import time
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-__all__ = ["Meter", "check_folders", "complain", "console", "draw_or_tell", "names", "read_or_not", "strategy_name"]
+__all__ = [
+    "Meter", "check_folders", "complain", "console", "draw_or_tell", "names", "not_negative", "positive", "read_or_not",
+    "strategy_name", "whole",
+]  # fmt: skip
 
 _WIDTH = 160  # of what is written into a file or a pipe
 _LINE_EVERY = 10  # seconds
@@ -187,3 +191,48 @@ def _bar(unit: str) -> Progress:
 def names(text: str) -> list[str]:
     """Return the names of an argument "x,y"."""
     return [name.strip() for name in text.split(",")]
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return the `type` of an argument that is a whole number from `least` to `most`, both included."""
+    bounds = f">= {least}" if most is None else f"from {least} to {most}"
+
+    def number(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and least <= int(text) and (most is None or int(text) <= most)):
+            raise argparse.ArgumentTypeError(f"expected a whole number {bounds}, got {text!r:.80}")
+        return int(text)
+
+    return number
+
+
+def positive(text: str) -> float:
+    """Return the number of an argument that must be more than 0.
+
+    Raises:
+        ArgumentTypeError: it is not.
+    """
+    value = _finite(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r:.80}")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """Return the number of an argument that must be at least 0.
+
+    Raises:
+        ArgumentTypeError: it is not.
+    """
+    value = _finite(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"expected a number >= 0, got {text!r:.80}")
+    return value
+
+
+def _finite(text: str) -> float:
+    """Return a number; NaN for a text that is none, or infinite."""
+    try:
+        value = float(text)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import mmap
 import os
@@ -10,7 +11,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from time import perf_counter_ns
@@ -20,14 +21,15 @@ from typing import TYPE_CHECKING, Any, final
 from ..base import local_socket
 from ..base.agree import Ranks
 from ..base.programs import program
-from ..base.text import printable, ranges
+from ..base.text import counted, printable, ranges
 from ..comm.monitor.exit_report import PREFIX
 from ..comm.recorder import Ring
 from ..timeline.stragglers import shares
 from .command import DONE, PROBLEM, Command
-from .terminal import complain
+from .terminal import complain, positive
 
 if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
     from rich.table import Table
     from typing_extensions import Self
 
@@ -116,17 +118,22 @@ class NodeJob(AbstractContextManager[Any]):
         """Return whether it goes by this name: its number in SLURM, or a process of a rank or above one."""
         return any(job in (_environment(pid).get("SLURM_JOB_ID"), *map(str, _ancestors(pid))) for pid in self.ranks)
 
-    def describe(self) -> str:
-        """Return in a line what it is."""
+    @property
+    def name(self) -> str:
+        """The job's number in SLURM, or the process of its launcher."""
         pid = min(self.ranks)
         number = _environment(pid).get("SLURM_JOB_ID")
-        name = f"SLURM job {number}" if number else f"job {_ancestors(pid)[-1]}"
+        return f"SLURM job {number}" if number else f"job {_ancestors(pid)[-1]}"
+
+    def describe(self) -> str:
+        """Return the job's name, its ranks here and their command, in one line."""
+        pid = min(self.ranks)
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             command = b" ".join(words).decode(errors="replace").strip()
         except OSError:
             command = "?"
-        return f"{name}: {len(self.ranks)} ranks here, {command[:100]}"
+        return printable(f"{self.name}: {counted(len(self.ranks), 'rank')} here, {command[:100]}")
 
     def __enter__(self) -> Self:
         return self
@@ -186,20 +193,32 @@ def _jobs() -> list[NodeJob]:
     return found
 
 
-def _choose(job: str | None) -> NodeJob | None:
-    """Return the job that is asked for, or the only one here; None, after a word, where there is none or are several."""
-    jobs = [one for one in _jobs() if job is None or one.is_job(job)]
-    if len(jobs) == 1:
-        return jobs[0]
-    if not jobs:
+def _of_each_job(
+    command: str, job: str | None, ask: Callable[[NodeJob], list[dict[str, Any]]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of a job's ranks, by its description; of all of this user's jobs here if none is named.
+
+    If none runs, print an error and return nothing.
+
+    Args:
+        command: `mpistrat top` or `stacks`, which asks the other nodes of a job in SLURM.
+        job: as on the command line.
+        ask: returns a job's rows.
+    """
+    rows = _by_srun(command, job)
+    if rows is not None:
+        return {f"SLURM job {job}": sorted(rows, key=_rank_number)}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for one in _jobs():
+        with one, contextlib.suppress(OSError):  # a job that ends meanwhile
+            if job is None or one.is_job(job):
+                rows = [{"job": one.name, **row} for row in ask(one)]
+                found.setdefault(one.describe(), []).extend(sorted(rows, key=_rank_number))
+    if not found:
         what = "no job of yours" if job is None else f"no job {job} of yours"
         remedy = "jobs of several ranks are seen on the nodes where they run, and by their number in SLURM"
         complain(f"{what} runs here: {remedy}")
-    else:
-        complain("several jobs run here; name one:", *(one.describe() for one in jobs))
-    for one in jobs:
-        one.__exit__(None, None, None)
-    return None
+    return found
 
 
 def _by_srun(command: str, job: str | None) -> list[dict[str, Any]] | None:
@@ -259,7 +278,7 @@ def _rows(job: NodeJob, seconds: float) -> list[dict[str, Any]]:
                 "doing": " > ".join(open_ones) if open_ones else f"the program, for {idle:.1f} s",
             }
         )  # fmt: skip
-    return sorted(rows, key=_rank_number)
+    return rows
 
 
 def _rank_number(row: dict[str, Any]) -> int:
@@ -282,37 +301,40 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _look(args: argparse.Namespace) -> list[dict[str, Any]] | None:
-    rows = _by_srun("top", args.job)
-    if rows is not None:
-        return sorted(rows, key=_rank_number)
-    job = _choose(args.job)
-    if job is None:
-        return None
-    with job:
-        return _rows(job, args.seconds)
+def _tables(jobs: Mapping[str, list[dict[str, Any]]]) -> Group:
+    """Return a table for each job, below its name if there are several."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    for name, rows in jobs.items():
+        parts += [Text(name), _table(rows)] if len(jobs) > 1 else [_table(rows)]
+    return Group(*parts)
 
 
 def _run_top(args: argparse.Namespace, ranks: Ranks) -> int:
-    rows = _look(args)
-    if rows is None:
+    def look() -> dict[str, list[dict[str, Any]]]:
+        return _of_each_job("top", args.job, lambda job: _rows(job, args.seconds))
+
+    jobs = look()
+    if not jobs:
         return PROBLEM
     if args.json or args.pieces:
-        _print_json(rows, args.pieces)
+        _print_json([row for rows in jobs.values() for row in rows], args.pieces)
         return DONE
     from rich.console import Console
     from rich.live import Live
 
     console = Console()
     if args.once or not console.is_terminal:
-        console.print(_table(rows))
+        console.print(_tables(jobs))
         return DONE
-    with Live(_table(rows), console=console, auto_refresh=False) as live:
+    with Live(_tables(jobs), console=console, auto_refresh=False) as live:
         try:
-            while rows:
+            while jobs:
                 time.sleep(args.seconds)
-                rows = _look(args) or []
-                live.update(_table(rows), refresh=True)
+                jobs = look()
+                live.update(_tables(jobs), refresh=True)
         except KeyboardInterrupt:
             pass
     return DONE
@@ -322,24 +344,27 @@ def _run_top(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def _run_stacks(args: argparse.Namespace, ranks: Ranks) -> int:
-    answers = _by_srun("stacks", args.job)
-    if answers is None:
-        job = _choose(args.job)
-        if job is None:
-            return PROBLEM
-        with job:
-            found = job.stacks()
-            answers = [{"rank": who, "pid": pid, **found.get(pid, _silent(pid))} for pid, who in job.ranks.items()]
-    answers.sort(key=_rank_number)
+    jobs = _of_each_job("stacks", args.job, _answers)
+    if not jobs:
+        return PROBLEM
     if args.json or args.pieces:
-        _print_json(answers, args.pieces)
+        _print_json([row for rows in jobs.values() for row in rows], args.pieces)
         return DONE
-    for answer in answers:
-        print(printable(f"{answer['rank']}, process {answer['pid']}: {answer['position']}"))
-    for stacks, numbers in _alike(answers):
-        text = printable(stacks, keep="\n")
-        print(f"\n{'ranks' if len(numbers) > 1 else 'rank'} {', '.join(ranges(numbers))}:\n{text}", end="")
+    for number, (name, answers) in enumerate(jobs.items()):
+        if len(jobs) > 1:
+            print("\n" * bool(number) + name)
+        for answer in answers:
+            print(printable(f"{answer['rank']}, process {answer['pid']}: {answer['position']}"))
+        for stacks, numbers in _alike(answers):
+            text = printable(stacks, keep="\n")
+            print(f"\n{'ranks' if len(numbers) > 1 else 'rank'} {', '.join(ranges(numbers))}:\n{text}", end="")
     return DONE
+
+
+def _answers(job: NodeJob) -> list[dict[str, Any]]:
+    """Return what each rank here answers, and of one that does not why."""
+    found = job.stacks()
+    return [{"rank": who, "pid": pid, **found.get(pid, _silent(pid))} for pid, who in job.ranks.items()]
 
 
 def _silent(pid: int) -> dict[str, Any]:
@@ -369,7 +394,7 @@ def _alike(answers: list[dict[str, Any]]) -> Iterator[tuple[str, list[int]]]:
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "job", nargs="?", metavar="JOB",
-        help="its number in SLURM, or the process of its launcher or of a rank; default the only job of yours on this node",
+        help="its number in SLURM, or the process of its launcher or of a rank; default all jobs of yours on this node",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each rank, once")
     parser.add_argument("--pieces", action="store_true", help=argparse.SUPPRESS)  # for `_by_srun`
@@ -382,7 +407,7 @@ def _top_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=positive,
         default=2.0,
         metavar="S",
         help="between two looks, and over which it counts (%(default)s)",
@@ -390,11 +415,11 @@ def _top_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 TOP = Command(
-    summary="show what the ranks of a running job do, as a table that lives",
+    summary="show what the ranks of running jobs do, in a table that is updated",
     text="""\
 Show for each rank of a running job how many steps it makes a second, where its time goes (input, compute,
 communication, waiting for others, saving), and what it does now. It reads the memory in which each rank notes its
-events, and disturbs nobody. It sees jobs of yours with several ranks on this node, and by its number in SLURM a job on
+events, and disturbs nobody. It shows all jobs of yours with several ranks on this node, and by its number in SLURM a job on
 all its nodes.""",
     examples=("mpistrat top", "mpistrat top 12345", "mpistrat top --once --seconds 10"),
     arguments=_top_arguments,
@@ -403,7 +428,7 @@ all its nodes.""",
 )
 
 STACKS = Command(
-    summary="print the Python stacks of the ranks of a running job",
+    summary="print the Python stacks of the ranks of running jobs",
     text="""\
 Print where each rank of a running job is: in which collective, and the stacks of its Python threads, equal ones once.
 The ranks go on. A rank that does not answer within some seconds is said so: it is stopped, or in compiled code.""",

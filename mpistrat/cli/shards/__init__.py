@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import glob
+from pathlib import Path
 
+from ...base.errors import explain
 from ..command import Group
 
 __all__ = ["COMMAND", "add_files", "given_files"]
@@ -15,8 +18,16 @@ def add_files(parser: argparse.ArgumentParser) -> None:
 
 
 def given_files(args: argparse.Namespace) -> str | list[str]:
-    """Return the set that the command line names: one word may be a folder or a pattern."""
+    """Return the set that the command line names: one word may be a folder or a pattern.
+
+    Raises:
+        FileNotFoundError: a word is no pattern, and no such file exists.
+    """
     words: list[str] = args.files
+    for word in words:
+        if not Path(word).exists() and not glob.has_magic(word):
+            expected = "a folder, a pattern or an HDF5 file that exists"
+            raise FileNotFoundError(explain("mpistrat shards", word, expected=expected, got="no such file"))
     return words[0] if len(words) == 1 else words
 
 

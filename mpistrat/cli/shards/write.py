@@ -18,7 +18,7 @@ from ...data.shards.convert import Conversion, convert, open_converter
 from ...data.shards.files import manifest_path, set_pattern
 from ...data.shards.new_shard import ShardSettings
 from ..command import DONE, Command
-from ..terminal import Meter, names
+from ..terminal import Meter, names, whole
 
 __all__ = ["COMMAND"]
 
@@ -81,14 +81,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace a set that is there")
     shards = parser.add_argument_group("shards")
-    shards.add_argument("--rows-per-shard", metavar="N", type=int, help="rows in every shard but the last")
+    shards.add_argument("--rows-per-shard", metavar="N", type=whole(1), help="rows in every shard but the last")
     shards.add_argument("--bytes-per-shard", metavar="SIZE", type=_size, help="like 500M or 2G (default: 1 GiB)")
     shards.add_argument(
         "--layout", choices=["contiguous", "chunked"],
         help="contiguous is read by memory map (default without --compression)",
     )  # fmt: skip
     shards.add_argument("--compression", metavar="HOW", type=_compression, help="gzip, lzf, or gzip's level 0 to 9")
-    shards.add_argument("--chunk-rows", metavar="N", type=int, help="rows in a chunk (default: some 256 KiB)")
+    shards.add_argument("--chunk-rows", metavar="N", type=whole(1), help="rows in a chunk (default: some 256 KiB)")
     fields = parser.add_argument_group("fields")
     fields.add_argument("--select", metavar="NAME,…", type=names, help="the arrays of .npz, or columns, wanted")
     fields.add_argument(

@@ -125,7 +125,7 @@ def test_a_check_starts_its_steps_by_the_launchers_words(job, words, last):
     ("words", "says"),
     [
         (("train.py",), "--check: expected no program beside it, got 'train.py'"),
-        (("--time", "00:02:00"), "--time: expected more than 120 seconds for --check, got 00:02:00"),
+        (("--time", "2m"), "--time: expected more than 120 seconds for --check, got 00:02:00"),
         (("--restarts", "3"), "Job: check: expected a job without restarts, which only programs have, got 3"),
         (("--preemptible",), "--preemptible: expected a program with it, got --check"),
         (("--array", "0-3"), "--array: expected a program with it, got --check"),
@@ -150,6 +150,38 @@ def test_an_array(job):
     assert "its own folder" in job("--array", "0-9", "--index-argument", "seed", "a.py", status=2)
 
 
+@pytest.mark.parametrize(
+    ("limit", "written"),
+    [
+        ("90m", "01:30:00"), ("1h", "01:00:00"), ("1h30m", "01:30:00"), ("2d", "48:00:00"), ("1d2h3m4s", "26:03:04"),
+        ("90s", "00:01:30"), ("1-02:00:00", "26:00:00"),
+    ],
+)  # fmt: skip
+def test_a_time_limit_with_units(job, limit, written):
+    assert f"--time={written}" in directives(job("--time", limit, "a.py"))
+
+
+def test_files_that_are_not_here_are_warned_of(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(COMMAND_MODULE, "offered_pmis", list)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "a.sif").touch()
+
+    def warned(*words):
+        assert main(["job", *words]) == 0
+        return [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+
+    for words in (["train.py"], ["-m", "nosuch"], ["nosuch"], ["--container", "a.sif", "train.py"], ["--check"]):
+        assert warned(*words) == []
+    (line,) = warned("nosuch.py")
+    assert line.startswith("mpistrat job: warning: no file nosuch.py here.")
+    assert "no file ./solve here" in warned("./solve")[0]
+    assert warned("--container", "none.sif", "train.py") == [
+        "mpistrat job: warning: --container: no file none.sif here"
+    ]
+    assert warned("--container", "docker://ubuntu:24.04", "train.py") == []
+
+
 def test_a_file_is_its_owner_s_alone(job, tmp_path):
     path = tmp_path / "a job.sh"
     path.write_text("before, and longer than what comes now" * 100)
@@ -157,7 +189,7 @@ def test_a_file_is_its_owner_s_alone(job, tmp_path):
     assert job("-o", str(path), "a.py").startswith("wrote ")
     assert path.read_text() == job("a.py")
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    assert "No such file" in job("-o", str(tmp_path / "no" / "job.sh"), "a.py", status=1)
+    assert "--output: " in (said := job("-o", str(tmp_path / "no" / "job.sh"), "a.py", status=1)) and "mkdir -p" in said
 
 
 @pytest.mark.parametrize(
@@ -184,7 +216,9 @@ def test_submitting(job, stub, tmp_path, scheduler, command, answer, job_id):
     assert told["script"] == job(*words)
 
 
-def test_a_refused_job_and_a_missing_command(job, stub, monkeypatch):
+def test_a_refused_job_and_a_missing_command(job, stub, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").touch()
     stub("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
     said = job("--submit", "a.py", status=1)
     assert (
@@ -202,8 +236,12 @@ def test_a_refused_job_and_a_missing_command(job, stub, monkeypatch):
     ("words", "says"),
     [
         (["--nodes", "0", "a.py"], "Job: nodes: expected a whole number from 1"),
-        (["--nodes", "two", "a.py"], "invalid int value: 'two'"),
-        (["--time", "2h", "a.py"], "[DAYS-]HOURS:MINUTES:SECONDS, got '2h'"),
+        (["--nodes", "two", "a.py"], "--nodes: expected a whole number >= 0, got 'two'"),
+        (["--time", "2x", "a.py"], "or a number with d, h, m or s, as in 90m, got '2x'"),
+        (
+            ["--time", "25:00", "a.py"],
+            "[DAYS-]HOURS:MINUTES:SECONDS, or a number with d, h, m or s, as in 90m, got '25:00'",
+        ),
         (["--partition=-x", "a.py"], "Job: partition: expected letters"),
         (["--name", "a\nb", "a.py"], "got 'a\\nb'"),
         (
@@ -211,6 +249,7 @@ def test_a_refused_job_and_a_missing_command(job, stub, monkeypatch):
             "These strategies fit: multi_worker_mirrored, parameter_server",
         ),
         (["--site", "nowhere", "a.py"], "expected one of alps, aurora,"),
+        (["--site", "frontire", "a.py"], "got 'frontire'. Did you mean frontier?"),
         (["--env", "X", "a.py"], "--env: expected NAME=VALUE, got 'X'"),
         (["--env", "BASH_ENV=x", "a.py"], "variables that neither the shell"),
         (["--directive=--wrap=x", "a.py"], "directives: expected one of --begin"),
@@ -403,7 +442,7 @@ def test_a_profile_that_is_wrong(job, tmp_path, text):
     path = tmp_path / "site.json"
     path.write_text(text)
     assert "error: " in job("--site", str(path), "a.py", status=2)
-    assert "No such file" in job("--site", "./none.json", "a.py", status=2)
+    assert "'./none.json': expected a JSON file, got no such file" in job("--site", "./none.json", "a.py", status=2)
 
 
 def test_every_site_makes_a_script(job, tmp_path):
@@ -418,6 +457,7 @@ def test_every_site_makes_a_script(job, tmp_path):
 
 def test_it_needs_no_mpi(tmp_path):
     """Not the library, not mpi4py, and no launcher's word that there are more ranks."""
+    (tmp_path / "a.py").touch()
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("raise SystemExit('mpi4py was imported')")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "4"}
@@ -459,8 +499,10 @@ def test_what_a_misspelt_word_may_have_meant(words, meant, capsys):
     )
 
 
-def test_what_a_copy_of_the_environment_would_leave_out_is_said(capsys, tmp_path):
+def test_what_a_copy_of_the_environment_would_leave_out_is_said(capsys, monkeypatch, tmp_path):
     """A package installed editable is a link to its folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
     for name, about in (("here", {"url": "file:///x", "dir_info": {}}), ("away", {"dir_info": {"editable": True}})):
         folder = tmp_path / "lib" / "python3.11" / "site-packages" / f"{name}-1.0.dist-info"
         folder.mkdir(parents=True)
