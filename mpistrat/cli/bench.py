@@ -124,12 +124,12 @@ def _write(file: str, text: str) -> None:
 COMMAND = Command(
     summary="measure this machine: all-reduce, step, parameter servers, input",
     text="""\
-Measure what the package does on this machine: all_reduce and step beside plain MPI in the same run, window (reads and
+Measure what the package does on this machine: all_reduce and step next to plain MPI in the same run, window (reads and
 pushes of parameter servers, by transport) and input (batches out of HDF5 files). About a minute; at most 1 GB of memory a
 rank and a quarter of what a node has left; 64 MB of files in a temporary folder, removed at the end.
 
 A figure is the median of several repetitions of the slowest rank; a barrier precedes each, and those who are compared
-take turns. Start as many ranks as the program shall have.""",
+take turns. Start as many ranks as the program will have.""",
     examples=(
         "mpistrat run -n 4 -m mpistrat bench",
         "mpistrat run -n 2 -m mpistrat bench --quick --only all_reduce",

@@ -1,4 +1,4 @@
-"""What a command is, and the tree of them. A new one is a file that defines a `Command`, and a line in the tree."""
+"""Commands and their tree. A new command is a file that defines a `Command`, and a line in the tree."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     queue("partition", "NAME", "where it runs", "--partition", "--queue")
     queue("account", "NAME", "who pays")
     queue("qos", "NAME", "quality of service")
-    queue("mail", "ADDRESS", "who is told when it ends")
+    queue("mail", "ADDRESS", "the address that gets a mail when the job ends")
 
     site = parser.add_argument_group("the site", "A profile has all of these; what is given here comes before it.")
     site.add_argument(
@@ -314,7 +314,7 @@ def _with_what_is_here(site: SiteProfile, args: argparse.Namespace) -> tuple[Sit
 
 
 def _loaded(modules: Sequence[str]) -> bool:
-    """Whether the modules that the job loads are loaded here: they may bring another MPI."""
+    """Return whether the modules that the job loads are loaded here: they may bring another MPI."""
     return set(modules) <= set(os.environ.get("LOADEDMODULES", "").split(":"))
 
 

@@ -67,7 +67,9 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     )
     nodes = args.nodes
     if nodes > 1 and not machine.network[0]:
-        print("one node only: the file has nothing of the network between nodes; tell it by --network and --latency\n")
+        print(
+            "one node only: the file has no measurement of the network between nodes; give it by --network and --latency\n"
+        )
         nodes = 1
     found = [predict(machine, args.parameters, args.compute, *layout) for layout in layouts(machine.cores, nodes)]
     best = [_best([each for each in found if each.nodes == count]) for count in sorted({each.nodes for each in found})]

@@ -77,7 +77,7 @@ def _layouts(path: Path) -> list[tuple[int, int]]:
         raise OSError(f"mpistrat replay: {path}: {error}") from None
     layouts = [(int(step), list(map(int, nodes))) for step, nodes in notes.get("layouts", [])]
     if not layouts:
-        expected, got = "a file of ms.train.Checkpoints, which notes the layouts", "one without"
+        expected, got = "a file of ms.train.Checkpoints, which notes the layouts", "a file without layouts"
         raise ValueError(explain("mpistrat replay", str(path), expected=expected, got=got))
     if any(len(nodes) > 1 for _, nodes in layouts):
         nodes = max((nodes for _, nodes in layouts), key=len)
@@ -92,10 +92,11 @@ def _layouts(path: Path) -> list[tuple[int, int]]:
 COMMAND = Command(
     summary="run a program with the layouts of an earlier run, to get its bits",
     text="""\
-Run a program as an earlier run of it went: a run that went on with fewer ranks when some died, or was resized, divided its
-batches over other numbers of ranks from then on, so its sums have other roundings than those of any undisturbed run. Its
-checkpoints tell at which steps. The program is run with as many ranks up to each of these steps, saves, and goes on with the next
-number: the result is the same to the last bit. It must begin anew, in a folder of its own, and go on from its checkpoints.
+Repeat an earlier run of a program. A run that continued with fewer ranks after some died, or was resized, divided its
+batches over another number of ranks from then on, so its sums are rounded differently from those of an undisturbed run. Its
+checkpoints have the steps. The program runs with the first number of ranks up to the first of these steps, saves, and
+continues with the next number: the result is the same to the last bit. It must start in a new folder, and resume from
+its checkpoints.
 
 Runs on one node can be repeated. Those with replicas= need no replay: their bits don't depend on layouts.""",
     examples=("mpistrat replay checkpoints/step-0000000600.h5 train.py --folder again",),

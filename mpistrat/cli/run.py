@@ -59,7 +59,7 @@ _count = whole(1, MOST_RANKS - 1)
 
 
 def strategy_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that tell a program its strategy."""
+    """Add the options that set the program's strategy."""
     parser.add_argument(
         "--strategy", type=strategy_name, choices=STRATEGIES, metavar="NAME",
         help=f"what ms.strategy_from_environment() makes: {', '.join(STRATEGIES)}",
@@ -145,7 +145,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     if args.standby:
         _check_standby(args, start)
     if args.survive and os.environ.get("SLURM_JOB_ID") and not os.environ.get("SLURMD_NODENAME"):
-        expected, got = "a node of the SLURM job, whose ranks tell how it ends", "another machine"
+        expected, got = "a node of the SLURM job", "another machine"
         remedy = "Start it in the batch script"
         raise ValueError(explain("mpistrat run", "--survive", expected=expected, got=got, remedy=remedy))
     if args.json:
@@ -249,29 +249,29 @@ def _clean_up_after(launcher: int) -> None:
 COMMAND = Command(
     summary="start a program on ranks of this machine",
     text="""\
-Start a program on several ranks of this machine, with the mpiexec that belongs to the MPI that mpi4py loads: the one
-that was installed with the library, or with Python, or on PATH; $MPIEXEC precedes them. In a SLURM job srun starts the
+Start a program on several ranks of this machine, by the mpiexec of the MPI that mpi4py loads: the one installed with
+the library, or with Python, or on PATH. $MPIEXEC overrides it. In a SLURM job srun starts the
 ranks, on all of the job's nodes.
 
-Each rank's BLAS has its share of the cores, by OMP_NUM_THREADS, unless you set that or a relative of it. What the MPI
-wants besides is added; --dry-run shows the whole command. --strategy and --ps reach the program as MPISTRAT_STRATEGY and
+Each rank's BLAS gets its share of the cores by OMP_NUM_THREADS, unless you set that or a similar variable. Options that
+the MPI needs are added; --dry-run shows the whole command. --strategy and --ps reach the program as MPISTRAT_STRATEGY and
 MPISTRAT_NUM_PS, which ms.strategy_from_environment() reads, --evaluator as MPISTRAT_EVALUATOR, which ms.estimator
 reads. The ranks learn the terminal's width (COLUMNS).
 
-Behind --torchrun stands a command line of torchrun. Its ranks start under MPI, with RANK, WORLD_SIZE, LOCAL_RANK and
+After --torchrun comes a command line of torchrun. Its ranks start under MPI, with RANK, WORLD_SIZE, LOCAL_RANK and
 LOCAL_WORLD_SIZE in their environment; --numbers sets these four without it.
 
 With --horovod a program that imports horovod.torch runs on mpistrat.horovod, whether Horovod is installed or not.
 
-What killed ranks leave in /dev/shm is removed after the end.
+Files of killed ranks in /dev/shm are removed after the end.
 
-With --restarts the ranks are started again when one is killed or fails, until the program has ended. One with
-ms.train.Checkpoints goes on with its state of a second ago, which is kept in each node's memory, or with the newest
-file. Ranks that die three times after the same step are given up. With --standby the next ranks are there before: they have
-imported what the first ones have, have begun MPI, and wait. That takes their memory, and saves most of the start.
+With --restarts the ranks are restarted when one is killed or fails, until the program ends. A program with
+ms.train.Checkpoints resumes from its state of a second ago, in each node's memory, or from the newest file. After three
+deaths at the same step the job ends. With --standby the next ranks are ready: they have imported the same modules, have
+started MPI, and wait. They take memory, and save most of the start.
 
-Without it, the launcher takes this process's place. It ends the program on Ctrl-C, passes SIGUSR1 on to the ranks, and on SIGTERM
-does the latter (MPICH) or the former (Open MPI).""",
+Without --restarts, the launcher replaces this process. Ctrl-C stops the program. SIGUSR1 is forwarded. SIGTERM is
+forwarded (MPICH) or stops the program (Open MPI).""",
     examples=(
         "mpistrat run train.py",
         "mpistrat run -n 4 train.py --epochs 3",
@@ -287,5 +287,5 @@ does the latter (MPICH) or the former (Open MPI).""",
     arguments=_arguments,
     run=_run,
     collective=False,
-    status="the program's, as its launcher tells it; if nothing was started, 1 where no launcher fits, 2 for wrong use",
+    status="the program's, as its launcher reports it; if nothing was started, 1 where no launcher fits, 2 for wrong use",
 )

@@ -1,4 +1,4 @@
-"""What commands print, draw and take: tables, progress bars, pictures, numbers, lists of names."""
+"""Output and arguments of commands: tables, progress bars, pictures, numbers, lists of names."""
 
 from __future__ import annotations
 

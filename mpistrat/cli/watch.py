@@ -265,7 +265,7 @@ def _joined(lines: list[str]) -> list[dict[str, Any]]:
 
 
 def _rows(job: NodeJob, seconds: float) -> list[dict[str, Any]]:
-    """What each rank here did in the last seconds."""
+    """Return a row for each rank here, of the last seconds."""
     rows, now = [], perf_counter_ns()
     for pid, ring in job.rings().items():
         remembered, *parts, steps = shares(ring, now - int(seconds * 1e9))
@@ -368,7 +368,7 @@ def _answers(job: NodeJob) -> list[dict[str, Any]]:
 
 
 def _silent(pid: int) -> dict[str, Any]:
-    """What is known of a rank that does not answer."""
+    """Return a row for a rank that does not answer."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (OSError, IndexError):
@@ -418,9 +418,9 @@ TOP = Command(
     summary="show what the ranks of running jobs do, in a table that is updated",
     text="""\
 Show for each rank of a running job how many steps it makes a second, where its time goes (input, compute,
-communication, waiting for others, saving), and what it does now. It reads the memory in which each rank notes its
-events, and disturbs nobody. It shows all jobs of yours with several ranks on this node, and by its number in SLURM a job on
-all its nodes.""",
+communication, waiting for others, saving), and what it does now. It reads the memory in which each rank records its
+events, and does not slow the job down. It shows all your jobs with several ranks on this
+node, and by its SLURM number a job on all its nodes.""",
     examples=("mpistrat top", "mpistrat top 12345", "mpistrat top --once --seconds 10"),
     arguments=_top_arguments,
     run=_run_top,

@@ -222,7 +222,7 @@ class _Looker:
         try:
             names, self.left_out = all_names(file)
         except Refused as refused:
-            remedy = "Name the datasets that are to be read: fields=(...)."
+            remedy = "Name the datasets to read: fields=(...)."
             raise self._error("", "data inside the file", str(refused), remedy) from None
         datasets = {name: file[name] for name in names}
         names, others = readable(datasets)

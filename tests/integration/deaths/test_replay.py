@@ -87,7 +87,10 @@ with ms.OneDeviceStrategy() as strategy:
     strategy.save("nodes.h5", {"step": 9, "layouts": [[0, [2, 2]]]})
 """
     subprocess.run([mpi.python, "-c", code], cwd=tmp_path, check=True, timeout=60)
-    assert "which notes the layouts, got one without" in mpistrat("replay", "plain.h5", "train.py", status=1).stderr
+    assert (
+        "which notes the layouts, got a file without layouts"
+        in mpistrat("replay", "plain.h5", "train.py", status=1).stderr
+    )
     assert (
         "a run on one node, got 2 nodes with 2, 2 ranks" in mpistrat("replay", "nodes.h5", "train.py", status=1).stderr
     )
