@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import struct
 from array import array
@@ -36,6 +37,10 @@ _HEADER, _CHECKSUM = (
 _MASK_DELTA = 0xA282EAD8
 _VARYING = 'features={"x": ms.data.ArraySpec((None,), "int64")}'
 _NAMED = 5  # features that are named in a text
+
+
+class _Unfit(Exception):
+    """The values of a feature do not fit its spec."""
 
 
 def _error(where: object, expected: str, got: object, remedy: str = "") -> ShardError:
@@ -133,28 +138,29 @@ class RecordSamples(FileSamples):
 
     def _value(self, name: str, values: Any, row: int) -> Any:
         """Return the value of a feature, in the shape of its spec if that is known."""
-        spec, where = self._specs.get(name), f"{self._where(row)}: {name}"
+        try:
+            return self._fitted(name, values)
+        except (MpistratError, MemoryError):
+            raise
+        except _Unfit as unfit:
+            raise ValueError(f"from_tfrecord: {self._where(row)}: {name}: {unfit}") from None
+        except Exception as error:  # of the user's decoder
+            got, where = f"{type(error).__name__}: {error}", f"{self._where(row)}: {name}"
+            raise ValueError(explain("from_tfrecord", where, expected="bytes that can be decoded", got=got)) from error
+
+    def _fitted(self, name: str, values: Any) -> Any:
+        spec = self._specs.get(name)
         if isinstance(values, list):
             if len(values) > 1:
-                raise ValueError(explain("from_tfrecord", where, expected="one byte string", got=f"{len(values)}"))
-            return self._decoded(name, values[0], where)
+                raise _Unfit(f"expected one byte string, got {len(values)}")
+            return self._decoders.get(name, bytes)(values[0])
         if values is None:
             if spec is None or None not in spec.shape:
-                remedy = f"Where they may be missing, their length varies: {_VARYING}."
-                raise ValueError(explain("from_tfrecord", where, expected="values", got="none", remedy=remedy))
+                raise _Unfit(f"expected values, got none. Where they may be missing, their length varies: {_VARYING}.")
             return np.empty([length or 0 for length in spec.shape], spec.dtype)
         if spec is None:
             return values[0] if values.size == 1 else values
-        return _shaped(values, spec, where)
-
-    def _decoded(self, name: str, data: bytes, where: str) -> Any:
-        try:
-            return self._decoders.get(name, bytes)(data)
-        except (MpistratError, MemoryError):
-            raise
-        except Exception as error:
-            got = f"{type(error).__name__}: {error}"
-            raise ValueError(explain("from_tfrecord", where, expected="bytes that can be decoded", got=got)) from error
+        return _shaped(values, spec)
 
     def check(self) -> None:
         self._bytes.check()
@@ -183,15 +189,11 @@ def _specs_and_names(features: Features) -> tuple[dict[str, Any], Fields]:
     return {}, cast(Fields, features)
 
 
-def _shaped(values: np.ndarray[Any, Any], spec: ArraySpec, where: str) -> Any:
+def _shaped(values: np.ndarray[Any, Any], spec: ArraySpec) -> Any:
     lengths = [length for length in spec.shape if length is not None]
-    varying = len(spec.shape) - len(lengths)
-    size = int(np.prod(lengths, dtype=np.int64))
+    varying, size = len(spec.shape) - len(lengths), math.prod(lengths)
     fits = values.size % max(size, 1) == 0 if varying == 1 else varying == 0 and values.size == size
     if values.dtype != spec.dtype or not fits:
-        remedy = (
-            'Where lengths vary, say so: features={"x": ms.data.ArraySpec((None,), "int64")}; then use padded_batch.'
-        )
-        got = f"{len(values)} of {values.dtype}"
-        raise ValueError(explain("from_tfrecord", where, expected=f"values for {spec}", got=got, remedy=remedy))
+        remedy = f"Where lengths vary, say so: {_VARYING}; then use padded_batch."
+        raise _Unfit(f"expected values for {spec}, got {values.size} of {values.dtype}. {remedy}")
     return values.reshape([-1 if length is None else length for length in spec.shape])[()]
