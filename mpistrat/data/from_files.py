@@ -23,7 +23,7 @@ def from_groups(
     files: PathLike | Sequence[PathLike], fields: Fields = None, *, within: str | None = None, workers: int = 0,
     processes: bool = False,
 ) -> Dataset:  # fmt: skip
-    """Make a dataset whose samples are groups of HDF5 files, or whole files; not collective.
+    """Make a dataset whose samples are groups of HDF5 files, or whole files.
 
     For files with one group per sample, such as the episodes "data/demo_0", "data/demo_1", … of robomimic (`within="data"`), and
     for one sample per file (`within=None`). The shapes of all samples are looked at when the dataset is made. Where they differ,
@@ -58,7 +58,7 @@ def from_groups(
 
 
 def from_sparse(path: PathLike, fields: Fields = None, *, dense: bool = False) -> Dataset:
-    """Make a dataset of the rows of sparse matrices in an HDF5 file of anndata (.h5ad) or 10x Genomics; not collective.
+    """Make a dataset of the rows of sparse matrices in an HDF5 file of anndata (.h5ad) or 10x Genomics.
 
     A row is a cell: {"indices": its column numbers, "data": their values}, two arrays as long as the row has elements. Use
     `ragged_batch` for batches of these, and `to_csr` for a SciPy matrix of a batch; or `dense=True` for rows with their zeros.
@@ -88,7 +88,7 @@ def from_tar(
     files: PathLike | Sequence[PathLike], fields: Fields = None, *, decode: Mapping[str, Callable[[bytes], Any]] | None = None,
     workers: int = 0, processes: bool = False, element_spec: Any = None,
 ) -> Dataset:  # fmt: skip
-    """Make a dataset of the samples of tar archives, such as WebDataset's; not collective.
+    """Make a dataset of the samples of tar archives, such as WebDataset's.
 
     Members of one archive whose names are equal up to the first dot of the file's name are one sample: "cat/7.jpg" and
     "cat/7.cls" are the fields "jpg" and "cls" of the sample "cat/7". The headers of all archives are read once, when the dataset
@@ -136,7 +136,7 @@ def from_tfrecord(
     files: PathLike | Sequence[PathLike], features: Features = None, *,
     decode: Mapping[str, Callable[[bytes], Any]] | None = None, workers: int = 0, processes: bool = False,
 ) -> Dataset:  # fmt: skip
-    """Make a dataset of the tf.train.Example messages of TFRecord files; not collective. TensorFlow is not needed.
+    """Make a dataset of the tf.train.Example messages of TFRecord files. TensorFlow is not needed.
 
     The lengths of all records are read once, when the dataset is made; after that each record is read by its place, and its
     checksum is compared. So each rank reads only its own records, and shuffles are global.
@@ -174,7 +174,7 @@ def from_tfrecord(
 
 
 def from_zarr(path: PathLike, fields: Fields = None) -> Dataset:
-    """Make a dataset of the rows of the arrays of a Zarr group, of format 2 or 3; not collective. It needs zarr.
+    """Make a dataset of the rows of the arrays of a Zarr group, of format 2 or 3. It needs zarr.
 
     Rows lie along the first axis. Chunks are read as a whole, so a shuffle without a mode is one in blocks of these. Scale
     factors, offsets and missing values in attributes are not applied.

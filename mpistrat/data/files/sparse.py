@@ -256,7 +256,7 @@ class SparseFile(FieldFiles):
 
 
 def to_csr(rows: Mapping[str, Any], columns: int) -> Any:
-    """Return a batch of rows of a sparse matrix as a scipy.sparse.csr_matrix; not collective.
+    """Return a batch of rows of a sparse matrix as a scipy.sparse.csr_matrix.
 
     Args:
         rows: the column numbers and the values of each row, as `from_sparse` gives them: a dict of `indices` and `data`.
