@@ -172,7 +172,7 @@ clean:  ## remove the environments and all that was made
 .venv-minimum/.test-$(KEY): pyproject.toml
 	rm -rf .venv-minimum
 	$(PYTHON) -m venv .venv-minimum
-	$(MINIMUM)/python -m tests.launch.minimum mpich plot bfloat16 hash coordinator client images decode tensorboard \
+	$(MINIMUM)/python -m tests.launch.minimum mpich plot bfloat16 hash coordinator client images decode lzf tables completion tensorboard \
 	  safetensors test >.venv-minimum/requirements.txt
 	$(MINIMUM)/python -m pip install -q --disable-pip-version-check -r .venv-minimum/requirements.txt
 	$(MINIMUM)/python -m pip install -q --disable-pip-version-check --no-deps -e .
