@@ -1,4 +1,4 @@
-"""The long description for package indexes, and the compiled loops; everything else is said in pyproject.toml."""
+"""The long description and the links for package indexes, and the compiled loops; everything else is said in pyproject.toml."""
 
 import os
 import re
@@ -25,6 +25,20 @@ def described(readme: str) -> str:
         return text if target.startswith("#") or target == text else f"{text} ({target})"
 
     return re.sub(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>(?!https?://)[^)\s]+)\)", words, readme)
+
+
+def urls() -> dict[str, str]:
+    """The links of the package: those of the repository that builds it, which its workflow names. None elsewhere."""
+    repository = os.environ.get("MPISTRAT_REPOSITORY", "").rstrip("/")
+    if not repository:
+        return {}
+    pages = {
+        "Source": "",
+        "Issues": "/issues",
+        "Documentation": "/tree/HEAD/docs",
+        "Changelog": "/blob/HEAD/CHANGELOG.md",
+    }
+    return {name: repository + page for name, page in pages.items()}
 
 
 def compiled_loops() -> Extension:
@@ -61,6 +75,7 @@ if __name__ == "__main__":
     setup(
         long_description=described(readme),
         long_description_content_type="text/markdown",
+        project_urls=urls(),
         ext_modules=[compiled_loops()],
         cmdclass={"bdist_wheel": Wheel},
         options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED else {},
