@@ -126,6 +126,25 @@ def test_a_stopped_rank_is_said_so_and_the_others_answer(mpi, job):
     assert all("apply_gradients" in answer["position"] for answer in answers[:2])
 
 
+def test_two_jobs_are_both_shown(mpi, tmp_path):
+    """Other tests' jobs may run here, too. Without a number all of them have a table each."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    with started(mpi, folders[0]) as one, started(mpi, folders[1]) as two:
+        names = {f"job {job.pid}" for job in (one, two)}
+        for command in ("top", "stacks"):
+            rows = lines(call(mpi, command, "--json"))
+            for name in names:
+                assert [row["rank"].split(" (")[0] for row in rows if row["job"] == name] == [
+                    f"rank {rank} of 3" for rank in range(3)
+                ]
+            text = call(mpi, command).stdout
+            assert all(f"{name}: 3 ranks here, " in text for name in names), text
+            assert {row["job"] for row in lines(call(mpi, command, one.pid, "--json"))} == {f"job {one.pid}"}
+            assert f"job {two.pid}" not in call(mpi, command, one.pid).stdout
+
+
 def test_a_job_that_is_not_there(mpi):
     result = call(mpi, "top", "1")
     assert result.returncode == 1 and "no job 1 of yours runs here" in result.stderr
