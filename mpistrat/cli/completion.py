@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from .command import PROBLEM
@@ -30,8 +31,8 @@ class PrintCompletion(argparse.Action):
         parser.exit()
 
 
-def _name_files(parser: argparse.ArgumentParser, files: dict[str, str], folders: dict[str, str]) -> None:
-    """Note at each argument whether its values are files or folders, by its name in the help. For all commands."""
+def _name_files(parser: argparse.ArgumentParser, files: Mapping[str, object], folders: Mapping[str, object]) -> None:
+    """Set for each argument of all commands whether its values are files or folders, by its name in the help."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():

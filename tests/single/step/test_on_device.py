@@ -13,7 +13,7 @@ import pytest
 from mpistrat.step import on_device
 from mpistrat.step.on_device import DeviceSquares, scales, totals_of
 from tests.models import honest_cupy
-from tests.single.optimizers.test_kernels import _moved, mutants  # noqa: F401: a fixture
+from tests.single.optimizers.test_kernels import _moved, mutants
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for this test")
 
