@@ -377,7 +377,7 @@ def test_what_it_cannot_be_combined_with(opened, request, more, words):
     if alone and ("sharded_slots" in more or "communication_options" in more):
         opened(**more).close()
         return
-    with pytest.raises(ValueError, match=rf"sharded_gradients: expected what sums .* got .*{words}"):
+    with pytest.raises(ValueError, match=rf"sharded_gradients: expected gradients summed .* got .*{words}"):
         opened(**more)
 
 

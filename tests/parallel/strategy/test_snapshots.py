@@ -36,7 +36,7 @@ def test_a_file_that_somebody_removes_is_made_again(job, caplog):
                 for path in job_files.paths(job):
                     path.unlink()
             strategy.barrier()
-        assert caplog.text.count("it is made again") == (strategy.rank == 0)
+        assert caplog.text.count("was removed and is created again") == (strategy.rank == 0)
         w.assign(np.zeros(1000))
         snapshot = strategy.newest_snapshot()
         assert snapshot is not None and snapshot.step == 6
