@@ -59,7 +59,9 @@ def test_a_sum_is_read_and_written_over_all_workers(mpi_tmp_path):
             assert total.numpy().tolist() == total.read_value().tolist() == np.asarray(total).tolist() == [10, 20]
             assert strategy.reduce("SUM", total).tolist() == [10, 20]
             for copies in (lambda: total.values, lambda: strategy.local_results(total)):
-                with pytest.raises(ContextError, match="Variable.values: total: expected a read of all workers' copies"):
+                with pytest.raises(
+                    ContextError, match="Variable.values: total: expected a read of all workers' copies"
+                ):
                     copies()
             strategy.save(path)
             total.assign([5.0, 5.0])
