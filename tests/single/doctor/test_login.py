@@ -216,8 +216,8 @@ class Wrong:
     [
         Wrong(("--need", "parallel"), "parallel-hdf5"),
         Wrong(("--need", ""), "parallel-hdf5"),
-        Wrong(("--time-limit", "0"), "more than 0"),
-        Wrong(("--time-limit", "nan"), "more than 0"),
+        Wrong(("--time-limit", "0"), "a number > 0"),
+        Wrong(("--time-limit", "nan"), "a number > 0"),
         Wrong(("--unknown",), "unrecognized"),
         Wrong(("h1",), "unrecognized"),
     ],
