@@ -2,7 +2,7 @@
 
 A ring with 32 bytes per event. The memory is an unnamed file. The process that reports killed ranks (`monitor.exit_report`) also
 has its descriptor: it reads a rank's last events after its death, and `mpistrat top` reads them while it runs. An event costs
-less than a microsecond; the numbers are in docs/timeline.md.
+less than a microsecond; the numbers are in docs/watching.md.
 """
 
 from __future__ import annotations
