@@ -122,7 +122,7 @@ def save(path: str | os.PathLike[str], strategy: Any = None, ranks: Sequence[int
     last MPISTRAT_EVENTS events, by default 16384.
 
     Args:
-        path: the file, usually "*.json.gz". An existing file is replaced.
+        path: the file, such as trace.json.gz. An existing file is replaced.
         strategy: a strategy, or a process group of torch.distributed; default the current strategy, or outside of scopes the
             default group.
         ranks: default all; of more than 64 ranks the first of each node.
