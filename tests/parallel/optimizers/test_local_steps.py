@@ -216,9 +216,9 @@ def test_values_of_the_program_are_reduced_over_all_nodes(layout):
 
 def test_what_cannot_be_combined(layout):
     make = ms.MultiWorkerMirroredStrategy
-    with pytest.raises(ValueError, match="local_steps: expected no replicas"):
+    with pytest.raises(ValueError, match="local_steps: expected local_steps without replicas"):
         make(local_steps=2, replicas=4)
-    with pytest.raises(ValueError, match="local_steps: expected no sharded_slots"):
+    with pytest.raises(ValueError, match="local_steps: expected local_steps without sharded_slots=True"):
         make(local_steps=2, sharded_slots=True)
     with pytest.raises(ValueError, match="local_steps: expected"):
         make(local_steps=0)

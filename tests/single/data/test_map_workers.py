@@ -132,7 +132,7 @@ def test_an_error_names_the_element_and_shows_where_it_came_from(source: Any, op
 @SOURCES
 @pytest.mark.parametrize("options", [{}, {"num_parallel_calls": 2}, {"processes": True}], ids=str)
 def test_a_function_that_returns_nothing_is_named(source: Any, options: dict[str, Any]) -> None:
-    said = r"map\(nothing_at_5.*: element {}: expected arrays, numbers or strings, got None. The function must return"
+    said = r"map\(nothing_at_5.*: element {}: expected arrays, numbers or strings, got None. The function must always return"
     for dataset, position in ((source(9), 5), (source(9).batch(2), 2), (source(9).filter(bool).batch(2), 2)):
         mapped = dataset.map(map_functions.nothing_at_5, **options)
         with pytest.raises(ValueError, match=said.format(position)):

@@ -144,7 +144,6 @@ def test_a_launcher_that_hangs(check):
         ),
         (["--folder", "a"], "--folder: expected --job with it, got none"),
         (["--folder", "no/such", "--job", "srun"], "--folder: expected a folder that is there, got no/such"),
-        (["--time-limit", "0", "--job", "srun"], "--time-limit: expected seconds, more than 0, got 0.0"),
     ],
 )
 def test_wrong_use(capsys, words, says):
