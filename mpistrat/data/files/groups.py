@@ -15,6 +15,7 @@ from ..nodes.samples import FileSamples
 from ..shards.files import PathLike, is_hdf5, natural_key
 from ..shards.objects import Refused, Unreadable, check_filters, field_of, find, find_group
 from ..spec import ArraySpec
+from .handles import open_hdf5_files
 from .inputs import Fields, input_files, structure_of
 from .stored import StoredHDF5
 
@@ -39,7 +40,8 @@ class GroupSamples(FileSamples):
 
     def __init__(self, files: PathLike | Sequence[PathLike], fields: Fields, within: str | None) -> None:
         self._structure = structure_of("from_groups", "fields", fields)
-        self._files = [StoredHDF5("from_groups", path) for path in input_files("from_groups", files, is_hdf5)]
+        paths, opened = input_files("from_groups", files, is_hdf5), open_hdf5_files()
+        self._files = [StoredHDF5("from_groups", path, opened) for path in paths]
         self._samples: list[tuple[int, str]] = []  # the file and the name of each group
         self._names = list(dict.fromkeys(nest.flatten(self._structure))) if self._structure is not None else []
         self._left_out: dict[str, str] = {}

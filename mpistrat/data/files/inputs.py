@@ -29,7 +29,7 @@ def input_files(function: str, files: PathLike | Sequence[PathLike], wanted: Cal
         ShardError: no file is there.
     """
     if isinstance(files, (str, os.PathLike)):
-        path = Path(files)
+        path = Path(files).absolute()
         if path.is_dir():
             paths = sorted(filter(wanted, path.iterdir()), key=natural_key)
         elif not path.exists() and glob.has_magic(str(path)):
@@ -37,7 +37,7 @@ def input_files(function: str, files: PathLike | Sequence[PathLike], wanted: Cal
         else:
             paths = [path]
     else:
-        paths = [Path(one) for one in files]
+        paths = [Path(one).absolute() for one in files]
     if not paths:
         remedy = f"Look at the path; the working directory is {Path.cwd()}."
         raise ShardError(explain(function, str(files), expected="at least one file", got="none", remedy=remedy))

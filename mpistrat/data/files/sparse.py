@@ -71,9 +71,14 @@ class _Matrix:
         """Keep the elements in the order of rows, and return where each row begins."""
         rows = datasets["indices"][...]
         _check_indices(rows, shape[0])
+        if shape[1] > np.iinfo(self.dtypes["indices"]).max:  # the file has row numbers in it
+            self.dtypes["indices"] = np.dtype(np.int64)
         order = np.argsort(rows, kind="stable")
         columns = np.repeat(np.arange(shape[1]), np.diff(indptr))
-        self._held = {"indices": columns[order].astype(self.dtypes["indices"]), "data": datasets["data"][...][order]}
+        self._held = {
+            "indices": columns[order].astype(self.dtypes["indices"]),
+            "data": datasets["data"][...][order].astype(self.dtypes["data"]),
+        }
         return np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=shape[0])))).astype(np.int64)
 
     @property
@@ -131,6 +136,7 @@ class _Ragged(StoredField):
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
         elements = self._matrix.elements(self._part, start, stop)
+        elements.flags.writeable = False  # rows are views of a unit that is cached
         ends = self._matrix.indptr[start : stop + 1] - self._matrix.indptr[start]
         rows = np.empty(stop - start, object)
         for row in range(stop - start):
@@ -197,7 +203,7 @@ class SparseFile(FieldFiles):
 
     def __init__(self, path: PathLike, fields: Fields, dense: bool) -> None:
         names = structure_of("from_sparse", "fields", fields)
-        path = Path(path)
+        path = Path(path).absolute()
         if not path.is_file():
             raise shard_error(path, "a file", "no such file", function="from_sparse")
         self._file = StoredHDF5("from_sparse", path)

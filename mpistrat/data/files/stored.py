@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ...base.errors import MpistratError
 from ..shards.objects import Refused
-from .handles import DAMAGED, ShardFile, open_bytes, open_hdf5_files, shard_error
+from .handles import DAMAGED, OpenFiles, ShardFile, open_bytes, open_hdf5_files, shard_error
 
 if TYPE_CHECKING:
     import h5py
@@ -83,13 +83,14 @@ class StoredHDF5:
     Args:
         function: the name for errors.
         path: the file.
+        files: the open files that it shares with others of a source, few of which are open at a time; default its own.
     """
 
-    def __init__(self, function: str, path: Path) -> None:
+    def __init__(self, function: str, path: Path, files: OpenFiles[h5py.File] | None = None) -> None:
         self._function = function
         self.path = path
         self._status = ShardFile.of(path, function)
-        self._files = open_hdf5_files()
+        self._files = open_hdf5_files() if files is None else files
 
     def __reduce__(self) -> tuple[Callable[..., StoredHDF5], tuple[Any, ...]]:
         return StoredHDF5, (self._function, self.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -124,7 +125,8 @@ class FieldRows(InputRows):
     def _gather(self, name: str, field: StoredField, positions: NDArray[np.int64]) -> NDArray[Any]:
         spec = field.spec
         if is_ragged(spec) or spec.dtype.hasobject:
-            out = np.empty(positions.size, object)
+            further = () if is_ragged(spec) else tuple(length or 0 for length in spec.shape)
+            out: NDArray[Any] = np.empty((positions.size, *further), object)
         else:
             out = self._buffers.empty(name, (positions.size, *(length or 0 for length in spec.shape)), spec.dtype)
         units = positions // field.unit_rows
@@ -138,7 +140,7 @@ class FieldRows(InputRows):
         if column is None:
             start = unit * field.unit_rows
             column = field.read(start, min(start + field.unit_rows, self._rows))
-            nbytes = sum(row.nbytes for row in column) if is_ragged(field.spec) else column.nbytes
+            nbytes = _nbytes(column, is_ragged(field.spec))
             self._kept.put((name, unit), column, nbytes)
             self._counters.add(chunk_reads=1, bytes_read=nbytes)
         return column
@@ -153,6 +155,13 @@ class FieldRows(InputRows):
     def keep(self, rows: int) -> None:
         needed = sum((rows + 2 * field.unit_rows) * _row_bytes(field) for field in self._fields.values())
         self._kept.limit = max(self._kept.limit, needed)
+
+
+def _nbytes(column: NDArray[Any], ragged: bool) -> int:
+    """Return the memory of rows: of arrays, of text, or of one array."""
+    if ragged:
+        return sum(row.nbytes for row in column)
+    return sum(map(sys.getsizeof, column.flat)) if column.dtype.hasobject else column.nbytes
 
 
 def _row_bytes(field: StoredField) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -52,9 +52,10 @@ def _dtype(array: Any) -> np.dtype[Any] | None:
 class _ZarrArray(StoredField):
     """The rows of an array along its first axis."""
 
-    def __init__(self, where: str, array: Any, dtype: np.dtype[Any]) -> None:
+    def __init__(self, where: str, array: Any, dtype: np.dtype[Any], check: Callable[[], None]) -> None:
         self._where = where
         self._array = array
+        self._check = check
         self.spec = ArraySpec(array.shape[1:], dtype)
         self.unit_rows = max(1, int(array.chunks[0]))
 
@@ -67,6 +68,7 @@ class _ZarrArray(StoredField):
         except Exception as error:  # each codec raises its own
             got, remedy = f"{type(error).__name__}: {error}", "The chunk is damaged: copy the directory again."
             raise _error(f"{self._where}: rows {start} to {stop}", "chunks that can be decoded", got, remedy) from error
+        self._check()  # zarr reads the fill value where the directory is gone
         return np.ascontiguousarray(rows.astype(self.spec.dtype, copy=False))
 
 
@@ -78,7 +80,7 @@ class ZarrGroup(FieldFiles):
 
     def __init__(self, path: PathLike, fields: Fields) -> None:
         structure = structure_of("from_zarr", "fields", fields)
-        self._path = Path(path)
+        self._path = Path(path).absolute()
         if not self._path.exists():
             raise _error(self._path, "a directory", "no such directory")
         zarr = _zarr()
@@ -125,7 +127,7 @@ class ZarrGroup(FieldFiles):
         array, dtype = arrays[key], _dtype(arrays[key])
         if dtype is None or not array.ndim:
             raise _error(where, "rows of numbers, times or text", f"{array.dtype} of shape {array.shape}")
-        return _ZarrArray(where, array, dtype)
+        return _ZarrArray(where, array, dtype, self.check)
 
     def check(self) -> None:
         for file in self._status:

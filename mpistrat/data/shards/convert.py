@@ -13,6 +13,7 @@ from ...base import partition
 from ...base.agree import Ranks
 from ...base.conversion import converted
 from ...base.errors import explain
+from ..files.handles import open_hdf5
 from ..files.hdf5_dataset import HDF5Dataset
 from ..files.tables import TableRows
 from ..files.tar import TarSamples
@@ -80,6 +81,16 @@ def _source(rows: Callable[[Path, Sequence[str] | None], Node]) -> Callable[[Pat
     return lambda path, asked: SourceFile(path, rows(path, asked.select), {})
 
 
+def _hdf5(path: Path, asked: Conversion) -> SourceFile:
+    converter = SourceFile(path, HDF5Dataset(path, asked.select).node, {})
+    with open_hdf5(path) as file:
+        for name in converter.specs:
+            found = {key: np.asarray(file[name].attrs[key]).tolist() for key in _MEANINGS if key in file[name].attrs}
+            if found:
+                converter.attributes[name] = found
+    return converter
+
+
 def _records(path: Path, select: Sequence[str] | None) -> Node:
     samples = RecordSamples(path, select, None)
     return samples_of_files(samples, 0, False, samples.element_spec)
@@ -95,7 +106,7 @@ _KINDS: dict[str, tuple[set[str], Callable[[Path, Conversion], Converter]]] = {
         (".parquet", ".pq", ".arrow", ".feather", ".ipc", ".jsonl", ".ndjson"),
         ({"select"}, _tables),
     ),
-    **dict.fromkeys((".h5", ".hdf5"), ({"select"}, _source(lambda path, select: HDF5Dataset(path, select).node))),
+    **dict.fromkeys((".h5", ".hdf5"), ({"select"}, _hdf5)),
     ".tar": (
         {"select"},
         _source(lambda path, select: samples_of_files(TarSamples(path, select, None), 0, False, None)),
@@ -104,6 +115,7 @@ _KINDS: dict[str, tuple[set[str], Callable[[Path, Conversion], Converter]]] = {
     ".zarr": ({"select"}, _source(lambda path, select: FieldRows(ZarrGroup(path, select)))),
     "/": ({"color", "resize"}, lambda path, asked: ImageFolder(path, asked.color or "rgb", asked.resize)),
 }
+_MEANINGS = ("classes", "columns")  # attributes that this package writes, without which numbers mean nothing
 _OPTIONS = ("select", "array", "delimiter", "header", "color", "resize")
 
 

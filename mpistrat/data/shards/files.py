@@ -128,7 +128,7 @@ def check_ends(path: Path, entry: ShardEntry | None) -> None:
 
 def natural_key(path: Path) -> tuple[object, ...]:
     """Return a sort key that puts part-2 before part-10."""
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", str(path)))
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", str(path)))
 
 
 def is_hdf5(path: Path) -> bool:

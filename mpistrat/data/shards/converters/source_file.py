@@ -31,15 +31,17 @@ class SourceFile(Converter):
         self.rows = rows.cardinality()
         self.attributes: dict[str, Any] = {}
         self.notes = [f"left out: {name}, {why}" for name, why in left_out.items()]
-        self._specs: dict[str, ArraySpec] = rows.row_spec
-        for name, spec in self._specs.items():
+        self._alone = isinstance(rows.row_spec, ArraySpec)  # a single array, which gets the name of its file
+        self.specs: dict[str, ArraySpec] = {path.stem: rows.row_spec} if self._alone else rows.row_spec
+        for name, spec in self.specs.items():
             if not isinstance(spec, ArraySpec):
                 remedy = "Leave it out with --select, or write the shards with ms.data.write_shards."
                 raise bad_input(path, "fields of one array each", f"{name!r} of several", remedy)
 
     def batches(self, start: int, stop: int) -> Iterator[Columns]:
-        specs = self._specs.values()
+        specs = self.specs.values()
         step = batch_rows(*((spec.dtype, tuple(length or 1 for length in spec.shape)) for spec in specs))
         for first in range(start, stop, step):
             positions = np.arange(first, min(first + step, stop))
-            yield self._node.gather(np.zeros_like(positions), positions)
+            rows = self._node.gather(np.zeros_like(positions), positions)
+            yield dict.fromkeys(self.specs, rows) if self._alone else rows
