@@ -264,7 +264,9 @@ def test_policies(strategy, scope, mpi_tmp_path):
         assert sums(rows.cache(), policy.FILE) == [sum(range(40))]
         assert sums(rows.shard(hint, hint).cache(), policy.HINT) == [sum(range(40))]
     else:
-        with pytest.raises(ValueError, match=rf"the same rows below cache\('{scope}'\) on every rank, got different rows"):
+        with pytest.raises(
+            ValueError, match=rf"the same rows below cache\('{scope}'\) on every rank, got different rows"
+        ):
             sums(rows.cache(scope), policy.FILE)
 
 
