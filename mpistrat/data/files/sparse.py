@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["SparseFile", "to_csr"]
 
 _UNIT_BYTES = 1 << 20  # that are read at once
+_TEXT_ROWS = 1024  # of a unit of text, whose length is not known
 
 
 @final
@@ -183,7 +184,8 @@ class _Column(StoredField):
             self.spec = ArraySpec(field.shape, field.dtype.newbyteorder("="))
             self._rows = len(dataset)
         row_bytes = max(1, field.dtype.itemsize * math.prod(int(length or 0) for length in field.shape))
-        self.unit_rows = max(1, min(self._rows, _UNIT_BYTES // row_bytes))
+        unit_rows = _TEXT_ROWS if field.dtype.hasobject else _UNIT_BYTES // row_bytes
+        self.unit_rows = max(1, min(self._rows, unit_rows))
 
     def __len__(self) -> int:
         return self._rows
@@ -249,7 +251,7 @@ class SparseFile(FieldFiles):
         self._file.check()
 
     def fingerprint(self) -> int:
-        hasher = hashlib.sha256(f"{self._file.path.name} {self.structure}".encode())
+        hasher = hashlib.sha256(f"{self._file.path.name} {self.structure}".encode(errors="surrogateescape"))
         for name, field in self.fields.items():
             hasher.update(f"{name} {len(field)} {field.spec}".encode())
             for start in {0, len(field) - 1} if len(field) else ():

@@ -84,6 +84,26 @@ def test_text_of_several_axes(tmp_path):
     assert np.array(list(d.from_sparse(tmp_path / "t.h5ad", "names"))).tolist() == [["a", "b"], ["c", "d"]]
 
 
+def test_units_of_text_fit_the_cache(tmp_path):
+    """Two columns of text, each of which is larger than the cache, are read unit by unit, each once."""
+    with h5py.File(tmp_path / "t.h5ad", "w") as file:
+        for name in ("a", "b"):
+            file.create_dataset(
+                name, data=np.array(["x" * 5000] * 10_000, object), dtype=h5py.string_dtype(), chunks=(1024,)
+            )
+    rows = d.from_sparse(tmp_path / "t.h5ad", ("a", "b"))
+    assert sum(len(a) for a, _ in rows.batch(500)) == 10_000
+    assert rows.node.counters.chunk_reads == 2 * 10
+
+
+def test_a_name_that_is_not_utf8(tmp_path):
+    import os
+
+    path = tmp_path / os.fsdecode(b"caf\xe9.h5ad")
+    first, again = (d.from_sparse(csc(path)).node.fingerprint() for _ in range(2))
+    assert first == again
+
+
 def test_more_files_than_may_be_open(tmp_path):
     for number in range(200):
         with h5py.File(tmp_path / f"{number}.h5", "w") as file:
