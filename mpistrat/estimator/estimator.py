@@ -326,6 +326,8 @@ class Estimator:
         for hook in hooks:
             if isinstance(hook, ModelHook):
                 hook.prepare()
+        # Files of before another mode's first call lack the variables that only it creates.
+        self.checkpoints.strict = len(self._specs) == 1
         if steps is not None or length > 0:
             notes = self.checkpoints.restore_latest()
             begun = 0 if notes is None else notes["step"]

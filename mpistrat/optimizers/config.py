@@ -95,4 +95,9 @@ def _made(kind: type, argument: str, value: Any, custom_objects: Mapping[str, An
     if found is None:
         function, remedy = f"{kind.__name__}.from_config", f"Pass custom_objects={{{name!r}: {name}}}"
         raise ValueError(explain(function, argument, expected="a known class", got=repr(name), remedy=remedy))
-    return found.from_config(value["config"])
+    inside = (
+        {"custom_objects": custom_objects}
+        if "custom_objects" in inspect.signature(found.from_config).parameters
+        else {}
+    )
+    return found.from_config(value["config"], **inside)

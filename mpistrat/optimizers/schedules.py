@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ..base.errors import explain
 from ..base.limits import AT_LEAST_ZERO, FINITE, FLAG, POSITIVE, Limits, checked, number
-from .config import attributes_of, config_of
+from .config import attributes_of, config_of, made_from
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -60,7 +60,7 @@ class LearningRateSchedule(ABC):
         return config_of(self, attributes_of(self, ()))
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
+    def from_config(cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None) -> Self:
         """Return the schedule whose `get_config` returned `config`. Local. A schedule's `name`, which Keras has, is ignored.
 
         Example:
@@ -68,7 +68,9 @@ class LearningRateSchedule(ABC):
             0.0
         """
         named = "name" in inspect.signature(cls).parameters
-        return cls(**{name: value for name, value in config.items() if named or name != "name"})
+        return made_from(
+            cls, {name: value for name, value in config.items() if named or name != "name"}, custom_objects
+        )
 
 
 @dataclass(frozen=True)

@@ -227,6 +227,7 @@ class Checkpoints:
     Attributes:
         folder: the folder.
         strategy: its variables and optimizers are saved.
+        strict: False to restore files that lack some of the variables, as `Strategy.restore` does.
     """
 
     def __init__(
@@ -290,7 +291,7 @@ class Checkpoints:
         if twice := [repr(name) for name in self._by_rank if name in self._objects]:
             expected, got = "other names than those of objects", ", ".join(twice)
             raise ValueError(explain("Checkpoints", "objects_by_rank", expected=expected, got=got))
-        self.folder = Path(folder).absolute()
+        self.folder, self.strict = Path(folder).absolute(), True
         self.strategy, self._keep, self._every = strategy, keep, every_steps
         self._asynchronous, self._prepared = asynchronous, False
         self._saving: Saving | None = None
@@ -545,7 +546,7 @@ class Checkpoints:
             return self._taken_over(self.strategy.restore_snapshot(snapshot))
         for step in reversed(steps):
             try:
-                saved = self.strategy.restore(self.path(step))
+                saved = self.strategy.restore(self.path(step), strict=self.strict)
             except OSError as error:
                 if self.strategy.rank == 0:
                     logger.warning("Checkpoints: step %d is skipped: %s", step, error)

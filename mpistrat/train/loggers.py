@@ -49,6 +49,7 @@ class Logger(Callback, abc.ABC):
         """Create the logger; `name` is for warnings. Local."""
         self.recording = WarnOnce(name, Exception)
         self._opened = False
+        self._outer: BaseException | None = None  # an error that the program handles while it trains
 
     @abc.abstractmethod
     def open(self, loop: Loop) -> None:
@@ -76,7 +77,7 @@ class Logger(Callback, abc.ABC):
     def on_train_begin(self, loop: Loop) -> None:
         if loop.tells and not self._opened:
             self.open(loop)
-            self._opened = True
+            self._opened, self._outer = True, sys.exc_info()[1]
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         self.on_train_begin(loop)
@@ -94,7 +95,8 @@ class Logger(Callback, abc.ABC):
         opened, self._opened = self._opened, False
         if opened:
             with self.recording:
-                self.close(sys.exc_info()[1])
+                error = sys.exc_info()[1]
+                self.close(None if error is self._outer else error)
 
 
 def named_in_utf8(logs: Logs) -> dict[str, Any]:

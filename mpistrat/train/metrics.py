@@ -226,6 +226,7 @@ class R2Score(Metric):
         first, squares, errors, weights = np.split(sums[:-1], 4)
         with np.errstate(divide="ignore", invalid="ignore"):  # labels that are all equal, and no row
             deviations = squares - first * first / weights
+            deviations[deviations <= 1e-13 * squares] = 0  # of equal labels rounding is left
             scores = 1 - errors / deviations
             scores[np.isinf(scores)] = 0
             if self._mean == "uniform_average":
@@ -864,7 +865,7 @@ class FBetaScore(Metric):
         labels, scores = host(y_true=y_true, y_pred=y_pred)
         _expect_columns(type(self).__name__, labels, self._classes)
         _expect_columns(type(self).__name__, scores, self._classes)
-        scores, labels = _single(scores), labels.astype(np.float64)
+        scores, labels = scores.astype(np.float32, copy=False), labels.astype(np.float64)
         if self._threshold is None:
             chosen = (scores >= scores.max(-1, keepdims=True, initial=-np.inf)) & (np.abs(scores) > 1e-9)
         else:
@@ -927,7 +928,7 @@ class IoU(Metric):
         ignore_class: int | None = None,
         sparse_y_true: bool = True,
         sparse_y_pred: bool = True,
-        name: str = "iou",
+        name: str = "io_u",
     ) -> None:
         function = type(self).__name__
         self._classes = integer(function, "num_classes", num_classes, 1)

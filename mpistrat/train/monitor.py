@@ -116,13 +116,14 @@ class Monitor(Callback):
         self._planned = ""
         self._looks, self._pages = _Seldom(), _Seldom()  # for all ranks' times, and for the page
         self._warnings = _Warnings()
+        self._outer: BaseException | None = None  # an error that the program handles while it trains
 
     # as a callback
 
     def on_train_begin(self, loop: Loop) -> None:
         if self._started:
             return
-        self.loop, self._started = loop, True
+        self.loop, self._started, self._outer = loop, True, sys.exc_info()[1]
         logger.addHandler(self._warnings)
         strategy = loop.strategy
         topology = process_group_of(strategy, "monitor").topology
@@ -145,7 +146,8 @@ class Monitor(Callback):
         for callback in self._callbacks:
             callback.on_train_begin(loop)
         for tracker in self._loggers if loop.tells else ():
-            tracker.params(self._config)
+            with tracker.recording:
+                tracker.params(self._config)
         self._write()
         strategy.barrier(name="the monitor is ready")  # startup is not part of training
 
@@ -202,6 +204,7 @@ class Monitor(Callback):
 
     def on_train_end(self, loop: Loop) -> None:
         error = sys.exc_info()[1]
+        error = None if error is self._outer else error
         self.record.state = "ended" if error is None else f"ended by {type(error).__name__}: {error}"[:300]
         self.record.warnings += [f"rank {loop.strategy.rank}: {text}" for text in self._warnings.take()]
         logger.removeHandler(self._warnings)

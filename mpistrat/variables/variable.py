@@ -68,7 +68,7 @@ def variable_creator_scope(creator: Callable[..., Any]) -> Iterator[None]:
 
 def _created(create: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what `create` makes of the arguments of a variable, through the creators of the open scopes."""
-    if not _SCOPES.creators:
+    if not _SCOPES.creators or len(args) > len(_ARGUMENTS):  # which raises TypeError
         return create(*args, **kwargs)
     for creator in _SCOPES.creators:
         create = functools.partial(creator, create)

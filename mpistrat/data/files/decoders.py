@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from ...base.errors import MissingDependencyError, explain
 from ..shards.converters.image_folder import channel_dtype
 
-__all__ = ["Decoder", "checked_decoders", "decoder_of"]
+__all__ = ["Decoder", "check_used", "checked_decoders", "decoder_of"]
 
 Decoder = Callable[[bytes], Any]
 
@@ -70,6 +70,15 @@ class _Unzipped:
 
     def __call__(self, data: bytes) -> Any:
         return self._decoder(gzip.decompress(data))
+
+
+def check_used(function: str, unused: Iterable[str], fields: Sequence[str]) -> None:
+    """Raise ValueError if there are decoders of fields that are not read."""
+    names = sorted(unused)
+    if fields and names:
+        raise ValueError(
+            explain(function, "decode", expected=f"names of the fields {', '.join(fields)}", got=repr(names[0]))
+        )
 
 
 def decoder_of(field: str, chosen: Mapping[str, Decoder]) -> Decoder:

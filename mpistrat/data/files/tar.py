@@ -17,7 +17,7 @@ from ...base.errors import MpistratError, ShardError, explain
 from ...base.text import counted, shortened
 from ..nodes.samples import FileSamples
 from ..shards.files import PathLike
-from .decoders import Decoder, checked_decoders, decoder_of
+from .decoders import Decoder, check_used, checked_decoders, decoder_of
 from .handles import ShardFile
 from .inputs import Fields, input_files, structure_of
 from .stored import StoredBytes
@@ -59,7 +59,11 @@ def _samples(path: Path) -> Iterator[tuple[str, _Members]]:
     key, members = None, _Members()
     for member in _headers(path):
         match = _NAME.fullmatch(member.name)
-        if not member.isreg() or match is None or _META.match(member.name):
+        if match is None or _META.match(member.name):
+            continue
+        if member.islnk():
+            raise _error(f"{path}: {member.name}", "a member that is stored as a whole", f"a link to {member.linkname}")
+        if not member.isreg():
             continue
         if member.issparse():
             raise _error(f"{path}: {member.name}", "a member that is stored as a whole", "a sparse one")
@@ -102,6 +106,8 @@ class TarSamples(FileSamples):
             self._structure = {name: name for name in self._names}
         self._table = np.asarray(self._places, np.int64).reshape(len(self._keys), len(self._names), 2)
         self._decoders = {name: decoder_of(name, chosen) for name in self._names}
+        used = (name for name in chosen if any(f".{each}".endswith(f".{name}") for each in self._names))
+        check_used("from_tar", chosen.keys() - used, self._names)
 
     def _add(self, number: int, path: Path, key: str, members: _Members) -> None:
         if self._structure is None and not self._keys:

@@ -19,7 +19,7 @@ from ...base.text import counted, shortened
 from ..nodes.samples import FileSamples
 from ..shards.files import PathLike
 from ..spec import ArraySpec, spec_of_element
-from .decoders import Decoder, checked_decoders
+from .decoders import Decoder, check_used, checked_decoders
 from .examples import features_of, required
 from .handles import ShardFile
 from .inputs import Fields, input_files, structure_of
@@ -105,6 +105,7 @@ class RecordSamples(FileSamples):
             self._structure = {name: name for name in sorted(first)}
         self._names = list(dict.fromkeys(nest.flatten(self._structure)))
         self._left_out = sorted(first.keys() - self._names)
+        check_used("from_tfrecord", self._decoders.keys() - self._names, self._names)
         if len(self):
             for name in self._names:
                 if name not in self._specs:

@@ -82,6 +82,20 @@ def test_a_run_that_resumes_has_the_variables_of_its_evaluations(mpi_tmp_path):
     assert CALLS == [ModeKeys.TRAIN, ModeKeys.EVAL] * 2
 
 
+@pytest.mark.ranks(1, 2)
+def test_training_goes_on_after_an_evaluation_that_has_more_metrics(mpi_tmp_path):
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        made = estimator(mpi_tmp_path, strategy)
+        first = made.train(lambda: dataset().repeat(), steps=10).evaluate(held_out)
+        second = made.train(lambda: dataset().repeat(), steps=10).evaluate(held_out)
+        assert (first["global_step"], second["global_step"]) == (10, 20)
+        assert second["loss"] < first["loss"]
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        made = estimator(mpi_tmp_path, strategy)
+        made.evaluate(held_out)
+        assert made.train(lambda: dataset().repeat(), steps=5).evaluate(held_out)["global_step"] == 25
+
+
 @pytest.mark.ranks(1)
 def test_an_estimator_that_only_evaluates_needs_no_optimizer(mpi_tmp_path):
     with ms.OneDeviceStrategy() as strategy:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import resource
+import tarfile
 
 import h5py
 import numpy as np
@@ -32,6 +34,33 @@ def csc(path, indices="u1"):
     return path
 
 
+def tar(path, link=None):
+    """Samples of one class each; with `link`, one more whose class is a link to the first."""
+    with tarfile.open(path, "w") as archive:
+        for number in range(3):
+            member = tarfile.TarInfo(f"{number}.cls")
+            member.size = 1
+            archive.addfile(member, io.BytesIO(b"%d" % number))
+        if link is not None:
+            member = tarfile.TarInfo("3.cls")
+            member.type, member.linkname = link, "0.cls"
+            archive.addfile(member)
+    return path
+
+
+def test_a_link_is_not_a_sample_that_is_left_out(tmp_path):
+    with pytest.raises(
+        ms.errors.ShardError, match=r"3\.cls: expected a member that is stored as a whole, got a link to 0\.cls"
+    ):
+        list(d.from_tar(tar(tmp_path / "t.tar", tarfile.LNKTYPE)))
+
+
+def test_a_decoder_of_no_field_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="from_tar: decode: expected names of the fields cls, got 'clss'"):
+        list(d.from_tar(tar(tmp_path / "t.tar"), decode={"clss": bytes}))
+    assert list(d.from_tar(tmp_path / "t.tar", "cls", decode={"cls": bytes})) == [b"0", b"1", b"2"]
+
+
 def test_rows_of_a_zarr_folder_that_moves_are_an_error_and_not_its_fill_value(tmp_path, monkeypatch):
     rows = iter(d.from_zarr(zarr_rows(tmp_path / "a.zarr"), "x"))
     assert next(rows) == [1.0]
@@ -48,14 +77,7 @@ def test_a_relative_path_stays_where_it_was(tmp_path, monkeypatch, kind):
     elif kind == "sparse":
         dataset, expected = d.from_sparse(csc("c.h5ad"), dense=True).map(lambda row: row.sum()), [7.0, 10.0, 20.0]
     else:
-        import io
-        import tarfile
-
-        with tarfile.open("t.tar", "w") as archive:
-            for number in range(3):
-                member = tarfile.TarInfo(f"{number}.cls")
-                member.size = 1
-                archive.addfile(member, io.BytesIO(b"%d" % number))
+        tar("t.tar")
         dataset, expected = d.from_tar("t.tar", "cls"), range(3)
     (tmp_path / "other").mkdir()
     monkeypatch.chdir("other")

@@ -245,3 +245,10 @@ def test_samples_can_be_sent_to_processes(path: Path) -> None:
 def test_workers(path: Path, workers: dict[str, Any]) -> None:
     dataset = from_tfrecord(path, "label", **workers)
     assert [int(x) for batch in dataset.batch(4) for x in batch] == [row - 2 for row in range(ROWS)]
+
+
+def test_a_decoder_of_no_field_is_refused(path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="from_tfrecord: decode: expected names of the fields label, text, got 'image'"
+    ):
+        list(from_tfrecord(path, ["label", "text"], decode={"image": bytes}))

@@ -128,6 +128,25 @@ def test_classes_of_the_program():
         again(optimizer)
 
 
+@dataclass(frozen=True)
+class Warm(schedules.LearningRateSchedule):
+    """A schedule around another one."""
+
+    inner: schedules.LearningRateSchedule
+    steps: int
+
+    def __call__(self, step):
+        return self.inner(step) * min(1, step / self.steps)
+
+
+@pytest.mark.parametrize("inner", [Halves(0.5), schedules.ExponentialDecay(0.5, 1, 0.5)])
+def test_classes_of_the_program_inside_others(inner):
+    optimizer = ms.optimizers.LossScaleOptimizer(ms.optimizers.SGD(Warm(inner, 2)))
+    made = again(optimizer, custom_objects={"Halves": Halves, "Warm": Warm})
+    made.inner_optimizer.iterations = optimizer.inner_optimizer.iterations = 1
+    assert made.learning_rate == optimizer.learning_rate == 0.125
+
+
 class Silent(ms.optimizers.Optimizer):
     """A rule whose attribute has another name than its argument."""
 

@@ -76,7 +76,7 @@ def test_a_logger_learns_how_a_run_ended(tmp_path):
     assert logger.calls[-1] == ("close", "KeyError('rows')")
 
 
-@pytest.mark.parametrize("name", ["metrics", "artifact", "close"])
+@pytest.mark.parametrize("name", ["params", "metrics", "artifact", "close"])
 def test_the_first_error_of_a_logger_is_a_warning(tmp_path, caplog, name):
     logger = Record(name)
     watched(tmp_path, logger)
@@ -87,10 +87,22 @@ def test_the_first_error_of_a_logger_is_a_warning(tmp_path, caplog, name):
     assert {"open", "params", "metrics", "artifact", "close"} - {call[0] for call in logger.calls} == {name}
 
 
-@pytest.mark.parametrize("name", ["open", "params"])
-def test_an_error_at_the_start_ends_the_run(tmp_path, name):
-    with pytest.raises(ConnectionError, match=f"no {name}"):
-        watched(tmp_path, Record(name))
+def test_an_error_at_the_start_ends_the_run(tmp_path):
+    with pytest.raises(ConnectionError, match="no open"):
+        watched(tmp_path, Record("open"))
+
+
+def test_an_error_that_the_program_handles_is_not_the_end_of_the_run(tmp_path):
+    logger, alone = Record(), Record()
+    try:
+        raise KeyError("an earlier try")
+    except KeyError:
+        watched(tmp_path, logger)
+        loop = t.Loop(ms.get_strategy())
+        alone.on_epoch_end(loop, {"loss": 0.5})
+        alone.on_train_end(loop)
+    assert logger.calls[-1] == alone.calls[-1] == ("close", "None")
+    assert "an earlier try" not in (tmp_path / "run.html").read_text()
 
 
 def test_a_logger_is_a_callback_of_a_loop_of_your_own():

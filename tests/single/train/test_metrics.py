@@ -163,6 +163,16 @@ def test_f1_of_classes(average, expected):
     assert result(t.F1Score(3, average, threshold=0.5), (LABELS, SCORES)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("dtype", [int, np.uint8, bool, np.float16])
+def test_f1_of_predictions_of_any_dtype(dtype):
+    assert result(t.F1Score(2), (np.eye(2, dtype=dtype), np.eye(2, dtype=dtype))).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("label", [0.1, 1.1, 3.3, 1e8])
+def test_equal_labels_have_no_deviation(label):
+    assert result(t.R2Score(), ([label] * 7, [label + 1] * 7)) == 0.0
+
+
 def test_classes_of_an_intersection_are_integers():
     with pytest.raises(ValueError, match=r"y_pred: expected numbers of classes, which are integers, got 1\.5"):
         result(t.MeanIoU(3), ([0, 1], [1.5, 1.0]))

@@ -33,6 +33,14 @@ def test_a_creator_may_return_a_known_variable():
         assert ms.Variable(1.0) is known
 
 
+def test_too_many_arguments_are_an_error_as_outside():
+    with (
+        ms.variable_creator_scope(lambda next_creator, **arguments: next_creator(**arguments)),
+        pytest.raises(TypeError),
+    ):
+        ms.Variable(1.0, *[None] * 12)
+
+
 def test_other_threads_create_as_usual():
     made = []
     with ms.variable_creator_scope(lambda next_creator, **arguments: None):
