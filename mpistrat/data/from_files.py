@@ -79,7 +79,7 @@ def from_sparse(path: PathLike, fields: Fields = None, *, dense: bool = False) -
         >>> from_sparse("no.h5ad")
         Traceback (most recent call last):
             ...
-        mpistrat.errors.ShardError: from_sparse: no.h5ad: expected a file, got no such file
+        mpistrat.errors.ShardError: from_sparse: ...no.h5ad: expected a file, got no such file
     """
     return Dataset(FieldRows(SparseFile(path, fields, dense)))
 
@@ -193,6 +193,6 @@ def from_zarr(path: PathLike, fields: Fields = None) -> Dataset:
         >>> from_zarr("no.zarr", "x")
         Traceback (most recent call last):
             ...
-        mpistrat.errors.ShardError: from_zarr: no.zarr: expected a directory, got no such directory
+        mpistrat.errors.ShardError: from_zarr: ...no.zarr: expected a directory, got no such directory
     """
     return Dataset(FieldRows(ZarrGroup(path, fields)))
