@@ -546,7 +546,7 @@ class Checkpoints:
             return self._taken_over(self.strategy.restore_snapshot(snapshot))
         for step in reversed(steps):
             try:
-                saved = self.strategy.restore(self.path(step), strict=self.strict)
+                saved = self.strategy.restore(self.path(step), **({} if self.strict else {"strict": False}))
             except OSError as error:
                 if self.strategy.rank == 0:
                     logger.warning("Checkpoints: step %d is skipped: %s", step, error)
