@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["lazy", "load_cloudpickle"]
+__all__ = ["lazy", "load_cloudpickle", "load_optional"]
 
 
 def lazy(
@@ -104,3 +104,27 @@ def load_cloudpickle(function: str = "ClusterCoordinator") -> Any:
         expected, got = "the package cloudpickle, which sends functions to the workers", f"{error}"
         raise MissingDependencyError(explain(function, "", expected=expected, got=got, remedy=remedy)) from error
     return cloudpickle
+
+
+def load_optional(module: str, function: str, expected: str, remedy: str) -> Any:
+    """Return a module that not every installation has.
+
+    Args:
+        module: its name.
+        function: the function that needs it, for errors.
+        expected: the package, and its use.
+        remedy: how to install it.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+
+    Example:
+        >>> load_optional("math", "f", "math, which has logarithms", "pip install math").log(1.0)
+        0.0
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        from .errors import MissingDependencyError, explain
+
+        raise MissingDependencyError(explain(function, "", expected=expected, got=error, remedy=remedy)) from error

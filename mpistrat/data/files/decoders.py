@@ -13,7 +13,7 @@ import numpy as np
 from ...base.errors import MissingDependencyError, explain
 from ..shards.converters.image_folder import channel_dtype
 
-__all__ = ["Decoder", "check_used", "checked_decoders", "decoder_of"]
+__all__ = ["Decoder", "check_used", "checked_decoders", "decoder_of", "keys_of"]
 
 Decoder = Callable[[bytes], Any]
 
@@ -72,13 +72,19 @@ class _Unzipped:
         return self._decoder(gzip.decompress(data))
 
 
-def check_used(function: str, unused: Iterable[str], fields: Sequence[str]) -> None:
-    """Raise ValueError if there are decoders of fields that are not read."""
-    names = sorted(unused)
-    if fields and names:
-        raise ValueError(
-            explain(function, "decode", expected=f"names of the fields {', '.join(fields)}", got=repr(names[0]))
-        )
+def check_used(function: str, decoders: Iterable[str], used: Iterable[str], fields: Sequence[str]) -> None:
+    """Raise ValueError if there are decoders of fields that are not read.
+
+    Args:
+        function: the name for errors.
+        decoders: the names that have a decoder.
+        used: the names under which decoders of the fields are looked for.
+        fields: the fields.
+    """
+    unused = sorted(set(decoders) - set(used))
+    if fields and unused:
+        expected = f"names of the fields {', '.join(fields)}"
+        raise ValueError(explain(function, "decode", expected=expected, got=repr(unused[0])))
 
 
 def decoder_of(field: str, chosen: Mapping[str, Decoder]) -> Decoder:
@@ -94,13 +100,25 @@ def decoder_of(field: str, chosen: Mapping[str, Decoder]) -> Decoder:
         >>> decoder_of("caption.txt", {"txt": bytes})(b"a cat")
         b'a cat'
     """
-    last = field.rpartition(".")[2]
+    last = _last(field)
     for name in (field, last):
         if name in chosen:
             return chosen[name]
-    if last == "gz":
-        return _Unzipped(decoder_of(field.removesuffix("gz").removesuffix("."), chosen))
-    return _DECODERS.get(last, bytes)
+    return _Unzipped(decoder_of(_before_gz(field), chosen)) if last == "gz" else _DECODERS.get(last, bytes)
+
+
+def _last(field: str) -> str:
+    return field.rpartition(".")[2]
+
+
+def _before_gz(field: str) -> str:
+    return field.removesuffix("gz").removesuffix(".")
+
+
+def keys_of(field: str) -> set[str]:
+    """Return the names under which `decoder_of` looks for a decoder of a field."""
+    last = _last(field)
+    return {field, last} | (keys_of(_before_gz(field)) if last == "gz" else set())
 
 
 def checked_decoders(function: str, decode: Mapping[str, Decoder]) -> Mapping[str, Decoder]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...base.errors import MissingDependencyError, explain
+from ...base.lazy import load_optional
 
 __all__ = ["features_of", "required"]
 
@@ -24,14 +24,8 @@ def required(module: str) -> Any:
     Raises:
         MissingDependencyError: it is not installed.
     """
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        expected, remedy = "protobuf and google-crc32c, which read these files", 'pip install "mpistrat[tfrecord]"'
-        text = explain("from_tfrecord", "", expected=expected, got=error, remedy=remedy)
-        raise MissingDependencyError(text) from error
+    expected, remedy = "protobuf and google-crc32c, which read these files", 'pip install "mpistrat[tfrecord]"'
+    return load_optional(module, "from_tfrecord", expected, remedy)
 
 
 @functools.cache

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ...base import nest
-from ...base.text import counted, shortened
+from ...base.text import counted
 from ..nodes.samples import FileSamples
+from ..nodes.sources import short_digest
 from ..shards.files import PathLike, is_hdf5, natural_key
 from ..shards.objects import Refused, Unreadable, check_filters, field_of, find, find_group
 from ..spec import ArraySpec
 from .handles import open_hdf5_files
-from .inputs import Fields, input_files, structure_of
+from .inputs import Fields, input_files, left_out_words, names_in, structure_of
 from .stored import StoredHDF5
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["GroupSamples"]
 
 _ATTRIBUTE = "@"  # in front of the name of an attribute of a sample
-_NAMED = 5  # fields that are named in a text
 
 
 @final
@@ -40,10 +40,10 @@ class GroupSamples(FileSamples):
 
     def __init__(self, files: PathLike | Sequence[PathLike], fields: Fields, within: str | None) -> None:
         self._structure = structure_of("from_groups", "fields", fields)
-        paths, opened = input_files("from_groups", files, is_hdf5), open_hdf5_files()
-        self._files = [StoredHDF5("from_groups", path, opened) for path in paths]
+        paths, shared = input_files("from_groups", files, is_hdf5), open_hdf5_files()
+        self._files = [StoredHDF5("from_groups", path, shared) for path in paths]
         self._samples: list[tuple[int, str]] = []  # the file and the name of each group
-        self._names = list(dict.fromkeys(nest.flatten(self._structure))) if self._structure is not None else []
+        self._names = names_in(self._structure) if self._structure is not None else []
         self._left_out: dict[str, str] = {}
         self._specs: dict[str, ArraySpec] = {}
         for number, file in enumerate(self._files):
@@ -96,14 +96,13 @@ class GroupSamples(FileSamples):
     def fingerprint(self) -> int:
         names = [file.path.name for file in self._files]
         hasher = hashlib.sha256(repr((names, self._samples, self._structure, self._specs)).encode())
-        return int.from_bytes(hasher.digest()[:8], "big") >> 1
+        return short_digest(hasher)
 
     def describe(self) -> str:
         fields = ", ".join(f"{name} {spec}" for name, spec in self._specs.items())
         others = [f"{name} ({why})" for name, why in self._left_out.items()]
-        more = f"; left out: {shortened(others, _NAMED)}" if others else ""
         where = f"{counted(len(self._files), 'file')} in {self._files[0].path.parent}"
-        return f"from_groups: {where}, {counted(len(self), 'sample')} of {fields}{more}"
+        return f"from_groups: {where}, {counted(len(self), 'sample')} of {fields}{left_out_words(others)}"
 
 
 def _group_names(file: h5py.File, within: str | None) -> list[str]:

@@ -19,7 +19,7 @@ from ...base import nest
 from ...base.errors import ShardError, explain
 from ...base.text import counted, shortened
 from ..buffers import RowBuffers
-from ..nodes.sources import row_content
+from ..nodes.sources import row_content, short_digest
 from ..nodes.stage import InputRows
 from ..shards.files import PathLike, is_small, remember_whole, resolve
 from ..shards.look import Found, ShardContents, ShardSet, join_shards, look
@@ -179,7 +179,7 @@ class HDF5Rows(InputRows):
         for shard in opened.shards:
             if shard.path not in digests:
                 hasher.update(shard.sample or self._sample(shard))
-        return int.from_bytes(hasher.digest()[:8], "big") >> 1
+        return short_digest(hasher)
 
     def _sample(self, shard: ShardContents) -> bytes:
         """Return a digest of rows at fixed positions of a file; rows that must be decoded are from some files only."""

@@ -10,9 +10,12 @@ from typing import Any
 
 from ...base import nest
 from ...base.errors import ShardError, explain
+from ...base.text import shortened
 from ..shards.files import PathLike, natural_key
 
-__all__ = ["Fields", "input_files", "structure_of"]
+__all__ = ["Fields", "input_files", "left_out_words", "names_in", "structure_of"]
+
+_NAMED = 5  # fields that are named in a text
 
 Fields = str | Sequence[str] | Mapping[str, str] | None
 
@@ -45,6 +48,17 @@ def input_files(function: str, files: PathLike | Sequence[PathLike], wanted: Cal
         if not path.is_file():
             raise ShardError(explain(function, str(path), expected="a file", got="no such file"))
     return paths
+
+
+def names_in(structure: Any) -> list[str]:
+    """Return the names of a structure, each once."""
+    return list(dict.fromkeys(nest.flatten(structure)))
+
+
+def left_out_words(fields: Iterable[str]) -> str:
+    """Return the end of a description, about the fields that are not read; "" without any."""
+    names = list(fields)
+    return f"; left out: {shortened(names, _NAMED)}" if names else ""
 
 
 def structure_of(function: str, argument: str, fields: Fields) -> Any:

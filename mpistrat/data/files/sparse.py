@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -13,12 +12,12 @@ from numpy.typing import NDArray
 
 from ...base import nest
 from ...base.arguments import integer
-from ...base.errors import MissingDependencyError, explain
-from ..nodes.sources import row_content
+from ...base.lazy import load_optional
+from ..nodes.sources import row_content, short_digest
 from ..shards.belonging import sparse_format
 from ..shards.files import PathLike
 from ..shards.objects import Refused, check_filters, field_of, find, find_group
-from ..spec import ArraySpec
+from ..spec import ArraySpec, stacked_nbytes
 from .handles import DAMAGED, shard_error
 from .inputs import Fields, structure_of
 from .stored import StoredHDF5
@@ -93,12 +92,10 @@ class _Matrix:
         """Return the data or the column numbers of successive rows, one after the other."""
         first, last = self.indptr[start], self.indptr[stop]
         if self._held:
-            found = self._held[part][first:last]
-        else:
-            with self._file.open(f"{self._name}/{part}: rows {start} to {stop}") as file:
-                found = file[f"{self._name}/{part}"][first:last].astype(self.dtypes[part], copy=False)
-        if part == "indices":
-            with self._file.open(f"{self._name}: rows {start} to {stop}"):
+            return self._held[part][first:last]
+        with self._file.open(f"{self._name}: rows {start} to {stop}") as file:
+            found: NDArray[Any] = file[f"{self._name}/{part}"][first:last].astype(self.dtypes[part], copy=False)
+            if part == "indices":
                 _check_indices(found, self.columns)
         return found
 
@@ -152,7 +149,7 @@ class _Dense(StoredField):
     def __init__(self, matrix: _Matrix) -> None:
         self._matrix = matrix
         self.spec = ArraySpec((matrix.columns,), matrix.dtypes["data"])
-        row_bytes = max(1, matrix.columns * self.spec.dtype.itemsize)
+        row_bytes = max(1, stacked_nbytes(self.spec))
         self.unit_rows = max(1, min(matrix.unit_rows, _UNIT_BYTES // row_bytes))
 
     def __len__(self) -> int:
@@ -183,7 +180,7 @@ class _Column(StoredField):
                 raise Refused("rows of varying length")
             self.spec = ArraySpec(field.shape, field.dtype.newbyteorder("="))
             self._rows = len(dataset)
-        row_bytes = max(1, field.dtype.itemsize * math.prod(int(length or 0) for length in field.shape))
+        row_bytes = max(1, stacked_nbytes(self.spec))
         unit_rows = _TEXT_ROWS if field.dtype.hasobject else _UNIT_BYTES // row_bytes
         self.unit_rows = max(1, min(self._rows, unit_rows))
 
@@ -256,7 +253,7 @@ class SparseFile(FieldFiles):
             hasher.update(f"{name} {len(field)} {field.spec}".encode())
             for start in {0, len(field) - 1} if len(field) else ():
                 hasher.update(row_content(field.read(start, start + 1)[0]))
-        return int.from_bytes(hasher.digest()[:8], "big") >> 1
+        return short_digest(hasher)
 
     def describe(self) -> str:
         fields = ", ".join(f"{name} {field.spec}" for name, field in self.fields.items())
@@ -280,11 +277,9 @@ def to_csr(rows: Mapping[str, Any], columns: int) -> Any:
         TypeError: to_csr: columns: expected an integer, got 'three'
     """
     columns = integer("to_csr", "columns", columns, 0)
-    try:
-        from scipy.sparse import csr_matrix
-    except ImportError as error:
-        expected, remedy = "SciPy, which has sparse matrices", "pip install scipy"
-        raise MissingDependencyError(explain("to_csr", "", expected=expected, got=error, remedy=remedy)) from error
+    csr_matrix = load_optional(
+        "scipy.sparse", "to_csr", "SciPy, which has sparse matrices", "pip install scipy"
+    ).csr_matrix
     indptr = np.concatenate(([0], np.cumsum([len(row) for row in rows["indices"]])))
     if len(indptr) == 1:
         return csr_matrix((0, columns))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from ...base.errors import MpistratError
+from ..nodes.sources import short_digest
 from ..shards.objects import Refused
 from .handles import DAMAGED, OpenFiles, ShardFile, open_bytes, open_hdf5_files, shard_error
 
@@ -73,7 +74,7 @@ class StoredBytes:
         """Return a number below 2**63 that is the same wherever files have the same names and this content."""
         hasher = hashlib.sha256("\n".join(path.name for path in self.paths).encode(errors="surrogateescape"))
         hasher.update(content)
-        return int.from_bytes(hasher.digest()[:8], "big") >> 1
+        return short_digest(hasher)
 
 
 @final

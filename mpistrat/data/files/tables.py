@@ -19,36 +19,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...base import nest
-from ...base.errors import MissingDependencyError, MpistratError, ShardError, explain
+from ...base.errors import MpistratError, explain
+from ...base.lazy import load_optional
 from ...base.text import counted, shortened
 from ..buffers import LastRead, RowBuffers
+from ..nodes.sources import short_digest
 from ..nodes.stage import InputRows
 from ..shards.files import PathLike
-from ..spec import ArraySpec, is_ragged, row_nbytes
+from ..spec import ArraySpec, row_nbytes
 from ..stats import StageStats
 from .columns import UnfitColumn, column_spec, to_numpy
-from .handles import ShardFile
-from .inputs import Fields, input_files, structure_of
-from .units import place_rows
+from .handles import ShardFile, shard_error
+from .inputs import Fields, input_files, left_out_words, names_in, structure_of
+from .units import empty_rows, place_rows
 
 __all__ = ["FORMATS", "TableRows", "table_paths"]
 
 _KEPT = 1 << 26  # minimum cache of units, in bytes
 _ENDS = 1 << 16  # bytes at a file's end that ranks compare
-_NAMED = 5  # most left-out columns to name
 
 
 def _pyarrow(module: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        text = explain("from_tables", "", expected="pyarrow, which reads these files", got=error, remedy=_INSTALL)
-        raise MissingDependencyError(text) from error
-
-
-_INSTALL = 'pip install "mpistrat[tables]"'
+    return load_optional(module, "from_tables", "pyarrow, which reads these files", 'pip install "mpistrat[tables]"')
 
 
 class _UnitFile(ABC):
@@ -123,8 +115,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], Any]] = {
 }
 
 
-def _error(where: object, expected: str, got: object, remedy: str = "") -> ShardError:
-    return ShardError(explain("from_tables", str(where), expected=expected, got=got, remedy=remedy))
+_error = functools.partial(shard_error, function="from_tables")
 
 
 def table_paths(files: PathLike | Sequence[PathLike], format: str | None) -> tuple[list[Path], str]:
@@ -218,7 +209,7 @@ class TableRows(InputRows):
 
     @functools.cached_property
     def _tables(self) -> _OpenTables:
-        names = None if self._structure is None else list(dict.fromkeys(nest.flatten(self._structure)))
+        names = None if self._structure is None else names_in(self._structure)
         return _OpenTables(self._paths, self._format, names)
 
     def _open(self) -> _OpenTables:
@@ -255,7 +246,7 @@ class TableRows(InputRows):
         if positions.size and not 0 <= positions.min() <= positions.max() < opened.starts[-1]:
             got = f"{positions.min()} to {positions.max()}"
             raise IndexError(explain("from_tables", "rows", expected=f"rows in [0, {opened.starts[-1]})", got=got))
-        out = {name: self._empty(name, spec, positions.size) for name, spec in opened.specs.items()}
+        out = {name: empty_rows(self._buffers, name, spec, positions.size) for name, spec in opened.specs.items()}
         units = np.searchsorted(opened.starts, positions, "right") - 1
         for unit in np.unique(units).tolist():
             places = np.flatnonzero(units == unit)
@@ -264,11 +255,6 @@ class TableRows(InputRows):
                 place_rows(column, rows, places, out[name])
         self._counters.add(rows=positions.size, seconds=time.perf_counter() - began)
         return self._pack(out)
-
-    def _empty(self, name: str, spec: ArraySpec, rows: int) -> NDArray[Any]:
-        if is_ragged(spec) or spec.dtype.hasobject:
-            return np.empty(rows, object)
-        return self._buffers.empty(name, (rows, *(length or 0 for length in spec.shape)), spec.dtype)
 
     def _unit(self, opened: _OpenTables, unit: int) -> dict[str, NDArray[Any]]:
         columns = self._kept.get(unit)
@@ -319,13 +305,12 @@ class TableRows(InputRows):
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - _ENDS))
                 hasher.update(file.read())
-        return int.from_bytes(hasher.digest()[:8], "big") >> 1
+        return short_digest(hasher)
 
     def describe(self) -> str:
         opened, count = self._open(), len(self._paths)
         fields = ", ".join(f"{name} {spec}" for name, spec in opened.specs.items())
         others = [f"{name} ({why})" for name, why in opened.left_out.items()]
-        more = f"; left out: {shortened(others, _NAMED)}" if others else ""
         where = f"{counted(count, f'{self._format} file')} in {self._paths[0].parent}"
         units = counted(len(opened.units), "unit")
-        return f"from_tables: {where}, {opened.starts[-1]} rows in {units} of {fields}{more}"
+        return f"from_tables: {where}, {opened.starts[-1]} rows in {units} of {fields}{left_out_words(others)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import tarfile
@@ -13,13 +14,13 @@ from typing import Any, final
 import numpy as np
 
 from ...base import nest
-from ...base.errors import MpistratError, ShardError, explain
-from ...base.text import counted, shortened
+from ...base.errors import MpistratError, explain
+from ...base.text import counted
 from ..nodes.samples import FileSamples
 from ..shards.files import PathLike
-from .decoders import Decoder, check_used, checked_decoders, decoder_of
-from .handles import ShardFile
-from .inputs import Fields, input_files, structure_of
+from .decoders import Decoder, check_used, checked_decoders, decoder_of, keys_of
+from .handles import ShardFile, shard_error
+from .inputs import Fields, input_files, left_out_words, names_in, structure_of
 from .stored import StoredBytes
 
 __all__ = ["TarSamples"]
@@ -28,13 +29,11 @@ _KEY = "__key__"
 _BLOCK = 512
 _META = re.compile(r"__[^/]*__($|/)")  # members about the archive, which WebDataset leaves out too
 _NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
-_NAMED = 5  # fields that are named in a text
 
 _Members = dict[str, tuple[int, int]]  # of a sample: the first byte and the number of bytes of each field
 
 
-def _error(where: object, expected: str, got: object, remedy: str = "") -> ShardError:
-    return ShardError(explain("from_tar", str(where), expected=expected, got=got, remedy=remedy))
+_error = functools.partial(shard_error, function="from_tar")
 
 
 def _headers(path: Path) -> Iterator[tarfile.TarInfo]:
@@ -96,7 +95,7 @@ class TarSamples(FileSamples):
         self._names: list[str] = []
         self._left_out: set[str] = set()
         if self._structure is not None:
-            self._names = [name for name in dict.fromkeys(nest.flatten(self._structure)) if name != _KEY]
+            self._names = [name for name in names_in(self._structure) if name != _KEY]
         self._keys: list[str] = []
         self._files, self._places = array("q"), array("q")
         for number, path in enumerate(paths):
@@ -106,8 +105,7 @@ class TarSamples(FileSamples):
             self._structure = {name: name for name in self._names}
         self._table = np.asarray(self._places, np.int64).reshape(len(self._keys), len(self._names), 2)
         self._decoders = {name: decoder_of(name, chosen) for name in self._names}
-        used = (name for name in chosen if any(f".{each}".endswith(f".{name}") for each in self._names))
-        check_used("from_tar", chosen.keys() - used, self._names)
+        check_used("from_tar", chosen, set().union(*map(keys_of, self._names)), self._names)
 
     def _add(self, number: int, path: Path, key: str, members: _Members) -> None:
         if self._structure is None and not self._keys:
@@ -149,6 +147,6 @@ class TarSamples(FileSamples):
 
     def describe(self) -> str:
         paths = self._bytes.paths
-        more = f"; left out: {shortened(sorted(self._left_out), _NAMED)}" if self._left_out else ""
         where = f"{counted(len(paths), 'tar file')} in {paths[0].parent}"
-        return f"from_tar: {where}, {counted(len(self), 'sample')} of {', '.join(self._names) or _KEY}{more}"
+        fields = f"{', '.join(self._names) or _KEY}{left_out_words(sorted(self._left_out))}"
+        return f"from_tar: {where}, {counted(len(self), 'sample')} of {fields}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -14,15 +15,15 @@ from typing import Any, cast, final
 import numpy as np
 
 from ...base import nest
-from ...base.errors import MpistratError, ShardError, explain
-from ...base.text import counted, shortened
+from ...base.errors import MpistratError, explain
+from ...base.text import counted
 from ..nodes.samples import FileSamples
 from ..shards.files import PathLike
 from ..spec import ArraySpec, spec_of_element
 from .decoders import Decoder, check_used, checked_decoders
 from .examples import features_of, required
-from .handles import ShardFile
-from .inputs import Fields, input_files, structure_of
+from .handles import ShardFile, shard_error
+from .inputs import Fields, input_files, left_out_words, names_in, structure_of
 from .stored import StoredBytes
 
 __all__ = ["Features", "RecordSamples"]
@@ -36,15 +37,13 @@ _HEADER, _CHECKSUM = (
 )  # length and its checksum; after the record, its checksum
 _MASK_DELTA = 0xA282EAD8
 _VARYING = 'features={"x": ms.data.ArraySpec((None,), "int64")}'
-_NAMED = 5  # features that are named in a text
 
 
 class _Unfit(Exception):
     """The values of a feature do not fit its spec."""
 
 
-def _error(where: object, expected: str, got: object, remedy: str = "") -> ShardError:
-    return ShardError(explain("from_tfrecord", str(where), expected=expected, got=got, remedy=remedy))
+_error = functools.partial(shard_error, function="from_tfrecord")
 
 
 def _checksum(data: bytes) -> int:
@@ -103,9 +102,9 @@ class RecordSamples(FileSamples):
         first = self._features(0) if len(self) else {}
         if self._structure is None:
             self._structure = {name: name for name in sorted(first)}
-        self._names = list(dict.fromkeys(nest.flatten(self._structure)))
+        self._names = names_in(self._structure)
         self._left_out = sorted(first.keys() - self._names)
-        check_used("from_tfrecord", self._decoders.keys() - self._names, self._names)
+        check_used("from_tfrecord", self._decoders, self._names, self._names)
         if len(self):
             for name in self._names:
                 if name not in self._specs:
@@ -174,9 +173,8 @@ class RecordSamples(FileSamples):
     def describe(self) -> str:
         paths = self._bytes.paths
         fields = [f"{name} {self._specs.get(name, '')}".strip() for name in self._names]
-        more = f"; left out: {shortened(self._left_out, _NAMED)}" if self._left_out else ""
         where = f"{counted(len(paths), 'TFRecord file')} in {paths[0].parent}"
-        return f"from_tfrecord: {where}, {counted(len(self), 'record')} of {', '.join(fields)}{more}"
+        return f"from_tfrecord: {where}, {counted(len(self), 'record')} of {', '.join(fields)}{left_out_words(self._left_out)}"
 
 
 def _specs_and_names(features: Features) -> tuple[dict[str, Any], Fields]:

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from ...base import nest
 from ...base.errors import explain
 from ..buffers import LastRead, RowBuffers, take_rows
+from ..nodes.samples import SourceFiles
 from ..nodes.stage import InputRows
 from ..spec import ArraySpec, is_ragged, stacked_nbytes
 from ..stats import StageStats
 
-__all__ = ["StoredField", "FieldFiles", "FieldRows", "place_rows"]
+__all__ = ["StoredField", "FieldFiles", "FieldRows", "empty_rows", "place_rows"]
 
 _KEPT = 1 << 26  # bytes of units that are kept at least
 _VARYING = 64  # bytes that a row of unknown size is taken for
@@ -43,6 +44,14 @@ class StoredField(ABC):
         """Return the rows of one unit, stacked; rows that differ in shape as a 1-D object array."""
 
 
+def empty_rows(buffers: RowBuffers, name: str, spec: ArraySpec, rows: int) -> NDArray[Any]:
+    """Return an array for rows of a field; rows that differ in shape, and text, are objects."""
+    if is_ragged(spec):
+        return np.empty(rows, object)
+    shape = rows, *(length or 0 for length in spec.shape)
+    return np.empty(shape, object) if spec.dtype.hasobject else buffers.empty(name, shape, spec.dtype)
+
+
 def place_rows(column: NDArray[Any], rows: NDArray[np.int64], places: NDArray[np.int64], out: NDArray[Any]) -> None:
     """Copy rows of a column to their places, at once where these are successive."""
     first, last = int(places[0]), int(places[-1])
@@ -52,30 +61,16 @@ def place_rows(column: NDArray[Any], rows: NDArray[np.int64], places: NDArray[np
         out[places] = column[rows]
 
 
-class FieldFiles(ABC):
+class FieldFiles(SourceFiles):
     """The files of fields.
 
     Attributes:
-        function: the function that made the dataset, for errors.
         fields: by name; all have equally many rows.
         structure: the nest of names that an element has the structure of.
     """
 
-    function: str
     fields: Mapping[str, StoredField]
     structure: Any
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raise if a file has changed."""
-
-    @abstractmethod
-    def fingerprint(self) -> int:
-        """Return a number below 2**63 that is the same wherever the files have the same names and rows."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Return one line about the files."""
 
 
 @final
@@ -123,12 +118,7 @@ class FieldRows(InputRows):
         return self._pack(out.__getitem__)
 
     def _gather(self, name: str, field: StoredField, positions: NDArray[np.int64]) -> NDArray[Any]:
-        spec = field.spec
-        if is_ragged(spec) or spec.dtype.hasobject:
-            further = () if is_ragged(spec) else tuple(length or 0 for length in spec.shape)
-            out: NDArray[Any] = np.empty((positions.size, *further), object)
-        else:
-            out = self._buffers.empty(name, (positions.size, *(length or 0 for length in spec.shape)), spec.dtype)
+        out = empty_rows(self._buffers, name, field.spec, positions.size)
         units = positions // field.unit_rows
         for unit in np.unique(units).tolist():
             places = np.flatnonzero(units == unit)

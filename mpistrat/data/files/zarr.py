@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -12,32 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...base import nest
-from ...base.errors import MissingDependencyError, ShardError, explain
-from ...base.text import shortened
-from ..nodes.sources import row_content
+from ...base.errors import explain
+from ...base.lazy import load_optional
+from ..nodes.sources import row_content, short_digest
 from ..shards.files import PathLike
 from ..spec import ArraySpec
-from .handles import ShardFile
-from .inputs import Fields, structure_of
+from .handles import ShardFile, shard_error
+from .inputs import Fields, left_out_words, structure_of
 from .units import FieldFiles, StoredField
 
 __all__ = ["ZarrGroup"]
 
 _METADATA = ("zarr.json", ".zarray", ".zgroup", ".zmetadata")
-_NAMED = 5  # arrays that are named in a text
 
 
-def _error(where: object, expected: str, got: object, remedy: str = "") -> ShardError:
-    return ShardError(explain("from_zarr", str(where), expected=expected, got=got, remedy=remedy))
-
-
-def _zarr() -> Any:
-    try:
-        return importlib.import_module("zarr")
-    except ImportError as error:
-        expected, remedy = "zarr, which reads these files", 'pip install "mpistrat[zarr]"'
-        text = explain("from_zarr", "", expected=expected, got=error, remedy=remedy)
-        raise MissingDependencyError(text) from error
+_error = functools.partial(shard_error, function="from_zarr")
 
 
 def _dtype(array: Any) -> np.dtype[Any] | None:
@@ -83,7 +72,7 @@ class ZarrGroup(FieldFiles):
         self._path = Path(path).absolute()
         if not self._path.exists():
             raise _error(self._path, "a directory", "no such directory")
-        zarr = _zarr()
+        zarr = load_optional("zarr", "from_zarr", "zarr, which reads these files", 'pip install "mpistrat[zarr]"')
         try:
             store = zarr.storage.ZipStore(self._path, mode="r") if self._path.is_file() else str(self._path)
             opened = zarr.open(store, mode="r")
@@ -139,11 +128,10 @@ class ZarrGroup(FieldFiles):
             hasher.update(f"{name} {len(field)} {field.spec} {field.unit_rows}".encode())
             for start in {0, len(field) - 1} if len(field) else ():
                 hasher.update(row_content(field.read(start, start + 1)[0]))
-        return int.from_bytes(hasher.digest()[:8], "big") >> 1
+        return short_digest(hasher)
 
     def describe(self) -> str:
         fields = ", ".join(f"{name} {field.spec}".strip() for name, field in self.fields.items())
         others = [f"{name} ({why})" for name, why in self._left_out.items()]
-        more = f"; left out: {shortened(others, _NAMED)}" if others else ""
         rows = len(next(iter(self.fields.values())))
-        return f"from_zarr: {self._path}, {rows} rows of {fields}{more}"
+        return f"from_zarr: {self._path}, {rows} rows of {fields}{left_out_words(others)}"

@@ -20,7 +20,7 @@ from ..spec import ArraySpec
 from .calls import Calls, SeveralAtOnce
 from .map import Mapped
 from .node import Node, Traits
-from .sources import array_of_list, check_element_spec, is_plain, row_content
+from .sources import array_of_list, check_element_spec, is_plain, row_content, short_digest
 from .stage import InputRows
 
 if TYPE_CHECKING:
@@ -149,15 +149,19 @@ class _Samples(Mapped):
         for row in rows:
             for leaf in nest.flatten(_sample(self._samples[row])):
                 hasher.update(row_content(leaf))
-        return int.from_bytes(hasher.digest()[:8], "big") >> 1
+        return short_digest(hasher)
 
     @property
     def _name(self) -> str:
         rank = "" if self._rank is None else f"rank {self._rank}: "
-        return f"{rank}from_map_style({self._calls.function.__name__})"
+        return f"{rank}{self._source}"
+
+    @property
+    def _source(self) -> str:
+        return f"from_map_style({self._calls.function.__name__})"
 
     def describe(self) -> str:
-        return f"from_map_style({self._calls.function.__name__}): {counted(self._length, 'row')}{self._workers()}"
+        return f"{self._source}: {counted(self._length, 'row')}{self._workers()}"
 
     def _workers(self) -> str:
         calls = self._calls
@@ -192,8 +196,8 @@ def _check_samples(function: str, samples: Any) -> None:
         refuse(f"a {kind} without a length ({error})", "ms.data.from_generator reads an iterable.")
 
 
-class FileSamples(ABC):
-    """Samples in files, by row number.
+class SourceFiles(ABC):
+    """The files of a source.
 
     Attributes:
         function: the function that made the dataset, for errors.
@@ -202,22 +206,26 @@ class FileSamples(ABC):
     function: str
 
     @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def __getitem__(self, row: int) -> Any: ...
-
-    @abstractmethod
     def check(self) -> None:
         """Raise if a file has changed."""
 
     @abstractmethod
     def fingerprint(self) -> int:
-        """Return a number below 2**63 that is the same wherever the files have the same names and samples."""
+        """Return a number below 2**63 that is the same wherever the files have the same names and rows."""
 
     @abstractmethod
     def describe(self) -> str:
         """Return one line about the files."""
+
+
+class FileSamples(SourceFiles):
+    """Samples in files, by row number."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, row: int) -> Any: ...
 
 
 @final
@@ -231,9 +239,8 @@ class _SamplesOfFiles(_Samples):
         return int(self._samples.fingerprint())
 
     @property
-    def _name(self) -> str:
-        rank = "" if self._rank is None else f"rank {self._rank}: "
-        return f"{rank}{self._samples.function}"
+    def _source(self) -> str:
+        return str(self._samples.function)
 
     def describe(self) -> str:
         return str(self._samples.describe()) + self._workers()

@@ -74,7 +74,12 @@ class _Arrays(InputRows):
         for array in nest.flatten(self._arrays):
             for row in np.unique(np.linspace(0, self._length - 1, _COMPARED, dtype=np.int64)) if self._length else ():
                 hasher.update(row_content(array[row]))
-        return int.from_bytes(hasher.digest()[:8], "big") >> 1
+        return short_digest(hasher)
+
+
+def short_digest(hasher: hashlib._Hash) -> int:
+    """Return a fingerprint: the first bits of a digest, as a number below 2**63."""
+    return int.from_bytes(hasher.digest()[:8], "big") >> 1
 
 
 def row_content(row: Any) -> bytes:
