@@ -35,7 +35,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--like", required=True, nargs="+", metavar="FILE",
         help="what mpistrat bench --json has written, on one layout or on several",
     )  # fmt: skip
-    parser.add_argument("--nodes", type=whole(1), default=16, metavar="N", help="up to so many; default %(default)s")
+    parser.add_argument(
+        "--nodes", type=whole(1), default=16, metavar="N", help="the largest number of nodes; default %(default)s"
+    )
     parser.add_argument("--cores", type=whole(1), metavar="N", help="of a node; default those of the file")
     parser.add_argument("--memory", type=positive, metavar="GB", help="of a node; default that of the file")
     parser.add_argument(

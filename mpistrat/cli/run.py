@@ -84,7 +84,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--restarts", type=_count, metavar="N",
-        help="start the ranks again when one dies, at most so many times: from their state in memory, or a checkpoint",
+        help="restart the ranks when one dies, at most N times, from their state in memory or a checkpoint",
     )  # fmt: skip
     parser.add_argument(
         "--standby",

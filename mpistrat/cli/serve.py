@@ -20,7 +20,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "file", type=Path, metavar="FILE", help="where the address and the keys are written, for you alone"
     )
     parser.add_argument(
-        "--ps", type=whole(1), default=1, metavar="N", help="so many ranks are parameter servers; default 1"
+        "--ps", type=whole(1), default=1, metavar="N", help="the number of parameter servers; default 1"
     )
     parser.add_argument(
         "--host",

@@ -205,34 +205,20 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     return number
 
 
-def positive(text: str) -> float:
-    """Return the number of an argument that must be more than 0.
+def _number(bounds: str, legal: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return the `type` of an argument that is a finite number within bounds."""
 
-    Raises:
-        ArgumentTypeError: it is not.
-    """
-    value = _finite(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r:.80}")
-    return value
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and legal(value)):
+            raise argparse.ArgumentTypeError(f"expected a number {bounds}, got {text!r:.80}")
+        return value
 
-
-def not_negative(text: str) -> float:
-    """Return the number of an argument that must be at least 0.
-
-    Raises:
-        ArgumentTypeError: it is not.
-    """
-    value = _finite(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"expected a number >= 0, got {text!r:.80}")
-    return value
+    return number
 
 
-def _finite(text: str) -> float:
-    """Return a number; NaN for a text that is none, or infinite."""
-    try:
-        value = float(text)
-    except ValueError:
-        return math.nan
-    return value if math.isfinite(value) else math.nan
+positive = _number("> 0", lambda value: value > 0)
+not_negative = _number(">= 0", lambda value: value >= 0)

@@ -5,6 +5,7 @@ EvaluatorSplit: communicators of the training ranks and of the evaluator.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
@@ -326,8 +327,8 @@ class Estimator:
         for hook in hooks:
             if isinstance(hook, ModelHook):
                 hook.prepare()
-        # Files of before another mode's first call lack the variables that only it creates.
-        self.checkpoints.strict = len(self._specs) == 1
+        if len(self._specs) > 1:  # files of before another mode's first call lack the variables that only it creates
+            self.checkpoints.restore_file = functools.partial(self.strategy.restore, strict=False)
         if steps is not None or length > 0:
             notes = self.checkpoints.restore_latest()
             begun = 0 if notes is None else notes["step"]

@@ -227,7 +227,7 @@ class Checkpoints:
     Attributes:
         folder: the folder.
         strategy: its variables and optimizers are saved.
-        strict: False to restore files that lack some of the variables, as `Strategy.restore` does.
+        restore_file: the function that restores a file and returns its notes; default the strategy's `restore`.
     """
 
     def __init__(
@@ -291,7 +291,8 @@ class Checkpoints:
         if twice := [repr(name) for name in self._by_rank if name in self._objects]:
             expected, got = "other names than those of objects", ", ".join(twice)
             raise ValueError(explain("Checkpoints", "objects_by_rank", expected=expected, got=got))
-        self.folder, self.strict = Path(folder).absolute(), True
+        self.folder = Path(folder).absolute()
+        self.restore_file: Callable[[Path], Any] = strategy.restore
         self.strategy, self._keep, self._every = strategy, keep, every_steps
         self._asynchronous, self._prepared = asynchronous, False
         self._saving: Saving | None = None
@@ -546,7 +547,7 @@ class Checkpoints:
             return self._taken_over(self.strategy.restore_snapshot(snapshot))
         for step in reversed(steps):
             try:
-                saved = self.strategy.restore(self.path(step), **({} if self.strict else {"strict": False}))
+                saved = self.restore_file(self.path(step))
             except OSError as error:
                 if self.strategy.rank == 0:
                     logger.warning("Checkpoints: step %d is skipped: %s", step, error)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import abc
 import importlib
 import os
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, final
 from ..base.errors import MissingDependencyError, explain
 from ..base.text import encoded
 from .callbacks import Callback, Logs, Loop, is_number
-from .warn_once import WarnOnce
+from .warn_once import RunError, WarnOnce
 
 __all__ = ["Logger", "MLflow", "Prometheus", "WandB", "named_in_utf8"]
 
@@ -48,8 +47,7 @@ class Logger(Callback, abc.ABC):
     def __init__(self, name: str) -> None:
         """Create the logger; `name` is for warnings. Local."""
         self.recording = WarnOnce(name, Exception)
-        self._opened = False
-        self._outer: BaseException | None = None  # an error that the program handles while it trains
+        self._opened, self._error = False, RunError()
 
     @abc.abstractmethod
     def open(self, loop: Loop) -> None:
@@ -77,7 +75,8 @@ class Logger(Callback, abc.ABC):
     def on_train_begin(self, loop: Loop) -> None:
         if loop.tells and not self._opened:
             self.open(loop)
-            self._opened, self._outer = True, sys.exc_info()[1]
+            self._opened = True
+            self._error.start()
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         self.on_train_begin(loop)
@@ -95,8 +94,7 @@ class Logger(Callback, abc.ABC):
         opened, self._opened = self._opened, False
         if opened:
             with self.recording:
-                error = sys.exc_info()[1]
-                self.close(None if error is self._outer else error)
+                self.close(self._error.at_end())
 
 
 def named_in_utf8(logs: Logs) -> dict[str, Any]:

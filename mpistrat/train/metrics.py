@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -724,10 +723,10 @@ class _Count(_Decisions):
     """The weight of the rows of one kind at each threshold."""
 
     _kind: int  # in `parts`
+    _default_name: str
 
     def __init__(self, thresholds: float | Sequence[float] | None = None, name: str | None = None) -> None:
-        default = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
-        super().__init__(thresholds, None, None, default if name is None else name)
+        super().__init__(thresholds, None, None, self._default_name if name is None else name)
 
     def result_of(self, sums: np.ndarray) -> Any:
         return self.number_or_array(self.parts(sums)[self._kind])
@@ -744,28 +743,28 @@ class TruePositives(_Count):
         2.0
     """
 
-    _kind = 0
+    _kind, _default_name = 0, "true_positives"
 
 
 @final
 class FalsePositives(_Count):
     """The number of rows of label 0 above the threshold: a number, or an array for several thresholds."""
 
-    _kind = 1
+    _kind, _default_name = 1, "false_positives"
 
 
 @final
 class FalseNegatives(_Count):
     """The number of rows of label 1 at or below the threshold: a number, or an array for several thresholds."""
 
-    _kind = 2
+    _kind, _default_name = 2, "false_negatives"
 
 
 @final
 class TrueNegatives(_Count):
     """The number of rows of label 0 at or below the threshold: a number, or an array for several thresholds."""
 
-    _kind = 3
+    _kind, _default_name = 3, "true_negatives"
 
 
 @final

@@ -31,7 +31,7 @@ from .callbacks import Callback, Logs, Loop, has_workers, plain
 from .loggers import Logger, MLflow
 from .logs import JSONLogger, Progress, TensorBoard
 from .run_page import RunRecord, page
-from .warn_once import WarnOnce
+from .warn_once import RunError, WarnOnce
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -116,14 +116,15 @@ class Monitor(Callback):
         self._planned = ""
         self._looks, self._pages = _Seldom(), _Seldom()  # for all ranks' times, and for the page
         self._warnings = _Warnings()
-        self._outer: BaseException | None = None  # an error that the program handles while it trains
+        self._error = RunError()
 
     # as a callback
 
     def on_train_begin(self, loop: Loop) -> None:
         if self._started:
             return
-        self.loop, self._started, self._outer = loop, True, sys.exc_info()[1]
+        self.loop, self._started = loop, True
+        self._error.start()
         logger.addHandler(self._warnings)
         strategy = loop.strategy
         topology = process_group_of(strategy, "monitor").topology
@@ -203,8 +204,7 @@ class Monitor(Callback):
                 self._write()
 
     def on_train_end(self, loop: Loop) -> None:
-        error = sys.exc_info()[1]
-        error = None if error is self._outer else error
+        error = self._error.at_end()
         self.record.state = "ended" if error is None else f"ended by {type(error).__name__}: {error}"[:300]
         self.record.warnings += [f"rank {loop.strategy.rank}: {text}" for text in self._warnings.take()]
         logger.removeHandler(self._warnings)

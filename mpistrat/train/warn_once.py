@@ -1,7 +1,8 @@
-"""A context in which the first error of a log or tracker becomes a warning."""
+"""Errors of what records a run: of the record itself, which are a warning once, and of the run."""
 
 from __future__ import annotations
 
+import sys
 from types import TracebackType
 from typing import final
 
@@ -9,7 +10,7 @@ from ..base.errors import MpistratError
 from ..base.log import logger
 from ..base.text import error_text
 
-__all__ = ["WarnOnce"]
+__all__ = ["RunError", "WarnOnce"]
 
 
 @final
@@ -45,3 +46,20 @@ class WarnOnce:
             text = "%s: %s; training continues, and later errors of it are not reported"
             logger.warning(text, self._what, error_text(error))
         return True
+
+
+@final
+class RunError:
+    """The error that ends a run, apart from one that the program was handling when the run started."""
+
+    def __init__(self) -> None:
+        self._handled: BaseException | None = None
+
+    def start(self) -> None:
+        """Note the start of the run."""
+        self._handled = sys.exc_info()[1]
+
+    def at_end(self) -> BaseException | None:
+        """Return the error that ends the run, None without one."""
+        error = sys.exc_info()[1]
+        return None if error is self._handled else error

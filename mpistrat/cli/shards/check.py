@@ -49,7 +49,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def _check(files: FileSet, ranks: Ranks) -> list[dict[str, Any]]:
-    """This rank's files: every so many'th, so that ranks that read in order read files that lie apart."""
+    """Return this rank's files: every n-th of n ranks, so that ranks that read in order read distant files."""
     places = range(ranks.rank, len(files.paths), ranks.size)
     sizes = {place: files.paths[place].stat().st_size if files.paths[place].is_file() else 0 for place in places}
     declared = {path.resolve() for path in files.paths}

@@ -100,25 +100,17 @@ def decoder_of(field: str, chosen: Mapping[str, Decoder]) -> Decoder:
         >>> decoder_of("caption.txt", {"txt": bytes})(b"a cat")
         b'a cat'
     """
-    last = _last(field)
+    rest, _, last = field.rpartition(".")
     for name in (field, last):
         if name in chosen:
             return chosen[name]
-    return _Unzipped(decoder_of(_before_gz(field), chosen)) if last == "gz" else _DECODERS.get(last, bytes)
-
-
-def _last(field: str) -> str:
-    return field.rpartition(".")[2]
-
-
-def _before_gz(field: str) -> str:
-    return field.removesuffix("gz").removesuffix(".")
+    return _Unzipped(decoder_of(rest, chosen)) if last == "gz" else _DECODERS.get(last, bytes)
 
 
 def keys_of(field: str) -> set[str]:
     """Return the names under which `decoder_of` looks for a decoder of a field."""
-    last = _last(field)
-    return {field, last} | (keys_of(_before_gz(field)) if last == "gz" else set())
+    rest, _, last = field.rpartition(".")
+    return {field, last} | (keys_of(rest) if last == "gz" else set())
 
 
 def checked_decoders(function: str, decode: Mapping[str, Decoder]) -> Mapping[str, Decoder]:

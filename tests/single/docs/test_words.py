@@ -25,7 +25,7 @@ PHRASES = {
     r"\bas ever\b": "as usual",
     r"\btakes? note\b": "records",
     r"\bso many-th\b": "every n-th",
-    r"\b[Ee]ach so many\b": "every n",
+    r"\bso many(\b|'th)": "n, the number of",
     r"\bgoes on\b": "continues, resumes",
     r"\b(is|are|was|were|has|have) begun\b": "started",
     r"\b([Nn]obody|[Ss]omebody|[Ww]hoever)\b": "no process, the caller, a user",
