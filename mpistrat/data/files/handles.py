@@ -83,8 +83,11 @@ class ShardFile:
         raise shard_error(self.path, expected, got, remedy, self.function)
 
 
-def open_hdf5(path: Path, driver: str | None = None) -> h5py.File:
+def open_hdf5(path: Path, driver: str | None = None, function: str = "HDF5Dataset") -> h5py.File:
     """Open an HDF5 file for reading, with a driver of h5py: None for its default, or "mpio".
+
+    Args:
+        function: the name for errors.
 
     Raises:
         ShardError: naming the file, when HDF5 refuses it.
@@ -95,16 +98,13 @@ def open_hdf5(path: Path, driver: str | None = None) -> h5py.File:
     try:
         return h5py.File(path, "r", **options)
     except OSError as error:
-        raise _refused(path, error, f"one that HDF5 refuses: {error}") from error
+        got = f"one that HDF5 refuses: {error}"
+        remedy = "The file is damaged, truncated or not HDF5: copy it again, or write the shards again."
+        raise _refused(path, error, "an HDF5 file", got, remedy, function) from error
 
 
-def _refused(path: Path, error: OSError, got: str, function: str = "HDF5Dataset") -> ShardError:
-    expected, remedy = (
-        "an HDF5 file",
-        "The file is damaged, truncated or not HDF5: copy it again, or write the shards again.",
-    )
-    if function != "HDF5Dataset":
-        expected, remedy = "a file that can be read", ""
+def _refused(path: Path, error: OSError, expected: str, got: str, remedy: str, function: str) -> ShardError:
+    """Return the error of a file that does not open; the remedy is for an unknown reason."""
     if error.errno in _TOO_MANY:
         remedy = "Raise the number of files that a process may open (ulimit -n)."
     elif error.errno in _LOCKED:
@@ -167,7 +167,7 @@ class OpenFiles(Generic[Handle]):
         with self._changed:
             if self._closed:
                 got = "a file that was closed, as MPI ended"
-                raise ClosedError(explain("HDF5Dataset", str(file.path), expected="an open file", got=got))
+                raise ClosedError(explain(file.function, str(file.path), expected="an open file", got=got))
             self._lent += 1
             found = next((i for i, (path, _) in enumerate(self._idle) if path == file.path), None)
             return None if found is None else self._idle.pop(found)[1]
@@ -214,7 +214,7 @@ class Descriptor:
         try:
             self._number = os.open(file.path, os.O_RDONLY)
         except OSError as error:
-            raise _refused(file.path, error, str(error), file.function) from error
+            raise _refused(file.path, error, "a file that can be read", str(error), "", file.function) from error
         try:
             file.check(self._number)
         except ShardError:
@@ -245,7 +245,7 @@ def open_hdf5_files(driver: str | None = None) -> OpenFiles[h5py.File]:
 
     def opener(file: ShardFile) -> h5py.File:
         file.check()
-        return open_hdf5(file.path, driver)
+        return open_hdf5(file.path, driver, file.function)
 
     if driver is None:
         return OpenFiles(opener)

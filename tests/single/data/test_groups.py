@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 
-from mpistrat.data import ArraySpec, from_groups
+from mpistrat.data import ArraySpec, from_groups, from_sparse
 from mpistrat.errors import ShardError
 
 EPISODES = 12
@@ -96,6 +97,14 @@ def test_a_sample_that_does_not_fit(path: Path, name: str, value: object, reason
         ShardError, match=rf"from_groups: .*demo\.hdf5: data: expected data that can be read, got {reason}"
     ):
         from_groups(path, name, within="data")
+
+
+@pytest.mark.parametrize("function", [from_groups, from_sparse])
+def test_a_file_that_is_not_hdf5(path: Path, function: Callable[..., object]) -> None:
+    path.write_text("not HDF5")
+    remedy = "The file is damaged, truncated or not HDF5"
+    with pytest.raises(ShardError, match=rf"{function.__name__}: .*expected an HDF5 file.*HDF5 refuses.*{remedy}"):
+        function(path)
 
 
 def test_names_that_do_not_fit(path: Path) -> None:
