@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -13,7 +15,8 @@ from .node import SMALL, STAGING_BYTES, Node
 from .process_group import ProcessGroup
 
 __all__ = [
-    "MessageExchange", "SmallExchange", "all_gather_into", "all_to_all", "broadcast_into", "exchange", "gather_parts", "staged",
+    "MessageExchange", "PartExchange", "SmallExchange", "all_gather_into", "all_to_all", "broadcast_into", "exchange",
+    "gather_into", "gather_parts", "scatter_into", "staged",
 ]  # fmt: skip
 
 _LINE = 64  # bytes; heads are padded to a multiple
@@ -21,6 +24,7 @@ _PIECE = 1 << 26  # bytes of a rank that MPI sends at a time
 _STAGED = 1 << 16  # bytes; larger parts do not go through the node's memory but MPI, which copies them once, not twice
 _PADDED = 1 << 16  # bytes of all ranks; above, parts of nearly equal lengths are padded
 _LARGE = 1 << 30  # bytes in one all-to-all, whose counts and displacements must fit MPI's limits
+_FARTHEST = (1 << 31) - 1  # bytes between the first and the last place that one call of MPI reaches
 
 
 @final
@@ -122,6 +126,42 @@ class MessageExchange:
         return self._heads.tobytes()
 
 
+@final
+class PartExchange:
+    """An exchange of a head and some bytes of each rank for each rank in one MPI_Alltoall, for ranks on several nodes.
+
+    The caller fills `heads` and `parts`, then calls `move`. What comes is valid until the next `move`.
+
+    Args:
+        group: the ranks.
+        head: length of a head.
+
+    Attributes:
+        room: bytes of a part; -1 before `open`.
+        heads: int64 array (ranks, head) of the heads to send.
+        parts, came: uint8 arrays (ranks, room) of the parts to send, and of those from each rank.
+    """
+
+    def __init__(self, group: ProcessGroup, head: int = 0) -> None:
+        self._comm, self._size, self._head = group.topology.comm, group.topology.size, 8 * head
+        self._start, self.room = -(-8 * head // _LINE) * _LINE, -1
+
+    def open(self, room: int) -> None:
+        """Make room for parts of some bytes, equal on all ranks."""
+        self.room, end = room, self._start + room
+        sent = np.zeros((self._size, -(-end // _LINE) * _LINE), np.uint8)
+        received = np.empty_like(sent)
+        self._sent, self._received = sent, received
+        self.heads, self._came_heads = (each[:, : self._head].view(np.int64) for each in (sent, received))
+        self.parts, self.came = (each[:, self._start : end] for each in (sent, received))
+
+    def move(self) -> bytes:
+        """Send the heads and parts, and return the heads from all ranks. Collective."""
+        if self._sent.size:
+            self._comm.Alltoall(self._sent, self._received)
+        return self._came_heads.tobytes()
+
+
 def all_gather_into(group: ProcessGroup, call: Call, own: np.ndarray, rooms: Sequence[np.ndarray]) -> None:
     """Write every rank's bytes into the caller's memory. Collective, inside `group.collective()`, with its call.
 
@@ -176,6 +216,63 @@ def broadcast_into(group: ProcessGroup, call: Call, flat: np.ndarray, root: int)
             flat[low:high] = buffer[: high - low]
 
     _stage(group, call, flat.size, STAGING_BYTES, write, read)
+
+
+def gather_into(group: ProcessGroup, call: Call, own: np.ndarray, rooms: Sequence[np.ndarray], root: int) -> None:
+    """Write every rank's bytes into the root's memory. Collective, inside `group.collective()`, with its call.
+
+    Args:
+        group, call: the ranks, and the current call.
+        own: flat uint8 array with this rank's bytes, as many on every rank.
+        rooms: on the root, flat uint8 arrays, by rank, which receive them.
+        root: the rank that receives.
+    """
+    from mpi4py import MPI
+
+    comm, rank, size = group.topology.comm, group.topology.rank, group.topology.size
+    if staged(group, own.size):
+        none = np.empty(0, np.uint8)
+        to = [own if other == root else none for other in range(size)]
+        exchange(group, call, to, rooms if rank == root else [none] * size, own.size)
+        return
+    step = min(_PIECE, _LARGE // size)
+    for low in range(0, own.size, step):
+        piece = own[low : low + step]
+        if rank != root:
+            comm.Gatherv([piece, MPI.BYTE], None, root)
+            continue
+        places = [room[low : low + step] for room in rooms]
+        places[rank][:] = piece
+        with _received(places) as memory:
+            comm.Gatherv(MPI.IN_PLACE, [*memory, MPI.BYTE], root)
+
+
+def scatter_into(group: ProcessGroup, call: Call, parts: Sequence[np.ndarray], own: np.ndarray, root: int) -> None:
+    """Write one of the root's parts into each rank's memory. Collective, inside `group.collective()`, with its call.
+
+    Args:
+        group, call: the ranks, and the current call.
+        parts: on the root, flat uint8 arrays, by rank.
+        own: flat uint8 array that receives this rank's part, as many bytes on every rank.
+        root: the rank that sends.
+    """
+    from mpi4py import MPI
+
+    comm, rank, size = group.topology.comm, group.topology.rank, group.topology.size
+    if staged(group, own.size):
+        none = np.empty(0, np.uint8)
+        come = [own if other == root else none for other in range(size)]
+        exchange(group, call, parts if rank == root else [none] * size, come, own.size)
+        return
+    step = min(_PIECE, _LARGE // size)
+    for low in range(0, own.size, step):
+        place = own[low : low + step]
+        if rank != root:
+            comm.Scatterv(None, [place, MPI.BYTE], root)
+            continue
+        pieces = [part[low : low + step] for part in parts]
+        place[:] = pieces[rank]
+        comm.Scatterv([*(_in_place(pieces) or _joined(pieces)), MPI.BYTE], MPI.IN_PLACE, root)
 
 
 def all_to_all(group: ProcessGroup, call: Call, parts: np.ndarray) -> np.ndarray:
@@ -270,20 +367,50 @@ def _exchange_by_mpi(group: ProcessGroup, to: Sequence[np.ndarray], come: Sequen
     step = min(_PIECE, _LARGE // group.topology.size)
     for low in range(0, largest, step):
         pieces, places = ([part[low : low + step] for part in parts] for parts in (to, come))
-        pieces[rank] = places[rank] = np.empty(0, np.uint8)
-        counts, expected = [piece.size for piece in pieces], [place.size for place in places]
-        alone = [place for place in places if place.size]
-        part = alone[0] if len(alone) == 1 else np.empty(sum(expected), np.uint8)
-        group.topology.comm.Alltoallv([_in_one(pieces), counts, MPI.BYTE], [part, expected, MPI.BYTE])
-        if len(alone) > 1:
-            for place, piece in zip(places, np.split(part, np.cumsum(expected)[:-1]), strict=True):
-                place[:] = piece
+        pieces[rank], places[rank] = pieces[rank][:0], places[rank][:0]
+        sent = _in_place(pieces) or _joined(pieces)
+        with _received(places) as received:
+            group.topology.comm.Alltoallv([*sent, MPI.BYTE], [*received, MPI.BYTE])
 
 
-def _in_one(pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """Return concatenated flat bytes; a single non-empty piece is not copied."""
-    filled = [piece for piece in pieces if piece.size]
-    return filled[0] if len(filled) == 1 else np.concatenate(pieces)
+_Parts = tuple[Any, tuple[list[int], list[int]]]  # memory with bytes for each rank, their numbers, and where they begin
+
+
+def _in_place(pieces: Sequence[np.ndarray]) -> _Parts | None:
+    """Return the memory from the first piece of bytes to the last, for MPI to use; None if they lie too far apart."""
+    from mpi4py import MPI
+
+    counts = [piece.size for piece in pieces]
+    filled = [(piece.__array_interface__["data"][0], piece.size) for piece in pieces if piece.size]
+    if not filled:
+        return np.empty(0, np.uint8), (counts, [0] * len(pieces))
+    low, high = min(filled)[0], max(place + count for place, count in filled)
+    if high - low > _FARTHEST:
+        return None
+    places = iter(filled)
+    return MPI.memory.fromaddress(low, high - low), (
+        counts,
+        [next(places)[0] - low if count else 0 for count in counts],
+    )
+
+
+@contextlib.contextmanager
+def _received(places: Sequence[np.ndarray]) -> Iterator[_Parts]:
+    """Give memory for MPI to receive bytes in, and copy them to their places unless it is these."""
+    memory = _in_place(places)
+    if memory is not None:
+        yield memory
+        return
+    memory = _joined(places)
+    yield memory
+    for place, low in zip(places, memory[1][1], strict=True):
+        place[:] = memory[0][low : low + place.size]
+
+
+def _joined(pieces: Sequence[np.ndarray]) -> _Parts:
+    """Return a copy of pieces of bytes, one after the other."""
+    counts = [piece.size for piece in pieces]
+    return np.concatenate(pieces), (counts, [0, *itertools.accumulate(counts[:-1])])
 
 
 def _stage(

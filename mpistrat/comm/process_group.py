@@ -73,6 +73,7 @@ class ProcessGroup:
         replicas_of_node: number of local replicas of each rank of the domain.
         monitor: the activity of this rank.
         gathered: the most bytes of a rank in each of the last four gathers of arrays with lengths; equal on all ranks.
+        parted: the most bytes of a part in each of the last four all-to-alls with lengths; equal on all ranks.
         contacts: ranks that wait for this one outside collectives, and receive a message when it leaves the program.
         label: the name of its ranks, shown with the names of its calls; "" for all of them.
         lane: makes a call, given the name of its function, after the collectives that this rank has started; None if the calling
@@ -90,7 +91,7 @@ class ProcessGroup:
         self.monitor = RankMonitor(topology.rank, topology.size, environment.abort_after, environment.warn_after)
         self._comparison: Comparison | None = None  # with other nodes
         self._calls: dict[Hashable, Collective] = {}
-        self.gathered = (0, 0, 0, 0)
+        self.gathered = self.parted = (0, 0, 0, 0)
         self.contacts: set[int] = set()
         self._attached: list[Attachment] = []
         ranks: Sequence[int] = (topology.rank,)

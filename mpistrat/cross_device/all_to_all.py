@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 
@@ -21,17 +21,17 @@ from ..cluster.topology import Topology
 from ..comm.arrays import as_array, check_movable, dtype_name, to_host
 from ..comm.call import Call
 from ..comm.contract import Collective
-from ..comm.exchange import SmallExchange, exchange
 from ..comm.exchange import all_to_all as equal_parts
+from ..comm.exchange import exchange
 from ..comm.node import SMALL
 from ..comm.packing import Forms, forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
+from .parts import Found, MessageReduction, PartsByMessage, PartsOnNode, Way, between
 from .small import SmallReduction
 from .values import Leaves, beside, check_out, counted_axis, local_arrays, local_values
 
 __all__ = [
     "all_to_all",
-    "between",
     "check_divided",
     "checked_axis",
     "reduce_scatter",
@@ -52,7 +52,7 @@ def reduce_scatter(
     options: CommunicationOptions | None,
     outs: Sequence[np.ndarray] | None,
     equal: bool,
-    small: tuple[Collective, SmallReduction] | None,
+    small: tuple[Collective, SmallReduction | MessageReduction] | None,
 ) -> list[Any]:
     """Return for each value the local replicas' parts of its reduction. Collective.
 
@@ -137,8 +137,8 @@ def _reduce_scatter_call(
 
 def small_reduce_scatter(
     group: ProcessGroup, values: Leaves, op: ReduceOp, axis: int, options: CommunicationOptions | None, equal: bool
-) -> tuple[Collective, SmallReduction] | None:
-    """Return the call and the reduction of this rank's part of a small array on one node; None for all others.
+) -> tuple[Collective, SmallReduction | MessageReduction] | None:
+    """Return the call and the reduction of this rank's part of a small array; None for all others.
 
     Also None if `reduce_scatter` raises an error, which it does after the ranks have compared their calls.
     """
@@ -154,15 +154,17 @@ def small_reduce_scatter(
         return None
     if array.size * how.accumulate.itemsize > SMALL:
         return None
-    call = _reduce_scatter_call(group, values, op, axis, options, [[array]], False)
+    call = _reduce_scatter_call(group, values, op, axis, options, [[array]], group.num_nodes > 1)
+    if group.num_nodes > 1:
+        return call, MessageReduction(group, array, how, along)
     part = (*(slice(None),) * along, slice(*bounds(array.shape[along], topology.size)[topology.rank]))
     return call, SmallReduction(group, array.shape, how, part)
 
 
 def _is_one_array(group: ProcessGroup, values: Leaves) -> bool:
-    """Return True if each rank of a single node has one array of one replica."""
+    """Return True if each rank has one array of one replica."""
     topology = group.topology
-    return group.num_nodes == 1 < topology.size == topology.num_replicas and len(values.values) == 1
+    return 1 < topology.size == topology.num_replicas and len(values.values) == 1
 
 
 def _summed_here(topology: Topology, arrays: Sequence[Any], how: Arithmetic) -> np.ndarray:
@@ -248,7 +250,7 @@ def _all_to_all_call(
 def small_all_to_all(
     group: ProcessGroup, values: Leaves, splits: Any, axis: int, joined: int | None
 ) -> tuple[Collective, SmallAllToAll] | None:
-    """Return the call and the exchange of one array of each rank of a node; None for all others. See `all_to_all`.
+    """Return the call and the exchange of one array of each rank; None for all others. See `all_to_all`.
 
     Also None if `all_to_all` raises an error, which it does after the ranks have compared their calls.
     """
@@ -264,30 +266,16 @@ def small_all_to_all(
         return None
     if joined is not None and onto == along:
         return None
-    call = _all_to_all_call(group, values, splits is None, axis, joined, [[array]], False)
+    call = _all_to_all_call(group, values, splits is None, axis, joined, [[array]], group.num_nodes > 1)
     return call, SmallAllToAll(group, function, array, along, onto, joined is not None)
-
-
-class _Parts(NamedTuple):
-    """Values derived from the lengths of all ranks.
-
-    Attributes:
-        sent, came: the lengths that this rank sends to each rank, and receives from it.
-        largest: the most bytes that any rank sends to one.
-        parts: for each half of staging memory the part from each rank; empty if MPI sends it.
-    """
-
-    sent: list[int]
-    came: np.ndarray
-    largest: int
-    parts: tuple[list[np.ndarray], ...]
 
 
 @final
 class SmallAllToAll:
-    """The exchange of parts of an array of each rank of a node.
+    """The exchange of parts of an array of each rank.
 
-    The ranks exchange lengths, and small arrays, in the barrier that compares the call.
+    The ranks exchange lengths, and small arrays, in the barrier that compares the call on a node, and in one message between
+    nodes.
 
     Args:
         group: the ranks.
@@ -301,11 +289,9 @@ class SmallAllToAll:
         self._group, self._function, self._axis, self._onto = group, function, axis, onto
         self._shape, self._dtype, self._equal = array.shape, array.dtype, equal
         self._row = math.prod(array.shape[:axis] + array.shape[axis + 1 :])
-        self._exchange = SmallExchange(group.node, 0 if equal else 8 + 8 * group.topology.size)
-        small = array.size * array.dtype.itemsize <= SMALL
-        self._place = self._exchange.place(array.shape, array.dtype) if small else None
-        self._heads: dict[Hashable, bytes] = {}
-        self._found: dict[bytes, _Parts] = {}
+        way: type[Way] = PartsOnNode if group.num_nodes == 1 else PartsByMessage
+        self._way = way(group, array, axis, equal)
+        self._sent: dict[Hashable, list[int]] = {}
 
     def __call__(self, array: np.ndarray, call: Call, splits: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return the parts of all ranks, and the length of each. Collective, inside one.
@@ -313,66 +299,36 @@ class SmallAllToAll:
         Raises:
             ValueError: on every rank, for lengths that do not fit an array on one.
         """
-        key, place, failure = None, self._place, None
+        key, failure = None, None
         if splits is not None:
             splits = np.asarray(splits.values[0] if isinstance(splits, PerReplica) else splits)
             key = splits.tobytes(), splits.dtype, splits.shape
-        head = self._heads.get(key)
-        if head is None:
+        sent = self._sent.get(key)
+        if sent is None:
             try:
-                head = self._head(array, splits)
-                if len(self._heads) >= _KEPT:
-                    self._heads.clear()
-                self._heads[key] = head
-            except Exception as error:  # the lengths report it to the others
-                place, failure = None, error
-                head = b"" if self._equal else np.full(1 + self._group.topology.size, _FAILED, np.int64).tobytes()
-        heads = self._exchange.move(call, place, array, head)
-        found = self._found.get(heads)
-        if found is None:
-            found = self._look(heads, failure)
-        if found.parts:
-            return np.concatenate(found.parts[self._exchange.turn], axis=self._onto), found.came.copy()
-        return self._by_messages(array, call, found), found.came.copy()
-
-    def _head(self, array: np.ndarray, splits: Any) -> bytes:
-        lengths = _lengths(self._group.topology, self._function, [[array]], splits, [self._axis])
-        return b"" if self._equal else np.array([0, *lengths.reshape(-1)], np.int64).tobytes()
-
-    def _look(self, heads: bytes, failure: Exception | None) -> _Parts:
-        """Raise the error of a rank on all, or locate the parts."""
-        group, axis, shape = self._group, self._axis, self._shape
-        size, rank = group.topology.size, group.topology.rank
+                lengths = _lengths(self._group.topology, self._function, [[array]], splits, [self._axis])
+                sent = lengths.reshape(-1).tolist()
+                if len(self._sent) >= _KEPT:
+                    self._sent.clear()
+                self._sent[key] = sent
+            except ValueError as error:
+                failure = error  # the lengths, if ranks send any, report it to the others
+        found = self._way.move(call, array, sent)
         if failure is not None and self._equal:  # on every rank
             raise failure
-        if self._equal:
-            lengths = np.full((size, size), shape[axis] // size)
-        else:
-            table = np.frombuffer(heads, np.int64).reshape(size, 1 + size)
-            if (table[:, 0] == _FAILED).any():
-                with together(group.all_gather_text):
-                    if failure is not None:
-                        raise failure
-            lengths = table[:, 1:]
-        wholes, starts = lengths.sum(axis=1).tolist(), lengths[:, :rank].sum(axis=1).tolist()
-        came, row = lengths[:, rank].copy(), self._row * self._dtype.itemsize
-        halves = []
-        for turn in (0, 1) if max(wholes) * row <= SMALL else ():
-            parts = []
-            for other, (whole, low, length) in enumerate(zip(wholes, starts, came.tolist(), strict=True)):
-                flat = self._exchange.data(turn, other, whole * row).view(self._dtype)
-                there = flat.reshape(*shape[:axis], whole, *shape[axis + 1 :])
-                parts.append(between(there, axis, low, low + length))
-            halves.append(parts)
-        if len(self._found) >= _KEPT:
-            self._found.clear()
-        found = self._found[heads] = _Parts(lengths[rank].tolist(), came, int(lengths.max()) * row, tuple(halves))
-        return found
+        if found is None:
+            with together(self._group.all_gather_text):
+                if failure is not None:
+                    raise failure
+        assert found is not None and sent is not None
+        if found.parts:
+            return np.concatenate(found.parts, axis=self._onto), found.came.copy()
+        return self._by_messages(array, call, sent, found), found.came.copy()
 
-    def _by_messages(self, array: np.ndarray, call: Call, found: _Parts) -> np.ndarray:
+    def _by_messages(self, array: np.ndarray, call: Call, sent: Sequence[int], found: Found) -> np.ndarray:
         axis, shape, came = self._axis, self._shape, found.came.tolist()
         array = np.asarray(array, self._dtype)  # in this machine's byte order, as the receivers expect
-        cuts = itertools.pairwise(itertools.accumulate(found.sent, initial=0))
+        cuts = itertools.pairwise(itertools.accumulate(sent, initial=0))
         parts = [[np.ascontiguousarray(between(array, axis, *cut)).reshape(-1)] for cut in cuts]
         expected = [[((length * self._row,), self._dtype)] for length in came]
         room, flats = _exchanged(self._group, call, parts, expected, found.largest)
@@ -567,11 +523,6 @@ def check_divided(array: Any, axis: int, count: int, function: str, remedy: str 
 def _replicas_of_ranks(topology: Topology) -> list[tuple[int, int]]:
     """Return for each rank its first replica and the one after its last."""
     return list(itertools.pairwise([0, *itertools.accumulate(topology.replicas_per_rank)]))
-
-
-def between(array: Any, axis: int, low: int, high: int) -> Any:
-    """Return a view of part of an array along an axis."""
-    return array[(slice(None),) * axis + (slice(low, high),)]
 
 
 def _placed(local: Sequence[np.ndarray], like: Sequence[Any]) -> Any:

@@ -27,7 +27,7 @@ __all__ = ["Gather", "reduce_slices", "to_gather"]
 _LARGE = 1 << 30  # bytes; above, the counts of one call might exceed MPI's limit
 _POOL = BufferPool(kept=2)
 _SMALL = 1 << 16  # bytes on all ranks; smaller arrays share one message, which costs a copy on either side
-_IN_ONE = 1 << 16  # bytes of all ranks that are sent between nodes together with their lengths
+_IN_ONE = 1 << 17  # bytes of all ranks that are sent between nodes together with their lengths
 _KEPT = 16  # combinations of lengths that are cached
 
 

@@ -23,8 +23,9 @@ from ..base.text import named
 from ..base.types import ReduceOp
 from ..comm.arrays import as_array
 from ..comm.process_group import ProcessGroup
-from ..cross_device.all_to_all import between, check_divided, checked_axis
+from ..cross_device.all_to_all import check_divided, checked_axis
 from ..cross_device.collectives import Collectives, check_rank
+from ..cross_device.parts import between
 from ..variables import DATA, Grid
 from .axes import Axes
 from .old_calls import formerly

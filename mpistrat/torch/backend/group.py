@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import sys
 import threading
@@ -400,9 +401,9 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._reduce_array(_leaves(function, array, flat.dtype, name, detail), how, array, seconds)
             return flat
         if name in _BITWISE:
-            rooms = [torch.empty_like(flat) for _ in range(self._size)]
+            rooms = flat.new_empty((self._size, *flat.shape))
             self._gather_into(function, rooms, flat, seconds, f"{name} {detail}".rstrip())
-            return functools.reduce(_BITWISE[name], rooms)
+            return functools.reduce(_BITWISE[name], rooms.unbind())
         wide = flat.to(_WIDER.get(flat.dtype, flat.dtype))
         if name == "PREMUL_SUM":
             wide = wide * op.factor
@@ -539,8 +540,12 @@ class MpiProcessGroup(dist.ProcessGroup):
         mine = output.detach() if direct else torch.empty(output.shape, dtype=wide.dtype)
         options = CommunicationOptions(timeout_seconds=seconds)
         leaves, outs = _leaves(function, array_of(wide), flat.dtype, name), [array_of(mine.view(-1))]
-        how = _REDUCTIONS[name]
-        small = small_reduce_scatter(self._ranks, leaves, how, 0, options, True)
+        how, key = _REDUCTIONS[name], (function, name, flat.dtype, wide.numel(), seconds)
+        small: Any = self._ops.plans.get(key)
+        if small is None:
+            small = small_reduce_scatter(self._ranks, leaves, how, 0, options, True)
+            if small is not None:
+                self._ops.keep_plan(key, *small)
         reduce_scatter(self._ranks, leaves, how, 0, options, outs, True, small)
         if name == "AVG":
             self._averaged(mine)
@@ -593,16 +598,28 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._run(function, tensors, opts, tensors, operation)
 
     def _gather_into(
-        self, function: str, rooms: Sequence[torch.Tensor], own: torch.Tensor, seconds: float, detail: str = ""
+        self, function: str, whole: torch.Tensor, own: torch.Tensor, seconds: float, detail: str = ""
     ) -> None:
-        """Write every rank's tensor into contiguous tensors. Collective."""
-        shapes, dtype = [tuple(room.shape) for room in rooms], dtype_name(own.dtype)
-        form: tuple[Any, Any] = shapes[0], detail
-        if len(set(shapes)) > 1:
-            form = None, " ".join(filter(None, (detail, f"of shapes {shapes}")))
-        meets = self._meets(max(room.numel() * room.element_size() for room in rooms))
-        with self._ranks.collective(function, "", dtype, *form, timeout=seconds, synchronize=meets) as call:
-            exchange.all_gather_into(self._ranks, call, bytes_of(own), [bytes_of(room) for room in rooms])
+        """Write every rank's tensor into a contiguous one with a row for each rank. Collective."""
+        self._gather_bytes(
+            function, list(bytes_of(whole).reshape(self._size, -1)), own, tuple(own.shape), detail, seconds
+        )
+
+    def _gather_bytes(
+        self,
+        function: str,
+        rooms: Sequence[np.ndarray],
+        own: torch.Tensor,
+        shape: tuple[int, ...] | None,
+        detail: str,
+        seconds: float,
+    ) -> None:
+        """Write every rank's bytes into memory for each rank. Collective. Ranks compare the shape and the detail."""
+        meets = self._meets(max(room.size for room in rooms))
+        with self._ranks.collective(
+            function, "", dtype_name(own.dtype), shape, detail, timeout=seconds, synchronize=meets
+        ) as call:
+            exchange.all_gather_into(self._ranks, call, bytes_of(own), rooms)
 
     @by_nccl
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> OperationWork:
@@ -628,7 +645,9 @@ class MpiProcessGroup(dist.ProcessGroup):
         own, flats = dense(tensor), [dense(room) for room in rooms]
         if any(own.data_ptr() == flat.data_ptr() for flat in flats):
             own = own.clone()
-        self._gather_into(function, flats, own, seconds)
+        shapes = [tuple(room.shape) for room in rooms]
+        form: tuple[Any, str] = (shapes[0], "") if len(set(shapes)) == 1 else (None, f"of shapes {shapes}")
+        self._gather_bytes(function, [bytes_of(flat) for flat in flats], own, *form, seconds)
         for flat, room in zip(flats, rooms, strict=True):
             copy_back(flat, room)
 
@@ -649,10 +668,9 @@ class MpiProcessGroup(dist.ProcessGroup):
         def operation(seconds: float) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 whole, own = dense(output), dense(tensor)
-                rooms = whole.reshape(self._size, *own.shape).unbind()
                 if whole.data_ptr() <= own.data_ptr() < whole.data_ptr() + whole.nbytes:
                     own = own.clone()
-                self._gather_into(function, rooms, own, seconds)
+                self._gather_into(function, whole, own, seconds)
                 copy_back(whole, output)
 
         return self._run(function, outputs, opts, [*outputs, *inputs], operation)
@@ -688,10 +706,10 @@ class MpiProcessGroup(dist.ProcessGroup):
                     raise ValueError(_forms(function, "gather_list", tensor, room, self._rank))
 
         def operation(seconds: float) -> None:
-            own, none = dense(tensor), [np.empty(0, np.uint8)] * self._size
+            own = dense(tensor)
             rooms = [dense(room) for room in outputs[0]] if self._rank == root else []
-            to = [bytes_of(own) if rank == root else none[0] for rank in range(self._size)]
-            self._exchange(function, own, f"root {root}", to, [bytes_of(room) for room in rooms] or none, seconds)
+            with self._exchanging(function, own, f"root {root}", seconds) as call:
+                exchange.gather_into(self._ranks, call, bytes_of(own), [bytes_of(room) for room in rooms], root)
             for flat, room in zip(rooms, outputs[0] if rooms else (), strict=True):
                 copy_back(flat, room)
 
@@ -712,28 +730,19 @@ class MpiProcessGroup(dist.ProcessGroup):
                     raise ValueError(_forms(function, "scatter_list", output, part, self._rank))
 
         def operation(seconds: float) -> None:
-            flat, none = dense(output), [np.empty(0, np.uint8)] * self._size
-            to = [bytes_of(dense(part)) for part in inputs[0]] if self._rank == root else none
-            come = [bytes_of(flat) if rank == root else none[0] for rank in range(self._size)]
-            self._exchange(function, flat, f"root {root}", to, come, seconds)
+            flat = dense(output)
+            parts = [bytes_of(dense(part)) for part in inputs[0]] if self._rank == root else []
+            with self._exchanging(function, flat, f"root {root}", seconds) as call:
+                exchange.scatter_into(self._ranks, call, parts, bytes_of(flat), root)
             copy_back(flat, output)
 
         return self._run(function, [output], opts, [output, *(part for parts in inputs for part in parts)], operation)
 
-    def _exchange(
-        self,
-        function: str,
-        like: torch.Tensor,
-        detail: str,
-        to: Sequence[np.ndarray],
-        come: Sequence[np.ndarray],
-        seconds: float,
-    ) -> None:
-        """Send each rank some bytes; no message is larger than a tensor. Collective."""
+    def _exchanging(self, function: str, like: torch.Tensor, detail: str, seconds: float) -> Collective:
+        """Return the contract of an exchange of messages of a tensor's form."""
         largest = like.numel() * like.element_size()
         staged = exchange.staged(self._ranks, largest) and largest > 0
-        with self._call(function, like, detail, seconds, synchronize=not staged) as call:
-            exchange.exchange(self._ranks, call, to, come, largest)
+        return self._call(function, like, detail, seconds, synchronize=not staged)
 
     # all-to-all
 
@@ -759,7 +768,8 @@ class MpiProcessGroup(dist.ProcessGroup):
             to, come = _cut(bytes_of(flat), going), _cut(bytes_of(whole), coming)
             if equal:
                 part = flat.reshape(self._size, -1)[0]
-                self._exchange(function, part, "equal splits", to, come, seconds)
+                with self._exchanging(function, part, "equal splits", seconds) as call:
+                    exchange.exchange(self._ranks, call, to, come, part.numel() * part.element_size())
             else:
                 self._exchange_unequal(function, flat, to, come, seconds)
             copy_back(whole, output)
@@ -944,7 +954,8 @@ def _splits(function: str, which: str, tensor: torch.Tensor, sizes: Sequence[int
 
 
 def _cut(data: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    return np.split(data, np.cumsum(lengths)[:-1])
+    ends = itertools.accumulate(lengths, initial=0)
+    return [data[low:high] for low, high in itertools.pairwise(ends)]
 
 
 def _line_of_call() -> str:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpistrat.base import loops
+from mpistrat.comm import exchange
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.errors import CollectiveMismatchError
 from tests.harness.process_groups import open_group
@@ -83,6 +84,53 @@ def test_lengths_and_small_arrays_are_one_message_between_nodes(monkeypatch):
                 every = [rows(r, turn, length + r) for r in range(size)]
                 assert np.array_equal(of.all_gather(every[rank]), np.concatenate(every))
             assert len(sent) - before == (count in (1, 3, 5)), lengths
+        of.close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_small_parts_are_one_message_between_nodes(monkeypatch):
+    """With lengths, what has no room follows in a message of its own, and has room in the next calls."""
+    sent = []
+    for name, cls in (("together", exchange.PartExchange), ("apart", exchange)):
+        attribute = "move" if name == "together" else "_exchange_by_mpi"
+        send = getattr(cls, attribute)
+        monkeypatch.setattr(cls, attribute, lambda *args, name=name, send=send: sent.append(name) or send(*args))
+    with open_group("private") as group:
+        of, rank, size = Collectives(group, "Test"), group.topology.rank, group.topology.size
+        value = np.arange(8.0 * size)
+        for call in (
+            lambda: of.reduce_scatter("SUM", value),
+            lambda: of.reduce_scatter("SUM", value[:1], out=np.empty(int(rank == 0))),
+            lambda: of.reshard(value.reshape(8, size), old=0, new=1),
+        ):
+            for _ in range(2):
+                sent.clear()
+                call()
+                assert sent == ["together"]
+        for length, alone in ((3, False), (3, True), (2, True), (9, False), (3, True), (SMALL, False), (9, True)):
+            sent.clear()
+            every = [rows(r, length, length * size) for r in range(size)]
+            found, _ = of.all_to_all(every[rank], splits=np.full(size, length))
+            assert np.array_equal(found, np.concatenate([part[length * rank :][:length] for part in every]))
+            assert sent == ["together"] if alone else ["together", "apart"], length
+        of.close()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("layout", ["nodes", "private"])
+def test_wrong_splits_of_one_rank_are_an_error_on_all(layout):
+    with open_group(layout) as group:
+        of, rank, size = Collectives(group, "Test"), group.topology.rank, group.topology.size
+        value = np.arange(8.0 * size)
+        right = np.full(size, 8)
+        for _ in range(2):
+            for wrong in (right + 1, right[1:], -right, right.astype("f4")):
+                with pytest.raises(ValueError, match="splits") as error:
+                    of.all_to_all(value, splits=wrong if rank == 1 else right)
+                assert rank == 1 or "rank 1" in str(error.value)
+            found, lengths = of.all_to_all(value, splits=right)
+            assert np.array_equal(found, np.tile(value[8 * rank :][:8], size))
+            assert lengths.tolist() == [8] * size
         of.close()
 
 
